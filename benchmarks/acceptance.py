@@ -98,8 +98,8 @@ def missing(name: str, package: str) -> Figure:
 
 
 def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int, warm_up: bool = True) -> dict[str, list[float]]:
-    """Name of a run -> its seconds in each round. Each round executes all runs, in changing order, so that a slow
-    minute of the machine affects all of them."""
+    """Time the runs. Returns name of a run -> its seconds in each round. Each round executes all runs, in changing
+    order, so that a slow minute of the machine affects all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for number in range(-1 if warm_up else 0, rounds):

@@ -6,10 +6,11 @@ step.
 An LSTM language model with random weights serves a seeded trace of requests, whose prompts and outputs have log-normal
 lengths. Each round serves it in three ways, interleaved:
 
-- ``cells``: a request joins the batch at any step and leaves at its own last one;
-- ``sequences``: a batch of whole sequences begins together, rows of shorter ones compute on until the longest has
-  ended (padding), and then the next batch begins: when it is full, or its first request has waited ``--wait-ms``;
-- ``one by one``: a batch of one.
+- ``cells``: a request joins the batch at any step and leaves it at the request's last step;
+- ``sequences``: all sequences of a batch begin together. Rows of shorter sequences compute on until the longest
+  sequence has ended (padding). The next batch begins after that, when it is full or its first request has waited
+  ``--wait-ms``;
+- ``one by one``: each batch has one request.
 
 All engines are the same program with a different ``batching``. In the closed test all requests arrive at the start, and
 the result is the throughput. In the open test requests arrive at random (Poisson) at the fraction ``--load`` of the
@@ -46,7 +47,7 @@ VOCABULARY = 8192
 
 
 def modes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Name of a way -> settings of its engine."""
+    """Name of a way to serve (``cells``, ``sequences``, ``one by one``) -> settings of its engine."""
     whole = {"batching": "static", "preferred_batch_sizes": str(args.rows), "batch_wait_ms": args.wait_ms}
     found: dict[str, dict[str, Any]] = {"cells": {}, "sequences": whole, "one by one": {"max_num_seqs": 1}}
     return {name: {"max_num_seqs": args.rows, **each} for name, each in found.items()}

@@ -70,7 +70,7 @@ def sentence_transformers(folder: str, width: int) -> Callable[[Sequence[str]], 
 
 
 def main() -> None:
-    """Measure both ways, and print a line for each and their ratio."""
+    """Time the flat and the padded batches, and print one line for each and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=1000)
     parser.add_argument("--size", choices=tuple(_SIZES), default="minilm")

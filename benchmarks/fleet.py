@@ -1,10 +1,10 @@
-"""Measures the cost of the router process ("door") in front of replicas, and the accuracy of a simulated fleet of two
+"""Measures the cost of the router process in front of replicas, and the accuracy of a simulated fleet of two
 replicas.
 
     python benchmarks/fleet.py --json benchmarks/results/fleet.json
 
-``door`` serves the same requests in turns with one engine process and with one replica behind the door. The model is
-HashLM, with no time per step (so that the front end is the bottleneck) and with 5 ms per step. Each pair of rounds
+``door`` serves the same requests in turns with one engine process and with one replica behind the router. The model
+is HashLM, with no time per step (so that the front end is the bottleneck) and with 5 ms per step. Each pair of rounds
 gives the difference of the median times to the first token, and the ratio of tokens/s.
 
 ``simulation`` serves Poisson arrivals with two real replicas whose steps take a fixed time, and simulates the same
@@ -59,7 +59,7 @@ class FixedSteps(CostModel):
 
 @asynccontextmanager
 async def running(config: EngineConfig, replicas: int, routing: str = "forecast") -> AsyncIterator[AsyncEngine]:
-    """An engine with ``replicas`` replicas behind a door; 0 means one engine process without a door."""
+    """An engine with ``replicas`` replicas behind a router process; 0 means one engine process without a router."""
 
     def behind_a_door(engine: AsyncEngine) -> Fleet:
         return Fleet(config, engine, local_replicas(config, replicas), replicas=replicas, routing=routing)
@@ -104,7 +104,7 @@ async def closed_loop(engine: AsyncEngine, streams: int, each: int, tokens: int,
 
 
 async def door(model: str, rounds: int) -> dict[str, Any]:
-    """Compare one replica behind the door with an engine without a door: difference of times, ratio of rates."""
+    """Compare one replica behind the router with an engine without a router: difference of times, ratio of rates."""
     settings = {"model": model, "max_num_seqs": 32, "num_kv_blocks": _BLOCKS}
     config = EngineConfig.from_flat(settings)
     pairs = []

@@ -108,7 +108,7 @@ CASES = (
 
 
 def deployment(case: Case) -> Deployment:
-    """The case's model on its machine."""
+    """The model of a case on the machine of the case."""
     return deploy(case.machine, shape_from_name(case.model))
 
 

@@ -34,7 +34,7 @@ VARIANTS = {
     "and norms": frozenset({"add_norm", "linear_swiglu", "linear_add_norm"}),
     "all": program.FUSIONS,
 }
-"""Name of a variant -> its fusions. Ratios are to the first."""
+"""Name of a variant -> its fusions. All ratios are relative to the first variant."""
 BLOCK_SIZE = 16
 
 

@@ -89,7 +89,7 @@ def told(name: str, taken: list[float]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure the three parts in turns, and print the ratios."""
+    """Measure steps without a grammar, with a grammar and during compilation in turns, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--rows", type=int, default=32)

@@ -74,7 +74,8 @@ def write_model(folder: Path) -> Any:
 
 
 def in_turns(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
-    """Name of a way -> its results in each round. The order of the ways changes from round to round."""
+    """Run all ``ways`` in each round, in an order that changes from round to round. Returns name of a way -> its result
+    in each round."""
     found: dict[str, list[Any]] = {name: [] for name in ways}
     for index in range(rounds):
         for name in list(ways)[:: 1 if index % 2 else -1]:

@@ -90,7 +90,7 @@ def check(produced: list[int], requests: Requests) -> None:
 
 
 def main() -> None:
-    """Measure in turns, and print one line per engine and per ratio."""
+    """Measure the engines in turns, and print one line per engine and per ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")

@@ -290,7 +290,8 @@ def measure(server: Server, viewers: Callable[[int], int], args: argparse.Namesp
 
 
 def compare(windows: list[dict[str, Any]], what: str, kind: str) -> list[float]:
-    """Change of a value from windows A to windows B, per block: relative for rates, absolute for times."""
+    """Change of the value ``what`` from the windows of side A to the windows of side B, one number per block: relative
+    for rates, absolute for times."""
     changes = []
     for round_ in sorted({each["round"] for each in windows if each["kind"] == kind}):
         own = [each for each in windows if (each["round"], each["kind"]) == (round_, kind)]

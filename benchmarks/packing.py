@@ -214,7 +214,7 @@ def drained(stream: PackStream) -> PackStream:
 
 
 def grown(samples: int) -> tuple[int, int]:
-    """Resident bytes of memory after 10,000 samples and after all samples. Run it in a separate process."""
+    """(resident memory in bytes after 10,000 samples, the same after all samples). Run it in a separate process."""
 
     def resident() -> int:
         with open("/proc/self/statm") as file:
@@ -348,7 +348,7 @@ def e1(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def levelled(costs: Sequence[float], ranks: int) -> list[list[float]]:
-    """Costs of one step's packs as rows with one column per rank."""
+    """Costs of the packs of one step, arranged as rows with one column per rank."""
     rows = [[costs[index] for index in row] for row in deal_rows(costs, ranks, 0)]
     return [[row[pack] for pack in chosen] for row, chosen in zip(rows, level_rows(rows), strict=True)]
 

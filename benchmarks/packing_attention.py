@@ -84,7 +84,8 @@ class Llama:
         self.losses: dict[str, float] = {}
 
     def train(self, name: str, batches: Batches, packed: bool = False) -> None:
-        """Forward and backward passes over all batches, with one constant for the whole loss."""
+        """Forward and backward passes over all batches. Each loss is a sum divided by the number of targets in all
+        batches."""
         handle = patch_hf(self.model) if packed else None
         self.model.zero_grad(set_to_none=True)
         total = 0.0

@@ -53,7 +53,7 @@ def engines(args: argparse.Namespace, directory: str) -> dict[str, LLM]:
 
 
 def chat(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[dict[str, float], list[list[int]]]:
-    """Run all turns of all conversations. Returns (times, all outputs)."""
+    """Run all turns of all conversations. Returns (name of a time -> its value, all outputs)."""
     rng = random.Random(seed)
     said = [[rng.randrange(8000) for _ in range(args.first)] for _ in range(args.chats)]
     params = SamplingParams(temperature=0.0, max_tokens=args.answer, ignore_eos=True)

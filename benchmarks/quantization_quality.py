@@ -45,12 +45,12 @@ Prompt = tuple[list[int], int]
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Scores of all positions of a prompt that are scored."""
+    """Log-probabilities at all scored positions of all prompts, in order."""
 
     logprobs: list[float]
-    """Log-probability of the actual token, per position."""
+    """Log-probability of the actual token at each position."""
     likeliest: list[dict[int, float]]
-    """Token id -> log-probability for the most likely ids, per position."""
+    """One entry per position: token id -> log-probability, for the most likely ids."""
 
     @property
     def perplexity(self) -> float:
@@ -109,7 +109,7 @@ def make_prompts(model: str, texts: Sequence[str], most_tokens: int, answers: bo
 
 
 def score(model: str, prompts: Sequence[Prompt], **settings: Any) -> Scores:
-    """Scores of all scored tokens of each prompt."""
+    """Log-probabilities of a model at all scored positions of the prompts."""
     llm = LLM(model, max_num_seqs=16, kv_cache_memory_bytes=1 << 30, **settings)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP)
     scores = Scores([], [])

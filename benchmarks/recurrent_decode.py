@@ -64,11 +64,12 @@ Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "processor": time.process_time}
 Times = list[float]
 Answer = Callable[[list[list[int]], int], Times]
-"""Answers prompts with a number of tokens each, and returns the times at which all rows had a further token."""
+"""Function from (token ids of each prompt, number of output tokens per prompt) to the times at which every row had a
+further token."""
 
 
 def ours(model: Path, args: argparse.Namespace) -> tuple[LLM, Answer]:
-    """Chairlift, with room for the most rows."""
+    """(engine of Chairlift, function that answers prompts with it). The engine has room for the largest batch."""
     # Blocks for more than the texts need, because a request joins only if some blocks stay free.
     longest, clock = 2 * (args.prompt + args.tokens) + 16, CLOCKS[args.clock]
     sizes = {"max_num_seqs": max(args.rows), "max_model_len": longest, "kv_cache_memory_bytes": args.cache << 20}
@@ -89,7 +90,7 @@ def ours(model: Path, args: argparse.Namespace) -> tuple[LLM, Answer]:
 
 
 def theirs(model: Path, args: argparse.Namespace) -> Answer:
-    """transformers' ``generate`` with its own cache."""
+    """Function that answers prompts with transformers' ``generate`` and its own cache."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -114,7 +115,7 @@ def theirs(model: Path, args: argparse.Namespace) -> Answer:
 
 
 def step_seconds(answer: Answer, rows: int, args: argparse.Namespace, vocabulary: int) -> float:
-    """Median time from one token of all rows to the next."""
+    """Median time between two steps that give every row one more token."""
     generator = torch.Generator().manual_seed(rows)
     prompts = torch.randint(vocabulary, (rows, args.prompt), generator=generator).tolist()
     times = answer(prompts, args.tokens)
@@ -129,7 +130,7 @@ def floor_seconds(cost: ModelCost, rows: int, args: argparse.Namespace, pool: li
     library, clock = lib.require(), CLOCKS[args.clock]
 
     def best(measure: Callable[[], float]) -> float:
-        """Best of a few rates per second of the clock."""
+        """Highest of several measured rates, converted to units per second of the chosen clock."""
         rates = []
         for _ in range(_TRIALS):
             begin, passed = clock(), time.perf_counter()

@@ -390,7 +390,7 @@ def deadlines(bench: Bench, seed: int) -> dict[str, float]:
 
 
 def ratios(bench: Bench, scenario: str, rounds: Sequence[dict[str, float]]) -> dict[str, list[float]]:
-    """Ratios for the table, including those that depend on all rounds."""
+    """Name of a ratio in the table -> its value in each round, for ratios that need the results of all rounds."""
     if scenario == "d":
         kinds = bench.traffic(PROMPTS)
         return {f"{kind} auto / best fixed": against_best(rounds, kind, "auto", FIXED_MODES) for kind in kinds}

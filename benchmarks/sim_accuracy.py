@@ -86,7 +86,7 @@ def deployment(cost: CostModel, llm: LLM, shape: ModelShape) -> Deployment:
 def simulate(
     cost: CostModel, trace: list[TracedRequest], llm: LLM, shape: ModelShape
 ) -> tuple[dict[str, float], float]:
-    """(simulated results, simulated seconds per second of computing)."""
+    """Simulate a trace. Returns (simulated results, simulated seconds per second of computing)."""
     begin = time.perf_counter()
     served = replay(trace, llm.config, deployment(cost, llm, shape)).served
     return figures(served), served.seconds / (time.perf_counter() - begin)

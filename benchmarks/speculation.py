@@ -231,7 +231,8 @@ def heads(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _sides_of_heads(llm: LLM, fixed: Sequence[int]) -> dict[str, Make]:
-    """The number of drafts that is chosen, and fixed ones."""
+    """Name of a setting -> function that makes its speculator. The settings are a number of drafts that the engine
+    chooses, and fixed numbers."""
     core = llm.engine.core
     seconds, drafter, drafts = core.costs.model.step_seconds, core.executor.drafter, core.scheduler.drafts  # type: ignore[attr-defined]
     sides: dict[str, Make] = {"heads": lambda: AdaptiveSpeculator(seconds, drafts.speculator.most, drafter)}

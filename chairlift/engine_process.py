@@ -90,7 +90,7 @@ def _load(connection: Connection, config: EngineConfig) -> CoreProcess | Pooling
 
 
 def _tokenizer(config: EngineConfig, model_dir: str) -> Tokenizer | None:
-    """The tokenizer, used here only to compile grammars. The API process converts between text and tokens."""
+    """The model's tokenizer, used here only to compile grammars. The API process converts between text and tokens."""
     return None if config.model.skip_tokenizer_init else read_tokenizer(config, model_dir)
 
 

@@ -79,7 +79,7 @@ class LoadedExecutor:
     model_impl: str = "native"
     """See :attr:`EngineInfo.model_impl`."""
     calls: tuple[str, ...] = ()
-    """Names of operations without a kernel. PyTorch computes these operations between the kernels."""
+    """Names of the model's operations without a kernel. PyTorch computes these operations between the kernels."""
     block_bytes: int = 0
     """Bytes of a KV block over all its layers. With several cache groups, the mean of the groups."""
     quantization: str | None = None
@@ -347,7 +347,7 @@ def _load_weights(
     device: torch.device,
     progress: Progress | None,
 ) -> tuple[CausalLM | TransformersLM, str]:
-    """(model, name of the kernels that run it)."""
+    """Load the weights. Returns (model, name of the kernels that run it)."""
     from chairlift.executor.select import choose_format, choose_kernels, choose_transformers
     from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.loader import load_model

@@ -33,10 +33,10 @@ _SETTING = "speculative_config: the draft model"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedDraftModel:
-    """A small model in memory, or a layer or heads that draft."""
+    """The loaded source of drafts: a small model, a layer (EAGLE-3), or heads (Medusa)."""
 
     model: CausalLM | Eagle3 | None
-    """The small model or the layer; None if heads draft."""
+    """The small model or the layer that makes drafts; None if heads make them."""
     most: int
     """Maximum number of drafts for a row in one step."""
     max_positions: int = 0

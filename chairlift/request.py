@@ -261,7 +261,8 @@ class Request:
         self.due_at = -1
         """Tick of the decode clock at which the scheduler must check this request next."""
         self.refused_at: tuple[int, int, float] = NOT_REFUSED
-        """State (KV cache, reserve, watermark) in which the request did not fit when it was last tried."""
+        """(state of the KV cache, reserve, watermark) when the request last did not fit. It is tried again only after a
+        change."""
         self.times_passed = 0
         """Number of later requests that were admitted before this one."""
         self._computed = 0

@@ -1,4 +1,4 @@
-"""Settings for all tests: number of seeds, one thread, and no time limit for generated examples."""
+"""Settings for all tests: how many seeds each test tries, one thread, and no time limit for generated examples."""
 
 from __future__ import annotations
 

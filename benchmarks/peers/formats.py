@@ -122,7 +122,8 @@ def llama_cpp(environment: Path, model: Path, work: Path, rows: int) -> dict[str
 
 
 def measure(engines: Mapping[str, list[str]], cases: Sequence[Case], rounds: int, work: Path) -> dict[str, Any]:
-    """Seconds per round for each engine and case, and each engine's description of itself."""
+    """Measure all engines. Returns the seconds of each round for each engine and case, and each engine's description of
+    itself."""
     seconds: dict[str, dict[str, list[float]]] = {name: {case.name: [] for case in cases} for name in engines}
     files = {case: work / f"case-{case.requests}-{case.prompt}.json" for case in cases}
     for case, file in files.items():

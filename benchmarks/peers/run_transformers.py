@@ -23,7 +23,7 @@ from protocol import Requests, serve
 
 Answer = Callable[[Requests], Sequence[int]]
 NO_END = -1
-"""A token id that no model generates. As end token it turns the end of sequence off."""
+"""A token id that no model generates. Given as the end token, it keeps an output from ending early."""
 KV_BYTES = 2 << 30
 PATIENCE = 1800
 """Seconds without a finished request after which the run is aborted."""

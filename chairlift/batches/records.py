@@ -13,11 +13,11 @@ ACTIVE: Final = ("validating", "in_progress", "finalizing", "cancelling")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """One file. Its content is a file in the store's directory, named by its id."""
+    """One file of the store. Its content is a file in the store's directory, named by its id."""
 
     id: str
     owner: str
-    """Tenant of the API key that uploaded it; empty if there were no keys."""
+    """Tenant of the API key that uploaded the file; empty if the server had no keys."""
     filename: str
     bytes: int
     purpose: str
@@ -28,7 +28,7 @@ class FileRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
-    """One batch."""
+    """One batch: an input file of requests, and the progress of answering them."""
 
     id: str
     owner: str

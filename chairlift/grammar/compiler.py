@@ -189,7 +189,7 @@ class _CompiledGrammar:
 
 
 class _LLMatcher:
-    """A :class:`Matcher` that uses llguidance's."""
+    """A :class:`Matcher` that calls llguidance's own matcher."""
 
     def __init__(self, matcher: Any, compiled: _CompiledGrammar, stop_token_ids: Sequence[int]) -> None:
         self.num_consumed = 0

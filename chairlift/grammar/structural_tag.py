@@ -195,8 +195,8 @@ class _Writer:
         return self._rule(f"{opening} {inner} {_quoted(ending)}")
 
     def _text_without(self, close: str) -> str:
-        """Rule for free text that does not contain the text of the marker at the beginning of ``close``, written with
-        other tokens. A reader of the text would take such a text for the end."""
+        """Rule for free text that cannot spell, with other tokens, the marker at the beginning of ``close``. A reader
+        that sees only the text would take the spelled marker for the end of the tag."""
         spelled = next(text for text in self._markers.texts if close.startswith(text))
         pattern = re.escape(spelled).replace("/", "\\/").replace("\n", "n")
         number = len(self._rules)

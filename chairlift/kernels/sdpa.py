@@ -33,7 +33,7 @@ QUERY_TILE = 256
 SHORT = 64
 """Maximum length in tokens of segments that may share a call with segments of similar, not equal, length."""
 _STEP = 8
-"""The lengths of segments in a shared call differ by less than this number of tokens."""
+"""Segments in a shared call have lengths that differ by less than this number of tokens."""
 _COPY = 128
 """Cost of one call, measured as the number of rows that could be copied in the same time."""
 

@@ -54,7 +54,8 @@ class LowRank:
     a: Tensor
     """float32 [r, in]."""
     b: Tensor
-    """float32 [rows, r]. The adapter's scale is already multiplied in. Rows have the order of our layer's rows."""
+    """float32 [rows, r]. The adapter's scale is already multiplied in. Rows have the order of the rows of this
+    package's layer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

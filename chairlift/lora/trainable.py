@@ -34,12 +34,9 @@ ALL_LINEAR: Final = "all-linear"
 
 
 def target_parts(sites: Sites, targets: Sequence[str]) -> dict[str, CheckpointPart]:
-    """Modules that the targets select, by name.
-
-    A target is a whole module name, the last part of names (``q_proj``), or ``all-linear``.
-
-    Raises ConfigError for a target that selects no module.
-    """
+    """Name of each module that the targets select -> its rows in a layer of this package. A target is a whole module
+    name, the last part of names (``q_proj``), or ``all-linear``. Raises ConfigError for a target that selects no
+    module."""
     chosen: dict[str, CheckpointPart] = {}
     for target in targets:
         found = {
@@ -107,8 +104,8 @@ class TrainableAdapter:
         self.r, self.alpha, self.rslora, self.dropout = r, alpha, rslora, dropout
         self._parts = target_parts(self._sites, targets)
         self.parameters: dict[str, nn.Parameter] = {}
-        """PEFT's name of each matrix -> float32 parameter: A [r, in], and B [out, r] with the rows in the order of our
-        layer."""
+        """PEFT's name of each matrix -> float32 parameter: A [r, in], and B [out, r] with the rows in the order of
+        this package's layer."""
         device = next(model.parameters()).device
         for name, part in self._parts.items():
             a = torch.empty(r, part.shape[1], device=device)

@@ -23,8 +23,8 @@ __all__ = ["TrainableAdapters"]
 class TrainableAdapters:
     """Adapters of one model, made with ``attached=False``, by name. Their ranks, scales and layers may differ.
 
-    Before each forward pass :meth:`route` says which rows are whose. Raises ConfigError without an adapter, and for a
-    model that has adapters already.
+    Before each forward pass :meth:`route` assigns its rows to the adapters. Raises ConfigError without an adapter, and
+    for a model that has adapters already.
     """
 
     def __init__(self, adapters: Mapping[str, TrainableAdapter]) -> None:
@@ -37,7 +37,8 @@ class TrainableAdapters:
             for name, adapter in self.adapters.items()
             for key, parameter in adapter.parameters.items()
         }
-        """``adapter/PEFT's name`` of each matrix -> float32."""
+        """``NAME/KEY`` -> float32 matrix, where NAME is the name of an adapter, and KEY is PEFT's name of the
+        matrix."""
         self._rows = [0] * len(self.names)
         layers: dict[str, list[Adapted | None]] = {}
         for index, adapter in enumerate(self.adapters.values()):
@@ -57,11 +58,12 @@ class TrainableAdapters:
         return max(adapter.dropout for adapter in self.adapters.values())
 
     def route(self, rows: Sequence[int]) -> None:
-        """Give the next forward passes' first ``rows[0]`` rows to the first adapter, the following to the next."""
+        """Assign the rows of the next forward passes to adapters: the first ``rows[0]`` rows to the first adapter, the
+        next ``rows[1]`` rows to the second adapter, and so on."""
         self._rows[:] = rows
 
     def settings(self) -> dict[str, Any]:
-        """Settings that must be equal when adapters continue with these matrices, as plain data."""
+        """Settings that must be equal to continue training with the matrices of these adapters, as plain data."""
         found: dict[str, Any] = {"adapters": list(self.names)}
         for name, adapter in self.adapters.items():
             own = adapter.settings()
@@ -70,7 +72,7 @@ class TrainableAdapters:
         return found
 
     def write(self, directory: Path) -> None:
-        """Write each adapter as PEFT does, into ``directory/NAME``, which is made if needed. OSError."""
+        """Write each adapter as PEFT does, into ``directory/NAME``, which is created if needed. Raises OSError."""
         for name, adapter in self.adapters.items():
             adapter.write(directory / name)
 

@@ -57,7 +57,7 @@ class Calibrated:
     output_error: float
     """Squared error of the layer's outputs on the samples, divided by the sum of the squared outputs."""
     nearest_error: float
-    """The same error if every weight were rounded to the nearest code."""
+    """Output error if every weight were rounded to the nearest code."""
 
 
 def gptq(weight: Tensor, hessian: Tensor, kind: GroupKind, dtype: torch.dtype) -> GroupedRows:

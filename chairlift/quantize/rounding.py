@@ -19,20 +19,21 @@ FORMATS: Final[dict[str, GroupKind]] = {
 }
 """Name of a format in the command line -> kind of integer groups."""
 _RATIOS: Final = tuple(1.0 - 0.3 * step / 19 for step in range(20))
-"""Factors of the scales to try. The factor 1 maps the largest number of a group to the largest code."""
+"""Factors to try for the scale of a group. The factor 1 maps the largest number of the group to the largest code."""
 _LEAST: Final = 2.0**-24
-"""Smallest scale: the smallest float16 number above 0. It is used for groups of zeros."""
+"""Smallest scale of a group: the smallest float16 number above 0. It is used for groups of zeros."""
 
 
 @dataclasses.dataclass(slots=True)
 class Squares:
-    """Sums of squares over weights, in float64."""
+    """Sums of squares that tell how much rounding changes weights: of the weights themselves (``weights``) and of two
+    rounding errors. All are float64."""
 
     weights: float = 0.0
     error: float = 0.0
     """Sum of squared differences between the weights and their rounded values."""
     error_of_largest: float = 0.0
-    """The same sum if the largest number of each group determines its scale."""
+    """Sum of squared differences if the largest number of each group determined the group's scale."""
 
     def add(self, other: Squares) -> None:
         """Add the sums of ``other``."""
@@ -42,7 +43,7 @@ class Squares:
 
     @property
     def share(self) -> float:
-        """Error divided by the sum of the squared weights."""
+        """:attr:`error` divided by the sum of the squared weights."""
         return self.error / self.weights if self.weights else 0.0
 
     @property

@@ -44,7 +44,7 @@ class Report:
     files: list[str] = dataclasses.field(default_factory=list)
     """Names of the weight files."""
     nbytes: int = 0
-    """Bytes of all tensors."""
+    """Size in bytes of all tensors that were written."""
     samples: int = 0
     """Number of samples used for calibration; 0 without calibration."""
     tokens: int = 0

@@ -66,7 +66,7 @@ class ShardWriter:
             room -= tensor.nbytes
         self._shards = shards
         self.nbytes = sum(tensor.nbytes for shard in shards for tensor in shard)
-        """Bytes of all tensors."""
+        """Size in bytes of all tensors."""
         self._files: list[IO[bytes]] = []
         self._places: dict[str, tuple[IO[bytes], int, Planned]] = {}
 

@@ -84,9 +84,9 @@ def gumbel_argmax(scores: Tensor, seeds: Sequence[int], positions: Sequence[int]
         int64 ``[R]``.
 
     Only ids that can still win get noise, and the answer is exactly that of the full row. Let ``v = 1 - u``. From
-    ``-log(1 - v) >= v`` follows ``G <= -log(v)``, so an id beats a score ``L`` that some id reaches only if
-    ``v <= exp(score - L)``. Every ``v`` is at least 2^-33, which rules out most ids of a peaked row before any noise is
-    made; the words rule out all but a handful, and only those pay for the logarithms.
+    ``-log(1 - v) >= v`` follows ``G <= -log(v)``, so an id can beat a noisy score ``L`` of another id only if ``v <=
+    exp(score - L)``. Every ``v`` is at least 2^-33, which rules out most ids of a peaked row before any noise is made;
+    the random words then rule out all but a few ids, and only for these the logarithms are computed.
     """
     if scores.shape[1] % 4:
         scores = torch.nn.functional.pad(scores, (0, -scores.shape[1] % 4), value=-math.inf)

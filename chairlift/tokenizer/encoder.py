@@ -66,7 +66,7 @@ class Encoder:
         self._short_texts = Turns(2, max_waiting, "texts")
         self._templates: TemplateWorker | None = None
         self._chosen = chat_template is not None
-        """Whether the user gave the template, so that it is not the model's own."""
+        """Whether the user chose the chat template. If not, it is the model's own."""
         self._texts = _worker_for(tokenizer, max_model_len, max_waiting)
         if tokenizer is not None and chats:
             template = tokenizer.chat_template if chat_template is None else chat_template
@@ -166,7 +166,8 @@ class Encoder:
         return await self.encode(text, add_special_tokens=False)
 
     async def beside(self, work: Callable[[], _T]) -> _T:
-        """Run ``work`` on a thread and return its result. Two calls run at a time, including those for long texts."""
+        """Run ``work`` on a thread and return its result. At most two such calls run at a time; calls that tokenize
+        long texts are counted, too."""
         return await _on_thread(self._threads, work)
 
     @property

@@ -26,8 +26,8 @@ MAX_ADDED: Final = 4096
 _MAX_PASSES: Final = 4
 """Maximum number of copies of a text that a post-processor may make."""
 _UNICODE: Final = {"NFC": 3, "NFD": 4, "NFKC": 11, "NFKD": 11, "BertNormalizer": 3, "ByteLevel": 2, "Metaspace": 3}
-"""Normalizer -> maximum growth factor, used if another normalizer of the same kind comes before it. The first one of a
-kind is always allowed."""
+"""Normalizer -> maximum factor by which it makes a text longer. The factor is counted from the second normalizer of the
+same kind on. The first one of a kind is always allowed."""
 _LONGEST_CHARSMAP: Final = 36
 """Maximum number of bytes that SentencePiece's normalization makes of one character."""
 
@@ -159,8 +159,8 @@ def _special_sizes(step: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _grows(steps: Sequence[Mapping[str, Any]]) -> str | None:
-    """A short text that the literal replacements make too long; None if there is none. It is searched among the texts
-    that they replace, and the characters of these texts."""
+    """A short text that the literal replacements make too long; None if there is none. Only the texts that they
+    replace, and the characters of these texts, are tried."""
     plain = [step for step in steps if step.get("type") == "Prepend" or _pattern(step)[0] == "String"]
     seeds = {_pattern(step)[1] for step in plain} | {char for step in plain for char in _pattern(step)[1]}
     for seed in itertools.islice(sorted(seeds - {""}), 1000):

@@ -22,7 +22,7 @@ same text."""
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InfillFormat:
-    """Texts of the special tokens with which one group of models marks the parts."""
+    """Texts of the special tokens with which one group of models marks prefix, suffix and middle."""
 
     name: str
     prefix: str
@@ -40,8 +40,8 @@ class InfillFormat:
         return tuple(mark for mark in (self.prefix, self.suffix, self.middle) if mark)
 
     def lay_out(self, tokenizer: Tokenizer, prefix: Sequence[int], suffix: Sequence[int], special: bool) -> list[int]:
-        """Token ids of the prompt. If ``special`` is true, it begins with the tokens that the tokenizer puts before a
-        text (such as a BOS)."""
+        """Token ids of a prompt that asks for the text between ``prefix`` and ``suffix``. If ``special`` is true, it
+        begins with the tokens that the tokenizer puts before a text (such as a BOS)."""
         mark = {text: tokenizer.token_to_id(text) for text in self.marks}
         first, second = [mark[self.prefix], *prefix], [mark[self.suffix], *suffix]
         parts = [*second, *first] if self.suffix_first else [*first, *second]

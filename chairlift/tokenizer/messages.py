@@ -17,7 +17,7 @@ _SAYS_SOMETHING: Final = ("tool_calls", "function_call", *REASONING_KEYS)
 _MAX_DEPTH: Final = 64
 """Maximum depth of nested lists and objects, the same as for request bodies."""
 _LONGEST: Final = 60
-"""Maximum number of characters of a caller's value in an error message."""
+"""Maximum number of characters that an error message quotes from a caller's value."""
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]], *, images: bool = False) -> list[dict[str, Any]]:

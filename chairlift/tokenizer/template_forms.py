@@ -27,7 +27,7 @@ __all__ = ["ContentForm", "TemplateForms", "loops_over_content"]
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 _FIRST: Final = "alphachair"
-"""Text of a test message: a word that occurs in no template. The next three are such words, too."""
+"""Text of a test message: a word that occurs in no template. The next three constants are such words, too."""
 _SECOND: Final = "omegalift"
 _DUMP: Final = "dumpedpart"
 _KEY: Final = "argumentkey"
@@ -46,7 +46,7 @@ class ContentForm:
     parts: bool = False
     """Whether the template prints the texts of all parts in a list, and not the list itself in Python's syntax."""
     one_part: bool = False
-    """Whether the template prints the text of the part if a list has exactly one text part."""
+    """Whether the template prints the text of a content that is a list with exactly one text part."""
 
     def fit(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         """The content, converted to a supported form. If parts must become one text, they are joined by newlines, as

@@ -44,8 +44,8 @@ _TICK: Final = 1 / os.sysconf("SC_CLK_TCK")
 _CPU_SECONDS: Final = 3
 """Processor seconds per chat after which the kernel kills a worker, if the server has not killed it before."""
 _RETIRE_SHARE: Final = 0.25
-"""Fraction of its memory limit. A worker whose memory has grown by more is replaced, so that the next chat has the
-whole limit."""
+"""A worker is replaced when its memory has grown by more than this fraction of its memory limit, so that the next chat
+has the whole limit."""
 _EXIT_SECONDS: Final = 1.0
 """Seconds to wait for the exit status of a process after the end of its pipe."""
 _OWN_SIGNALS: Final = frozenset({signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS})

@@ -430,8 +430,8 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Sequence[str]) -> None:
-    """Add the tokens that only the configuration has, in the order of transformers 5. Tokens in ``named`` become
-    special tokens."""
+    """Add the tokens that only ``config``, the tokenizer's configuration, has, in the order of transformers 5. Tokens
+    in ``named`` become special tokens."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     further = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
     try:
@@ -460,7 +460,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named:
 
 
 def _added_token(given: Any) -> tokenizers.AddedToken:
-    """An added token, from its text alone (then it is special), or from its text and flags."""
+    """An added token, made from its text alone (then it is a special token), or from a mapping with its text and
+    flags."""
     if isinstance(given, str):
         return tokenizers.AddedToken(given, special=True)
     return tokenizers.AddedToken(given["content"], **{flag: given[flag] for flag in _TOKEN_FLAGS if flag in given})

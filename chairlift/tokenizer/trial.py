@@ -1,4 +1,5 @@
-"""Tries a tokenizer in a limited process, before it runs in a process that a hang would stop."""
+"""Tries a model's tokenizer in a separate process with limits on time and memory, before the program itself uses it. So
+a tokenizer that hangs cannot stop the program."""
 
 from __future__ import annotations
 

@@ -61,19 +61,19 @@ def calls_format(form: ToolFormat, tools: Tools) -> dict[str, Any]:
 
 
 def literal(text: str) -> Iterator[dict[str, Any]]:
-    """The format that requires exactly this text; nothing if the text is empty."""
+    """Yield the format that matches exactly ``text``. For an empty text, yield nothing."""
     if text:
         yield {"type": "const_string", "value": text}
 
 
 def sequence(*elements: dict[str, Any]) -> dict[str, Any]:
-    """The format that requires the given formats one after another. At least one must be given."""
+    """The format that matches ``elements`` one after another. At least one element must be given."""
     return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": list(elements)}
 
 
 def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
-    """The format of a content between the texts ``begin`` and ``end``. ``{number}`` in ``begin`` matches a number of
-    one or two digits."""
+    """The format that matches the text ``begin``, then ``content``, then the text ``end``. ``{number}`` in ``begin``
+    matches a number of one or two digits."""
     head, mark, tail = begin.partition("{number}")
     if mark:
         content = sequence({"type": "regex", "pattern": _NUMBER}, *literal(tail), content)
@@ -81,13 +81,13 @@ def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
 
 
 def optional(one: dict[str, Any]) -> dict[str, Any]:
-    """The format that allows a tag once or not at all."""
+    """The format that matches the tag ``one`` once or not at all."""
     return {"type": "tags_with_separator", "tags": [one], "separator": "", "stop_after_first": True}
 
 
 def _series(form: ToolFormat) -> tuple[str, str | None, str]:
-    """(text before a series of calls, text between two calls, text after the series). If the second is None, only one
-    call is possible."""
+    """(text before a series of calls, text between two calls, text after the series). If the text between two calls is
+    None, only one call is possible."""
     if form.body is Body.HARMONY or not form.section:
         return "", None, ""
     if form.body is Body.JSON and form.wrapped is not None:

@@ -28,14 +28,14 @@ NONE: Final = "none"
 
 
 class Body(enum.Enum):
-    """Form of a call's contents between its markers."""
+    """How a model writes the name and the arguments of a call, between the markers of the call."""
 
     JSON = "json"
-    """A JSON object with name and arguments, or a list of such objects."""
+    """A JSON object with the function's name and arguments, or a list of such objects."""
     NAMED = "named"
-    """The name as text, then the arguments as a JSON object."""
+    """The function's name as text, then the arguments as a JSON object."""
     TAGGED = "tagged"
-    """The name as text, then one tag per argument. The values are text."""
+    """The function's name as text, then one tag per argument. The values in the tags are text."""
     PYTHON = "python"
     """A list of Python calls with keyword arguments."""
     GEMMA = "gemma"
@@ -76,12 +76,12 @@ class ToolFormat:
     numbered: bool = False
     """Whether the model writes ``NAME:NUMBER`` instead of the name. This text is also the id of the call."""
     wrapped: tuple[str, str, str] | None = None
-    """(text before, key of the arguments, text after) of a forced call with a JSON body. If the first text ends with
-    ``[``, it begins a list of calls."""
+    """For a forced call: (text before the call, JSON key of the arguments, text after the call). If the text before the
+    call ends with ``[``, it begins a list of calls. The key is empty if the arguments follow without a key."""
     opening: str = '{"name": '
     """Text before the function's name in a forced call with a JSON body."""
     own_line: bool = False
-    """Whether each value is on a line of its own."""
+    """Whether the model writes the value of each argument on a line of its own."""
 
     @property
     def begins(self) -> tuple[str, ...]:
@@ -342,7 +342,7 @@ class ReasoningFormat:
     goes_on: str = ""
     """Text between the reasoning and the rest of the output. Empty if only white space is between them."""
     content: str = ""
-    """Text that the model writes before the content."""
+    """Text that the model writes before the content of its answer; empty if there is none."""
 
     def is_open_after(self, prompt_end: str) -> bool:
         """Whether a prompt with this ending has begun the reasoning and not ended it."""

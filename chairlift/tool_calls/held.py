@@ -50,7 +50,7 @@ def output_constraint(
     """Constraint on the whole output, given the constraint on its content (``constraint``). None: no constraint.
 
     A forced call replaces the content. An optional call is an alternative to the content. With a grammar or structural
-    tags calls are not added, because these already describe the whole output. Raises RequestError for combinations
+    tags calls are not added, because a grammar already describes the whole output. Raises RequestError for combinations
     that cannot be expressed.
     """
     forced = tools.choice in ("required", "named")
@@ -96,7 +96,7 @@ def _is_content(constraint: StructuredOutputsParams) -> bool:
 
 
 def _form(constraint: StructuredOutputsParams) -> dict[str, Any]:
-    """A constraint on the content, as a format of structural tags."""
+    """Convert a constraint on the content to a format of structural tags."""
     if constraint.json is not None or constraint.json_object:
         schema = {"type": "object"} if constraint.json is None else json.loads(str(constraint.json))
         return {"type": "json_schema", "json_schema": schema}

@@ -56,7 +56,7 @@ Event = Piece | Call | Broken
 
 @dataclasses.dataclass(slots=True)
 class Answer:
-    """Everything that was read in an output."""
+    """The content, the reasoning and the tool calls that were read from one output."""
 
     content: str = ""
     reasoning: str = ""
@@ -65,7 +65,7 @@ class Answer:
     """One reason for each text that began like a call but was not valid."""
 
     def add(self, events: Sequence[Event]) -> None:
-        """Append the events of a reader."""
+        """Add the events that a reader returned."""
         for event in events:
             if isinstance(event, Call):
                 self.calls.append(event)
@@ -104,7 +104,7 @@ class AnswerReader:
         self._text = TextScanner()
         self._code = CodeBlocks()
         self._space = ""
-        """White space at the end so far. It is returned only if more text of the same kind follows."""
+        """White space that was read last. It is returned only if more text of the same kind follows."""
         self._kind = _CONTENT
         self._at_start = False
         """Whether white space is dropped until other text comes."""
@@ -272,7 +272,7 @@ class AnswerReader:
         return value
 
     def _from_json(self, value: Any) -> tuple[str, dict[str, Any]]:
-        """(name, arguments) of a JSON value that describes a call. Raises NotReadable."""
+        """(function's name, arguments) of the call that a JSON value describes. Raises NotReadable."""
         if not isinstance(value, dict):
             raise NotReadable("a call is no object")
         value = value["function"] if isinstance(value.get("function"), dict) else value

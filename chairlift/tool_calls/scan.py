@@ -16,7 +16,7 @@ __all__ = ["CUT_OFF", "CodeBlocks", "Markers", "Reading", "TextScanner", "marker
 
 _T = TypeVar("_T")
 Reading = Generator[None, None, _T]
-"""A generator that yields when it needs more text, or the information that the text has ended."""
+"""A generator that yields whenever it must wait: for more text, or for the end of the text."""
 
 CUT_OFF: Final = "the answer ends inside the call"
 _SPACE: Final = re.compile(r"[ \t\r\n]+")

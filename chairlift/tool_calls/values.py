@@ -116,7 +116,8 @@ class JsonScanner:
 
 
 def json_value(text: str) -> tuple[Any, str]:
-    """(value, JSON text) of a text. The JSON text is ``text`` itself if that is strict JSON. Raises NotReadable."""
+    """Parse a text that a model wrote as JSON. Returns (value, JSON text). The JSON text is ``text`` itself if that is
+    strict JSON. Raises NotReadable."""
     try:
         return _loads(text, True), text
     except ValueError:

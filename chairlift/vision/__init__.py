@@ -1,1 +1,1 @@
-"""Images in requests: decoding them, cutting them into tiles, and the prompt positions of their rows."""
+"""Images in requests: decoding them, cutting them into tiles, and the prompt positions of their encoded rows."""

@@ -17,7 +17,7 @@ MOST_ADDRESSES: Final = 16
 """Maximum number of images per request that are read from addresses. They are read one after another."""
 
 GivenImage = tuple[str, Any]
-"""(path of an image within the messages, its URL or Pillow image)."""
+"""(position of an image in the messages, such as ``messages[0].content[1]``; its URL or Pillow image)."""
 
 
 def take_images(messages: Any) -> tuple[Any, list[GivenImage]]:

@@ -1,5 +1,5 @@
-"""Images of any size as grids of patches; each square of neighbouring patches becomes one row (Qwen2.5-VL and
-Qwen3-VL).
+"""Images of any size as grids of patches; the encoder turns each square of neighbouring patches into one row
+(Qwen2.5-VL and Qwen3-VL).
 
 The pixels equal those of transformers' image processor for Pillow, with which the tests compare. The module does not
 import torch.
@@ -31,19 +31,19 @@ class PatchSettings:
     patch_size: int
     """Side of a patch in pixels."""
     merge_size: int
-    """Side, in patches, of the squares that become one row."""
+    """Side, in patches, of the squares that the encoder turns into one row each."""
     least_pixels: int
     most_pixels: int
-    """Limits on width times height after resizing, in pixels."""
+    """Maximum of width times height after resizing, in pixels. ``least_pixels`` is the minimum."""
     resizes: bool
     resample: int
-    """Number of the resampling filter in Pillow."""
+    """Pillow's number of the filter that resizes images."""
     image_token_id: int
 
 
 class PatchProcessor(ImageProcessor):
-    """Resizes images so that they consist of whole squares of patches. Raises ModelLoadError if the marker is more than
-    one token."""
+    """Resizes images so that they consist of whole squares of patches. Raises ModelLoadError if the text that marks an
+    image is more than one token."""
 
     def __init__(self, settings: PatchSettings, tokens: Tokens, where: Path) -> None:
         super().__init__(_MARKER, settings.image_token_id)

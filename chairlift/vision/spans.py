@@ -42,8 +42,8 @@ class ImageSpan:
     key: bytes
     """Key of the tile; see :class:`ImageTile`."""
     grid: tuple[int, int] = (0, 0)
-    """(rows from top to bottom, rows from left to right) for models with such positions (see :func:`axes_of`);
-    otherwise zeros."""
+    """(number of the tile's rows from top to bottom, number from left to right) for models whose positions have a
+    height and a width (see :func:`axes_of`); otherwise zeros."""
 
     whole: bool = False
     """Whether the positions attend to each other both ways. They are then computed in the same step."""

@@ -1,4 +1,4 @@
-"""Images as squares of one size, each with the same number of rows (LLaVA and Gemma 3).
+"""Images as squares of one size, each encoded as the same number of rows (LLaVA and Gemma 3).
 
 The pixels equal those of transformers' image processors for Pillow, with which the tests compare. The module does not
 import torch.
@@ -33,7 +33,7 @@ class SquareSettings:
     resized: tuple[int, ...]
     """Size before the square is cut out of the middle: (shortest edge,) or (height, width)."""
     resample: int
-    """Number of the resampling filter in Pillow."""
+    """Pillow's number of the filter that resizes images."""
     rows: int
     """Number of prompt positions of an image."""
     image_token_id: int
@@ -42,8 +42,8 @@ class SquareSettings:
 
 
 class SquareProcessor(ImageProcessor):
-    """Resizes images, and cuts a square out of the middle. Raises ModelLoadError if the marker is more than one
-    token."""
+    """Resizes images, and cuts a square out of the middle. Raises ModelLoadError if the text that marks an image is
+    more than one token."""
 
     def __init__(self, settings: SquareSettings, tokens: Tokens, where: Path) -> None:
         framed = settings.around[0] >= 0

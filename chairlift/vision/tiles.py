@@ -1,4 +1,4 @@
-"""Images as square tiles, each with the same number of rows (Idefics 3 and SmolVLM).
+"""Images as square tiles, each encoded as the same number of rows (Idefics 3 and SmolVLM).
 
 The pixels equal those of transformers' image processors for Pillow, with which the tests compare. The module does not
 import torch.
@@ -32,7 +32,7 @@ class TileSettings:
     longest_edge: int | None
     """Length in pixels of an image's longer side before it is cut; None: images are not resized first."""
     resample: int
-    """Number of the resampling filter in Pillow."""
+    """Pillow's number of the filter that resizes images."""
     splits: bool
     """Whether images are cut into tiles."""
     rows_per_tile: int

@@ -434,12 +434,12 @@ struct AttentionPiece {
   int position(int row) const {
     return batch.seq_lens[span.row] - (batch.cu_seqlens[span.row + 1] - token(row));
   }
-  // The row attends to positions below this one.
+  // The row attends only to positions below the result.
   int seen_end(int row) const {
     if (op.flags & CL_BOTH_WAYS) return batch.seq_lens[span.row];
     return batch.seen_ends ? batch.seen_ends[token(row)] : position(row) + 1;
   }
-  // The row attends to no position below this one.
+  // The row attends to no position below the result.
   int seen_begin(int row) const {
     const int end = position(row) + 1;
     return op.window > 0 && end > op.window ? end - op.window : 0;

@@ -189,7 +189,8 @@ static void consider_highest(Best& best, const float* logits, int32_t first_id, 
   if (highest > -INFINITY) offer(best, highest, first_id + index_of(logits, count, highest));
 }
 
-// Updates `best` with at most GROUP ids. `highest`: the highest of their logits / temperature.
+// Updates `best` with at most GROUP ids, from first_id on. `highest`: the highest logit of these ids, divided by the
+// temperature.
 static void consider_group(Best& best, const float* logits, int32_t first_id, int size, float highest,
                            float temperature, const Philox& philox) {
   const uint32_t bar = lowest_word(bar_of(best.score) - highest);

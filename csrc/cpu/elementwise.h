@@ -37,7 +37,7 @@ static void unpack_column(const Panels<Code<B, M>>& weight, int32_t id, int k, T
   }
 }
 
-// Multiplies a row by a number, and clears its padding.
+// Multiplies a row by a number, and sets the padding columns of the row to zero.
 template <typename T>
 CL_INLINE void scale_row(const T* from, T* to, int size, float factor) {
   for (int i = 0; i < size; i += LANES) vstore(to + i, vmul(vload(from + i), vset(factor)));

@@ -244,7 +244,7 @@ struct StoreSquaredExpert {
   }
 };
 
-// Epilogue: adds an expert's bias, if there is one, and stores the sums in `results`.
+// Epilogue: adds the bias of an expert to its sums, if there is one, and stores the sums in `results`.
 struct StoreSums {
   const ExpertScratch& s;
   const float* bias;

@@ -182,7 +182,7 @@ void panel_product<bf16, bf16>(const Panels<bf16>&, int rows, const bf16* a, int
 #endif
 
 
-// The same multiplication for a panel of codes. `a_stride` counts blocks of 32 k.
+// out[rows, 32] = (accumulate ? out : 0) + a[rows, k] @ panel, for a panel of codes. `a_stride` counts blocks of 32 k.
 template <typename Row, int B, Meaning M>
 static void panel_product(const Panels<Code<B, M>>& weight, int rows, const Left<Row, Code<B, M>>* a, int64_t a_stride,
                           const Code<B, M>* panel, int64_t k, float* out, int64_t out_stride, bool accumulate, Ahead fetched,

@@ -20,7 +20,7 @@ struct HeadCall {
 };
 
 struct Kernels {
-  // Every thread of the pool calls these three during a run.
+  // Every thread of the pool calls these three functions during a run.
   void (*run)(cl_pool&, int thread, const cl_program&, const cl_batch&, const StepPlan&, int first_op, int end_op);
   void (*head)(cl_pool&, int thread, const HeadCall&);
   void (*sample)(cl_pool&, int thread, const HeadCall&);

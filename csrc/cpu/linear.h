@@ -10,7 +10,7 @@
 
 namespace CL_NS {
 
-// Prefetches, for each row, the cache line to which a panel's results will be written.
+// For each row, prefetches the cache line to which the results of a panel will be written.
 template <typename T>
 CL_INLINE void fetch_to_write(T* at, int64_t stride, int rows) {
   for (int r = 0; r < rows; r++) _mm_prefetch((const char*)(at + r * stride), _MM_HINT_T0);
@@ -147,7 +147,8 @@ struct StoreHeads {
       store_heads<T>(row0, rows, panel0, panels, tile, tile_stride);
   }
 
-  // The same for the rows `share` of a buffer `in` whose rows are [(heads + 2 kv_heads) * head_dim].
+  // Normalises, rotates and stores the heads of the rows `share` of a buffer `in`, whose rows are [(heads + 2 kv_heads)
+  // * head_dim].
   void store(const T* in, int64_t stride, Share share) const {
     if (kv.kind == CL_KV_INT8)
       store_rows<code8>(in, stride, share);
@@ -287,8 +288,8 @@ struct StoreHeads {
       for (int i = 0; i < LANES; i++) to[2 * i] = codes[d + i];
   }
 
-  // Rounds one head to codes, and writes their scale and minimum to the piece. Returns the token's index in the piece
-  // of sixteen tokens.
+  // Rounds the key or value x of one head of token t to `codes`, and writes its scale and minimum to `piece`, which has
+  // the keys or values of sixteen tokens. Returns the index of the token among these sixteen.
   int store_scales(const float* x, code8* piece, int t, code8* codes) const {
     const int token = int(slots[t] % CL_KV_TOKENS);
     float scale, minimum;

@@ -134,7 +134,8 @@ class Turns {
   const int64_t items_, threads_;
   const Shares shares_;
   int64_t share_, left_;  // index of the share to take from; number of shares that this thread has not found empty
-  // That share's first item, distance between its items, number of items, and number of items reserved for its thread.
+  // The first item of that share, the distance between its items, its number of items, and the number of items reserved
+  // for the thread that owns it.
   int64_t first_, step_, size_, kept_;
   int64_t mine_;  // number of reserved items of this thread's own share that it has not taken yet
 };

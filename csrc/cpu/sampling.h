@@ -106,7 +106,8 @@ static int32_t draw_ranked(Ranking ranking, int most, double target, float highe
   return best.id;
 }
 
-// Distances from the highest score, in ascending order. draw_nucleus sums the mass within each distance first.
+// FALLS has NUM_FALLS distances from the highest score, in ascending order. draw_nucleus first sums the mass within
+// each distance.
 enum { NUM_FALLS = 8 };
 static const float FALLS[NUM_FALLS] = {0.5f, 1.0f, 2.0f, 3.0f, 4.5f, 6.5f, 9.0f, 12.0f};
 

@@ -190,7 +190,7 @@ CL_INLINE void vstore(bf16* p, vf x) {
 CL_INLINE float from_float(float x, float) { return x; }
 CL_INLINE bf16 from_float(float x, bf16) { return to_bf16(x); }
 
-// x rounded to T, as float32.
+// Rounds x to float or bf16, whichever type the second argument has. The result is a vector of float32.
 CL_INLINE vf vrounded(vf x, float) { return x; }
 #if defined(__AVX512BF16__)
 CL_INLINE vf vrounded(vf x, bf16) {
@@ -201,7 +201,8 @@ CL_INLINE vf vrounded(vf x, bf16) {
 #else
 CL_INLINE vf vrounded(vf x, bf16) { return join(round_half(lower_half(x)), round_half(upper_half(x))); }
 #endif
-// Rounds x to the type of the third argument (float or bf16) and stores it as T.
+// Rounds x to float or bf16, whichever type the third argument has, and stores the result at p as T. The value of the
+// third argument is not used.
 template <typename T>
 CL_INLINE void store_rounded(T* p, vf x, T) { vstore(p, x); }
 CL_INLINE void store_rounded(float* p, vf x, bf16) { vstore(p, vrounded(x, bf16())); }

@@ -18,7 +18,7 @@ __all__ = ["Terminal"]
 
 
 class Terminal:
-    """A ``chairlift`` command in its own terminal."""
+    """A ``chairlift`` command that runs in a pseudo-terminal of its own."""
 
     def __init__(self, *argv: str, size: tuple[int, int] = (25, 100)) -> None:
         self.master, slave = pty.openpty()

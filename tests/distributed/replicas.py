@@ -25,7 +25,8 @@ from chairlift.metrics.stats import ReplicaStats
 
 
 class InProcess(RemoteCore):
-    """One replica. It computes one step per turn of the event loop, unless it is ``stuck``."""
+    """One replica that runs in this process. It computes one step per turn of the event loop, unless it is
+    ``stuck``."""
 
     pid = None
     silent_since: float | None = None
@@ -59,7 +60,7 @@ class InProcess(RemoteCore):
                 self.tell()
 
     def tell(self) -> None:
-        """Send what the recorder of steps has written, as an engine process does."""
+        """Send the lines that the step recorder has written, as an engine process does."""
         if self.core.recorder is not None and (lines := self.core.recorder.take()):
             self._events.on_watched(lines)
 

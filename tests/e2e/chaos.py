@@ -64,8 +64,9 @@ _BACK_SECONDS: Final = 60.0
 """Seconds allowed for a restart of the engine, without the pause that precedes it."""
 _LITTLE: Final = 400
 _LONG: Final = 3500
-"""Numbers of output tokens that take several seconds to generate: ``_LITTLE`` with :data:`LITTLE_MEMORY`, ``_LONG``
-with enough memory. Half of all requests together keep the engine busy for longer than :data:`_NOTHING_LEFT_SECONDS`."""
+"""Number of output tokens of a request that takes several seconds: ``_LONG`` with enough memory, ``_LITTLE`` with
+:data:`LITTLE_MEMORY`. Half of all requests together keep the engine busy for longer than
+:data:`_NOTHING_LEFT_SECONDS`."""
 _NOTHING_LEFT_SECONDS: Final = 20.0
 LITTLE_MEMORY: Final = (
     *("--num-kv-blocks", "64", "--max-model-len", "512"),
@@ -78,7 +79,8 @@ _KILLS_PER_SERVER: Final = 5
 
 @contextlib.asynccontextmanager
 async def busy(client: Client, rng: random.Random, num_clients: int, *, pause: float = 0.02) -> AsyncIterator[None]:
-    """Run clients that send one request after another inside the block. At its end they complete their last request."""
+    """While the ``async with`` block runs, run ``num_clients`` clients that send one request after another. At the end
+    of the block they complete their last request."""
     over = asyncio.Event()
 
     async def one(rng: random.Random) -> None:

@@ -151,8 +151,8 @@ _GIVES_UP: Final = {
     "queue_too_long": {"queue_timeout": PATIENCE},
     "deadline_exceeded": {"deadline_ms": 1000 * PATIENCE, "ttft_ms": 1000 * PATIENCE},
 }
-"""Error code -> request fields that cause the error, each with the value from which on the time would have been
-sufficient."""
+"""Error code -> time limits of a request that can cause the error: name of the field -> smallest value that would have
+been long enough."""
 
 
 _IN_WORDS: Final = {
@@ -192,7 +192,7 @@ def _validator(path: str) -> Any:
 
 
 class Connection:
-    """A connection that is used for several requests, until the server closes it."""
+    """A connection to the server that is used for several requests, until the server closes it."""
 
     def __init__(self, port: int) -> None:
         self._port = port

@@ -135,7 +135,8 @@ def _field_names(path: str) -> tuple[str, ...]:
 
 @functools.cache
 def _bounds(path: str) -> dict[str, tuple[Any, ...]]:
-    """Field -> its bounds, and a value beyond each bound."""
+    """Field of a request body -> test values: each bound of the field, and the values just below and above the
+    bound."""
     kind = ENDPOINTS[path][0]
     _, schemas = msgspec.json.schema_components([kind], ref_template="#/{name}")
     found: dict[str, tuple[Any, ...]] = {}

@@ -150,7 +150,7 @@ class Ask:
 
 @dataclasses.dataclass(slots=True)
 class Submit:
-    """Result of one request. Times are in seconds on the monotonic clock."""
+    """Record of one request and its result. Times are in seconds on the monotonic clock."""
 
     ask: Ask
     began: float
@@ -176,7 +176,7 @@ class Submit:
 
 
 class History:
-    """All requests of a run."""
+    """Records of all requests of a run."""
 
     def __init__(self) -> None:
         self.submits: list[Submit] = []

@@ -33,8 +33,8 @@ Figures = dict[str, float]
 _BACK_SECONDS = 60.0
 _LONG_NAME = "hashlm-" + 121 * "x"
 _LATE_SECONDS = 14.0
-"""Possible delay of a timer on a busy machine, in seconds. If clients were cut off one after another, it would take
-longer."""
+"""Possible delay of a timer on a busy machine, in seconds. If the server cut clients off one after another, the last
+one would be later than this."""
 _STALLING = 400
 """Number of tokens whose events exceed the buffers of the kernel and the server for a client that does not read. Every
 event contains the model's name."""

@@ -6,14 +6,14 @@ minute gives one sample of memory, descriptors, threads, tasks, blocks and laten
 end of each hour, the load pauses; the server must then hold the same resources as at the start. At the end the samples
 are checked:
 
-- memory of both processes: the Theil-Sen slope over the requests served (the median of all slopes between two samples,
-  so that no single minute decides) of the last half, before which the allocator settles. At most 50 bytes per request,
-  where this is more than the 8 MiB that the allocator may keep or give back at any time, and 100 MiB; what comes in one
-  step is no leak. A run with fewer than 84,000 requests in its last half cannot tell a leak of 100 bytes per request
-  from that, and says so: it finds larger ones;
-- latency: the p99 of the last third at most 1.05 times that of the first (and 5 ms, which is noise);
-- golden outputs: the same questions at the beginning and at the end get the oracle's answers, byte for byte;
-- nothing held: descriptors, threads, tasks and blocks as at the beginning.
+- memory of both processes: its growth in the last half of the run, when the allocator has settled. The growth per
+  request is the Theil-Sen slope: the median of all slopes between two samples, so that no single minute decides. The
+  limit is 50 bytes per request, but at least 8 MiB in total, which the allocator may keep or release at any time, and
+  at most 100 MiB. Growth in a single step is not a leak. A run with fewer than 84,000 requests in its last half cannot
+  detect a leak of 100 bytes per request, and reports this; it detects larger leaks;
+- latency: the p99 of the last third is at most 1.05 times the p99 of the first third, plus 5 ms of noise;
+- golden outputs: reference requests at the beginning and at the end get exactly the oracle's outputs;
+- resources: the server holds as many descriptors, threads, tasks and blocks as at the beginning.
 
 The exit code is 0 if all checks pass, otherwise 1.
 """
@@ -175,10 +175,10 @@ class Growth:
 
     name: str
     slope: float
-    """Bytes per request."""
+    """Growth in bytes per request."""
     least: float
-    """Lower of the two slopes of the halves of these samples. A leak is in both halves; a step of the allocator is only
-    in one."""
+    """The samples are divided into two halves, and each half has a slope; this is the lower slope. A leak is in both
+    halves; a step of the allocator is only in one."""
     requests: int
 
     @classmethod

@@ -61,7 +61,7 @@ def alone(prompt: list[int], params: SamplingParams, index: int = 0) -> list[int
 
 
 def drain(engine: Engine, most: int = 500) -> dict[str, list[RequestOutput]]:
-    """Run steps until all requests have ended. Request id -> all its outputs."""
+    """Run steps until all requests have ended. Returns request id -> all outputs of the request."""
     seen: dict[str, list[RequestOutput]] = {}
     while engine.has_unfinished:
         outputs = engine.step()

@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["all_pairs", "every_combination"]
 
 Pair = tuple[tuple[str, int], tuple[str, int]]
-"""Two (factor, index of a value)."""
+"""Values of two factors: (name of a factor, index of its value) for each."""
 
 
 def every_combination(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:

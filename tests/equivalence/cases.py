@@ -114,7 +114,7 @@ def sampled_jobs(count: int, seed: int = 0) -> list[Job]:
 
 
 def longest(jobs: Sequence[Job]) -> int:
-    """Maximum number of positions that one request may need."""
+    """Largest number of positions that one of the requests may need."""
     return max(len(job.prompt) + (job.params.max_tokens or 0) for job in jobs)
 
 

@@ -46,7 +46,7 @@ class Turns:
         )
         self.out = SchedulerOutput(1)
         self.num_saved = self.num_brought = 0
-        """Numbers of blocks that were saved to host memory and loaded back."""
+        """Number of blocks that were saved to host memory, and number of blocks that were loaded back."""
         self.results: list[Any] = []
         """Sampled tokens of every step."""
 

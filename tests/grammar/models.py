@@ -41,7 +41,8 @@ def allowed(matcher: Matcher) -> list[int]:
 
 
 def follow(made: Compiled, ids: list[int], eos: int) -> tuple[str, Matcher]:
-    """(whether the output with these tokens is ``complete``, a ``prefix`` or ``refused``; the matcher)."""
+    """Follow the grammar with the tokens of an output. Returns (``complete``, ``prefix`` or ``refused``; the
+    matcher)."""
     matcher = made.matcher()
     for token_id in ids:
         if token_id not in allowed(matcher):

@@ -92,7 +92,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "opt": {"word_embed_proj_dim": 64},
 }
-"""Family -> further config fields that it needs."""
+"""Family -> further config fields that this family needs."""
 
 
 def _takes(config: Any, name: str) -> bool:

@@ -142,7 +142,7 @@ class FakeEngine:
         self.failure = ""
         self.adapters = AdapterNames()
         self.adapters_asked: list[str] = []
-        """Name of the adapter of each submitted request; empty for none."""
+        """Name of the adapter of each submitted request, in order; empty for a request without an adapter."""
         self.info: EngineInfo | None = INFO if state is EngineState.READY else None
         self.tokenizer = byte_tokenizer() if with_tokenizer else None
         self.stats = RequestStats()
@@ -152,13 +152,13 @@ class FakeEngine:
         self.follows_grammars = False
         """Whether outputs follow grammars. If not, the script determines them."""
         self.num_beside = 0
-        """Number of jobs that ran in another thread."""
+        """Number of jobs that the engine ran in another thread."""
         self.engine_pid: int | None = None
         self.max_queued_requests, self.max_queued_tokens = 256, 65_536
         self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.service_classes: Mapping[str, ServiceClass] | None = None
         self.services: list[Service] = []
-        """Service promises of each submitted request."""
+        """Class, tenant and deadlines of each submitted request, in order."""
         self.arrivals: list[float | None] = []
         self.encoded_at: list[float] = []
         self.names: list[str] = []
@@ -411,7 +411,8 @@ class FakeEngine:
     def _interleaved(
         self, prompt: list[int], params: SamplingParams, answers: list[list[CompletionOutput]]
     ) -> list[RequestOutput]:
-        """Request outputs in which one or several of the outputs have new tokens."""
+        """Request outputs in which one or several of the ``n`` answers have new tokens. ``answers`` has the deltas of
+        each answer."""
         rng = random.Random(repr((prompt, params.seed)))
         left = [list(deltas) for deltas in answers]
         outputs = []

@@ -106,7 +106,7 @@ def make_state(engine: Any = None, **settings: Any) -> ServerState:
 
 
 class Endpoints:
-    """Endpoints for tests, which record their requests."""
+    """Fake HTTP endpoints for tests. Each records the requests that it receives."""
 
     def __init__(self) -> None:
         self.num_waiting = self.num_cancelled = 0
@@ -171,7 +171,8 @@ class Reply:
 
 
 _opened: ContextVar[contextlib.AsyncExitStack] = ContextVar("_opened")
-"""Closes the resources that a test of :func:`run` opens."""
+"""Exit stack on which a test registers its resources. :func:`run` sets it, and closes the resources at the end of the
+test."""
 
 
 class Connection:

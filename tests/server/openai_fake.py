@@ -1,13 +1,16 @@
 """A small server with the OpenAI protocol, for tests of Chairlift's clients.
 
-The last message selects the answer:
+The text of the last message selects the response:
 
-- ``fail STATUS CODE``: that status, with a Retry-After of 7 on 429 and 503;
-- ``break``: two pieces, then an error event; ``cut``: two pieces, then the connection ends;
-- ``endless``: pieces until the client leaves, which sets ``left``; ``silent``: the same without a piece;
-- ``script EVENTS``: a JSON list of events as they are, which a client has to take for an answer;
-- ``say TEXT``: TEXT, a character at a time (``say-at-once TEXT``: in one piece);
-- anything else: ``N: `` and the message, N the number of messages.
+- ``fail STATUS CODE``: an error with this status and code, with the header Retry-After: 7 if the status is 429 or 503;
+- ``break``: two pieces of text, then an error event;
+- ``cut``: two pieces of text, then the connection ends;
+- ``endless``: pieces of text until the client disconnects; then the event ``left`` is set;
+- ``silent``: the same as ``endless``, but comments instead of pieces of text;
+- ``script EVENTS``: exactly the events of the JSON list EVENTS;
+- ``say TEXT``: TEXT, one character per event;
+- ``say-at-once TEXT``: TEXT in one event;
+- any other text: ``N: `` and the text, where N is the number of messages.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ OPENAPI = {
 
 
 class FakeServer:
-    """Scripted responses, and a record of the requests."""
+    """A fake server that sends scripted responses, and records the requests."""
 
     def __init__(
         self,

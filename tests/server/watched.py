@@ -43,14 +43,15 @@ class _NotingExecutor(LocalExecutor):
 
 
 class Truth:
-    """An engine under a load with bursts and aborts, and its true history: the rows of each request, and all block
-    tables of each step."""
+    """An engine under a load with bursts and aborts, and its true history: the rows of each request, and the block
+    tables of all running requests in each step."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self.engine = engine
         self.core = engine.core
         self.rows: dict[str, list[Row]] = {}
-        """Request id -> (step, slot, tokens, reason) for each of its rows."""
+        """Request id -> one (step, slot, number of tokens, reason) for each row that a step computed for the
+        request."""
         self.tables: dict[int, Tables] = {}
         self.aborted: set[str] = set()
         self.answers: dict[str, int] = {}
@@ -137,7 +138,7 @@ def make_truth(
 
 
 class WatchedEngine(StateOnlyEngine):
-    """The part of an engine that the live view uses."""
+    """A fake engine with only the parts that the live view page uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,21 +150,21 @@ class WatchedEngine(StateOnlyEngine):
 
 
 class ServedView:
-    """A server with a live view, running on its own thread."""
+    """A server with a live view page, running in its own thread."""
 
     def __init__(self, state: ServerState, engine: WatchedEngine, loop: asyncio.AbstractEventLoop, port: int) -> None:
         self.state, self.engine, self._loop = state, engine, loop
         self.url = f"http://127.0.0.1:{port}"
 
     def tell(self, lines: bytes) -> None:
-        """Publish lines as the engine's recorder would."""
+        """Publish lines of the step log, as the engine's recorder would."""
         if lines:
             self._loop.call_soon_threadsafe(self.engine.events.tell, "steps", lines)
 
 
 @contextmanager
 def serve_watched(feed: Callable[[WatchedEngine], LiveFeed] | None = None, **settings: Any) -> Iterator[ServedView]:
-    """Serve the whole application with an engine that has only a live view."""
+    """Serve the whole application with a fake engine that has only the parts that the live view page uses."""
     ready, over, found = threading.Event(), asyncio.Event(), []
 
     async def serve() -> None:

@@ -1,4 +1,4 @@
-"""Bugs of serving images, to be planted one at a time. The worlds that have images must find every one of them."""
+"""Bugs of serving images, injected one at a time. The simulator's worlds with images must detect every one of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def mutant(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
 
 
 def _with_rows(change: Callable[[int, int, bytes, int], tuple[int, int, bytes, int]]) -> Callable[[Patch], None]:
-    """A bug that changes where the rows of tiles go."""
+    """Make a bug in which ``change`` alters each (index in the batch, count, key, first row) of the batch's image
+    rows."""
     image_rows = InputBatch._image_rows
 
     def wrong(self: InputBatch, chunks: list[Chunk], at: int) -> list[tuple[int, int, bytes, int]]:
@@ -180,7 +181,7 @@ def later_answers_of_a_prompt_do_not_wait(patch: Patch) -> None:
 
 @mutant
 def ready_requests_told_only_once_all_are_encoded(patch: Patch) -> None:
-    """A request waits for other requests' images too, and for ever if one of them is lost."""
+    """Bug: a request waits for other requests' images too, and for ever if one of them is lost."""
     take_ready = Images.take_ready
 
     def wrong(self: Images) -> Any:

@@ -1,6 +1,6 @@
-"""Compares Chairlift's rendering of published chat templates with transformers'.
+"""Compares how Chairlift and transformers render published chat templates.
 
-``python -m tests.tokenizer.published_templates DIR`` compares those in a directory.
+``python -m tests.tokenizer.published_templates DIR`` compares all templates in a directory.
 
 These packages contain chat templates: trl, and llama-cpp-python's source distribution
 (vendor/llama.cpp/models/templates).
@@ -58,8 +58,8 @@ def reference() -> Any:
 
 
 def compare(source: str, name: str, truth: Any) -> str:
-    """Result of rendering one template: ``same``, ``refused`` (by Chairlift), ``other`` (a different text that contains
-    all words), ``differs`` or ``lost`` (words are missing)."""
+    """Compare both renderings of one template. Returns ``same``, ``refused`` (by Chairlift), ``other`` (a different
+    text that contains all words), ``differs`` or ``lost`` (words are missing)."""
     chat, words = CHATS[name]
     how = {"continue_final_message": True} if "continued" in name else {"add_generation_prompt": True}
     try:

@@ -25,7 +25,8 @@ TOOLS: dict[str, dict[str, Any]] = {
 }
 _BAR = "｜"
 
-# Name of the format -> several (text, content, calls).
+# One entry per case: (name of the format, output of the model, expected content, expected calls). A call is (name of
+# the function, arguments).
 RECORDED: list[tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = [
     (
         "hermes",

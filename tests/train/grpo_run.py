@@ -36,7 +36,7 @@ def example() -> ModuleType:
 
 
 def run(directory: Path, point: str = "never", count: int = 0) -> dict[str, Any]:
-    """Train; the process ends at the ``count``-th time that it gets to ``point``."""
+    """Train. The process kills itself when it reaches ``point`` for the ``count``-th time."""
     seen: Counter[str] = Counter()
     step_for = LLM.step_for
 

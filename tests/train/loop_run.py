@@ -27,7 +27,7 @@ RATE = 1000.0
 
 
 def zero_config(stage: int) -> dict[str, Any]:
-    """Settings of DeepSpeed for fp32 on the CPU."""
+    """Settings of DeepSpeed for ZeRO stage ``stage`` with float32 weights on the CPU."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -38,7 +38,7 @@ def zero_config(stage: int) -> dict[str, Any]:
 
 
 def loop(case: str, model: Any) -> tuple[Callable[[list[Pack]], float], Any, Any]:
-    """(function that runs one step, optimiser, context that gathers parameters or None) of a case."""
+    """For a case, returns (function that runs one step, optimiser, context that gathers parameters or None)."""
     optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.0), StepLoss()
     family, _, kind = case.partition("-")
     if family == "deepspeed":

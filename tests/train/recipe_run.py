@@ -68,7 +68,8 @@ def config_of(recipe: str, directory: Path) -> TrainConfig:
 
 
 def run(recipe: str, directory: Path, point: str = "never", count: int = 0) -> Path:
-    """Train; the process ends at the ``count``-th time that it gets to ``point``. Returns the last checkpoint."""
+    """Train. The process kills itself when it reaches ``point`` for the ``count``-th time. Returns the last
+    checkpoint."""
     import torch
 
     from chairlift.train.networks import NativeNetwork

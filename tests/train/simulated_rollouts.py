@@ -108,7 +108,7 @@ class Bandit:
 
 
 def simulate(bound: int, policy: StalenessPolicy, steps: int = 60, seed: int = 0) -> tuple[float, float, AsyncLoop]:
-    """(seconds of the simulated run, final loss, loop)."""
+    """Simulate training. Returns (seconds of the simulated run, final loss, loop)."""
     clock = Clock()
     trainer = Bandit(clock, seed)
     generator: Generator = SimulatedGenerator(clock, seed + 1000)

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 SIZE, ROWS = 32, 4
-"""Side of a tile in pixels, and number of prompt positions of a tile."""
+"""SIZE: side of a tile in pixels. ROWS: number of prompt positions of a tile."""
 _GRID = 3
 _SPECIAL = (
     *("<|im_start|>", "<end_of_utterance>", "<image>", "<fake_token_around_image>", "<global-img>"),
@@ -65,7 +65,7 @@ _PREPROCESSOR = {
 
 
 SQUARE = 8
-"""Side in pixels of a square of patches, which becomes one row in Qwen's models."""
+"""Side in pixels of a square of patches, which the encoder turns into one row in Qwen's models."""
 _QWEN_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 _QWEN_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}{% if message['content'] is string %}"
@@ -163,7 +163,7 @@ def tiny_qwen(folder: Path, family: str = "qwen3_vl", **preprocessor: Any) -> Pa
 
 
 LLAVA_SIZE, LLAVA_ROWS = 24, 9
-"""Side in pixels of an image of the tiny LLaVA, and number of patches in it."""
+"""LLAVA_SIZE: side in pixels of an image of the tiny LLaVA. LLAVA_ROWS: number of patches in such an image."""
 _LLAVA_SPECIAL = ("<s>", "</s>", "<image>")
 _LLAVA_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | upper + ': ' }}{% if message['content'] is string %}"
@@ -325,7 +325,7 @@ class Reference:
         }
 
     def known(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of the model for inputs to which generated token ids have been appended."""
+        """Arguments of the model for ``inputs`` after generated token ids were appended to them."""
         return inputs
 
     def answer(self, text: str, images: list[Image.Image], count: int) -> tuple[list[int], list[int], list[float]]:

@@ -297,7 +297,7 @@ class Library(ctypes.CDLL):
 
 @functools.cache
 def _load() -> tuple[Library | None, str]:
-    """(library, ""), or (None, reason) if it is missing."""
+    """Load the kernels. Returns (library, ""), or (None, reason) if the library is missing."""
     if not LIBRARY_PATH.exists():
         if sys.platform == "linux" and platform.machine() == "x86_64":
             return None, (

@@ -28,13 +28,13 @@ it."""
 
 
 class LowRankPart(NamedTuple):
-    """Low-rank matrices of a linear layer: ``x @ a.T @ b.T`` is added to its outputs from ``start`` on."""
+    """Low-rank matrices of a linear layer: ``x @ a.T @ b.T`` is added to the outputs of the layer from ``start`` on."""
 
     start: int
     a: Tensor
     """Matrix [r, in]."""
     b: Tensor
-    """Matrix [rows, r]; ``rows`` is the number of outputs that it changes."""
+    """Matrix [rows, r]. It changes ``rows`` outputs of the layer."""
 
 
 class PackedAdapter:
@@ -56,7 +56,7 @@ class PackedAdapter:
             sizes.append(packed_bytes(rank, weight.k, dtype))
             sizes.append(packed_bytes(weight.out_features, rank, dtype, interleaved=weight.interleaved))
         self.nbytes = sum(sizes)
-        """Bytes of all panels."""
+        """Size in bytes of all packed panels of the adapter."""
         self._memory, offset = Memory(max(self.nbytes, 1)), 0
         self.products: dict[int, tuple[PackedWeight, PackedWeight, npt.NDArray[np.int32]]] = {}
         """``site`` of the layer's weight -> (packed a, packed b, slices of the rank for ``cl_lora``)."""

@@ -285,8 +285,8 @@ def _experts(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
 
 
 def _experts_of(node: Node) -> dict[str, Any]:
-    """Attributes of the node. ``routed_width`` is the width of the router's input if it is not the experts' input,
-    otherwise 0."""
+    """Attributes of a node that computes experts, and ``routed_width``: the width of the router's input if the experts
+    have another input, otherwise 0."""
     routed = node.inputs[1].width if node.op is ops.latent_experts else 0
     return {**node.attributes, "routed_width": routed}
 
@@ -328,7 +328,8 @@ def _recurrence(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
 
 
 def _short_conv(node: Node, cell: ShortConv, out: Value, column: int = 0) -> list[FusedOp]:
-    """The convolution of the input's columns from ``column`` on. Empty if no kernel supports its sizes."""
+    """The operation that convolves the columns of the input from ``column`` on. Empty if no kernel supports its
+    sizes."""
     channels, taps = cell.channels, cell.taps
     if channels % PANEL or taps > MOST_TAPS:
         return []
@@ -340,7 +341,8 @@ def _short_conv(node: Node, cell: ShortConv, out: Value, column: int = 0) -> lis
 
 
 def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
-    """The convolution, the scan, and the gate with its norm. Empty if no kernel supports their sizes."""
+    """The operations of a Mamba-2 layer: the convolution, the scan, and the gate with its norm. Empty if no kernel
+    supports the layer's sizes."""
     shape, recorder, given = cell.shape, out.recorder, node.inputs[0]
     mixed, scanned = Value(recorder, "rows", shape.channels), Value(recorder, "rows", shape.inner)
     conv = _short_conv(node, cell.conv, mixed, shape.inner)
@@ -369,7 +371,8 @@ def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
 
 
 def _delta_rule(node: Node, cell: DeltaRule, out: Value) -> list[FusedOp]:
-    """The convolution, the scan, and the gate with its norm. Empty if no kernel supports their sizes."""
+    """The operations of a gated delta net: the convolution, the scan, and the gate with its norm. Empty if no kernel
+    supports the layer's sizes."""
     given, rates = node.inputs
     width = cell.value_heads * cell.value_dim
     mixed, scanned = Value(out.recorder, "rows", cell.channels), Value(out.recorder, "rows", width)

@@ -84,9 +84,9 @@ class PackedMatrix(abc.ABC):
         self.k = in_features
         """Number of input columns, without padding."""
         self.panels = padded // PANEL
-        """Number of panels."""
+        """Number of panels in the packed weight."""
         self.memory = Memory(nbytes) if memory is None else memory
-        """Memory of the panels. The first panel begins at its first byte."""
+        """Memory that holds the panels. The first panel begins at the first byte of the memory."""
         self.bias: Tensor | None = None
         """Bias, float32 [panels * 32] in the order of the packed columns; None if there is none."""
         self.site = 0

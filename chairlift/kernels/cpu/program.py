@@ -206,7 +206,7 @@ class StepProgram:
         return self._rows
 
     def _run(self, step: StepBatch, at: int, end: int) -> None:
-        """Run operations ``at`` to ``end`` (excluded)."""
+        """Run the program's operations ``at`` to ``end`` (excluded) for ``step``."""
         if step is not self._step:  # a step that was advanced in place has the same arrays
             self._adapter_rows = None
             if self._adapters is not None and step.adapters is not None:

@@ -31,9 +31,9 @@ def _product(
     num_rows: tl.tensor, num_out: tl.tensor, num_in: tl.tensor, x_stride: tl.tensor, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per tile of rows, tile of outputs, and split. Programs for different rows of the same weights run
-    next to each other, so that they find the weights in the L2 cache. With ``GATED``, half of the outputs are gates,
-    and SwiGLU is stored."""
+    """Matmul kernel. One program per tile of rows, tile of outputs, and split. Programs for different rows of the same
+    weights run next to each other, so that they find the weights in the L2 cache. With ``GATED``, half of the outputs
+    are gates, and SwiGLU is stored."""
     split = tl.program_id(2)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -48,8 +48,8 @@ def _rms_norm(
     eps: tl.tensor, x_stride: tl.tensor, num_rows: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr,
     NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per row. If there is a residual, x is added to it in place, and the sum is normalised. If there are
-    splits, x is the sum of float32 parts."""
+    """RMSNorm kernel. One program per row. If there is a residual, x is added to it in place, and the sum is
+    normalised. If there are splits, x is the sum of float32 parts."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
     inside = i < WIDTH

@@ -93,7 +93,8 @@ def _attend(
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per tile of queries, KV head and split. Without ``cu_seqlens``, every row has one query."""
+    """Attention kernel. One program per tile of queries, KV head and split. Without ``cu_seqlens``, every row has one
+    query."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     # The KV heads of a tile are neighbouring programs, because all heads of a token are side by side in the cache.
     row, kv_head, split = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS, tl.program_id(1)

@@ -52,8 +52,8 @@ def _rope_and_cache(
     NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK_H: tl.constexpr,
     NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per token and block of heads. Heads are numbered consecutively: first q, then k, then v. If there are
-    splits, qkv is the sum of float32 parts."""
+    """Kernel of :func:`rope_and_cache`. One program per token and block of heads. Heads are numbered consecutively:
+    first q, then k, then v. If there are splits, qkv is the sum of float32 parts."""
     K: tl.constexpr = NUM_HEADS
     V: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
     token = tl.program_id(0).to(tl.int64)

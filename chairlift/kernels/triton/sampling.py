@@ -287,8 +287,8 @@ def _choose(
     temperature_ptr: tl.tensor, positions_ptr: tl.tensor, slots_ptr: tl.tensor, bar_ptr: tl.tensor,
     last_id_ptr: tl.tensor, vocab: tl.tensor, logits_stride: tl.tensor, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per row and chunk of ids: finds the chunk's best id, and its highest raw logit (NaN if a logit is
-    NaN)."""
+    """Kernel for one row and one chunk of ids per program. It finds the chunk's best id, and its highest raw logit (NaN
+    if a logit is NaN)."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row)
     if slot < 0:
@@ -320,7 +320,7 @@ def _settle(
     token_ptr: tl.tensor, failing_ptr: tl.tensor, value_ptr: tl.tensor, id_ptr: tl.tensor, highest_ptr: tl.tensor,
     temperature_ptr: tl.tensor, slots_ptr: tl.tensor, NUM_CHUNKS: tl.constexpr, PAD: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per row: the best id over the chunks, or -1 if the logits allow no id."""
+    """Kernel for one row per program. It stores the best id over all chunks, or -1 if the logits allow no id."""
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
     if slot < 0:

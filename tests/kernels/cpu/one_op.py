@@ -239,7 +239,8 @@ class Cache:
         keys, values = self.kv.unbind(3)
         self._keys = keys.unflatten(3, (dim // p, 16, p)).permute(0, 2, 4, 1, 3, 5)
         self._values = values.unflatten(3, (16 // p, dim, p)).permute(0, 2, 3, 5, 1, 4)
-        """Indexed by block, group of sixteen, token (for V: pair, and index in the pair)."""
+        """Views of the cache. ``_keys`` is indexed by block, group of sixteen tokens, and token in the group;
+        ``_values`` by block, group, pair of tokens, and token in the pair."""
 
     def slots(self, row: int, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         positions = np.arange(start, end, dtype=np.int64)
@@ -289,11 +290,12 @@ class Cache8(Cache):
         self.kv = torch.full((num_blocks, self.kv_heads, size // 16, 2, 16 * dim + 128), 255, dtype=torch.uint8)
         codes, scales = self.kv[..., : 16 * dim], self.kv[..., 16 * dim :].view(torch.float32)
         keys, values = codes.unbind(3)
-        # Indexed by block, group of sixteen and token: [kv_heads, head_dim].
+        # The codes of keys, indexed by block, group of sixteen tokens, and token in the group, give [kv_heads,
+        # head_dim].
         self._keys = keys.unflatten(3, (dim // 2, 16, 2)).permute(0, 2, 4, 1, 3, 5)
         self._values = values.unflatten(3, (dim // 16, 8, 16, 2)).permute(0, 2, 4, 6, 1, 3, 5)
         self._scales = scales.unflatten(4, (2, 16)).permute(3, 4, 0, 2, 5, 1)
-        """Scales and minimums of keys and values."""
+        """View of the scales and minimums of keys and values."""
 
     def write(self, row: int, start: int, keys: Tensor, values: Tensor) -> None:
         block, inside = self._index(row, start, start + len(keys))

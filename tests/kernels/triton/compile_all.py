@@ -144,7 +144,7 @@ def everything() -> None:
     attention(torch.float16, (8, 1), 256, None, False, False)
     attention(torch.float32, (4, 4), 80, None, True, True)
     attention(torch.float32, (4, 4), 80, None, False, False)
-    # The combination that needs the most shared memory.
+    # These dtypes and head sizes include the case that needs the most shared memory.
     for dtype, head_dim in itertools.product((torch.bfloat16, torch.float32), (128, 256)):
         for decode in (True, False):
             attention(dtype, (MAX_GROUP, 1), head_dim, None, decode, False)

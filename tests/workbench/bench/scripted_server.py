@@ -70,7 +70,7 @@ def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, 
 
 
 async def answer(exchange: Exchange) -> None:
-    """Send the requested number of tokens, and what the request's stream options ask for."""
+    """Send the number of tokens that the request asks for, and the parts that its stream options ask for."""
     body, prompt = exchange.body, exchange.body.get("prompt")
     read = len(prompt) if isinstance(prompt, list) else exchange.words
     options = body.get("stream_options", {})
