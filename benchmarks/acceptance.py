@@ -97,17 +97,23 @@ def missing(name: str, package: str) -> Figure:
     return Figure(name, note=f"{package}: not installed")
 
 
-def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int, warm_up: bool = True) -> dict[str, list[float]]:
+def interleaved(
+    runs: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    warm_up: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Time the runs. Returns name of a run -> its seconds in each round. Each round executes all runs, in changing
-    order, so that a slow minute of the machine affects all of them."""
+    order, so that a slow minute of the machine affects all of them. ``clock`` returns seconds, of the wall or of this
+    process's CPU."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for number in range(-1 if warm_up else 0, rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            begin = time.perf_counter()
+            begin = clock()
             runs[name]()
             if number >= 0:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(clock() - begin)
     return seconds
 
 

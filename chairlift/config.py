@@ -204,6 +204,9 @@ class CacheConfig:
     block_size. None: chosen so that snapshots take no more memory than K and V (1,024 for models without K and V)."""
     prefix_offload: bool = False
     """Save evicted blocks of the prefix cache in the part of the swap space that preempted requests do not use."""
+    kv_events_endpoint: str | None = None
+    """ZeroMQ address on which routers learn which blocks the prefix cache holds, such as tcp://127.0.0.1:5557. Whoever
+    can connect can read the tokens of all prompts. Needs chairlift[kv-events]. None: nothing is published."""
     swap_space_bytes: int | None = None
     """Host memory for the KV of preempted requests. None: a tenth of the KV cache; 0: no swap space."""
     swap_directory: str | None = None
@@ -434,6 +437,7 @@ class EngineConfig:
             ),
             "state_snapshot_interval": (not self.cache.enable_prefix_caching, "it needs enable_prefix_caching"),
             "swap_directory": (not swaps and not (offloads and self.cache.prefix_offload), "nothing is swapped"),
+            "kv_events_endpoint": (not self.cache.enable_prefix_caching, "it needs enable_prefix_caching"),
             "prefix_offload": (not offloads, "it needs enable_prefix_caching, and swap space"),
         }
         return [f"{name} has no effect: {why}" for name, (is_idle, why) in idle.items() if is_idle and name in settings]

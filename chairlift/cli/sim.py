@@ -57,6 +57,7 @@ _NOT_SIMULATED: Final = {
     "revision",
     "tokenizer",
     "skip_tokenizer_init",
+    "kv_events_endpoint",
     "dtype",
     "quantization",
     "kv_cache_dtype",

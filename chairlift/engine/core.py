@@ -49,6 +49,7 @@ from chairlift.spec_decode.adaptive import speculator_from_config
 from chairlift.step_batch import Masks, SampledTokens
 
 if TYPE_CHECKING:
+    from chairlift.engine.kv_events import KVEventPublisher
     from chairlift.engine.step_recorder import StepRecorder
 
 __all__ = ["CoreOutputs", "EngineClient", "EngineCore", "FinishedSequence", "Progress", "TokenRecord"]
@@ -268,6 +269,18 @@ class EngineCore(EngineClient):
         self.expert_load = None if counts is None else ExpertLoad(counts)
         """Tokens per expert in the last steps; None for a model without expert counts."""
         self._begin_books()
+        self._kv_events = self._publish(None if cache is None else cache.kv_events_endpoint)
+
+    def _publish(self, endpoint: str | None) -> KVEventPublisher | None:
+        """Publish the changes of the prefix cache on this address, if there is one. Raises ConfigError."""
+        if endpoint is None or self.kv.prefix_cache is None:
+            return None
+        # Imported here because it needs msgspec, which an engine without a server does not need.
+        from chairlift.engine.kv_events import KVEventPublisher
+
+        publisher = KVEventPublisher(self.kv.prefix_cache, endpoint)
+        self.events.subscribe("KV events", publisher)
+        return publisher
 
     def _begin_books(self) -> None:
         """Initialise the core's records of its steps."""
@@ -541,6 +554,8 @@ class EngineCore(EngineClient):
         self.grammars.shutdown()
         self.adapters.shutdown()
         self.images.shutdown()
+        if self._kv_events is not None:
+            self._kv_events.close()
         self.executor.shutdown()
 
     def _end(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from chairlift.errors import InvariantError
 from chairlift.kv_cache.block_pool import NULL_BLOCK, BlockPool
@@ -65,6 +66,9 @@ class PrefixCache:
         self._secret = secret
         self._hash = hash_function
         self._nodes: dict[bytes, PrefixNode] = {}
+        self.journal: list[tuple[Any, ...]] | None = None
+        """Changes of the blocks in the first group's pool: ("stored", key, parent's key or None, content, adapter id),
+        ("removed", key) or ("cleared",). None: changes are not recorded. The reader replaces the list."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -117,6 +121,8 @@ class PrefixCache:
 
     def evicted(self, group: int, node: PrefixNode) -> None:
         """Note that the node's block in ``group`` was evicted from its pool."""
+        if self.journal is not None and group == 0 and node.blocks[0] is not None:
+            self.journal.append(("removed", node.key))
         node.blocks[group] = None
         self._prune(node)
 
@@ -165,6 +171,8 @@ class PrefixCache:
             for node in list(self._nodes.values()):
                 self.drop_copy(group, node)
         self._nodes.clear()
+        if self.journal is not None:
+            self.journal.append(("cleared",))
 
     def check_invariants(self) -> None:
         """Raise InvariantError unless nodes and blocks refer to each other one to one and the tree is complete."""
@@ -206,6 +214,9 @@ class PrefixCache:
             if node.blocks[group] is None and block != NULL_BLOCK and pool.nodes[block] is None:
                 node.blocks[group] = block
                 pool.attach(block, node)
+                if self.journal is not None and group == 0:
+                    above = None if node.parent is None or node.parent.owner is not None else node.parent.key
+                    self.journal.append(("stored", node.key, above, node.tokens, request.adapter_id))
 
     def _prune(self, node: PrefixNode | None) -> None:
         """Remove nodes without blocks and without children, from this node up to the root."""

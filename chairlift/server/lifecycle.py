@@ -134,6 +134,11 @@ def _replicated(engine_config: EngineConfig, config: ServerConfig) -> Callable[[
     """A function that makes the replicas of an engine. Raises ConfigError if the settings ask for something that
     replicas cannot serve."""
     address, count = config.ray_address, config.replicas
+    if engine_config.cache.kv_events_endpoint is not None:
+        raise ConfigError(
+            "kv_events_endpoint is for one engine, and replicas behind one queue need no router that knows their"
+            " caches; leave one of the two out"
+        )
     connect = local_replicas(engine_config, count) if address is None else ray_replicas(engine_config, count, address)
 
     def start(engine: AsyncEngine) -> Fleet:

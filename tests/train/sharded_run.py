@@ -1,6 +1,6 @@
 """One process of a test of sharded weights: ``python -m tests.train.sharded_run DIRECTORY CASE``, under a launcher.
 
-Rank 0 writes the gradients and the figures of one step of three packs, which two ranks cannot share evenly.
+Rank 0 writes the gradients and the results of two steps of three packs, which two ranks cannot share evenly.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def main() -> None:
     with process_group() as ranks:
         trainer = trainer_of(case, ranks.size)
         assert trainer.is_sharded
-        results = []
+        results, found = [], {}
         for packs in steps():
             result = trainer.step(packs[:2] if ranks.rank == 0 else packs[2:])
             results.append([result.loss, result.grad_norm, float(result.num_packs)])
             named = trainer._parameters.items()
-            found = {f"step {result.step}.{name}": p.grad.full_tensor() for name, p in named}  # type: ignore[union-attr]
+            found |= {f"step {result.step}.{name}": p.grad.full_tensor() for name, p in named}  # type: ignore[union-attr]
             found |= {f"weights.{name}": p.detach().full_tensor() for name, p in named}  # type: ignore[attr-defined]
             local = sum(p.to_local().numel() for _, p in named)  # type: ignore[attr-defined]
             assert local < 0.6 * sum(p.numel() for _, p in named)
