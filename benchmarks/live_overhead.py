@@ -44,7 +44,8 @@ SETTLE = 0.5
 """Seconds at the beginning of each window that are not measured, because viewers connect then and receive the
 history."""
 CLOCKS = struct.Struct("4d")
-"""(steps, seconds in the step log, seconds in the recorder, steps since the recorder exists)."""
+"""Layout of four numbers in a file: (steps, seconds in the step log, seconds in the recorder, steps since the recorder
+exists)."""
 BUDGET = 0.01
 ENOUGH = 8
 """Minimum number of rounds; with fewer rounds the intervals are not reliable."""

@@ -372,8 +372,8 @@ def e2(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def f1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Lanes: used positions, tokens that are seen exactly once, and a recurrence over chunks compared with whole
-    documents."""
+    """Packing into lanes: fraction of used positions, tokens that are not seen exactly once, and a recurrence over
+    chunks compared with the recurrence over whole documents."""
     long = Lanes(Rows(mix("chat", 40_000, 0)), lanes=8, chunk=512)
     deque(long, maxlen=0)
     yield at_least("places used, 40,000 documents", 100 * long.stats()["used"], 99.9, "%")

@@ -47,7 +47,7 @@ _OF_GENERATION: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedPooling:
-    """A model in memory, and facts about it."""
+    """A model for embeddings, scores or classes in memory, and facts about it."""
 
     core: PoolingCore
     info: EngineInfo

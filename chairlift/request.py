@@ -220,8 +220,9 @@ class Request:
         self.siblings: list[Request] = []
         """Requests with the same prompt that wait until this request has computed the prompt, and then fork from it."""
         self.num_sample_positions = 1
-        """Number of positions at which the last chunk of the known tokens samples, counted from the chunk's end. A
-        shorter chunk samples at fewer. Only the token of the last position is used; the others are dropped."""
+        """Number of positions, counted from the end of the known tokens, at which the chunk that ends there samples a
+        token. A shorter chunk samples at fewer positions. Only the token of the last position is used; the others are
+        dropped."""
         self.block_ids: list[list[int]] = []
         """The block table: one list of block ids per cache group."""
         self.num_out_of_reach: list[int] = []

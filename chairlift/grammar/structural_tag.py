@@ -96,8 +96,8 @@ class _Writer:
         start = self._format(root, "format", None, 0)
         free = [token for token in self._markers.others.values() if token not in self._bounds]
         marker = " | ".join(f"<[{token}]>" for token in free)
-        # The lexer reads text up to a trigger together with the trigger, as one lexeme. So before it only text that
-        # ends with a marker is possible.
+        # The lexer reads a trigger and the text before it as one lexeme. So before such a lexeme, only text that ends
+        # with a marker is possible.
         rules = [f"marked: (TEXT? ({marker}))*", "text: marked TEXT?"] if free else ['marked: ""', "text: TEXT?"]
         for name, terminal in self._without.items():
             rules.append(f"{name}: ({terminal}? ({marker}))* {terminal}?" if free else f"{name}: {terminal}?")

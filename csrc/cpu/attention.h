@@ -434,7 +434,7 @@ struct AttentionPiece {
   int position(int row) const {
     return batch.seq_lens[span.row] - (batch.cu_seqlens[span.row + 1] - token(row));
   }
-  // The row attends only to positions below the result.
+  // The end of the positions to which query number `row` attends: it attends to no position from the result on.
   int seen_end(int row) const { return op.flags & CL_BOTH_WAYS ? batch.seq_lens[span.row] : position(row) + 1; }
 };
 

@@ -70,8 +70,8 @@ class Sighting:
 
 
 def _stand(port: int, ours: Connection) -> None:
-    """Main function of the proxy's process: forward everything to ``port`` until a message says stop, then send the
-    records."""
+    """Main function of the proxy's process. It forwards everything to ``port`` until it receives a stop message on
+    ``ours``, then sends its records."""
     selector, sightings = selectors.DefaultSelector(), []
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     selector.register(listener, selectors.EVENT_READ)
