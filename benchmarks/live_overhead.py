@@ -114,8 +114,8 @@ def connect(port: int) -> socket.socket:
 
 
 def load(port: int, streams: int, prompt: int, tokens: int, told: Connection) -> None:
-    """Run streams until a message arrives on ``told``. The first outputs have different lengths, so that their ends are
-    spread over time."""
+    """Run ``streams`` clients until a message arrives on ``told``. The first outputs have different lengths, so that
+    their ends are spread over time."""
 
     def request(number: int, count: int) -> bytes:
         ids = [3 + (number * 31 + at * 7) % 250 for at in range(prompt)]

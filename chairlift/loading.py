@@ -1,5 +1,5 @@
-"""Loads a model and makes its executor, from settings. Every engine starts with these functions, in each kind of
-process."""
+"""Loads a model and makes its executor, from settings. Every engine, in any kind of process, is started with these
+functions."""
 
 from __future__ import annotations
 

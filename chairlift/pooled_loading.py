@@ -128,8 +128,8 @@ def load_pooling(config: EngineConfig, progress: Progress | None = None) -> Load
 
 
 _INVARIANT: Final = {"encoder_embeddings of token_ids", "encoder_attention", "layer_norm", "gelu", "gelu_and_mul"}
-"""PyTorch operations that give a row the same result whatever other rows they compute. (Attention of an encoder is one
-call per text.)"""
+"""PyTorch operations whose result for a row does not depend on the other rows. (Attention of an encoder is one call per
+text.)"""
 
 
 def _max_model_len(setting: int | None, pooled: PooledConfig) -> int:

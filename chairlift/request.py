@@ -193,7 +193,8 @@ class Request:
         self.images = images
         """Positions of the prompt whose inputs are rows of encoded images."""
         self.source = source
-        """Request with the same prompt (``n > 1``). Its blocks are shared as long as it exists."""
+        """Another request with the same prompt (``n > 1``). As long as that request exists, this request shares its
+        blocks."""
         self.may_share = may_share
         """Whether cached KV may be used instead of computing the prompt."""
         self.status = RequestStatus.WAITING
@@ -243,7 +244,8 @@ class Request:
         self.waits_for = ""
         """What the request waits for: ``adapter`` (being read), ``image`` (being encoded) or empty."""
         self.adapter_passes = 0
-        """Number of later requests with adapters that were admitted while this one's adapter did not fit."""
+        """Number of later requests with adapters that were admitted while the adapter of this request did not fit into
+        the step."""
         self.num_charged_tokens = 0
         """Number of tokens computed since admission that the request's tenant was charged for."""
         self.num_accepted_predicted = self.num_rejected_predicted = 0

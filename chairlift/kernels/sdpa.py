@@ -291,7 +291,7 @@ class _Shape:
 
     @property
     def plain(self) -> bool:
-        """Whether torch's kernel supports these settings."""
+        """Whether torch's attention kernel supports these settings: no cap and no sinks."""
         return self.cap is None and self.sinks is None
 
 

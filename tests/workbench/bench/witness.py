@@ -98,7 +98,8 @@ def _accept(selector: selectors.BaseSelector, listener: socket.socket, port: int
 
 
 def _pass_on(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-    """Forward bytes. Their time is taken when they are sent on, so that the proxy's own delay is not measured."""
+    """Forward bytes. Their time is taken just before they are sent on, so that the proxy's later work is not
+    measured."""
     sock, (sighting, other, is_reply) = key.fileobj, key.data
     assert isinstance(sock, socket.socket)
     data = b""
