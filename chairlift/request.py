@@ -183,7 +183,7 @@ class Request:
         self.cache_salt = cache_salt
         self.adapter_id = adapter_id
         self.params = params
-        """Data of the front end; the scheduler does not read it."""
+        """Object that the front end keeps with the request; the scheduler does not read it."""
         self.sampling = sampling
         """Sampling parameters for the executor; the scheduler does not read them."""
         self.min_tokens = min_tokens
@@ -313,7 +313,7 @@ class Request:
         return self._clock is not _STILL
 
     def join(self, clock: DecodeClock) -> None:
-        """Start to advance with ``clock``, one position per tick."""
+        """From now on, let each tick of ``clock`` advance this request by one position."""
         self._clock = clock
         self._joined_at = clock.count
 

@@ -176,8 +176,8 @@ class _Writer:
         return self._rule(" | ".join(parts))
 
     def _tag(self, given: Mapping[str, Any], where: str, end: str | None, depth: int, skip: int = 0) -> str:
-        """Expression for a tag. The first ``skip`` characters of its beginning are left out, because the text already
-        has them."""
+        """Lark expression for a tag. The first ``skip`` characters of the tag's beginning are left out, because the
+        expression before the tag already matches them."""
         self._tags += 1
         if self._tags > _MAX_TAGS:
             raise _wrong(where, f"is one tag too many; {_MAX_TAGS} are allowed")
