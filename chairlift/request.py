@@ -193,8 +193,7 @@ class Request:
         self.images = images
         """Positions of the prompt whose inputs are rows of encoded images."""
         self.source = source
-        """Another request with the same prompt (``n > 1``). As long as that request exists, this request shares its
-        blocks."""
+        """Another request with the same prompt (``n > 1``), whose blocks are shared as long as it exists."""
         self.may_share = may_share
         """Whether cached KV may be used instead of computing the prompt."""
         self.status = RequestStatus.WAITING
@@ -221,9 +220,8 @@ class Request:
         self.siblings: list[Request] = []
         """Requests with the same prompt that wait until this request has computed the prompt, and then fork from it."""
         self.num_sample_positions = 1
-        """Number of positions, counted from the end of the known tokens, at which the chunk that ends there samples a
-        token. A shorter chunk samples at fewer positions. Only the token of the last position is used; the others are
-        dropped."""
+        """Number of positions, counted from the end of the known tokens, at which the last chunk samples a token. A
+        shorter chunk samples at fewer positions. Only the token of the last position is used."""
         self.block_ids: list[list[int]] = []
         """The block table: one list of block ids per cache group."""
         self.num_out_of_reach: list[int] = []
@@ -244,8 +242,7 @@ class Request:
         self.waits_for = ""
         """What the request waits for: ``adapter`` (being read), ``image`` (being encoded) or empty."""
         self.adapter_passes = 0
-        """Number of later requests with adapters that were admitted while the adapter of this request did not fit into
-        the step."""
+        """Number of later requests with adapters that were admitted while this request's adapter did not fit."""
         self.num_charged_tokens = 0
         """Number of tokens computed since admission that the request's tenant was charged for."""
         self.num_accepted_predicted = self.num_rejected_predicted = 0
