@@ -54,8 +54,8 @@ _SPECULATION_SIZES: Final = [1, 4, 16, 64]
 """Default values of max_num_seqs for ``--compare speculation``."""
 _DEFAULTS: Final = {"skip_tokenizer_init": True, "cuda_graphs": "start"}  # or graphs are recorded in measured time
 _TRAFFIC: Final = ("trace", "workload", "input_len", "output_len", "request_rate", "arrivals", "burstiness")
-"""Flags that choose traffic with arrival times. With one of these flags or of ``_MEASURED``, the traffic is replayed
-at its arrival times."""
+"""Flags that choose traffic with arrival times. If the user gives one of these flags or a flag in ``_MEASURED``, the
+traffic is replayed at its arrival times."""
 _MEASURED: Final = ("max_concurrency", "slo", "compare")
 _print: Final = functools.partial(print, sep="\n", flush=True)
 
@@ -285,7 +285,7 @@ def _run_speculation(args: argparse.Namespace, settings: Mapping[str, Any]) -> t
 
 
 def _changes(text: str) -> dict[str, Any]:
-    """Setting -> value, parsed from ``static`` or ``max_num_seqs=8,block_size=32``. Raises ConfigError."""
+    """Parse ``static`` or ``max_num_seqs=8,block_size=32``. Returns setting -> value. Raises ConfigError."""
     flags = {flag.name: flag for flag in flat_fields() if flag.name != "model"}
     changes = {}
     for part in text.split(","):
@@ -309,7 +309,7 @@ def _measure(
     from chairlift.workbench.bench.offline import room_of, run_here
     from chairlift.workbench.bench.serve_run import Dialect, Target, fit
 
-    # Both sides get the same requests. So requests are shortened to the length that fits on both sides, and this length
+    # Both engines get the same requests. Requests are therefore shortened to a length that fits both engines, which
     # must be known before the first run.
     rooms = []
     for side in sides if len(sides) > 1 else ():

@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> tuple[Report, int]:
 
 
 def _plan(args: argparse.Namespace, slo: Mapping[str, float]) -> tuple[Plan, list[dict[str, Any]]]:
-    """(plan, additional facts about each load for the record)."""
+    """Create the plan of a benchmark. Returns (plan, additional facts about each load for the record)."""
     from chairlift.workbench.bench.serve import Plan
 
     check_ranges(
@@ -457,7 +457,7 @@ class Cell:
 
 
 def show(run: ServeRun, place: int, settings: Mapping[str, Any], slo: Mapping[str, float], compared: bool) -> Cell:
-    """Compute the measurements of a run, and print them."""
+    """Compute the latencies and throughputs of a run, and print them."""
     from chairlift.workbench.bench.report import text
     from chairlift.workbench.bench.serve_report import run_blocks, serve_record
     from chairlift.workbench.bench.serve_result import figures_of
@@ -529,7 +529,7 @@ def _compared(cells: Sequence[Cell], names: Sequence[str]) -> tuple[dict[str, An
 
 
 def _facts(cell: Cell, names: Sequence[str]) -> dict[str, str]:
-    """Setting -> value, for the HTML page."""
+    """Settings of the benchmark for the HTML page: name -> value."""
     load, settings = cell.run.load, cell.settings
     facts = {SIDES[place]: name for place, name in enumerate(names)}
     facts |= {

@@ -92,13 +92,13 @@ class _Model(Protocol):
 
     @property
     def room(self) -> int:
-        """Maximum number of tokens of a conversation and its next answer together."""
+        """Maximum number of tokens of a conversation, including its next answer."""
 
     def count_tokens(self, messages: Sequence[Mapping[str, str]]) -> int:
         """Number of tokens of the prompt that asks for the next answer."""
 
     def stream(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[str, None, None]:
-        """The answer, piece by piece; pieces may be empty.
+        """Yield the answer in pieces of text, which may be empty.
 
         Ctrl-C during the answer raises KeyboardInterrupt if the conversation can continue, otherwise SystemExit.
         Closing the iterator stops the answer. Raises ChairliftError.

@@ -108,8 +108,8 @@ def _check_pooling(llm: LLM, pooling: PoolingInfo, model_dir: Path) -> int:
 
 
 def _test_pooling(llm: LLM, pooling: PoolingInfo) -> str:
-    """Compute the vector of each text separately, and of all texts in one batch. Returns a description. Raises
-    ModelLoadError if the two differ by more than rounding allows."""
+    """Compute the vector of each text separately, and again in one batch of all texts. Returns a description. Raises
+    ModelLoadError if the two results differ by more than rounding allows."""
     highest = llm.info.vocab_size - 1
     ids = [[min(ord(char), highest) for char in text][: llm.max_model_len] for text in _PROMPTS]
 
@@ -148,7 +148,8 @@ def _print_fact(label: str, value: str) -> None:
 
 
 def _count(llm: LLM, network: ModelConfig | TransformersConfig) -> tuple[int, int, int]:
-    """(number of parameters, KV bytes per token in the model's dtype, KV bytes per token in the cache's dtype)."""
+    """Returns (number of parameters, KV bytes per token in the model's dtype, KV bytes per token in the cache's
+    dtype)."""
     import torch
 
     from chairlift.models.causal_lm import CausalLM
@@ -218,8 +219,8 @@ def _describe(llm: LLM, network: ModelConfig | TransformersConfig) -> str:
 
 
 def _self_test(llm: LLM, vocab_size: int, tie: float) -> str:
-    """Generate greedy tokens for each prompt separately, and for all prompts in one batch. Returns a description.
-    Raises ModelLoadError if they differ by more than a tie."""
+    """Generate greedy tokens for each prompt separately, and again in one batch of all prompts. Returns a description.
+    Raises ModelLoadError if the tokens differ, unless the differing tokens are equally likely."""
     tokenizer = llm.tokenizer
     prompts = [tokenizer.encode(text) if tokenizer else [ord(char) % vocab_size for char in text] for text in _PROMPTS]
     prompts = [prompt[: llm.max_model_len // 2] for prompt in prompts]
@@ -245,7 +246,7 @@ def _self_test(llm: LLM, vocab_size: int, tie: float) -> str:
 
 
 def _speed(llm: LLM, vocab_size: int) -> str:
-    """Speed of prefill and decode on this machine now, in words."""
+    """Measure the speed of prefill and decode. Returns a description."""
     length = min(_PROMPT, llm.max_model_len // 2)
     count = min(_NUM_TOKENS * 2, llm.max_model_len - length - 1)
     alone, *together = prompts = _some_tokens(vocab_size, _TOGETHER + 1, length)

@@ -61,7 +61,7 @@ _SHORT: Final = {
     "pipeline_parallel_size": "-pp",
     "data_parallel_size": "-dp",
 }
-"""Setting -> short flag, as in vLLM."""
+"""Engine setting -> short form of its flag, as in vLLM."""
 _FURTHER_SENTENCES: Final = re.compile(r"(?<=\.) (?!\(default).*?(?= \(default: [^)]*\)$|$)")
 """Matches all sentences of a help text after the first, up to its default value."""
 _JSON: Final = {
@@ -129,8 +129,7 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag, prefix: str) -> None:
 
 
 def _amount(name: str) -> Callable[[str], int] | None:
-    """Parser for a setting that is an amount (such as ``4GB`` or ``32k``), in argparse's form; None for other
-    settings."""
+    """argparse parser for a setting that is an amount (such as ``4GB`` or ``32k``). None for other settings."""
     read = reader_of(name)
     if read is None:
         return None
@@ -215,8 +214,7 @@ def read_server_settings(args: argparse.Namespace) -> tuple[dict[str, Any], Serv
 
 
 def _translated(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, with vLLM's own names translated or removed. Prints a line to standard error for each such
-    setting."""
+    """Translate or remove settings that have vLLM's names. Prints a line to standard error for each such setting."""
     known = translate(engine)
     for line in notes(engine):
         print(f"chairlift: {line}", file=sys.stderr)
@@ -272,7 +270,7 @@ def _values_of_flags(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
 
 
 def _json_text(name: str, value: str) -> str:
-    """Text of a JSON setting. ``@FILE`` stands for the contents of the file. Raises ConfigError."""
+    """Text of a setting in JSON. For the value ``@FILE``, the text is read from the file. Raises ConfigError."""
     if not value.startswith("@"):
         return value
     return _read_text(f"the file of {_spelled(name)}", Path(value[1:]))
@@ -301,8 +299,8 @@ def _parse(path: Path, text: str) -> Any:
 
 
 def _checked(path: Path, name: str, value: Any, kind: type, optional: bool) -> Any:
-    """``value``, converted to the type of its flag; 4.0 is allowed for an integer. Raises ConfigError for another
-    type."""
+    """Convert ``value`` from a config file to ``kind``, the type of the setting; 4.0 is allowed for an integer. Raises
+    ConfigError for another type."""
     if value is None and optional:
         return value
     if name in _JSON and isinstance(value, dict):

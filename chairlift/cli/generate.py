@@ -55,7 +55,7 @@ _REFRESH_SECONDS: Final = 0.2
 _INTERRUPTED: Final = 130
 _STOPPED: Final = "stopped with Ctrl-C before its answer was complete"
 _CLASHING: Final = "input"
-"""Key of an output record for those input keys that have the same name as an output key."""
+"""Key in an output record under which input fields are stored whose names clash with output keys."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -269,7 +269,7 @@ def _submit(llm: LLM, job: Job, sampling: Mapping[str, Any], raw: bool, *, strea
 
 
 class _Progress:
-    """A progress bar with tokens per second on standard error, if ``show``."""
+    """Progress bar with tokens per second on standard error. It is hidden if ``show`` is False."""
 
     def __init__(self, total: int, done: int, show: bool) -> None:
         from tqdm import tqdm
@@ -287,12 +287,12 @@ class _Progress:
         self._bar.close()
 
     def hide(self) -> None:
-        """Remove the bar until the next step, so that other output can be printed."""
+        """Remove the progress bar until the next step, so that other output can be printed."""
         self._bar.clear()
         self._shown = 0.0
 
     def step(self, log: StepLog, finished: Sequence[RequestOutput]) -> None:
-        """Update the bar after a step of the engine."""
+        """Update the progress bar after a step of the engine."""
         if self._bar.disable:
             return
         if len(log) and log[-1].step != self._step:
@@ -347,7 +347,7 @@ def _json_writer(path: Path | None, force: bool) -> Iterator[Any]:
 
 
 def _put(file: IO[str], job: Job) -> None:
-    # Half of a surrogate pair has no UTF-8 form. It is written as a JSON escape.
+    # A lone surrogate has no UTF-8 form, so it is written as a JSON escape.
     file.write(json.dumps(_record(job), ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n")
     file.flush()
 
@@ -371,8 +371,8 @@ class _Streamed:
 
 
 def _text_writer(total: int, streamed: _Streamed | None) -> Any:
-    """A function that prints outputs for people. A single output is printed without its prompt; of several outputs,
-    each is printed below its prompt."""
+    """Create a function that prints outputs as readable text. A single output is printed without its prompt; of several
+    outputs, each is printed below its prompt."""
 
     def write(job: Job) -> None:
         answers = job.output.outputs if job.output is not None and job.error is None else []

@@ -64,8 +64,8 @@ def _fail(message: str) -> int:
 
 
 def _accept_any_text() -> None:
-    """Make standard streams tolerate invalid bytes, characters that the terminal lacks, and closed streams, so that
-    none of these ends in a traceback."""
+    """Make the standard streams tolerate invalid bytes, characters that the terminal cannot show, and closed streams,
+    so that the user gets no traceback."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  (open for as long as the process)
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115

@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(slots=True)
 class _Tally:
-    """Counts that the stream's own statistics do not have."""
+    """Statistics for the report that :class:`~chairlift.train.stream_stats.StreamStats` does not have."""
 
     capacity: int
     align: int = 1
@@ -224,7 +224,7 @@ def _reader(args: argparse.Namespace) -> tuple[Encode, int]:
 def _counted(
     source: Iterator[Mapping[str, Any]], tally: _Tally, args: argparse.Namespace
 ) -> Iterator[Mapping[str, Any]]:
-    """The items of ``source``. The lengths that will be packed of each item are added to ``tally``."""
+    """Yield the items of ``source``, and add the lengths of their sequences, as they will be packed, to ``tally``."""
     for item in source:
         length, capacity = len(item["input_ids"]), args.capacity
         pieces = [min(capacity, length - start) for start in range(0, length, capacity)] if capacity > 0 else []
@@ -287,7 +287,8 @@ def _lines(stats: StreamStats, tally: _Tally, args: argparse.Namespace) -> list[
 
 
 def _length_bins(tally: _Tally) -> list[tuple[int, int, int]]:
-    """(shortest, longest, number of sequences) of each bin. Each bin is twice as wide as the previous bin."""
+    """Bins of a histogram of lengths: (shortest length, longest length, number of sequences). Each bin is twice as wide
+    as the previous bin."""
     counts: dict[int, int] = {}
     for length, count in tally.lengths.items():
         counts[length.bit_length()] = counts.get(length.bit_length(), 0) + count

@@ -80,7 +80,7 @@ def read_prompts_file(name: str, prompt_field: str | None = None) -> list[Job]:
 
 
 def line_jobs(name: str) -> list[Job]:
-    """A job for each line that is not blank; the line is the prompt."""
+    """Create a job for each line that is not blank. The line is the prompt."""
     return [_line_job(index, number, line) for index, (number, line) in enumerate(_lines(_content(name)))]
 
 
@@ -105,8 +105,8 @@ def _content(name: str) -> bytes:
 
 
 def _lines(raw: bytes) -> list[tuple[int, bytes]]:
-    """(number from 1, bytes) of each line that is not blank. Lines are bytes, so that one line with invalid UTF-8 does
-    not make the others unreadable."""
+    """(number from 1, bytes) of each line that is not blank. Lines are bytes, so that a line with invalid UTF-8 does
+    not make the other lines unreadable."""
     lines = raw.removeprefix(codecs.BOM_UTF8).split(b"\n")
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
@@ -120,8 +120,8 @@ def _line_job(index: int, number: int, line: bytes) -> Job:
 
 
 def _not_utf8(argument: str) -> str | None:
-    """Error message for an argument whose bytes are not UTF-8, with the offset of the first bad byte; None if it is
-    valid."""
+    """Error message for an argument whose bytes are not UTF-8, with the offset of the first invalid byte. None if the
+    argument is valid."""
     raw = argument.encode("utf-8", "surrogateescape")
     try:
         raw.decode()

@@ -99,8 +99,8 @@ def _record(args: argparse.Namespace, report: Report) -> dict[str, Any]:
 
 
 def _mean_errors(report: Report) -> tuple[float, float]:
-    """Mean relative squared errors of the layers' outputs: (with the written weights, with weights rounded to the
-    nearest value)."""
+    """Mean relative squared errors of the layers' outputs: (error with the written weights, error with weights rounded
+    to the nearest value)."""
     count = len(report.output_errors)
     return sum(each for each, _ in report.output_errors) / count, sum(each for _, each in report.output_errors) / count
 

@@ -62,7 +62,8 @@ class RemoteModel:
         return 0
 
     def stream(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[str, None, None]:
-        """The answer, piece by piece, without control characters. Closing the iterator closes the connection."""
+        """Yield the answer in pieces of text, without control characters. Closing the iterator closes the
+        connection."""
         body = {name: value for name, value in sampling.items() if name not in _NOT_SENT and value is not None}
         body |= {"model": self._name, "messages": list(messages), "stream": True}
         with self._server.request("POST", "/v1/chat/completions", body) as response:

@@ -105,7 +105,7 @@ class RemoteServer:
             connection.close()
 
     def break_off(self) -> None:
-        """Abort a request of another thread by closing its connection."""
+        """Abort a request that another thread has sent, by closing its connection."""
         sock = self._socket
         if sock is not None:
             with suppress(OSError):

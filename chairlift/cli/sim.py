@@ -196,7 +196,7 @@ def _simulate(
 
 
 def _configs(settings: dict[str, Any], compare: str | None) -> list[tuple[str, EngineConfig]]:
-    """(label, settings) of each simulation. The label is the compared value."""
+    """One entry per simulation: (label, engine settings). The label is the compared value."""
     if compare is None:
         return [("", EngineConfig.from_flat(settings))]
     name, _, values = compare.partition("=")
@@ -270,7 +270,7 @@ def read_traffic(args: argparse.Namespace) -> tuple[list[TracedRequest], int | N
 
 
 def choose_deployment(args: argparse.Namespace, config: EngineConfig) -> Deployment:
-    """The machine and model to simulate, from the flags. Raises ConfigError."""
+    """Choose the machine and the model to simulate from the flags. Raises ConfigError."""
     from chairlift.replay.machines import MACHINES, deploy, read_deployment, shape_from_name
 
     if args.save_steps is not None and args.fit is None:

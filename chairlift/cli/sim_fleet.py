@@ -72,7 +72,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def trace_with_slo(trace: list[TracedRequest], slo: str | None) -> list[TracedRequest]:
-    """The trace, with the latency limits of ``slo`` in every request. Raises ConfigError."""
+    """Add the latency limits of ``slo`` to every request of a trace. Raises ConfigError."""
     if slo is None:
         return trace
     from chairlift.workbench.bench.serve_result import parse_goodput
@@ -92,8 +92,8 @@ def simulate_fleets(
     deployment: Deployment,
     users: int | None,
 ) -> tuple[list[FleetReport], list[FlowError]]:
-    """Returns (one report for each combination of a number of replicas and a routing policy, errors of the flow model
-    for the combinations with many replicas). Raises ConfigError."""
+    """Simulate the fleet for each combination of a number of replicas and a routing policy. Returns (one report per
+    combination, errors of the approximate flow model for the combinations with many replicas). Raises ConfigError."""
     from chairlift.replay.fleet import MAX_EXACT, FleetPlan, replay_fleet
     from chairlift.replay.flow_fleet import flow_error, replay_flow
 
@@ -153,7 +153,7 @@ def _failure(text: str) -> tuple[int, float]:
 
 
 def fleet_lines(reports: Sequence[FleetReport], target: float | None, price: float | None) -> list[str]:
-    """Lines with a table, and the smallest fleet that reaches the target."""
+    """Lines of output: a table of the reports, and the smallest fleet that reaches ``target``."""
     from chairlift.workbench.bench.report import aligned
 
     head = ["replicas", "routing", "requests/s", "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "hits", "busy"]
@@ -193,7 +193,7 @@ def fleet_lines(reports: Sequence[FleetReport], target: float | None, price: flo
 
 
 def error_lines(errors: Sequence[FlowError]) -> list[str]:
-    """Lines about the error of the flow model: its figures against those of the exact simulation."""
+    """Lines of output about the error of the approximate flow model, compared with the exact simulation."""
     lines = []
     for each in errors:
         differences = ", ".join(f"{name} {100 * (ratio - 1):+.1f} %" for name, ratio in each.ratios().items())
@@ -206,7 +206,7 @@ def error_lines(errors: Sequence[FlowError]) -> list[str]:
 
 
 def _size(report: FleetReport) -> str:
-    """Number of replicas as text. If autoscaling changes the number: its mean and its maximum."""
+    """Number of replicas as text. With autoscaling: the mean and the maximum number."""
     if report.least is None:
         return f"{'~' if report.as_flow else ''}{report.replicas}"
     return f"{report.mean_replicas:.1f} (to {report.peak_replicas})"

@@ -18,7 +18,7 @@ SORTS: Final = ("age", "output", "speed", "prompt", "queued")
 """Sort keys for requests; ``age`` is the order in which the server lists them."""
 
 _WATCH, _TOO_MANY = 0.02, 0.05
-"""Fractions of preempted sequences at which the rate is shown as a warning and as an error."""
+"""Fractions of preempted sequences from which the preemption rate is shown as a warning and as an error."""
 _SAMPLE: Final = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _BAR: Final = 20
@@ -28,7 +28,7 @@ _CLASS: Final = 9
 _WITH_CLASS: Final = 90
 """Minimum width of the window in columns at which requests are listed with their class of service."""
 _MIN_WIDTH: Final = 80
-"""Minimum width in columns to which lines are fitted. Narrower windows cut lines off."""
+"""Minimum width in columns to which lines are fitted. In a narrower window, the ends of lines are cut off."""
 _TWO_COLUMNS: Final = 96
 """Minimum width of the window in columns at which gauges and rates are side by side."""
 _WITH_BARS: Final = 100
@@ -82,7 +82,7 @@ class Metrics:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Data of a server at one time."""
+    """Data about a server, read at one time."""
 
     when: float
     """Time of the snapshot in seconds, on a monotonic clock."""
@@ -302,7 +302,7 @@ def _row(request: Mapping[str, Any], width: int) -> Line:
 
 
 def _cut(text: str, room: int) -> str:
-    """The text; if it is longer than ``room``, its beginning with a mark at the end."""
+    """Shorten a text that is longer than ``room`` characters: its beginning, followed by a mark."""
     return text if len(text) <= room else text[: max(0, room - 1)] + "~"
 
 

@@ -34,7 +34,7 @@ The recording includes requests that arrive after its start, and writes each one
 _SILENCE_SECONDS: Final = 60.0
 """Seconds without data after which the connection counts as broken. The server sends something every 15 s."""
 _KEPT_SECONDS: Final = 60.0
-"""Seconds for which a server keeps a recording after its listener has disconnected."""
+"""Seconds for which a server keeps a recording after the recording client has disconnected."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
 _LOOK_SECONDS: Final = 0.25
 _UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -153,7 +153,7 @@ class _TraceFile:
         return "".join(f"{line}\n" for line in lines).encode()
 
     def progress(self) -> str:
-        """Progress of the recording, in words."""
+        """Text for the user about the progress of the recording."""
         elapsed = time.monotonic() - self._begin
         clock = f"{elapsed // 3600:02.0f}:{elapsed // 60 % 60:02.0f}:{elapsed % 60:02.0f}"
         return f"recorded {self.num_requests:,} requests in {clock}, {self.num_requests / max(elapsed, 1e-3):.1f}/s"
@@ -291,7 +291,7 @@ class _Feed(threading.Thread):
         return self._leaving.is_set()
 
     def _take(self, name: str, number: str, data: dict[str, Any]) -> bool:
-        """Process one event. Returns whether it is the last."""
+        """Process one event of the server. Returns whether it is the last event of the recording."""
         if name == "start":
             began = data.get("began_unix")
             if not isinstance(began, (int, float)) or not isinstance(data.get("recording"), str):

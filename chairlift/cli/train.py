@@ -166,7 +166,7 @@ class _Progress:
         return {"on_step": self, "on_evaluation": self.on_evaluation, "on_start": self.on_start}
 
     def on_start(self, network: Network) -> None:
-        """A line with the implementation that trains."""
+        """Print a line that names the implementation that trains the model."""
         if self._shown:
             print(f"model: {network}", file=sys.stderr)
 

@@ -177,7 +177,7 @@ def _scaled(requests: list[TracedRequest], scale: float) -> list[TracedRequest]:
 
 
 def _with_slo(request: TracedRequest, slo: Mapping[str, float]) -> TracedRequest:
-    """The request. If it has no latency limits of its own, it gets the limits in ``slo``."""
+    """Add the latency limits in ``slo`` to a request that has no latency limits of its own."""
     import dataclasses
 
     own = any(limit is not None for limit in (request.ttft_ms, request.tpot_ms, request.deadline_ms))
@@ -193,7 +193,7 @@ def _described(requests: Sequence[TracedRequest], users: int | None, what: str) 
 
 
 def _model(name: str, fixed: Mapping[str, Any]) -> tuple[MakeCore, Any]:
-    """(function that creates an engine with this model, shape of the model)."""
+    """Returns (function that creates an engine with the model ``name``, shape of the model)."""
     from chairlift import LLM
     from chairlift.models.loader import resolve_dtype, resolve_model_dir
     from chairlift.models.model_files import read_config

@@ -11,14 +11,16 @@ from chairlift.errors import ConfigError
 __all__ = ["Autoscaler", "Demand"]
 
 _WINDOW: Final = 10.0
-"""Time in seconds over which requests are counted that met or missed their latency targets."""
+"""Time window in seconds: the fraction of requests that met their latency targets is computed over the requests that
+ended within this window."""
 _MIN_ENDED: Final = 10
-"""Minimum number of ended requests for which the fraction of met targets is used."""
+"""Minimum number of ended requests from which the fraction of requests that met their latency targets is computed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """State of a fleet at one moment."""
+    """Load of a fleet at one moment (waiting and running requests, replicas), from which the number of replicas is
+    decided."""
 
     num_replicas: int
     """Number of replicas that serve or are starting."""
@@ -35,8 +37,7 @@ class Autoscaler:
 
     - There are always at least ``least`` and at most ``most`` replicas.
     - A replica is added when the forecast wait exceeds ``most_wait`` seconds, or when the fraction of requests that
-    meet
-      their latency targets is below ``goodput``.
+      meet their latency targets is below ``goodput``.
     - Only one replica starts at a time, because its effect shows only when it serves. If the wait exceeds ten times
       ``most_wait``, a second one starts.
     - A replica is removed when, for ``calm`` seconds without interruption, the other replicas would have used at most

@@ -1,4 +1,4 @@
-"""The door of a fleet: the queue in which requests wait until a replica has room for them.
+"""The router of a fleet (called the door): the queue in which requests wait until a replica has room for them.
 
 Requests are assigned to replicas late, so the scheduling policy (fairness, priorities, reserved capacity, deadlines)
 orders all requests of the fleet, and no request has to wait for a slow request of one replica. Only prompts for less
@@ -18,13 +18,14 @@ from chairlift.scheduler.policy import Policy
 __all__ = ["Door"]
 
 _LOOK_AHEAD: Final = 32
-"""Maximum number of waiting requests that later requests may overtake because the preferred replica has no room."""
+"""Maximum number of requests that may wait for their preferred replica while later requests are sent first."""
 _MAX_TIMES_PASSED: Final = 32
-"""Maximum number of times that a request may be overtaken. After that, it takes any replica."""
+"""Maximum number of times that later requests may overtake a request. After that, the request is sent to any
+replica."""
 
 
 class Door:
-    """Queue of the requests that wait for a replica, and record of the replica of every other request.
+    """Queue of the requests that wait for a replica, and record of the replica to which every other request was sent.
 
     ``policy`` orders the queue. With a router that is not ``late``, requests leave the queue at once. Not thread-safe.
     """
@@ -37,14 +38,14 @@ class Door:
         self._requests: dict[str, Request] = {}
         self._at: dict[str, Replica] = {}
         self._pinned: dict[str, int] = {}
-        """Id of a request -> version of the weights that must continue it."""
+        """Id of a request -> version of the weights with which the request must continue."""
         self._newest: dict[int, int] = {}
-        """Last prefix key of a prompt -> newest version of the weights that computed it. Used while the replicas have
-        different versions."""
+        """Last prefix key of a prompt -> newest version of the weights that computed this prompt. Used while the
+        replicas have different versions."""
         self._num_seen = 0
 
     def __len__(self) -> int:
-        """Number of requests that wait at the door."""
+        """Number of requests that wait for a replica."""
         return len(self._waiting)
 
     def add(self, request: Request, keys: Sequence[int], now: float, version: int | None = None) -> None:
@@ -140,7 +141,7 @@ class Door:
         return request, replica
 
     def _follow_policy(self, now: float) -> None:
-        """Report the running requests to the policy, and move requests whose position in the queue has changed."""
+        """Report the running requests to the policy, and re-sort waiting requests that the policy has moved."""
         self._policy.observe([self._requests[name] for name in self._at], now)
         for _ in self._policy.late(now):
             pass  # the scheduler of the replica drops or downgrades late requests
@@ -150,7 +151,7 @@ class Door:
                 self._waiting.add(request)
 
     def line(self, now: float) -> Iterator[Request]:
-        """Requests that wait at the door, in the order of the policy."""
+        """Requests that wait for a replica, in the order of the policy."""
         return self._waiting.line(now)
 
     def replica_of(self, request_id: str) -> Replica | None:
@@ -181,10 +182,8 @@ class Door:
         self._policy.forgotten(request)
 
     def lose(self, replica: Replica) -> tuple[list[Request], list[Request]]:
-        """Remove the requests of a dead replica from the door. Returns (requests without a token, requests with
-        tokens).
-
-        The caller may :meth:`add` them again.
+        """Forget the requests of a dead replica. Returns (requests without a token, requests with tokens), which the
+        caller may :meth:`add` again.
         """
         replica.accepting = False
         lost: tuple[list[Request], list[Request]] = [], []

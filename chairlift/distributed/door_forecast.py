@@ -1,4 +1,4 @@
-"""Forecasts when requests that wait at the door will start, from the rate at which the fleet has started requests."""
+"""Forecasts when requests that wait for a replica will start, from the rate at which the fleet has started requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chairlift.scheduler.forecast import Forecast
 __all__ = ["DoorForecast"]
 
 _WINDOW: Final = 10.0
-"""Time in seconds over which the rate is measured."""
+"""Time in seconds over which the rate of started requests is measured."""
 _MIN_STARTS: Final = 4
 _PAUSE: Final = 0.5
 """Minimum time in seconds between two forecasts."""
@@ -38,7 +38,7 @@ class DoorForecast:
         self._starts.append(now)
 
     def make(self, door: Door, now: float) -> Forecast | None:
-        """A new forecast, or None if the last one is recent or the rate is unknown.
+        """A new forecast, or None if the last forecast is recent or the rate of starts is unknown.
 
         When the door's
         queue becomes empty, one last forecast is returned, in which no request waits.

@@ -59,7 +59,8 @@ class FleetEvents(EngineEvents, Protocol):
 
 
 ConnectReplica = Callable[[int, EngineEvents], RemoteCore]
-"""Function from the index of a replica and a receiver of events to the replica's core. The core is not started yet."""
+"""Function from the index of a replica and a receiver of events to the replica's core. The function does not start the
+core."""
 Sleep = Callable[[float], Awaitable[None]]
 
 
@@ -69,18 +70,18 @@ class _Job:
 
     prepared: PreparedRequest
     key: str
-    """Id of the request's first answer. The door uses it as the id of the request."""
+    """Id of the request's first answer, which is also the id of the request in the queue (the door)."""
     left: set[str]
-    """Ids of the answers that have not ended."""
+    """Ids of the request's answers that have not ended."""
     member: _Member | None = None
-    """Replica to which the request was sent. None while it waits at the door."""
+    """Replica to which the request was sent. None while the request waits in the queue (the door)."""
     version: int = 0
     """Version of the weights that compute the request."""
 
 
 class _Member:
-    """A replica: its present process, and the door's state of the replica (``view``). It receives the events of the
-    process."""
+    """A replica: its present engine process, and the router's record of the replica (``view``). Receives the events of
+    the process."""
 
     def __init__(self, fleet: Fleet, view: Replica) -> None:
         self.view = view
@@ -92,11 +93,13 @@ class _Member:
         self.stats = EngineStats()
         self.num_sent = self.num_restarts = 0
         self.generation = 0
-        """Number of the newest replacement of weights that the process has; 0 for its first weights."""
+        """Number of the newest weight update that the replica's process has loaded. 0: the process has its first
+        weights."""
         self.busy_since: float | None = None
-        """Time of the newest step, or of the first request since the replica was idle. None while it is idle."""
+        """Time of the replica's newest step, or of its first request after an idle time. None while the replica is
+        idle."""
         self.quiet, self.opened = asyncio.Event(), asyncio.Event()
-        """``quiet`` is set when the replica has no request. ``opened`` is set while it is alive and accepts
+        """``quiet`` is set when the replica has no request. ``opened`` is set while the replica is alive and accepts
         requests."""
 
     @property
@@ -104,7 +107,7 @@ class _Member:
         return self.view.num_requests
 
     async def lost(self, core: RemoteCore) -> None:
-        """Wait until the fleet has handled the death of this process."""
+        """Wait until the fleet has handled the death of ``core``, a process of this replica."""
         while self.alive and self.core is core:
             await asyncio.sleep(0.01)
 
@@ -203,11 +206,11 @@ class Fleet(RemoteCore):
         priorities = {name: each.priority for name, each in (classes or {}).items()}
         self._forecast = DoorForecast(priorities or {DEFAULT_CLASS: 0})
         self._jobs: dict[str, _Job] = {}
-        """Id of a request at the door -> unfinished request."""
+        """Id of a request -> the request, until it has ended."""
         self._answers: dict[str, _Job] = {}
-        """Id of an answer that has not ended -> its request."""
+        """Id of an answer that has not ended -> the request that it belongs to."""
         self._dead_stats = EngineStats()
-        """Sum of the counters of processes that have died."""
+        """Sum of the statistics counters of all engine processes that have died."""
         self._any_died = False
         self._loads: dict[int, AdapterLoad] = {}
         self._loading: dict[int, tuple[set[int], str]] = {}
@@ -290,7 +293,7 @@ class Fleet(RemoteCore):
         self._leave(sequence_ids, lambda core, names: core.stop(names))
 
     def watch(self, wanted: bool) -> None:
-        """Start or stop reporting the steps of all replicas, for the live view."""
+        """Start or stop reporting the steps of all replicas, for the live view page."""
         self._watched = wanted
         for core in self._cores():
             core.watch(wanted)
@@ -415,14 +418,14 @@ class Fleet(RemoteCore):
         self.events.on_lost([job.prepared.request_id for job in stranded], "its weights were replaced everywhere")
 
     def _computed_by(self, job: _Job, version: int) -> None:
-        """Record the version of the weights that compute the further tokens of a request."""
+        """Record the version of the weights that compute the next tokens of a request."""
         job.version = version
         self.events.on_weights(list(job.left), version)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def _queue(self, job: _Job) -> None:
-        """Add a request to the queue of the door."""
+        """Add a request to the queue of the router (the door)."""
         prepared = job.prepared
         known = [*prepared.prompt_token_ids, *prepared.answer_token_ids]
         salt = (prepared.cache_salt, prepared.adapter_id)
@@ -432,7 +435,8 @@ class Fleet(RemoteCore):
         self.door.add(prepared.make_sequences()[0], keys, self._now(), version)
 
     def _send(self) -> dict[str, RequestError]:
-        """Send the requests that replicas have room for. Returns id -> error of each request that could not be sent."""
+        """Send as many waiting requests as the replicas have room for. Returns request id -> error, for requests that
+        could not be sent."""
         failed: dict[str, RequestError] = {}
         for request, view in self.door.send(self._now()):
             member, job = self._members[view.index], self._jobs[request.request_id]
@@ -508,7 +512,7 @@ class Fleet(RemoteCore):
         self._send()
 
     def _tell(self, outputs: CoreOutputs, num_tokens: int = 0) -> None:
-        """Pass results on to the receiver of events, with the statistics of the whole fleet."""
+        """Pass the results of a step to the receiver of events, with the statistics of the whole fleet."""
         known = [each.stats for each in self._members]
         if self._any_died:
             known.append(self._dead_stats)
@@ -629,9 +633,9 @@ class Fleet(RemoteCore):
         self._report_failed(self._send())
 
     def _move(self, job: _Job) -> FinishedSequence | None:
-        """Move a request of a dead replica back to the door, if another replica can continue it; otherwise do nothing.
-
-        If all tokens of the request were delivered already, the request does not move; returns how it ended.
+        """Put a request of a dead replica back into the router's queue, if another replica can continue the request;
+        otherwise do nothing. If all tokens of the request were already delivered, the request has ended: returns its
+        result.
         """
         prepared = job.prepared
         answers = self.events.delivered(prepared.request_id)

@@ -31,15 +31,17 @@ SECRET_BYTES: Final = 32
 _HELLO_SECONDS: Final = 2.0
 """Time in seconds within which a connection must send the secret."""
 _OPEN_SECONDS: Final = 30.0
-"""Time in seconds for which the port stays open for the door."""
+"""Time in seconds for which the port stays open for the connection from the server (the door)."""
 _KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
-"""Socket option -> value: two times in seconds, a count of probes, and a time in milliseconds."""
+"""TCP socket option -> value, so that a connection ends soon after the other machine fails: two times in seconds, a
+number of probes, and a time in milliseconds."""
 _RAY: Final = re.compile(rb"(^|/)ray(::|let\b|/)|(^|/)gcs_server\b")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """Properties of another machine, which the door gets before it starts an engine there."""
+    """Properties of another machine, which the server's process (the door) gets before an engine starts on that
+    machine."""
 
     address: tuple[str, int]
     """Host and port on which the replica waits for the door's connection."""
@@ -103,7 +105,7 @@ class NodeReplica:
         return describe_exit(None if self._process is None else self._process.wait())
 
     def _accept(self) -> socket.socket:
-        """Wait for the first connection that sends the secret."""
+        """Accept connections until one of them sends the secret, and return that connection."""
         server, self._server = self._server, None
         if server is None:
             raise EngineDeadError("the replica does not listen")
@@ -162,7 +164,7 @@ def listening_addresses() -> dict[str, str]:
 
 
 def _listening_sockets() -> dict[str, str]:
-    """Name of a listening socket, as in ``/proc/PID/fd`` -> its address."""
+    """Name of a listening socket, as in ``/proc/PID/fd`` -> address on which the socket listens."""
     found = {}
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         with contextlib.suppress(OSError):

@@ -37,7 +37,7 @@ LOCAL: Final = "local"
 """Address that starts a new Ray cluster with only this machine. The cluster ends with this process."""
 _OBJECT_STORE_BYTES: Final = 80 * 2**20
 _WAIT_SECONDS: Final = 20.0
-"""Time in seconds between two log messages that a replica still waits for free processors."""
+"""Time in seconds between two log messages which say that a replica still waits for free processors."""
 _CONNECT_SECONDS: Final = 20.0
 _ACTOR_SECONDS: Final = 60.0
 
@@ -83,7 +83,7 @@ class RayCluster:
             raise ConfigError("Ray is not installed; pip install 'chairlift[ray]'") from None
         self.ray: Any = ray
         self.node = ""
-        """Ray's id of this machine."""
+        """Ray's id of the machine on which this process runs."""
         self.cores = 0
         """Number of processors of each replica. 0 before the cluster is joined."""
         self._address, self._count, self._threads = address, count, threads
@@ -129,7 +129,7 @@ class RayCluster:
         return self.ray.remote(**options)(_Replica).remote()
 
     def check(self, node: str, facts: NodeFacts) -> None:
-        """Check a machine, and log the addresses on which its Ray processes listen, once per machine.
+        """Check that a machine can be used, and log, once per machine, the addresses on which its Ray processes listen.
 
         Raises ConfigError if the machine cannot be used.
         """

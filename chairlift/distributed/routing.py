@@ -1,6 +1,6 @@
 """Routers choose the replica of a fleet that serves a request.
 
-A router sees the door's state of each replica (:class:`Replica`), and returns one of the replicas that it is given:
+A router gets the known state of each replica (:class:`Replica`), and returns one of these replicas:
 
 - ``rr`` (round robin) and ``p2c`` (the better of two random choices; Mitzenmacher, 2001) are baselines.
 - ``least`` prefers the replica with the least work.
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 PREFIX_BLOCK: Final = 128
-"""Number of prompt tokens that one key covers."""
+"""Number of prompt tokens in a block. A prompt has one prefix key per block."""
 _OVER_MEAN: Final = 1.25
 _MORE_REQUESTS: Final = 2
 """A replica with more than ``_OVER_MEAN`` times the mean number of requests, plus ``_MORE_REQUESTS``, gets no further
@@ -87,10 +87,10 @@ class PrefixIndex:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pace:
-    """Speed of the replicas. All replicas of a fleet are assumed to be equally fast."""
+    """Speed at which a replica computes. All replicas of a fleet are assumed to be equally fast."""
 
     prefill_seconds: Callable[[int], float]
-    """Function from the number of prompt tokens to the time for computing them without other work, in seconds."""
+    """Function from a number of prompt tokens to the time in seconds in which an idle replica computes them."""
     decode_seconds: Callable[[int], float]
     """Function from the number of decoding requests to the duration of their step, in seconds."""
     step_tokens: int
@@ -125,7 +125,7 @@ class MeasuredPace:
         self._fixed = max(0.0, y - self._per_token * x)
 
     def pace(self, step_tokens: int) -> Pace:
-        """A pace that always uses the newest estimate."""
+        """A :class:`Pace` for steps of at most ``step_tokens`` tokens, which always uses the newest estimate."""
         return Pace(
             lambda tokens: -(-tokens // step_tokens) * self._fixed + tokens * self._per_token,
             lambda rows: rows * self._per_token,  # prefill_seconds has the fixed part
@@ -134,24 +134,24 @@ class MeasuredPace:
 
 
 class Replica:
-    """The door's state of one replica, from the messages that have arrived so far."""
+    """State of one replica as the router (the door) knows it from the messages that have arrived."""
 
     def __init__(self, index: int, pace: Pace, *, max_num_seqs: int, cache_tokens: int) -> None:
         self.index, self.pace = index, pace
         self.accepting = False
         """Whether the replica accepts requests: it has started, is alive, and is not being drained."""
         self.unstarted: dict[str, int] = {}
-        """Id of a request without a token -> number of prompt tokens to compute, without the tokens that the cache is
-        expected to have."""
+        """Id of a request that has no output token yet -> number of prompt tokens to compute, without the tokens that
+        the cache is expected to have."""
         self.started: set[str] = set()
-        """Ids of the requests that have a token and have not ended."""
+        """Ids of the replica's requests that have an output token and have not ended."""
         self.prefixes = PrefixIndex(max(1, cache_tokens // PREFIX_BLOCK))
         self.version = 0
         """Version of the replica's weights."""
         self._unstarted_tokens = 0
-        # Late binding: a replica gets prompts for at most two steps ahead. All other requests wait at the door, in the
-        # order of the policy for the whole fleet. A few requests more than the replica has rows are sent, because other
-        # requests end in the meantime.
+        # Late binding: a replica gets prompts for at most two steps ahead. All other requests wait in the router's
+        # queue (the door), in the order of the policy for the whole fleet. A few requests more than the replica has
+        # rows are sent, because other requests end in the meantime.
         self._max_unstarted = 2 * pace.step_tokens
         self._max_requests = max_num_seqs + max(1, max_num_seqs // 32)
 
@@ -161,16 +161,17 @@ class Replica:
 
     @property
     def unstarted_tokens(self) -> int:
-        """Number of prompt tokens that the replica has to compute before a new request."""
+        """Number of prompt tokens that the replica has to compute before it can start a new request."""
         return self._unstarted_tokens
 
     @property
     def has_room(self) -> bool:
-        """Whether a request that waits at the door may be sent to this replica now."""
+        """Whether a waiting request may be sent to this replica now."""
         return self._unstarted_tokens < self._max_unstarted and self.num_requests < self._max_requests
 
     def opened(self, cache_tokens: int) -> None:
-        """Record that a process has started and accepts requests. Its prefix cache is empty and has this size."""
+        """Record that the replica's process has started and accepts requests. Its prefix cache is empty and has room
+        for ``cache_tokens`` tokens."""
         self.accepting = True
         self.prefixes = PrefixIndex(max(1, cache_tokens // PREFIX_BLOCK))
 
@@ -211,7 +212,8 @@ class Router(Protocol):
     """Protocol of a router: it chooses the replica for a request."""
 
     late: bool
-    """Whether requests wait at the door until a replica has room. If False, requests are sent when they arrive."""
+    """Whether requests wait in the router's queue until a replica has room. If False, requests are sent when they
+    arrive."""
 
     def choose(self, keys: Sequence[int], num_tokens: int, replicas: Sequence[Replica]) -> Replica:
         """Choose one of ``replicas``, which is never empty. ``keys`` are the prefix keys of the prompt, and
@@ -271,8 +273,8 @@ class _Forecast:
 
 
 def _not_overloaded(replicas: Sequence[Replica]) -> list[Replica]:
-    """Replicas that do not have many more requests than the mean. So a replica with a popular prefix in its cache does
-    not get all requests."""
+    """Replicas whose number of requests is not much above the mean. Routing by cached prefix is limited to these
+    replicas, so that a popular prefix does not overload one replica."""
     limit = _OVER_MEAN * sum(each.num_requests for each in replicas) / len(replicas) + _MORE_REQUESTS
     return [each for each in replicas if each.num_requests <= limit]
 

@@ -34,7 +34,7 @@ class StepTimes:
     def __init__(self) -> None:
         self.steps: list[tuple[StepFeatures, float]] = []
         self.lines: list[str] = []
-        """Step records as lines of JSON."""
+        """Records of the collected steps: one line of JSON per step."""
         self._last_end = 0.0
 
     def landed(self, record: StepRecord) -> None:
@@ -56,7 +56,8 @@ def calibrate(core: EngineCore, limits: ModelLimits, max_rows: int) -> StepTimes
     counts = sorted({min(1 << power, max_rows) for power in range(max_rows.bit_length() + 1)})
     batches = [[(_PROMPTS[row % len(_PROMPTS)], _ANSWER) for row in range(count)] for count in counts]
     batches += [[(length, 3)] for length in _LONG_PROMPTS]
-    # Rows with short and with long contexts, so that the cost of a row and the cost of its context can be separated.
+    # Batches with short and with long contexts, so that the fit can separate the cost of a row from the cost of its
+    # context.
     batches += [[(16, _ANSWER)] * min(max_rows, 24), [(900, _ANSWER)] * min(max_rows, 4)]
     times, serial = StepTimes(), 0
     try:
@@ -80,8 +81,8 @@ def calibrate(core: EngineCore, limits: ModelLimits, max_rows: int) -> StepTimes
 def fit_steps(steps: list[tuple[StepFeatures, float]], shape: ModelShape | None = None) -> CostModel:
     """Fit a cost model to (features, seconds) of real steps.
 
-    ``shape`` gives the prior for sizes without steps; its scale is fitted, too. Raises ConfigError when there are too
-    few steps.
+    ``shape`` gives a prior for the durations of step sizes that were not measured. The fit scales this prior, too.
+    Raises ConfigError when there are too few steps.
     """
     count = sum(seconds > 0 for _, seconds in steps)
     if count < 16:
@@ -92,7 +93,7 @@ def fit_steps(steps: list[tuple[StepFeatures, float]], shape: ModelShape | None 
 
 
 def describe_fit(model: CostModel, steps: list[tuple[StepFeatures, float]]) -> str:
-    """Text that says how well the model predicts these steps."""
+    """Text that says how well a cost model predicts the durations of ``steps``."""
     errors = model.errors(steps)
     p50, p90 = errors[len(errors) // 2], errors[int(0.9 * len(errors))]
     return f"fitted on {len(errors):,} real steps, half of them within {p50:.0%} and nine of ten within {p90:.0%}"
@@ -105,7 +106,7 @@ def fit_core(core: EngineCore, limits: ModelLimits, machine: str, shape: ModelSh
     """
     times = calibrate(core, limits, min(core.scheduler.batch.max_running, _MAX_FITTED_ROWS))
     size = core.executor.block_size
-    # the dtype of K and V may differ from that of the model
+    # The dtype of the KV cache may differ from the dtype of the model.
     kv_bytes = sum(core.executor.block_bytes) // size
     memory = core.executor.cache_groups[0].num_blocks * size * kv_bytes
     deployment = fit_deployment(machine, shape, times.steps, memory, limits.max_model_len)

@@ -28,7 +28,7 @@ class Clients:
     def __init__(self, trace: Sequence[TracedRequest], begin: float, max_concurrency: int | None) -> None:
         self._trace, self._begin = trace, begin
         self._idle_users = None if max_concurrency is None else deque([begin] * max_concurrency)
-        """For each user without a request in flight: the time at which the last request ended."""
+        """One entry per user without a request in flight: the time at which the user's last request ended."""
         self._later: dict[str, deque[int]] = {}
         order = list(range(len(trace)))
         if any(request.session for request in trace):
@@ -48,7 +48,7 @@ class Clients:
 
     @property
     def done(self) -> bool:
-        """Whether no request can be sent until another request ends. (Also true when all requests are sent.)"""
+        """Whether no request can be sent until a running request ends. Also true when all requests have been sent."""
         return not self._ready
 
     def next_event(self) -> float | None:
@@ -98,7 +98,7 @@ def enter(
     arrival: float,
     collector: Collector,
 ) -> bool:
-    """Check a request that was sent at ``arrival``, and pass it to ``add``. Returns False when it is refused.
+    """Check a request that was sent at ``arrival``, and pass it to ``add``. Returns False when the request is refused.
 
     Latency targets and priorities are passed on only if the scheduling policy uses them.
     """

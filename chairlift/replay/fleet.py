@@ -1,10 +1,10 @@
 """Simulates a trace on a fleet of several replicas, on a virtual clock.
 
-Each replica is a real engine core with its own clock. The door, which holds waiting requests and chooses replicas, is
-the real code as well (:mod:`chairlift.distributed.door`). Events are handled in the order of their times: a request
-arrives, a step ends, or a replica fails, starts or is drained. So every token has the time that follows from the cost
-model's step times. Replicas can start late, die, and be updated one after another, and messages to the door can be
-delayed.
+Each replica is a real engine core with its own clock. The router (the door), which holds waiting requests and chooses
+replicas, is the real code as well (:mod:`chairlift.distributed.door`). Events are handled in the order of their times:
+a request arrives, a step ends, or a replica fails, starts or is drained. So every token has the time that follows from
+the cost model's step times. Replicas can start late, die, and be updated one after another, and messages to the door
+can be delayed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from chairlift.scheduler.policies import policy_from_config
 __all__ = ["MAX_EXACT", "FleetPlan", "FleetReport", "pace_of", "replay_fleet"]
 
 MAX_EXACT: Final = 16
-"""Maximum number of replicas that are simulated token by token. More are simulated as flows of requests
-(:mod:`chairlift.replay.flow_fleet`)."""
+"""Maximum number of replicas that are simulated token by token. Larger fleets are simulated with the approximate model
+of :mod:`chairlift.replay.flow_fleet`."""
 _MAX_REPLICAS: Final = 1024
 _SCALE_SECONDS: Final = 1.0
 """Time in seconds between two decisions about the number of replicas."""
 _LOWEST: Final = 1 << 30
-"""Priority of a hypothetical new request, after all others. Its forecast wait determines the number of replicas."""
+"""Priority of a hypothetical new request that is served after all others. The autoscaler uses the forecast wait of this
+request."""
 _TOKEN: Final = 1
 """Id of every token in simulated answers."""
 
@@ -57,22 +58,23 @@ class FleetPlan:
     replicas: int
     routing: str = "forecast"
     door_delay: float = 0.0
-    """Delay in seconds until the door learns of a first token or of the end of a request."""
+    """Delay in seconds until the router (the door) learns that a request has its first token or has ended."""
     start_seconds: float = 0.0
     """Time in seconds that a replica needs to start again after a failure or an update."""
     failures: tuple[tuple[int, float], ...] = ()
-    """(index of a replica, time at which it dies). Its cache and its running requests are lost."""
+    """One entry per failure: (index of the replica, time at which it dies). The replica loses its cache and its running
+    requests."""
     resume: bool = False
-    """Whether a request whose replica dies continues on another replica after its delivered tokens. Otherwise it ends
-    with an error, unless no token was delivered."""
+    """Whether a request continues on another replica, after its delivered tokens, when its replica dies. If False, the
+    request ends with an error, unless no token was delivered."""
     rollout_at: float | None = None
     """Time at which an update of all replicas begins. One replica after another is drained and started again. None: no
     update."""
     least: int | None = None
-    """Minimum number of replicas, if the number follows the load. It starts at the minimum and is at most ``replicas``.
-    None: all replicas serve all the time."""
+    """Minimum number of replicas for autoscaling: the simulation starts with this number, and ``replicas`` is the
+    maximum. None: no autoscaling; all replicas serve all the time."""
     calm_seconds: float = 30.0
-    """Time in seconds with little load after which a replica is removed."""
+    """Time in seconds for which the load must be low before the autoscaler removes a replica."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.replicas <= _MAX_REPLICAS:
@@ -107,12 +109,13 @@ class FleetReport:
     hit_rate: float
     """Fraction of the prompt tokens that were found in prefix caches."""
     least: int | None
-    """Minimum number of replicas, if the number followed the load."""
+    """Minimum number of replicas of the autoscaler. None if autoscaling was off."""
     mean_replicas: float
-    """Mean number of replicas that served or were starting. The cost of the fleet is proportional to it."""
+    """Mean number of replicas that served or were starting. The cost of the fleet is proportional to this number."""
     peak_replicas: int
     as_flow: bool = False
-    """Whether the replicas were simulated as flows of requests, not token by token."""
+    """Whether the replicas were simulated with the approximate model of :mod:`chairlift.replay.flow_fleet`, not token
+    by token."""
 
     def to_dict(self) -> dict[str, Any]:
         """The report as data for JSON."""
@@ -120,7 +123,7 @@ class FleetReport:
 
 
 class _Simulated:
-    """A simulated replica: an engine core with its own clock, and the door's state of this replica (``view``)."""
+    """A simulated replica: an engine core with its own clock, and the router's record of this replica (``view``)."""
 
     def __init__(self, view: Replica, make: Callable[[VirtualClock], EngineCore], timings: dict[str, Any]) -> None:
         self.view, self._make = view, make
@@ -151,7 +154,7 @@ class _Simulated:
 
 
 class _Fleet:
-    """A simulation of a fleet: the replicas, the door, and a queue of events."""
+    """Simulates a fleet token by token: the replicas, the router (the door), and a queue of events."""
 
     def __init__(
         self,
@@ -182,9 +185,10 @@ class _Fleet:
         self.door = Door(views, router_from_name(plan.routing), policy_from_config(whole))
         self._keep_prefixes = bool(cached)
         self._prepared: dict[str, PreparedRequest] = {}
-        """Id -> unfinished request. If it continues on another replica, its prompt includes the delivered tokens."""
+        """Request id -> unfinished request. The prompt of a request that continues on another replica includes the
+        tokens that were delivered."""
         self._whole: dict[str, PreparedRequest] = {}
-        """Id -> unfinished request as it arrived."""
+        """Request id -> unfinished request, with the prompt with which it arrived."""
         self.collector = Collector(None, self.replicas[0].core.scheduler.membership.held)
         self.collector.timings = self.timings
         self.clients = Clients(trace, 0.0, users)
@@ -236,7 +240,7 @@ class _Fleet:
         self._queue(prepared)
 
     def _queue(self, prepared: PreparedRequest) -> None:
-        """Add a request to the queue of the door."""
+        """Add a request to the router's queue."""
         self._prepared[prepared.request_id] = prepared
         keys = prefix_keys(prepared.prompt_token_ids, prepared.cache_salt) if self._keep_prefixes else []
         self.door.add(prepared.make_sequences()[0], keys, self.now)
@@ -262,7 +266,8 @@ class _Fleet:
             self._wake(replica)
 
     def _over(self, name: str) -> None:
-        """Record that a request has ended: at once for its client, and after the delay for the door."""
+        """Record that a request has ended. Its client learns of the end at once, and the router after
+        ``door_delay``."""
         del self._prepared[name], self._whole[name]
         self.clients.ended(int(name), self.now)
         tokens = self.timings[name].tokens
@@ -279,7 +284,7 @@ class _Fleet:
     # -- replicas --------------------------------------------------------------------------------------------------
 
     def _wake(self, replica: _Simulated) -> None:
-        """Schedule the next step of an idle replica, if it has work."""
+        """Schedule the next step of a replica that is idle and has requests."""
         if replica.idle and replica.core.has_work:
             replica.idle, life = False, replica.life
             self.at(max(self.now, replica.clock.now()), lambda: self._step(replica, life))
@@ -353,7 +358,7 @@ class _Fleet:
             replica.view.accepting = True
 
     def _scale(self) -> None:
-        """Change the number of replicas according to the forecast of the door."""
+        """Change the number of replicas according to the forecast waiting time."""
         on = [each for each in self.replicas if each.on_since is not None and not each.leaving]
         serving = [each for each in on if each.view.accepting]
         made = self.forecast.make(self.door, self.now)
@@ -405,7 +410,7 @@ class _Fleet:
 
 
 def _rest_of(prepared: PreparedRequest, delivered: int) -> PreparedRequest:
-    """Request that continues ``prepared`` after ``delivered`` tokens: these tokens become part of the prompt."""
+    """Request that continues ``prepared``, whose first ``delivered`` tokens become part of the prompt."""
     if not delivered:
         return prepared
     remaining = prepared.max_tokens - delivered
@@ -418,7 +423,7 @@ def _rest_of(prepared: PreparedRequest, delivered: int) -> PreparedRequest:
 
 
 def pace_of(cost: CostModel, step_tokens: int) -> Pace:
-    """Speed of a replica with these costs, in steps of at most ``step_tokens`` tokens."""
+    """Speed of a replica whose steps have the costs ``cost`` and at most ``step_tokens`` tokens."""
     return Pace(cost.prefill_seconds, lambda rows: cost.step_seconds(StepFeatures(rows)) if rows else 0.0, step_tokens)
 
 

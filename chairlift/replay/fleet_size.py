@@ -32,7 +32,7 @@ class FleetSize:
     parts: int
     """Number of parts into which the traffic was divided. The reports are about one part."""
     rate: float | None
-    """Requests per second of the whole traffic. None for a closed loop of users, and if all arrive at once."""
+    """Requests per second of the whole traffic. None for a closed loop of users, or if all requests arrive at once."""
     tried: tuple[FleetReport, ...]
     """Reports of all simulated fleets, ordered by size."""
     chosen: FleetReport | None
@@ -40,8 +40,8 @@ class FleetSize:
     failing: FleetReport | None
     """Report of a fleet with one more replica than ``chosen``, in which a replica dies in the middle of the traffic."""
     halved: tuple[FleetReport, FleetReport] | None
-    """(report of a part on an even number of replicas, report of half of this part on half of the replicas). Their
-    difference shows the error of the division. None if the traffic was not divided."""
+    """(report of a part on an even number of replicas, report of half of this part on half of the replicas). The
+    difference of the two reports shows the error of dividing the traffic. None if the traffic was not divided."""
 
     @property
     def replicas(self) -> int | None:
@@ -50,7 +50,8 @@ class FleetSize:
 
     @property
     def division_error(self) -> float | None:
-        """Difference between a part and its half in the fraction of requests that meet their targets, from 0 to 1."""
+        """Error of dividing the traffic, from 0 to 1: how much the fraction of requests that meet their targets differs
+        between a part and half of this part."""
         if self.halved is None:
             return None
         whole, half = (each.served.goodput or 0.0 for each in self.halved)
@@ -132,7 +133,7 @@ class _Search:
     target: float
     max_concurrency: int | None
     common: dict[str, Any]
-    """Fields that all FleetPlans have in common, name -> value."""
+    """Name -> value of the fields that all simulated FleetPlans have in common."""
     tried: dict[int, FleetReport] = dataclasses.field(default_factory=dict)
 
     def simulate(self, replicas: int, **more: Any) -> FleetReport:
@@ -151,7 +152,7 @@ class _Search:
 
 
 def part_of(trace: Sequence[TracedRequest], parts: int) -> list[TracedRequest]:
-    """One of ``parts`` parts of a trace. Sessions are not divided, and times do not change."""
+    """One of ``parts`` parts of a trace. All requests of a session are in the same part, and times do not change."""
     return [
         request
         for number, request in enumerate(trace)

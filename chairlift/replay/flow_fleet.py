@@ -1,6 +1,5 @@
-"""Simulates a fleet with many replicas as flows of requests, and measures the error of this model.
-
-The door, its routing and the clients are those of :mod:`chairlift.replay.fleet`. A replica is no engine core but three
+"""Simulates a fleet with many replicas by an approximate model (the flow model), and measures the error of this model.
+The router (the door) and the clients are those of :mod:`chairlift.replay.fleet`. A replica is no engine core but three
 lists: requests that wait for a row, prompts that are being computed, and requests that decode. A step that computes
 prompts is one event. Between such steps all decode steps up to the next end of a request are one event, because their
 total time is known from the cost model. So the work grows with the requests, not with the tokens.
@@ -46,7 +45,8 @@ _LEAST_REQUESTS: Final = 100
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlowError:
-    """Reports about the same part of the traffic on the same small fleet, by both models."""
+    """Error of the flow model: reports of the exact model and of the flow model about the same traffic on the same
+    small fleet."""
 
     parts: int
     """Number of parts into which the traffic was divided. The reports are about one part."""
@@ -54,7 +54,8 @@ class FlowError:
     flow: FleetReport
 
     def ratios(self) -> dict[str, float]:
-        """Name of a figure -> value of the flow model divided by the exact value. Figures that are 0 are left out."""
+        """Name of a measured value -> result of the flow model divided by the exact result. Values that are 0 are left
+        out."""
         pairs = {"tokens/s": [each.served.output_tokens_per_second for each in (self.flow, self.exact)]}
         for name in ("ttft", "tpot"):
             for percentile in ("p50", "p99"):
@@ -63,13 +64,13 @@ class FlowError:
         return {name: flow / exact for name, (flow, exact) in pairs.items() if exact}
 
     def to_dict(self) -> dict[str, Any]:
-        """The part and the ratios as data for JSON."""
+        """The number of parts and the ratios, as data for JSON."""
         return {"parts": self.parts, "replicas": self.exact.replicas, "routing": self.exact.routing} | self.ratios()
 
 
 @dataclasses.dataclass(slots=True)
 class _Job:
-    """A request in a replica."""
+    """A request that was sent to a replica."""
 
     name: str
     prompt: int
@@ -78,18 +79,18 @@ class _Job:
     """Number of tokens of the whole answer."""
     keys: Sequence[int]
     remaining: int = 0
-    """Number of prompt tokens that are not computed yet."""
+    """Number of prompt tokens of this request that are not computed yet."""
     ends: int = 0
-    """Number of the replica's decode step that gives the last token."""
+    """Number of the replica's decode step that generates the last token of this request."""
 
 
 def _own_part(job: _Job) -> int:
-    """Number of prompt tokens after the last block that other requests can share."""
+    """Number of prompt tokens after the last whole block. Other requests cannot share the memory of these tokens."""
     return job.prompt - PREFIX_BLOCK * len(job.keys)
 
 
 class _FlowReplica:
-    """A replica as flows of requests. Its times are those of the last call."""
+    """A replica in the flow model. Its times are those of the last call."""
 
     def __init__(self, view: Replica, cost: CostModel, *, budget: int, rows: int, capacity: int, cached: int) -> None:
         self.view = view
@@ -101,19 +102,22 @@ class _FlowReplica:
         """Heap of (decode step that ends the request, order of joining, request)."""
         self._order = itertools.count()
         self._step = 0
-        """Number of decode steps so far."""
+        """Number of decode steps that this replica has run."""
         self._context = 0
         """Number of positions that the decoding requests attend to."""
         self._keys: Counter[int] = Counter()
-        """Prefix key -> number of requests with a row whose prompt has this block. They share its memory."""
+        """Prefix key of a block -> number of running requests whose prompts contain the block. These requests share the
+        memory of the block."""
         self._own = 0
-        """Number of positions in memory that no other request can share."""
+        """Number of token positions in the KV cache that are used by a single request."""
         self._chunks: list[tuple[_Job, int]] = []
-        """(request, number of its prompt tokens) in the step that runs."""
+        """One entry per prompt in the running step: (request, number of prompt tokens that the step computes)."""
         self._begun, self._count, self._seconds = 0.0, 0, 0.0
-        """Start, number of steps, and total time of the steps that run. The number is 0 while the replica is idle."""
+        """Start, number and total time of the steps that now run as one event. The number is 0 while the replica is
+        idle."""
         self.version = 0
-        """Number of changes of the end of the running steps. Events of earlier versions are ignored."""
+        """Counter that increases when the end time of the running steps changes. Events with an older number are
+        ignored."""
         self.num_sent = self.num_steps = self.rows = 0
         self.busy = 0.0
 
@@ -122,8 +126,8 @@ class _FlowReplica:
         return not self._count
 
     def begin(self, now: float) -> tuple[float | None, list[tuple[str, int]]]:
-        """Begin the next steps. Returns (time of their end, None without work; (id, number of cached tokens) of each
-        request that gets a row)."""
+        """Begin the next steps. Returns (end time of these steps, or None without work; list with (id, number of cached
+        tokens) of each request that gets a row)."""
         joined = self._admit()
         rows = len(self._decoding)
         room, self._chunks, pairs = self._budget - rows, [], 0.0
@@ -169,8 +173,8 @@ class _FlowReplica:
         return joined
 
     def interrupt(self, now: float) -> float | None:
-        """End the running steps with the step that runs ``now``, because a request has come. Returns the time of the
-        new end; None if it does not change."""
+        """End the running steps after the step that runs at ``now``, because a request has arrived. Returns the new end
+        time, or None if the end time does not change."""
         if self._count < 2:
             return None
         done = math.ceil((now - self._begun) / (self._seconds / self._count))
@@ -213,7 +217,7 @@ class _FlowReplica:
         return begun, ended
 
     def _free(self, job: _Job, output: int) -> None:
-        """Give back the memory of a request with this number of output tokens."""
+        """Free the memory of a request that has generated ``output`` tokens."""
         self._own -= _own_part(job) + output
         for key in job.keys:
             self._keys[key] -= 1
@@ -221,7 +225,7 @@ class _FlowReplica:
                 del self._keys[key]
 
     def abort(self, name: str) -> None:
-        """Remove a request. If it computes now, its rest of the running steps still takes its time."""
+        """Remove a request. The duration of the steps that run now does not change."""
         for job in [each for each in self.waiting if each.name == name]:
             self.waiting.remove(job)
         for job in [each for each in self._prefilling if each.name == name]:
@@ -237,7 +241,7 @@ class _FlowReplica:
 
 
 class _FlowFleet:
-    """A simulation of a fleet as flows: replicas, door, clients, and a queue of events."""
+    """Simulates a fleet with the flow model: replicas, router (the door), clients, and a queue of events."""
 
     def __init__(
         self,
@@ -308,7 +312,7 @@ class _FlowFleet:
         self.door.add(prepared.make_sequences()[0], keys, self.now)
 
     def _go_on(self, replica: _FlowReplica) -> None:
-        """Begin the next steps of an idle replica, or end those of a busy one early."""
+        """Begin the next steps of an idle replica, or end the running steps of a busy replica early."""
         if not replica.is_idle:
             end = replica.interrupt(self.now)
         else:
@@ -355,7 +359,7 @@ def replay_flow(
     *,
     max_concurrency: int | None = None,
 ) -> FleetReport:
-    """Simulate a trace on a fleet as flows of requests. Equal arguments give identical reports.
+    """Simulate a trace on a fleet with the flow model. Equal arguments give identical reports.
 
     Raises ConfigError for what the model does not have: failures, updates, a changing number of replicas, a delay of
     the door, and static batches.
@@ -403,9 +407,9 @@ def flow_error(
     *,
     max_concurrency: int | None = None,
 ) -> FlowError:
-    """Simulate a part of the traffic on the same part of the replicas by both models.
-
-    The part is as large as the exact simulation allows. Raises ConfigError if it has too few requests.
+    """Measure the error of the flow model: simulate a part of the traffic, on the same fraction of the replicas, with
+    the exact model and with the flow model. The part is as large as the exact simulation allows. Raises ConfigError if
+    the part has too few requests.
     """
     parts = 1
     while plan.replicas // parts > MAX_EXACT:

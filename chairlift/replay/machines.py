@@ -94,16 +94,17 @@ MACHINES: Final = {
         _cpu("ryzen-9950x", 16, 4.3, 128, 89.6),
     )
 }
-"""Name -> machine."""
+"""Name of a machine -> its speed and memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Numbers of weights of a decoder model, and sizes of its cached tokens. Weights and KV have ``itemsize`` bytes."""
+    """Numbers of weights of a decoder model, and sizes of the K and V of a token. Weights and KV have ``itemsize``
+    bytes."""
 
     name: str
     body_params: int
-    """Number of weights that are used for every token: all except embedding and output head."""
+    """Number of weights that are used for every token: all weights except the embedding and the output head."""
     head_params: int
     """Number of weights of the output head, which is used only for sampled tokens."""
     embedding_params: int
@@ -202,7 +203,7 @@ MODELS: Final = {
         _known("llama-3-70b", 8192, 28_672, 80, (64, 8, 128), 128_256, False, 8192),
     )
 }
-"""Name -> shape of a known model, in bfloat16."""
+"""Name of a model -> its shape in bfloat16."""
 
 
 def shape_from_name(name: str) -> ModelShape:
@@ -223,7 +224,7 @@ def shape_from_name(name: str) -> ModelShape:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """A model on a machine, as a simulation needs it: cost model, sizes and limits."""
+    """A model on a machine, described for a simulation by a cost model, sizes and limits."""
 
     machine: str
     model: str

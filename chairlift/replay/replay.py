@@ -35,7 +35,7 @@ _MAX_HOST_BLOCKS: Final = 1 << 22
 
 
 class _Pending:
-    """Sampled tokens that become available at a given time."""
+    """Sampled tokens of a simulated step, which become available when the step ends."""
 
     __slots__ = ("_clock", "_ready_at", "_tokens")
 
@@ -156,7 +156,8 @@ def serve_trace(
 
 
 def _let_go(core: EngineCore, clients: Clients, collector: Collector, now: float) -> None:
-    """Abort requests whose client has disconnected, and record other requests that leave a static batch with them."""
+    """Abort requests whose client has disconnected. Also record requests of the same static batch that end because of
+    this."""
     for index in clients.leaving(now):
         timing = collector.timings.get(str(index))
         if timing is None or timing.left >= 0:

@@ -42,7 +42,7 @@ class ServedTrace:
     requests: int
     """Number of requests that were served to their end."""
     refused: int
-    """Number of requests that were refused because they can never fit or need a feature that is off."""
+    """Number of requests that were refused, because they are too large or need a feature that is off."""
     dropped: int
     """Number of requests that were dropped because they could no longer meet their deadline."""
     cancelled: int
@@ -52,18 +52,20 @@ class ServedTrace:
     """Number of prompt tokens that were found in the prefix cache."""
     output_tokens: int
     seconds: float
-    """Time from the first sent request to the last token."""
+    """Time from sending the first request to the last token of all requests."""
     requests_per_second: float
     output_tokens_per_second: float
     ttft: Percentiles
-    """Time from sending a request to its first token, over requests."""
+    """Time from sending a request to its first token: mean and percentiles over the requests."""
     tpot: Percentiles
-    """Time per output token after the first token, over requests. Not meaningful if ``delivered_whole``."""
+    """Time per output token after the first token: mean and percentiles over the requests. Not meaningful if
+    ``delivered_whole``."""
     itl: Percentiles
-    """Time between consecutive tokens of a request, over all tokens. Not meaningful if ``delivered_whole``."""
+    """Time between consecutive tokens of a request: mean and percentiles over all tokens. Not meaningful if
+    ``delivered_whole``."""
     e2e: Percentiles
     queue: Percentiles
-    """Time from the arrival of a request to its first step, over requests."""
+    """Time from the arrival of a request to its first step: mean and percentiles over the requests."""
     steps: int
     mean_rows: float
     """Mean number of requests in a step."""
@@ -81,7 +83,7 @@ class ServedTrace:
 
 @dataclasses.dataclass(slots=True)
 class RequestTiming:
-    """Times of one request on the clock of the engine core. -1 means that the event has not happened yet."""
+    """Times of one request on the clock of the engine core. A time of -1 means that the event has not happened yet."""
 
     request: TracedRequest
     """The request. Its ``arrival`` is the time at which it was sent, on the core's clock."""
@@ -140,7 +142,8 @@ class Collector:
     the time of a simulated step."""
 
     def __init__(self, watch: Watch | None, held: bool) -> None:
-        """Create a collector. ``held``: whether batches are static, which deliver all tokens at their end."""
+        """Create a collector. ``held``: whether batches are static, so that all tokens are delivered at the end of a
+        batch."""
         self.timings: dict[str, RequestTiming] = {}
         self.watch, self._held = watch, held
         self.steps = self.rows = 0
@@ -198,7 +201,7 @@ class Collector:
         over = [timing for timing in self.timings.values() if timing.ended or timing.dropped]
         times = [timing.times for timing in self.timings.values() if timing.times]
         gaps = np.diff(np.fromiter(itertools.chain.from_iterable(times), float))
-        # indices of the gaps between tokens of two requests, which are removed
+        # Indices of the differences between tokens of two different requests. These differences are removed.
         between = np.cumsum([len(each) for each in times[:-1]], dtype=int) - 1
         kept = [each for each in (timing.kept for timing in over) if each is not None]
         per_second = 1 / seconds if seconds > 0 else 0.0

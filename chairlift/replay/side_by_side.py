@@ -58,7 +58,8 @@ class _Side:
 
 
 def recorded_trace(recording: Recording) -> list[TracedRequest]:
-    """Requests of a recording as a trace that begins with the first arrival. Raises ConfigError if there is none."""
+    """Convert the requests of a recording to a trace, in which the first request arrives at 0. Raises ConfigError if
+    the recording has no requests."""
     requests = recording.arrivals[-_MAX_REQUESTS:]
     if not requests:
         raise ConfigError(
@@ -179,7 +180,8 @@ def _measured(recording: Recording, count: int) -> _Side:
 
 
 def _check_alike(measured: _Side, simulated: _Side) -> None:
-    """Raise ConfigError if the simulation of the recorded engine differs from the recording."""
+    """Raise ConfigError if the ``simulated`` times of the recorded engine differ too much from the ``measured``
+    times."""
     for what, recorded, simulated_seconds in (
         ("an answer (median)", measured.whole_p50, simulated.whole_p50),
         ("all of them", measured.seconds, simulated.seconds),
@@ -217,7 +219,8 @@ def _side(served: ServedTrace, recording: Recording, held: bool) -> _Side:
 
 
 def _words(continuous: _Side, static: _Side, measured: _Side | None) -> list[str]:
-    """Sentences about the difference. ``measured`` has the recorded results, if continuous batching was recorded."""
+    """Sentences that compare continuous with static batching. ``measured`` has the recorded results, if the recorded
+    engine used continuous batching."""
 
     def times(more: float, less: float) -> str:
         ratio = more / less if less > 0 else 1.0
@@ -250,8 +253,8 @@ def _seconds(value: float) -> str:
 
 
 def demo() -> bytes:
-    """Recording of an example: the real scheduler on a simulated machine with a small KV cache. The traffic has bursts,
-    and short and long answers."""
+    """Create a recording of an example: the real scheduler runs on a simulated machine with a small KV cache. The
+    traffic has bursts, and short and long answers."""
     rng = np.random.default_rng(7)
     trace, now = [], 0.0
     for burst in range(7):
@@ -259,7 +262,7 @@ def demo() -> bytes:
             now += float(rng.exponential(0.06))
             prompt = int(np.clip(rng.lognormal(4.8, 0.7), 16, 600))
             answer = int(np.clip(rng.lognormal(3.7 if rng.random() < 0.7 else 5.2, 0.5), 6, 300))
-            # some prompts have a common prefix
+            # 40 % of the prompts begin with the same system prompt
             system = tuple(range(4)) if rng.random() < 0.4 else ()
             prompt += _DEMO_BLOCK * len(system)
             trace.append(
@@ -282,8 +285,8 @@ def demo() -> bytes:
 
 
 def main() -> None:
-    """Run the command in the last argument: ``demo``, or a comparison. The exit code is 2 if no comparison is
-    possible."""
+    """Run the subcommand named last on the command line: ``demo``, or by default the comparison of a recording with
+    static batching. The exit code is 2 if no comparison is possible."""
     os.nice(10)  # lower priority than the engine
     try:
         out = demo() if sys.argv[-1] == "demo" else compare(sys.stdin.buffer.read())

@@ -59,7 +59,7 @@ class TracedRequest:
         check_number("block_size", self.prefix_block, (int,), 16, 1 << 16)
         check_number("turn", self.turn, (int,), 0, 2**31)
         for number in self.prefix_ids:
-            # without this test, a function call per id would double the time for reading a trace
+            # This test is inline, because a function call per id would double the time for reading a trace.
             if type(number) is not int or not 0 <= number <= _MAX_ID:
                 check_number("a hash id", number, (int,), 0, _MAX_ID)
         for name, limit in (

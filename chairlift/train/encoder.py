@@ -82,18 +82,14 @@ def fitting(encode: Encode, vocab_size: int | None, capacity: int | None) -> Enc
 class Encoder:
     """Converts a record to training examples ``{"input_ids": int32 [L], "loss_weight": float32 [L]}``.
 
-    - ``input_ids`` (with ``labels``, ``loss_weight``, ``weight`` if any): taken as it is, but for its padding.
-    - A chat, as the chat template writes it: ``messages``, ``conversations``, ``instruction`` and ``output``, and
-      other forms (:func:`~chairlift.train.records.chat_of`).
-    - ``prompt`` and ``completion``: two texts, one after the other.
-    - ``prompt_token_ids`` and ``outputs`` with ``token_ids``, as ``chairlift generate`` writes them: an example of each
-      answer.
-    - ``text_field``: a text.
+    A record has one of these forms:
 
     - ``input_ids``, and optionally ``labels``, ``loss_weight`` and ``weight``. Only padding is removed.
     - A chat: ``messages``, ``conversations``, ``instruction`` with ``output``, and other formats (see
       :func:`~chairlift.train.records.chat_of`). The chat template renders it.
     - ``prompt`` and ``completion``: two texts that are joined.
+    - ``prompt_token_ids``, and ``outputs`` with ``token_ids``, as ``chairlift generate`` writes them. Each output gives
+      an example.
     - The field named ``text_field``: a text.
 
     Other fields are ignored, and the user gets a note about them. With ``train_on="answers"``, only the answers of an

@@ -30,7 +30,7 @@ __all__ = ["DeviceKernels"]
 
 _INTERPRETED_CACHE: Final = 1 << 16
 _ALIGNED: Final = 1024
-"""Each weight begins at a multiple of this number of elements in the region."""
+"""Alignment: in the region of random numbers, each weight begins at a multiple of this number of elements."""
 
 
 class DeviceKernels:
@@ -60,10 +60,9 @@ class DeviceKernels:
         self._next = 0
 
     def products(self, k: int, n: int, rows: int, count: int) -> dict[str, Prepare]:
-        """``count`` matrix multiplications [rows, k] x [k, n] with each kernel that can run them. Kernel -> run.
-
-        The kernel that the engine would choose comes first. With fp8, ``library`` rounds the rows to fp8 first, and k
-        and n must be multiples of 16.
+        """Prepare ``count`` matrix multiplications [rows, k] x [k, n] with each kernel that can run them. Returns
+        kernel -> prepared run. The kernel that the engine would choose comes first. With fp8, ``library`` rounds the
+        rows to fp8 first, and k and n must be multiples of 16.
         """
         x, weights = self._normal(rows, k), self._weights(n, k, count)
         streamed: dict[str, Callable[..., Tensor]] = {"streamed": self._streamed(n, k, rows)}
@@ -78,7 +77,8 @@ class DeviceKernels:
     def attention(
         self, model: ModelShape, *, queries: int, context: int, batch: int, shuffled: bool, count: int
     ) -> Prepare:
-        """Attention of ``count`` layers; see :meth:`chairlift.workbench.bench.programs.Kernels.attention`."""
+        """Prepare the attention of ``count`` layers, as :meth:`chairlift.workbench.bench.programs.Kernels.attention`
+        does."""
         blocks, tokens = -(-context // BLOCK_SIZE), batch * queries
         order = torch.arange(batch * blocks, dtype=torch.int32, device=self._device)
         if shuffled:
@@ -107,7 +107,8 @@ class DeviceKernels:
         return self._timed(attend, [(self._take(*shape), self._take(*shape)) for _ in range(count)])
 
     def head(self, k: int, vocab_size: int, rows: int, *, temperature: float, count: int) -> Prepare:
-        """Output head and sampling for ``rows`` rows, repeated ``count`` times. Temperature 0 is greedy sampling."""
+        """Prepare the output head and sampling for ``rows`` rows, repeated ``count`` times. Temperature 0 is greedy
+        sampling."""
         x = self._normal(rows, k)
         linear = self._streamed(vocab_size, k, rows) if rows <= SMALL_ROWS else ops.linear
         slots = torch.arange(rows, dtype=torch.int32, device=self._device)
@@ -161,7 +162,8 @@ class DeviceKernels:
             torch.cuda.synchronize(self._device)
 
     def _take(self, *shape: int) -> Tensor:
-        """A tensor of this shape in the next part of the region; after the end, it continues at the beginning."""
+        """Take a tensor of this shape from the next free part of the region. After the end of the region, start again
+        at its beginning."""
         size = math.prod(shape)
         if self._next + size > len(self._region):
             self._next = 0

@@ -33,15 +33,15 @@ class Floor:
     seconds: float
     steps: int
     token_budget: int
-    """Number of tokens per step that gave the minimum time."""
+    """Maximum number of tokens per step with which the minimum time was reached."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Sequence:
     prompt: int
-    """Number of prompt tokens that are not computed yet."""
+    """Number of prompt tokens of the request that are not computed yet."""
     output: int
-    """Number of output tokens that are not generated yet."""
+    """Number of output tokens of the request that are not generated yet."""
     context: int = 0
 
 

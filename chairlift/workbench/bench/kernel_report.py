@@ -29,7 +29,8 @@ _MAX_BUSY: Final = 0.1
 
 
 def limits_table(limits: Mapping[str, Any], caption: str = "") -> Table:
-    """Table of a :func:`limits_record`. A median far from the best trial shows that the measurement was disturbed."""
+    """Table of the limits in a :func:`limits_record`. A median far from the best trial shows that the measurement was
+    disturbed."""
     memory = f"{limits.get('memory', 'memory read')}, GB/s"
     rows = [
         [memory, str(each["threads"]), *(f"{each[name] / 1e9:.1f}" for name in ("best", "median"))]

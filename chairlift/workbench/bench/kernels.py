@@ -72,7 +72,7 @@ class KernelSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """Times of the runs of one variant, in seconds per operation."""
+    """Times of all runs of one kernel variant, in seconds per operation."""
 
     median: float
     best: float
@@ -89,11 +89,12 @@ class Measurement:
     kind: Kind
     labels: dict[str, int | str]
     nbytes: int
-    """Number of bytes of weights, or of K and V, that one operation reads. Only chosen experts are counted."""
+    """Number of bytes that one operation reads: weights, or K and V. In a layer of experts, only chosen experts are
+    counted."""
     operations: int
     """Number of additions and multiplications of one operation."""
     count: int
-    """Number of operations per run."""
+    """Number of times that a run repeats the operation."""
     timings: dict[str, Timing]
     """Variant -> times. Matrix multiplications and experts have ``all``; on a GPU they have ``streamed`` (for few rows)
     and ``library`` (cuBLAS). Attention has ``paged`` (shuffled blocks) and ``in order``. Output heads have ``greedy``
@@ -249,7 +250,7 @@ def _heads(settings: KernelSettings) -> Iterator[_Case]:
 def _measure(
     cases: Sequence[_Case], kernels: AnyKernels, roof: Roof, settings: KernelSettings, now: Callable[[], Roof]
 ) -> list[Measurement]:
-    """Run every variant of every case once per round. The first round is a warm-up."""
+    """Time every variant of every case once per round. The first round is a warm-up."""
     bounds = [(case.nbytes, case.operations) for case in cases]
     counts = [int(min(max(settings.seconds / roof.seconds(*bound), 1), _MOST_COUNT)) for bound in bounds]
     prepares = [case.variants(kernels, count) for case, count in zip(cases, counts, strict=True)]

@@ -66,7 +66,7 @@ class Limits:
     """Label of the memory traffic that ``read`` measures, for reports."""
 
     def roof(self, isa: str, dtype: torch.dtype, threads: int) -> Roof:
-        """Limits for the kernels of one path, dtype and number of threads.
+        """Limits for kernels with one path (ISA), dtype and number of threads.
 
         ``torch.int8`` stands for quantised weights of any number of bits. Raises ConfigError if these limits were not
         measured.

@@ -58,7 +58,7 @@ class Machine:
 
 
 _WIDTH = 76
-"""Maximum width of the text of a fact, in characters."""
+"""Maximum number of characters in a line of a fact's text."""
 
 
 def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:

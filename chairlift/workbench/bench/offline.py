@@ -86,7 +86,7 @@ class NativePath:
 
     @property
     def kernels(self) -> str:
-        """Value of the engine's setting ``kernels`` that selects this path."""
+        """Value of the engine's setting ``kernels`` that selects these kernels."""
         return "triton" if self.triton else self.isa or "torch"
 
     def describe(self) -> str:
@@ -195,7 +195,7 @@ def floor_of(requests: Requests, llm: LLM, network: ModelConfig, path: NativePat
 
 
 def room_of(llm: LLM) -> int:
-    """Maximum number of tokens of one request, prompt and answer together."""
+    """Maximum number of tokens in the prompt and answer of one request."""
     return min(llm.max_model_len, llm.engine.kv.capacity_tokens + 1)
 
 

@@ -31,7 +31,7 @@ _SETTINGS: Final = {
     "cache": ("block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "enable_prefix_caching"),
     "model": ("dtype", "threads", "device"),
 }
-"""Group of settings -> names of the settings that affect the speed."""
+"""Group of engine settings -> names of the settings in the group that affect the speed."""
 
 
 def offline_report(record: Record) -> Report:

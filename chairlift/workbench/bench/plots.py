@@ -33,7 +33,7 @@ __all__ = ["SERIES_COLOURS", "Figure", "bars", "cdf", "has_matplotlib", "histogr
 
 Values = NDArray[np.float64]
 Point = tuple[float, float, str]
-"""(x, y, label). The label can be empty."""
+"""A labelled point of a chart: (x, y, label). The label can be empty."""
 Axes = Any
 """``matplotlib.axes.Axes``. It is typed as Any, because its annotations differ between the supported versions."""
 
@@ -55,7 +55,9 @@ _MARKERS: Final = ("o", "s", "^", "D", "v", "P")
 _MOST_POINTS: Final = 400
 _MOST_LABELS: Final = 24
 _FAR, _FAR_BAR, _MANY = 4.0, 6.0, 20
-"""An axis ends before a value that is this many times as large as the next smaller value; see :func:`_end_of_axis`."""
+"""An axis ends before outliers: values that are ``_FAR`` times (in bar charts ``_FAR_BAR`` times) as large as the next
+smaller value. ``_MANY`` is the minimum number of values for this rule, except in bar charts. See
+:func:`_end_of_axis`."""
 _STYLE: Final[dict[str, Any]] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -497,7 +499,8 @@ def _spread(points: Values, series: int) -> Values:
 
 
 def _edges(values: Values, log: bool, bins: int) -> Values:
-    """Borders of the ranges of a histogram. If all values are whole numbers, the borders lie between whole numbers."""
+    """Borders between the bins of a histogram. If all values are whole numbers, the borders lie between whole
+    numbers."""
     if not len(values):
         return np.array([0.0, 1.0])
     low, high = float(values.min()), float(values.max())
@@ -540,10 +543,8 @@ def _printable(text: str, limit: int = 200) -> str:
 
 
 def _inline(document: str, title: str) -> str:
-    """The ``<svg>`` element of matplotlib's document, changed for use inside an HTML page.
-
-    The element has a title, no fixed size, the colours of the page and rounded numbers. Ids that another chart could
-    have, too, are removed.
+    """Convert matplotlib's SVG document to an ``<svg>`` element for an HTML page, with a title, the colours of the page
+    and rounded numbers, but without a fixed size. Ids that another chart on the page could also have are removed.
     """
     drawing = document[document.index("<svg") :]
     box = re.search(r'viewBox="[^"]*"', drawing)

@@ -109,7 +109,8 @@ class Kernels:
         self._next = 0
 
     def products(self, k: int, n: int, rows: int, count: int) -> dict[str, Prepare]:
-        """``count`` matrix multiplications [rows, k] x [k, n], each with different weights. Variant -> run."""
+        """Prepare ``count`` matrix multiplications [rows, k] x [k, n], each with different weights. Returns variant ->
+        prepared run."""
         buffers = [self._activations(rows, k), self._buffer(rows, n)]
         nbytes = weight_bytes(n, k, self._dtype, self._kind)
         batch = _Batch([rows], [rows])
@@ -129,7 +130,7 @@ class Kernels:
     def attention(
         self, model: ModelShape, *, queries: int, context: int, batch: int, shuffled: bool, count: int
     ) -> Prepare:
-        """Attention of ``count`` layers over ``batch`` sequences of ``context`` tokens.
+        """Prepare the attention of ``count`` layers over ``batch`` sequences of ``context`` tokens.
 
         The last ``queries`` tokens of each sequence are queries. Each layer has its own K and V. The KV blocks of the
         sequences are in order, or in random order if ``shuffled``.
@@ -169,7 +170,8 @@ class Kernels:
         return prepare
 
     def head(self, k: int, vocab_size: int, rows: int, *, temperature: float, count: int) -> Prepare:
-        """Output head and sampling for ``rows`` rows, repeated ``count`` times. Temperature 0 is greedy sampling."""
+        """Prepare the output head and sampling for ``rows`` rows, repeated ``count`` times. Temperature 0 is greedy
+        sampling."""
         hidden = self._activations(rows, k)
         token_rows = np.arange(rows, dtype=np.int32)
         records = np.zeros(rows, dtype=lib.SAMPLING_ROW)
@@ -196,7 +198,7 @@ class Kernels:
         return prepare
 
     def experts(self, layer: ExpertLayer, tokens: ExpertTokens, count: int) -> dict[str, Prepare]:
-        """``count`` layers of experts, each with different weights. Variant -> run.
+        """Prepare ``count`` layers of experts, each with different weights. Returns variant -> prepared run.
 
         The tokens choose other experts in each layer, so that a layer does not read the same part of its weights as the
         layer before it.
@@ -263,7 +265,8 @@ class Kernels:
         return _Run(self._library, self._pool, program, batch, kept)
 
     def _take(self, nbytes: int) -> int:
-        """Address of the next ``nbytes`` of the region; after the end, it continues at the beginning."""
+        """Address of the next ``nbytes`` bytes of the region. After the end of the region, start again at its
+        beginning."""
         if self._next + nbytes > self._region.nbytes:
             self._next = 0
         address = self._region.address + self._next
@@ -271,7 +274,7 @@ class Kernels:
         return address
 
     def _activations(self, rows: int, width: int) -> Tensor:
-        """A :meth:`_buffer` filled with normal random numbers."""
+        """Create a :meth:`_buffer` of activations, filled with normally distributed random numbers."""
         buffer = self._buffer(rows, width)
         buffer[:, :width] = self._normal(len(buffer), width)
         return buffer

@@ -80,7 +80,7 @@ class Report:
 
 
 def text(*blocks: Text | Facts | Table) -> Iterator[str]:
-    """The blocks as lines of text, with an empty line between two blocks."""
+    """Convert report blocks to lines of text, with an empty line between two blocks."""
     for number, block in enumerate(blocks):
         if number:
             yield ""
@@ -98,7 +98,7 @@ def text(*blocks: Text | Facts | Table) -> Iterator[str]:
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of text with aligned columns: the first column to the left, the other columns to the right."""
+    """Lines of text that show a table: the first column is aligned to the left, the other columns to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for first, *others in table:

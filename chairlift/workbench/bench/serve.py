@@ -45,7 +45,7 @@ class Plan:
     ready_timeout: float = 0.0
     """Maximum time in seconds to wait for a server that does not answer yet, or is still loading its model."""
     say: Callable[[str], None] | None = None
-    """Function that is called with the reason when the client has to wait for a server."""
+    """Function that is called with a message for the user when the client has to wait for a server."""
 
 
 async def measure(plan: Plan, watch: Watch) -> AsyncIterator[tuple[int, int, ServeRun]]:
@@ -70,7 +70,8 @@ async def measure(plan: Plan, watch: Watch) -> AsyncIterator[tuple[int, int, Ser
         for index, load in enumerate(loads):
             turn = list(enumerate(servers))
             for number, server in reversed(turn) if index % 2 else turn:
-                # The two URLs may belong to one server, so the prompts differ: it must not find them in its cache.
+                # The two URLs may belong to the same server. The prompts for each URL differ, so that this server does
+                # not find them in its cache.
                 fresh = dataclasses.replace(load, salt=load.salt ^ number << 59)
                 with watch(server.url, len(load.requests)) as progress:
                     run = await run_load(server, fresh, progress)
@@ -116,7 +117,7 @@ async def _warm_up(server: Server, load: Load, count: int) -> None:
 
 
 async def run_load(server: Server, load: Load, progress: Progress | None = None) -> ServeRun:
-    """Send each request of the load at its time, and wait for all answers.
+    """Send each request of the load at its planned time, and wait for all answers.
 
     When the task is cancelled (Ctrl-C), the run stops and the outcomes so far are returned.
     """

@@ -34,9 +34,9 @@ _MAX_BYTES: Final = 1 << 20
 _QUEUE: Final = ("front_door", "waiting_")
 """Prefixes of the causes that a Chairlift server reports for time spent waiting in a queue; see docs/why-slow.md."""
 _VOCABULARIES: Final = (8000, 250)
-"""Numbers of token ids to use in prompts. The second number is for models whose tokens are bytes."""
+"""Vocabulary sizes from which the token ids of prompts are drawn. The second is for models whose tokens are bytes."""
 _RULER: Final = (8, 136)
-"""Numbers of words of the two prompts with which the client measures how many tokens a word has."""
+"""Numbers of words in the two prompts that the client sends to measure how many tokens a word has."""
 _MAX_MESSAGE: Final = 300
 _REFUSALS: Final = (400, 404, 405, 415, 422, 500, 501)
 """HTTP statuses with which servers reject requests with unknown fields."""
@@ -137,7 +137,8 @@ class Server(Target):
     # -- properties of the server ----------------------------------------------------------------------------------
 
     async def learn(self, model: str | None, *, chat: bool, ignore_eos: bool) -> None:
-        """Determine the server's model and the request fields that it supports. ``notes`` gets the fields it does not.
+        """Determine the server's model and the request fields that it supports. A message about each field that it does
+        not support is added to ``notes``.
 
         Raises ConfigError when the server cannot be measured.
         """
@@ -185,7 +186,7 @@ class Server(Target):
         self.max_model_len = room if isinstance(room, int) and room > 1 else None
 
     async def _accepted(self, full: Dialect) -> Dialect:
-        """Form of requests with as many of the fields of ``full`` as the server accepts.
+        """Find the form of requests with as many of the fields of ``full`` as the server accepts.
 
         The client tries all fields, then all but one, then fewer and fewer fields.
         """
@@ -204,7 +205,8 @@ class Server(Target):
         raise ConfigError(f"{self.url} refuses even the simplest request: {last.kind}: {last.message}")
 
     async def _try(self, dialect: Dialect) -> Outcome:
-        """Send a short request in this form. If the server rejects the form, the outcome's ``kind`` is not empty.
+        """Send a short request in the form ``dialect``. If the server rejects the form, the outcome's ``kind`` is not
+        empty.
 
         Raises ConfigError for errors that no other form would avoid.
         """
@@ -261,7 +263,8 @@ async def connect(urls: Sequence[str], api_key: str | None, timeout: float) -> A
 
 
 async def _note_start(session: aiohttp.ClientSession, context: SimpleNamespace, params: Any) -> None:
-    """Set the start of a request to the moment before its connection is opened, without the client's own work."""
+    """Record the start time of a request: the moment before its connection is opened, so that the client's own work is
+    not counted."""
     if isinstance(context.trace_request_ctx, Outcome):
         context.trace_request_ctx.start = clock()
 
@@ -432,8 +435,8 @@ class EventReader:
                 outcome.cached_tokens = details.cached_tokens
             if usage.completion_tokens is not None:
                 outcome.completion_tokens = usage.completion_tokens
-                # True only if usage arrives before a chunk was counted as one token. A server that
-                # sends usage only in its last chunk leaves it False.
+                # This becomes True only if usage arrives before any chunk was counted as one token. It stays False for
+                # a server that sends usage only in its last chunk.
                 self._usage_per_chunk |= bool(choices and usage.completion_tokens and not outcome.counts)
         if self._usage_per_chunk:
             new = (outcome.completion_tokens or 0) - sum(outcome.counts) if choices else 0

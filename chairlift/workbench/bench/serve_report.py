@@ -40,7 +40,7 @@ COMPARED: Final = (
     "difference is unlikely to be chance. With fewer than five rounds it is little more than the range from "
     "the smallest to the largest ratio."
 )
-"""Text under the table of :func:`compared_table`: how the ratios and intervals are computed."""
+"""Text under the table of :func:`compared_table`, which explains how the ratios and intervals are computed."""
 _STATS: Final = ("mean", "std", "p50", "p90", "p99")
 
 
@@ -170,7 +170,8 @@ def times_table(figures: Figures, caption: str = "") -> Table:
 
 
 def sweep_table(runs: Iterable[tuple[str, Figures]]) -> Table:
-    """Table with one row for each request rate. ``runs``: (label of the rate, its figures)."""
+    """Table with one row for each request rate. ``runs`` has one entry per rate: (label of the rate, results of the
+    run)."""
     times = ("TTFT p50", "p99", "TPOT p50", "p99")
     header, rows = ["rate", "requests/s", "output tokens/s", "goodput", *times, "preempted", "failed"], []
     for label, figures in runs:

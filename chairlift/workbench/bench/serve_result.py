@@ -56,7 +56,8 @@ def parse_goodput(items: Sequence[str]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stats:
-    """Statistics of a measured time, in ms. Values are per request, except for inter-token latency: per event."""
+    """Statistics of a measured time, in ms. There is one value per request; for inter-token latency, one value per
+    event."""
 
     mean: float
     median: float
@@ -95,7 +96,7 @@ class Figures:
     """Number of output tokens in the busiest second. Seconds are counted from the start of the run."""
     max_concurrent_requests: int
     goodput: float | None
-    """Number of requests per second that were within all latency limits. None if there are no limits."""
+    """Number of requests per second that met all latency limits. None if there are no limits."""
     good: int
     times: Mapping[str, Stats | None]
     """Name of a time -> statistics. The names are vLLM's (``ttft``, ``tpot``, ``itl``, ``e2el``), ``queueing`` (until
@@ -103,7 +104,7 @@ class Figures:
     counted: bool
     """Whether every event has one token, so that the time between events is the time between tokens."""
     whole: int
-    """Number of answers whose tokens all came in one event, so that they have no time per token."""
+    """Number of answers whose tokens all came in one event, so that the time per token is unknown."""
     shorter: int
     """Number of answers that ended before the requested length."""
     preemption_rate: float | None
@@ -158,7 +159,8 @@ def latencies(run: ServeRun) -> dict[str, list[float]]:
 
 
 def figures_of(run: ServeRun, slo: Mapping[str, float]) -> Figures:
-    """Compute the figures of a run. ``slo``: limits from :func:`parse_goodput`; if it is empty, goodput is None."""
+    """Compute the measured values of a run. ``slo``: limits from :func:`parse_goodput`; if it is empty, goodput is
+    None."""
     done, seconds = _completed(run), run.seconds
     status = Counter(each.status for each in run.outcomes)
     read, written = sum(each.prompt_tokens for each in done), sum(each.output_tokens for each in done)
@@ -197,7 +199,8 @@ def figures_of(run: ServeRun, slo: Mapping[str, float]) -> Figures:
 
 
 def is_good(outcome: Outcome, slo: Mapping[str, float]) -> bool:
-    """Whether a completed request was within all limits. An answer of one token is always within the TPOT limit."""
+    """Whether a completed request met all latency limits in ``slo``. An answer of one token always meets the TPOT
+    limit."""
     seconds = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.e2el}
     return all(seconds[name] * 1000 <= limit for name, limit in slo.items())
 
@@ -227,7 +230,7 @@ COMPARED: Final = (
     *("request_throughput", "output_throughput", "total_token_throughput", "request_goodput"),
     *(f"{stat}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for stat in ("mean", "p50", "p99")),
 )
-"""Keys of the records that :func:`compare` compares."""
+"""Keys of those values in a JSON record that :func:`compare` compares."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

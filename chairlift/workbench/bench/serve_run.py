@@ -37,14 +37,14 @@ class Dialect:
     vocab_size: int = 0
     """Prompts are lists of token ids below this number. 0: prompts are text."""
     words: tuple[float, float] = (0.0, 1.0)
-    """(tokens of an empty prompt, tokens per word), for prompts that are text."""
+    """(number of tokens of an empty prompt, number of tokens per word), used for prompts that are text."""
     ignore_eos: bool = False
     usage: bool = True
     continuous_usage: bool = True
     timing: bool = False
 
     def common(self, other: Dialect) -> Dialect:
-        """Dialect that both servers accept, so that both get the same requests."""
+        """Form of requests that both servers of a comparison accept, so that both get the same requests."""
         return Dialect(
             chat=self.chat,
             vocab_size=min(self.vocab_size, other.vocab_size),
@@ -66,7 +66,7 @@ class Dialect:
         words: list[str] = []
         block, first = 0, 0
         for number in range(max(1, round((request.prompt_tokens - fixed) / per_word))):
-            # Within a block, the words repeat the block's first few ids, because one word may have several tokens.
+            # Within a block, the words repeat the block's first few token ids, because a word may have several tokens.
             at = min(int(number * per_word) // size, len(request.prefix_ids)) * size
             if at != block:
                 block, first = at, number
@@ -131,7 +131,7 @@ class Outcome:
     times: list[float] = dataclasses.field(default_factory=list)
     """Arrival times of the chunks with new tokens."""
     counts: list[int] = dataclasses.field(default_factory=list)
-    """Number of new tokens in each of these chunks."""
+    """Number of new tokens in each chunk of ``times``."""
     completion_tokens: int | None = None
     """Number of output tokens that the server reports. None if the server does not report it."""
     cached_tokens: int | None = None
@@ -171,7 +171,8 @@ class Outcome:
 
     @property
     def came_whole(self) -> bool:
-        """Whether all tokens came in one event, as from a static batch, so that single tokens have no times."""
+        """Whether all tokens of the answer came in one event, as from a static batch, so that the times of single
+        tokens are unknown."""
         return self.output_tokens > 1 and len(self.times) == 1
 
     @property

@@ -39,7 +39,7 @@ class ModelShape:
     name: str
     hidden: int
     intermediate: int
-    """Number of columns between the two projections of the MLP, or of one expert."""
+    """Number of columns of the hidden layer in the MLP, or in one expert."""
     heads: int
     kv_heads: int
     head_dim: int

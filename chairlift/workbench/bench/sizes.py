@@ -1,4 +1,5 @@
-"""``bench offline --max-num-seqs 16,32,64``: compares several numbers of slots in one table, and names the best."""
+"""``bench offline --max-num-seqs 16,32,64``: compares several numbers of slots (rows of a batch) in one table, and
+names the best."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ __all__ = ["Size", "best_words", "sizes_report", "sizes_table"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Size:
-    """A batching mode with a number of slots, and its runs, one per round."""
+    """A batching mode with a number of slots, and the results of one run per round."""
 
     batching: str
     slots: int
@@ -93,7 +94,7 @@ def best_words(sizes: Sequence[Size]) -> str:
 
 
 def sizes_report(record: Mapping[str, Any], sizes: Sequence[Size], facts: Mapping[str, str]) -> Report:
-    """Report with the table and its charts."""
+    """HTML report with the table of sizes and charts."""
 
     def blocks() -> Iterator[Block]:
         yield sizes_table(sizes)

@@ -22,7 +22,7 @@ KINDS: Final = (
     ("continuous, without", "continuous", False),
     ("static, without", "static", False),
 )
-"""(name of the side, batching mode, whether tokens are drafted)."""
+"""Kinds of runs that are compared: (name, batching mode, whether tokens are drafted)."""
 _READ: Final = (
     "Accepted length is the number of tokens that a row with drafts yields in a step. It includes the one token that "
     "every row yields. The number of drafts depends on the cost of a step, so large batches may have no drafts. "
@@ -47,7 +47,8 @@ class Drafted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Side:
-    """A side of the comparison: one of :data:`KINDS` with a number of slots, and its runs, one per round."""
+    """One side of the comparison: a kind of run from :data:`KINDS` and a number of slots (rows of a batch), with the
+    results of one run per round."""
 
     kind: str
     slots: int
@@ -80,7 +81,8 @@ class Side:
 
 
 def sides_of(settings: Mapping[str, Any], sizes: Sequence[int]) -> list[tuple[str, int, dict[str, Any]]]:
-    """(kind, slots, settings of the engine) of every side. ``settings`` select the drafter; the default is n-grams."""
+    """One entry per side of the comparison: (kind, number of slots, settings of the engine). ``settings`` select the
+    drafter; the default is n-grams."""
     drafter = settings.get("speculative_config") or '{"method": "ngram"}'
     found = []
     for slots in sizes:
@@ -132,7 +134,7 @@ def _spread(ratios: Sequence[float]) -> str:
 
 
 def speculation_report(record: Mapping[str, Any], sides: Sequence[Side], facts: Mapping[str, str]) -> Report:
-    """Report with the table and a chart."""
+    """HTML report with the table of all sides and a chart."""
 
     def blocks() -> Iterator[Block]:
         yield speculation_table(sides)

@@ -114,7 +114,7 @@ def _wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
 
 
 def _first_token(port: int) -> None:
-    """Request one token from the server, and wait for its event."""
+    """Request one token from the server, and wait until the token arrives."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
     with contextlib.closing(connection):
         connection.request("POST", "/v1/completions", json.dumps(_PROMPT), {"Content-Type": "application/json"})

@@ -42,8 +42,8 @@ _ALIKE: Final = 1.02
 _SLACK: Final = 1.15
 _MOST_RATES: Final = 6
 _DOWN, _BELOW = 0.85, 0.95
-"""Factors for the next rate after a rate failed in a real run: of the failed rate, and of the throughput of that run.
-The smaller of the two results is tried next."""
+"""Factors that give the next rate after a real run failed: (factor of the failed rate, factor of the throughput of the
+failed run). The smaller product is tried next."""
 _CHECKED: Final = 32
 
 
@@ -58,7 +58,7 @@ class Question:
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Settings that the user gives, name -> value. They are not searched."""
     time_limit: float = 600.0
-    """Maximum time of the tuning, in seconds."""
+    """Maximum duration of the tuning, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,14 +79,14 @@ class Ratio:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Refuted:
-    """A request rate at which a real run missed its targets."""
+    """A real run that missed its latency targets, and its request rate."""
 
     setting: str
-    """Description of the setting."""
+    """Text that describes the settings of the run."""
     rate: float
-    """Number of requests that arrived per second."""
+    """Number of requests per second that arrived in the run."""
     completed: float
-    """Number of requests that ended per second."""
+    """Number of requests per second that ended in the run."""
     goodput: float | None
     preemption_rate: float
     keeping: float
@@ -109,7 +109,7 @@ class Findings:
     by_rate: bool
     """Whether settings were compared by the highest rate at which they meet the latency targets."""
     tight: bool
-    """Whether memory is short, so that some settings preempt requests."""
+    """Whether the KV cache is too small for some settings, so that requests are preempted."""
     settings: dict[str, Setting] = dataclasses.field(default_factory=dict)
     scores: dict[str, Score] = dataclasses.field(default_factory=dict)
     """Role -> simulated score, or the score of a real run if the simulator is not trusted."""
@@ -126,11 +126,13 @@ class Findings:
     """Number of requests in each real run in which all requests arrive at once."""
     rounds: int = 0
     pace: float | None = None
-    """Request rate of the runs that measure latencies, per second. None: all requests arrive at once."""
+    """Number of requests that arrive per second in the runs that measure latencies. None: all requests arrive at
+    once."""
     paced_count: int = 0
     ratios: dict[str, Ratio] = dataclasses.field(default_factory=dict)
-    """Ratios of throughputs with all requests at once. ``default``: chosen to default settings. ``static_best``: chosen
-    settings to the better of the two static settings. ``equal``: equal to static."""
+    """Ratios of throughputs when all requests arrive at once. ``default``: chosen settings divided by default settings.
+    ``static_best``: chosen settings divided by the better static settings. ``equal``: settings ``equal`` divided by
+    settings ``static``."""
     accuracy: dict[str, float] = dataclasses.field(default_factory=dict)
     """Role -> simulated throughput divided by measured throughput."""
     by_slots: list[tuple[int, Figures]] = dataclasses.field(default_factory=list)
@@ -395,7 +397,8 @@ def _rounds(findings: Findings, lab: Lab, candidates: Sequence[Setting], timer: 
 
 
 def _full_count(findings: Findings, lab: Lab, settings: Sequence[Setting], timer: _Timer) -> int:
-    """Number of requests per run so that three rounds fit into the time, but at least two static batches."""
+    """Number of requests per run, chosen so that three rounds fit into the time. A run has at least two static
+    batches."""
     seconds = sum(lab.expected_seconds(setting, None, findings.count) for setting in settings)
     share = timer.left_until(_ROUNDS_UNTIL) / (_ROUNDS * _SLACK * seconds)
     minimum = min(findings.count, 2 * findings.settings["static"].max_num_seqs)
@@ -403,7 +406,7 @@ def _full_count(findings: Findings, lab: Lab, settings: Sequence[Setting], timer
 
 
 def _runs(findings: Findings, lab: Lab, setting: Setting) -> list[Figures]:
-    """Results of a setting in each complete round."""
+    """Results of the real runs of a setting, one per complete round."""
     runs = [lab.state.find(setting, None, findings.full_count, number) for number in range(findings.rounds)]
     return [trial.figures for trial in runs if trial is not None]
 
@@ -414,7 +417,7 @@ def _ratio(findings: Findings, lab: Lab, one: Setting, other: Setting) -> Ratio:
 
 
 def _best_static(findings: Findings, lab: Lab) -> None:
-    """Set the role ``static_best`` to that of the two static settings which had more throughput in the real runs."""
+    """Choose ``static_best``: the one of the two static settings that had the higher throughput in the real runs."""
     if findings.rounds:
         settings = findings.settings
         settings["static_best"] = max(
@@ -463,7 +466,7 @@ def _score(findings: Findings, lab: Lab, setting: Setting) -> Score:
 
 
 def _holds(runs: Sequence[Figures]) -> bool:
-    """Whether the runs met the latency targets and the limit on preemptions, on average."""
+    """Whether the results of ``runs`` meet, on average, the latency targets and the limit on preemptions."""
     goodputs = [each.goodput for each in runs if each.goodput is not None]
     few_preempted = statistics.fmean(each.preemption_rate for each in runs) < PREEMPTED
     return few_preempted and (not goodputs or statistics.fmean(goodputs) >= GOODPUT)
@@ -536,7 +539,8 @@ def claimed_rate(state: State, traffic: Traffic, setting: Setting) -> float | No
 
 
 def refuted_by(lab: Lab, settings: Sequence[Setting]) -> list[Refuted]:
-    """Real runs of these settings at a rate that missed their targets, the highest rate first."""
+    """Real runs of ``settings`` at a given rate that missed their latency targets. The run with the highest rate comes
+    first."""
     runs = [trial for trial in lab.state if trial.round is not None and trial.setting in set(settings)]
     found = [
         Refuted(

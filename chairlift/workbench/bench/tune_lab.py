@@ -30,7 +30,8 @@ MakeCore = Callable[[Mapping[str, Any]], tuple[EngineCore, ModelLimits]]
 
 _SEED: Final = 0
 _LONG: Final = 5.0
-"""Duration of the arrivals of a run at a rate, as a multiple of the longest latency target."""
+"""Time over which the requests of a run arrive, as a multiple of the longest latency target. It applies to runs at a
+given request rate."""
 _MOST_REPEATED: Final = 20_000
 _OTHER: Final = 0x1E37_79B9_7F4A_7C15
 _MAX_ID: Final = 1 << 62
@@ -67,7 +68,7 @@ class Traffic:
 
     @property
     def has_promises(self) -> bool:
-        """Whether any request has a latency target."""
+        """Whether any request of the traffic has a latency target."""
         names = ("ttft_ms", "tpot_ms", "deadline_ms")
         return any(getattr(request, name) is not None for request in self.requests for name in names)
 
@@ -108,8 +109,8 @@ class Traffic:
         return [dataclasses.replace(request, arrival=time) for request, time in zip(requests, times, strict=False)]
 
     def _again(self, index: int) -> TracedRequest:
-        """Request number ``index`` of the repeated traffic. Repetitions have other prefix ids, so that no repetition
-        finds its prompt in the prefix cache."""
+        """Request number ``index`` of the traffic, which is repeated as often as needed. Repetitions have other prefix
+        ids, so that no prompt of a repetition is found in the prefix cache."""
         turn, at = divmod(index, len(self.requests))
         request = self.requests[at]
         if not turn:
@@ -151,15 +152,15 @@ class Lab:
         self._shape: ModelShape | None = None
 
     def fit(self, machine: str, shape: ModelShape) -> None:
-        """Time steps of many sizes on the real engine, and fit a first cost model to them."""
+        """Measure the durations of steps of many sizes on the real engine, and fit a first cost model to them."""
         core, limits = self._make_core({**self._fixed, "max_num_seqs": self._max_rows})
         self.deployment, times = fit_core(core, limits, machine, shape)
         self._steps, self._shape = times.steps, shape
         core.shutdown()
 
     def learn(self, settings: Sequence[Setting], count: int) -> None:
-        """Serve ``count`` requests of the traffic at once with each setting, and fit the cost model to these steps,
-        too."""
+        """Serve ``count`` requests of the traffic at once with each setting, and fit the cost model also to the steps
+        of these runs."""
         if self.deployment is None:
             raise InvariantError("call fit() before learn(): there is no cost model yet")
         served: list[tuple[StepFeatures, float]] = []
@@ -187,7 +188,8 @@ class Lab:
         self.state.save()
 
     def _compare(self, steps: Sequence[tuple[StepFeatures, float]]) -> None:
-        """Update ``State.fit_error`` with the errors of the cost model on these real steps."""
+        """Update ``State.fit_error``: compare the predictions of the cost model with the durations of real
+        ``steps``."""
         if self.state.deployment is not None:
             self._errors += self.state.deployment.cost.errors(steps)
             if self._errors:

@@ -44,7 +44,7 @@ def measured_candidates(
 
 
 def _spread(rows: Sequence[int]) -> list[int]:
-    """A few values spread over ``rows``, in descending order. The largest value is included."""
+    """Select a few values of ``rows`` that cover its whole range, in descending order, beginning with the largest."""
     step = max(1, -(-len(rows) // _SPREAD))
     return list(rows[::-1][::step])
 

@@ -39,9 +39,10 @@ p99 means that 99 of 100 requests were faster.
 The requests of a static batch start together and end together, as in most simple servers. "Best static" is the best
 size that was measured."""
 _SMALL: Final = 1.1
-"""A ratio of throughputs below this number is called small."""
+"""The report calls a gain small if the ratio of throughputs is below this number."""
 _UNSURE: Final = 1.25
-"""A ratio below this number is also called small if its 95 % interval begins below :data:`_SMALL`."""
+"""The report also calls a gain small if the ratio is below this number and its 95 % interval begins below
+:data:`_SMALL`."""
 _SHORT: Final = 30
 _TITLES: Final = {
     "static": "static",
@@ -54,7 +55,7 @@ _TITLES: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Everything that the report shows: the results of a tuning, and what was tuned."""
+    """Everything that the report shows: the results of a tuning, the traffic, the fixed settings and the price."""
 
     findings: Findings
     state: State
@@ -72,13 +73,14 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Column:
-    """One setting in the comparison, with its results: a column of the table."""
+    """One column of the comparison table: a setting of the engine with its results."""
 
     role: str
     title: str
     setting: Setting
     full: Figures
-    """Results with all requests at once: medians over the rounds, or of a single real run, or simulated."""
+    """Results when all requests arrive at once: medians over real rounds, or the results of one real run or of a
+    simulation."""
     paced: Figures | None
     """Results at the request rate of the traffic. None if the traffic has no rate, or there was no such run."""
     full_measured: bool
@@ -93,7 +95,8 @@ class Column:
 
     @property
     def waits(self) -> Figures:
-        """Results from which latencies are reported: those at the rate of the traffic, if there are any."""
+        """Results from which latencies are reported: at the request rate of the traffic if possible, otherwise with all
+        requests at once."""
         return self.paced or self.full
 
     @property
@@ -283,7 +286,8 @@ def _shown(answer: Answer) -> list[Trial]:
 
 
 def _promise_sentences(answer: Answer, chosen: Column, static: Column, theirs: Column) -> list[str]:
-    """Sentences about the latency targets. ``theirs`` is the static setting that meets them at the highest rate."""
+    """Sentences about the latency targets. ``theirs`` is the static setting that meets the targets at the highest
+    rate."""
     findings = answer.findings
     if not findings.traffic.has_promises:
         return []
@@ -512,7 +516,7 @@ def _cost(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
     tried = [
         trial
         for trial in _shown(answer)
-        # A static batch has no time per token.
+        # Static batches deliver all tokens at once, so they have no time per token and are left out.
         if (trial.rate is not None) == by_rate
         and trial.figures.requests
         and (by_rate or trial.setting.batching != "static")

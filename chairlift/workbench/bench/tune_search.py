@@ -47,14 +47,15 @@ class Score(NamedTuple):
 
 
 def shortfall(figures: Figures) -> float:
-    """How far a run misses its targets: latency, preemptions and a backlog that does not grow. 0 if it meets all."""
+    """Number that says how far a run misses its targets for latency, preemptions and growth of the backlog. 0 if it
+    meets all targets."""
     late = 0.0 if figures.goodput is None else max(0.0, GOODPUT - figures.goodput)
     behind = max(0.0, KEEPING - figures.keeping)
     return late + behind + max(0.0, figures.preemption_rate - _MARGIN * PREEMPTED)
 
 
 class Judge:
-    """Computes scores of settings by simulation, and stores them."""
+    """Computes the scores of engine settings by simulation, and remembers them."""
 
     def __init__(self, lab: Lab, count: int, *, by_rate: bool) -> None:
         """Simulate ``count`` requests per setting. ``by_rate``: compare by capacity, not with all requests at once."""

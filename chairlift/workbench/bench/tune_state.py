@@ -1,4 +1,5 @@
-"""State of a tuning. It is saved after every real run, so that an interrupted tuning can continue."""
+"""State of a tuning (``chairlift tune``). It is saved after every real run, so that an interrupted tuning can
+continue."""
 
 from __future__ import annotations
 
@@ -111,7 +112,7 @@ class Trial:
 
     @property
     def beside(self) -> bool:
-        """Whether the run belongs to a round in which several settings ran, with all requests at once."""
+        """Whether the run belongs to a round in which several settings were compared, with all requests at once."""
         return self.round is not None and self.round >= 0 and self.rate is None
 
     @property
@@ -136,7 +137,8 @@ def keeping_up(timings: Iterable[RequestTiming], end: float) -> float:
 
 
 def kept_latencies(timings: Iterable[RequestTiming]) -> list[float]:
-    """Times from arrival to the last token in seconds, ascending. At most 400 of them, evenly spaced by rank."""
+    """Times from arrival to the last token in seconds, ascending. If there are more than 400, a sample of 400 that is
+    evenly spaced by rank."""
     values = sorted(timing.last - timing.request.arrival for timing in timings if timing.ended)
     if len(values) <= _SAMPLES:
         return values

@@ -34,7 +34,7 @@ class _Read(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of the simulated weights, which differs from adapter to adapter."""
+        """Size of the adapter's simulated weights in bytes. It differs from adapter to adapter."""
         return (1 + self.content % 8) << 20
 
 
@@ -82,7 +82,7 @@ class ScriptedAdapters(Adapters):
         self._delay, self._tick = delay, 0
 
     def tick(self) -> None:
-        """Count one step, and load the adapters whose delay has passed."""
+        """Advance the simulated time by one step, and load the adapters whose delay has passed."""
         self._tick += 1
         for due in [each for each in self._due if each[0] <= self._tick]:
             self._due.remove(due)

@@ -74,5 +74,5 @@ class ScriptedDrafts:
         """Ignore the number of accepted drafts, because scripted drafts do not adapt."""
 
     def forget(self, request: Request) -> None:
-        """Count the end of a request. There is no state to drop."""
+        """Count that a request has ended. There is no state to drop."""
         self.num_forgotten += 1

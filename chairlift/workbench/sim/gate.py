@@ -1,4 +1,4 @@
-"""Test of a scheduling policy in many simulated worlds: ``chairlift sim gate module:Class``.
+"""Tests a scheduling policy in many simulated worlds: ``chairlift sim gate module:Class``.
 
 In every world, the policy must follow the rules of the :class:`~chairlift.scheduler.policy.Policy` protocol, and the
 engine's own checks must pass.

@@ -53,7 +53,7 @@ class GrammarScript:
         return random.Random(f"{self.seed}:{list(tokens)}")
 
     def complete(self, tokens: Sequence[int]) -> bool:
-        """Whether the answer must end after ``tokens``."""
+        """Whether an answer that follows the script must end after ``tokens``."""
         return bool(tokens) and self._rng(tokens).random() < 0.08
 
     def allowed(self, tokens: Sequence[int], stop_token_ids: Sequence[int]) -> list[int]:
@@ -148,7 +148,7 @@ class ScriptedGrammars(Grammars):
         super().add(requests, grammar)
 
     def tick(self) -> None:
-        """Count one step, and compile the grammars whose delay has passed."""
+        """Advance the simulated time by one step, and compile the grammars whose delay has passed."""
         self._tick += 1
         for due in [each for each in self._waiting if each[0] <= self._tick]:
             self._waiting.remove(due)
@@ -167,7 +167,7 @@ class ScriptedGrammars(Grammars):
 def scripted_tokens(
     script: GrammarScript, args: dict[str, Any], row: SamplingRow, windows: Sequence[int | None], stops: set[int]
 ) -> tuple[list[int], str]:
-    """(tokens, ending) of a request that follows ``script`` and is the only request.
+    """Compute the answer of a request that follows ``script`` and is the only request. Returns (tokens, ending).
 
     The ending is ``length``, ``stop`` (a stop token), ``complete`` (the script ends the answer) or ``error``.
     """

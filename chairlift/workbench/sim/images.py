@@ -16,7 +16,7 @@ from chairlift.workbench.sim.world import BROKEN_IMAGE, IMAGE_TOKEN
 __all__ = ["ScriptedEncoder", "ScriptedImages", "input_words", "markers_of"]
 
 _TILE_BYTES = 100
-"""Simulated memory of a tile's rows."""
+"""Size in bytes of the simulated memory for the rows of a tile."""
 
 
 def _key_of(content: int, length: int) -> bytes:
@@ -28,7 +28,8 @@ def _tag_of(key: bytes) -> int:
 
 
 def input_words(args: dict[str, Any]) -> list[int]:
-    """The prompt of an arrival as the model sees it: token ids, and words of image rows in the place of others."""
+    """Prompt of an arrival as the model gets it: token ids, in which the words of image rows replace the
+    placeholders."""
     words = list(args["prompt"])
     for position, length, content in args.get("images", ()):
         tag = _tag_of(_key_of(content, length))
@@ -37,7 +38,7 @@ def input_words(args: dict[str, Any]) -> list[int]:
 
 
 def markers_of(args: dict[str, Any]) -> dict[str, Any]:
-    """The prompt of an arrival with images as a client sends it: one marker per image, and the images."""
+    """Fields of a request as a client sends it: a prompt with one marker per image, and the images."""
     prompt, found, begin = args["prompt"], list[int](), 0
     for position, length, _ in args["images"]:
         found += [*prompt[begin:position], IMAGE_TOKEN]
@@ -47,7 +48,7 @@ def markers_of(args: dict[str, Any]) -> dict[str, Any]:
 
 
 class ScriptedImages(ImageProcessor):
-    """Prepares images, which are pairs (rows, content). Each has one tile."""
+    """Prepares scripted images, which are pairs (number of rows, content). Each image has one tile."""
 
     def __init__(self) -> None:
         super().__init__("<image>", IMAGE_TOKEN)
@@ -73,7 +74,7 @@ class ScriptedEncoder:
     pieces: int
     seconds: float
     tags: dict[bytes, int] = dataclasses.field(default_factory=dict)
-    """Key of an encoded tile -> 64 bits that its rows depend on."""
+    """Key of an encoded tile -> number of 64 bits that determines the rows of the tile."""
 
     def encode(self, tile: ImageTile) -> Iterator[None]:
         """See :class:`~chairlift.executor.executor.ImageMemory`. Raises ArithmeticError for broken images."""

@@ -21,7 +21,7 @@ def failure_of(world: World) -> str | None:
 
 
 def minimise(world: World, fails: Callable[[World], object | None] = failure_of) -> World:
-    """Reduce a failing world: the returned world still fails, and would pass without any one of its events."""
+    """Reduce a failing world: the returned world still fails, but passes if any one of its events is removed."""
     events, parts = list(world.events), 2
     while len(events) >= 2:
         size = max(1, len(events) // parts)

@@ -24,7 +24,7 @@ __all__ = ["Expected", "byte_tokenizer", "expected_answer"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Expected:
-    """The answer that a request gets when it is the only request."""
+    """Expected answer of a request: what the engine must return if it serves only this request."""
 
     token_ids: list[int]
     text: str
@@ -54,7 +54,7 @@ def _vocabulary() -> dict[str, int]:
 def expected_answer(
     args: dict[str, Any], params: SamplingParams, index: int, windows: Sequence[int | None], with_text: bool
 ) -> Expected:
-    """Answer number ``index`` of the request that arrives with ``args``."""
+    """Compute the expected answer number ``index`` of the request that arrives with ``args``."""
     row = SamplingRow(
         params=params,
         seed=sample_seed(args["seed"], index),
@@ -91,7 +91,8 @@ def expected_answer(
 
 
 def _text(prompt: list[int], tokens: list[int], with_text: bool, *, final: bool = True) -> str:
-    """Text of an answer. A character whose bytes begin in the prompt and end in the answer belongs to the answer."""
+    """Text of the answer ``tokens``. A character whose bytes begin in the prompt and end in the answer belongs to the
+    answer."""
     given = b"".join(map(_token_bytes, tokens))
     if not with_text or not given:
         return ""

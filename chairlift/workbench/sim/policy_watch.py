@@ -164,8 +164,8 @@ class PolicyWatch:
     # -- between steps -------------------------------------------------------------------------------------------
 
     def check(self, waiting: Iterable[Request], now: float) -> None:
-        """Check, after a step, that the lane and order of waiting requests have not changed, and that preempted
-        requests wait before requests that have not started."""
+        """Check, after a step, that the policy's values ``lane()`` and ``order()`` of waiting requests have not
+        changed, and that preempted requests wait before requests that have not started."""
         begun: set[Hashable] = set()
         heads: set[Hashable] = set()
         for request in waiting:
@@ -182,7 +182,8 @@ class PolicyWatch:
                 self.rank(request, now - request.arrival_time, now)
 
     def check_drained(self) -> None:
-        """Check, after all requests have ended, that the policy was told of the end of each."""
+        """Check, after all requests have ended, that the scheduler has reported the end of each request to the
+        policy."""
         self._expect("hooks", not self._stages, "the policy was not told of the end of {}", sorted(self._stages))
 
     # -- inside --------------------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ class Scripts:
         request.num_sample_positions = args["sample_positions"]
 
     def _sample_positions(self, out: SchedulerOutput) -> Iterator[tuple[Request, int, bool]]:
-        """Sample positions of a step that was just scheduled: (request, number of tokens before the position, whether
-        the request uses the sampled token)."""
+        """Yield the sample positions of a step that was just scheduled: (request, number of tokens before the position,
+        whether the request uses the sampled token)."""
         running = self._scheduler.running
         for name, _ in out.decode_rows:
             yield running[name], running[name].num_computed_tokens, True

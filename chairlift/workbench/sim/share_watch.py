@@ -72,7 +72,7 @@ class ShareWatch:
         self.num_checked = 0
         """Number of prompts that were computed within both bounds."""
         self.num_jumps = 0
-        """Number of prompts that were computed before a prompt that precedes them in policy order."""
+        """Number of prompts that were computed before another prompt that precedes them in policy order."""
 
     def step(self, out: SchedulerOutput, refused: Set[str]) -> None:
         """Count the tokens of a step that was just scheduled, and check all waiting prompts.
@@ -103,12 +103,14 @@ class ShareWatch:
             self.num_jumps += any(other.order < ended.order for other in self._prompts.values())
 
     def _queue(self) -> None:
-        """Watch new requests that wait, as if a row and blocks were free; :meth:`_forget` drops them if not."""
+        """Start watching new requests that wait, as if a row and blocks were free. :meth:`_forget` stops watching a
+        request that gets no row or block."""
         if self._from_arrival:
             for request in self._scheduler.requests.values():
                 if request.sequence > self._newest:
                     self._newest = request.sequence
-                    # requests with a source or an adapter have to wait for another prompt or for a load
+                    # A request with a source waits for another prompt, and a request with an adapter waits until the
+                    # adapter is loaded.
                     if request.source is None and not request.adapter_id:
                         self._begin(request, request.num_prompt_tokens)
 
@@ -157,7 +159,8 @@ class ShareWatch:
                 return True
             if prompt.resumed_at_step < 0:  # it has not joined before this step
                 return stuck if request.slot < 0 else name not in joined
-            # Preempted between two steps, it may have a row again: a join like any other, with the size of its rest.
+            # A request that was preempted between two steps may have joined again. This counts as a new join, for the
+            # tokens that are left.
             return request.slot < 0 or request.resumed_at_step != prompt.resumed_at_step
 
         for name in [name for name, prompt in self._prompts.items() if is_out(name, prompt)]:

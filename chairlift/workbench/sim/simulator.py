@@ -47,7 +47,7 @@ _STEP_SECONDS = 0.01
 
 
 class _Faults:
-    """Faults to inject in the current step. ``active`` maps the kind of an event to its target."""
+    """Faults to inject in the current step. ``active`` maps the kind of a fault to the number of its target."""
 
     def __init__(self) -> None:
         self.active: dict[str, int] = {}
@@ -57,7 +57,7 @@ class _Faults:
 
 
 class _FaultyCache(KVCacheManager):
-    """A KV cache manager that refuses blocks while a fault says so."""
+    """A KV cache manager that refuses to allocate blocks while a fault is active."""
 
     def __init__(self, faults: _Faults, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -171,7 +171,7 @@ class _Submitted:
     args: dict[str, Any]
     expected: list[Expected]
     seen: list[int]
-    """Number of tokens that the engine has reported so far, for each answer."""
+    """One entry per answer of the request: number of tokens that the engine has reported so far."""
 
 
 class Simulation:
@@ -223,7 +223,7 @@ class Simulation:
         if world.images is not None:
             self.engine.core.images = Images(self.model.images, self.clock, kept_bytes=world.images[2])
         self._versions: Counter[int] = Counter()
-        """Adapter number -> how often the adapter was replaced at a new path."""
+        """Number of an adapter -> number of times that the adapter was replaced by files at a new path."""
         self.num_adapted = self.num_reloads = 0
         self._set_bounds()
         self.share = None if policy else _share_watch(self.engine.scheduler, config)
@@ -238,14 +238,15 @@ class Simulation:
         self._begin_counts()
 
     def _begin_counts(self) -> None:
-        """Set all counters and records to their values before the first step."""
+        """Initialise all counters and records before the first step."""
         self.num_reserved = 0
         """Number of requests that joined in a reserved row."""
         self.pending: dict[str, _Submitted] = {}
         self.ended: set[str] = set()
         self.num_steps = 0
         self.num_cached_tokens = self.num_failed = self.num_passed = self.num_dropped = self.num_limits = 0
-        """Counts that tests read to check that the worlds reach these parts of the engine."""
+        """Counts that tests read to check that the simulated worlds exercise caching, failures, drops and changed
+        limits."""
         self._trace = hashlib.sha256()
         self._records = 0
         self._budgets: dict[int, int] = {}
@@ -259,7 +260,7 @@ class Simulation:
 
     @property
     def num_copies(self) -> int:
-        """Number of KV blocks that were copied for forks."""
+        """Number of KV blocks that the engine copied because a request was forked."""
         return self.executor.num_copies
 
     @property

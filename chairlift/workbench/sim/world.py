@@ -37,7 +37,7 @@ class Event:
     settings), ``reload`` (an adapter is replaced under its name), ``unload`` or ``rewrite`` (its files are replaced
     without notice)."""
     target: int = 0
-    """Number of the request, of the row or of the adapter, depending on ``kind``; a count or a duration for others."""
+    """Depending on ``kind``: number of a request, of a batch row or of an adapter, or a count or a duration."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -76,7 +76,8 @@ class World:
     """(maximum number of adapters in a step, maximum in memory, number of steps that it takes to read an adapter).
     None in worlds without adapters."""
     images: tuple[int, float, int] | None = None
-    """In worlds with images: pieces per tile, seconds per piece, and maximum bytes of rows that no request uses."""
+    """In worlds with images: (number of pieces per tile, seconds to encode a piece, maximum bytes of image rows that no
+    request uses). None in other worlds."""
 
 
 CLASSES = {
@@ -103,7 +104,7 @@ def make_world(seed: int) -> World:
     tight = max(1, -(-max_model_len // block_size) // rng.choice([1, 2])) + rng.randint(0, 6)
     scheduler, bounds = _scheduler(rng, maybe)
     with_text = maybe(True, False)
-    # Settings that were added later have a generator of their own, so that the worlds of known seeds do not change.
+    # Settings that were added later use a separate random generator, so that the worlds of known seeds do not change.
     later = random.Random(seed ^ 0x5E12)
     events = _arrivals(rng, block_size, max_model_len, with_text)
     if later.random() < 0.5:
@@ -172,7 +173,8 @@ def make_world(seed: int) -> World:
 
 
 def _picture(rng: random.Random, world: World) -> World:
-    """Add images to most prompts. Some prompts are earlier ones, with the same images or with others in their place."""
+    """Add images to most prompts. Some prompts repeat an earlier prompt, with the same images or with other images in
+    their place."""
     arrivals = [event for event in world.events if event.kind == "arrive"]
     contents = rng.choice([[1], [1, 2, 3], [1, 2, 3], [1, 2, 3, BROKEN_IMAGE]])
     edges = [1, 2, world.block_size, world.block_size + 1, 2 * world.block_size + 1]
@@ -200,7 +202,7 @@ def _picture(rng: random.Random, world: World) -> World:
 
 
 def _insert_image(rng: random.Random, args: dict[str, Any], length: int, content: int, max_model_len: int) -> None:
-    """Insert an image after those that the prompt of an arrival has, if there is room for it."""
+    """Insert an image into the prompt of an arrival, after its other images, if there is room."""
     prompt, images = args["prompt"], args["images"]
     if len(prompt) + length >= max_model_len:
         return
@@ -403,7 +405,7 @@ def _arrivals(rng: random.Random, block_size: int, max_model_len: int, with_text
 
 
 def _come_again(rng: random.Random, arrivals: list[Event], block_size: int, max_model_len: int) -> None:
-    """Lengthen prompts by a few blocks. Some prompts begin with an earlier prompt, to test the prefix cache."""
+    """Make prompts longer by a few blocks. Some prompts begin with an earlier prompt, to test the prefix cache."""
     for number, event in enumerate(arrivals):
         if number and rng.random() < 0.6:
             event.args["prompt"] = rng.choice(arrivals[:number]).args["prompt"]
@@ -413,8 +415,8 @@ def _come_again(rng: random.Random, arrivals: list[Event], block_size: int, max_
 
 
 def _limits(rng: random.Random, scheduler: dict[str, Any], horizon: int) -> list[Event]:
-    """Events that set the scheduler's limits to arbitrary values before some or all steps. A governor that does not
-    check its values could do the same."""
+    """Events that set the scheduler's limits to arbitrary values before some or all steps, as a faulty governor could
+    do."""
     max_tokens = scheduler["max_num_batched_tokens"]
     rows = min(scheduler["max_num_seqs"], max_tokens)
     events = []

@@ -28,7 +28,7 @@ _Times = npt.NDArray[np.float64]
 
 
 class Arrivals(Protocol):
-    """Protocol of an arrival process."""
+    """Protocol of an arrival process: it determines when requests arrive."""
 
     def times(self, count: int, seed: int = 0) -> list[float]:
         """Arrival times of ``count`` requests in seconds from the start, ascending."""
@@ -176,7 +176,8 @@ ARRIVAL_FORMS: Final = {
     "diurnal": (Diurnal, ("RATE", "PEAK_TO_TROUGH", "PERIOD_SECONDS")),
     "closed": (ClosedLoop, ("USERS",)),
 }
-"""Name of a process in :func:`parse_arrivals` -> (class, names of its numbers). Rates are in requests per second."""
+"""Name of a process in :func:`parse_arrivals` -> (class, names of its parameters in order). Rates are in requests per
+second."""
 
 
 def parse_arrivals(text: str) -> Arrivals:

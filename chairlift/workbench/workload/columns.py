@@ -27,7 +27,8 @@ COLUMN_FORMATS: Final[dict[str, dict[str, str]]] = {
         "session": "Session ID",
     },
 }
-"""Published trace -> field -> name of its column. The first release of BurstGPT has no ``Session ID``."""
+"""Name of a published trace -> (name of a field -> name of its column). The first release of BurstGPT has no ``Session
+ID``."""
 
 _REQUIRED: Final = ("time", "input", "output")
 _OPTIONAL_COLUMNS: Final = {"Session ID"}
@@ -127,7 +128,8 @@ def _csv_records(source: Source, columns: Mapping[str, str], delimiter: str) -> 
 
 
 def _places(source: Source, columns: Mapping[str, str], names: list[str]) -> dict[str, int]:
-    """Field -> index of its column. Optional columns that the file does not have are left out."""
+    """Find the columns of a file. Returns field -> index of its column. Optional columns that the file does not have
+    are left out."""
     places = {}
     for field, column in columns.items():
         if column in names:

@@ -33,8 +33,8 @@ FORMATS: Final = {
     "burstgpt": "CSV with Timestamp, Request tokens, Response tokens, and in its second release Session ID",
     **TEXT_FORMATS,
 }
-"""Format -> description, for the formats that need no mapping of columns. A file may be compressed with gzip, or be in
-Parquet with columns of the same names."""
+"""Name of a trace format -> description, for the formats that need no mapping of columns. A file may be compressed with
+gzip, or be in Parquet with columns of the same names."""
 
 _OWN_FIELDS: Final = {
     "tenant": "",
@@ -47,7 +47,7 @@ _OWN_FIELDS: Final = {
     "session": "",
     "turn": 0,
 }
-"""Field -> default, for the fields that have the same name in a file and in TracedRequest."""
+"""Name of a field -> default value, for the fields that have the same name in a file and in TracedRequest."""
 _BAILIAN_BLOCK: Final = 16
 _WHOLE_MS: Final = re.compile(r'"timestamp": *[0-9]+ *[,}]')
 """Matches a time of Mooncake's format, which is a whole number. Times in Chairlift's format have a fraction."""

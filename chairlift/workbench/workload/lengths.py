@@ -129,8 +129,8 @@ LENGTH_FORMS: Final[dict[str, tuple[Any, tuple[str, ...]]]] = {
     "uniform": (Uniform, ("MIN", "MAX")),
     "fixed": (Fixed, ("N",)),
 }
-"""Name of a distribution in :func:`parse_lengths` -> (class, names of its numbers). MU and SIGMA are the mean and the
-standard deviation of the natural logarithm."""
+"""Name of a distribution in :func:`parse_lengths` -> (class, names of its parameters in order). MU and SIGMA are the
+mean and the standard deviation of the natural logarithm."""
 
 
 def parse_lengths(text: str, of: Literal["prompt", "output"] = "prompt") -> Lengths:

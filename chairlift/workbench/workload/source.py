@@ -17,7 +17,8 @@ from chairlift.errors import ConfigError
 __all__ = ["TIME_FORMS", "Row", "Source", "parse_time"]
 
 Row: TypeAlias = tuple[int, float, int, int, dict[str, Any]]
-"""(line number, arrival in seconds from any start, prompt tokens, output tokens, other fields of a TracedRequest)."""
+"""A request in a trace file: (line number, arrival in seconds from any start, prompt tokens, output tokens, other
+fields of a TracedRequest)."""
 
 TIME_FORMS: Final = "seconds, epoch seconds or ms, ISO 8601, 10/Oct/2023:13:55:36 +0000, or 10-31 13:55:36"
 """Time formats that :func:`parse_time` accepts, for error messages."""
@@ -38,9 +39,9 @@ class Source:
         self.number = 0
         """Number of the line that was read last. The first line has number 1."""
         self.left_out: collections.Counter[str] = collections.Counter()
-        """Reason -> number of lines or requests that were skipped for it."""
+        """Reason -> number of lines or requests that were skipped for this reason."""
         self.images = 0
-        """Number of images in all prompts. The prompt lengths do not include their tokens."""
+        """Number of images in all prompts. The prompt lengths do not include the tokens of images."""
         self._file = file
         self._ahead: list[str] = []
 

@@ -42,8 +42,8 @@ class TraceFacts:
     rate: float | None
     """Number of requests per second. None if all requests arrive at once."""
     burstiness: float | None
-    """Standard deviation of the gaps between arrivals, divided by their mean. It is 1 for a Poisson process and larger
-    for bursts. None if there are fewer than two gaps."""
+    """Standard deviation of the gaps between arrivals, divided by the mean gap. It is 1 for a Poisson process and
+    larger for bursts. None if there are fewer than two gaps."""
     prompts: LengthFacts
     outputs: LengthFacts
     repeated: float | None

@@ -23,10 +23,10 @@ TEXT_FORMATS: Final = {
     "custom": "JSON lines with prompt, and optionally output_tokens: vLLM's custom data sets",
     "openai-batch": "JSON lines with custom_id and body: a file for OpenAI's batch API",
 }
-"""Format -> description, for the formats with texts."""
+"""Name of a format with texts -> description."""
 
 DEFAULT_OUTPUT: Final = 256
-"""Number of output tokens of a request whose file does not say it; the default of ``vllm bench serve``."""
+"""Number of output tokens of a request if the file does not give one. It is the default of ``vllm bench serve``."""
 
 _PEOPLE: Final = {"human", "user"}
 _MODELS: Final = {"gpt", "chatgpt", "assistant", "model", "bing", "bard"}
@@ -73,7 +73,7 @@ def text_format_of(head: str) -> str | None:
 def text_rows(
     source: Source, format: str, arrivals: Arrivals, tokenizer: Callable[[str], int] | None, seed: int
 ) -> Iterator[Row]:
-    """One row per request, with lengths but without texts; see :func:`read_texts`.
+    """Yield one row per request, with lengths but without texts; see :func:`read_texts`.
 
     ``arrivals`` gives the start time of each chat. A later turn is sent as soon as the previous turn is answered.
     """
@@ -90,7 +90,8 @@ def read_texts(
     *,
     keep: bool = True,
 ) -> Iterator[tuple[Row, Said]]:
-    """One row per answer, with the content of its request. The prompt of a chat's turn is all earlier text of the chat.
+    """Yield one row per answer, with the content of its request. The prompt of a chat turn is all earlier text of the
+    chat.
 
     Without a ``tokenizer``, lengths are estimated from the number of characters. If ``keep`` is false, texts are
     dropped after their tokens are counted. Raises ConfigError with the line number for an invalid line.
@@ -123,7 +124,7 @@ def read_texts(
                 ids = range(next_id, next_id - (-each.prompt_tokens // _BLOCK))
                 own = {"session": str(number), "turn": turn, "prefix_ids": tuple(ids), "prefix_block": _BLOCK}
             yield (line, times[start], each.prompt_tokens, each.output_tokens, own), each
-        # A chat with n turns uses n arrival times, so that requests, not chats, have the rate of the arrivals.
+        # A chat with n turns uses n arrival times, so that the rate of ``arrivals`` counts requests, not chats.
         start += len(said)
         next_id -= -said[-1].prompt_tokens // _BLOCK
 
@@ -210,7 +211,7 @@ def _batch(where: str, item: Any, count: Callable[[str], int]) -> list[Said]:
         return _prompt(where, body, count)
     if not isinstance(body.get("messages"), list):
         return []
-    # The prompt has all messages, including earlier answers.
+    # All messages belong to the prompt, including earlier answers.
     parts = [_message(where, message, False) for message in body["messages"]]
     tokens = sum(max(1, count(text)) for _, text, _, _ in parts)
     images = sum(pictures for _, _, pictures, _ in parts)

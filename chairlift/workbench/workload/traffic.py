@@ -15,7 +15,8 @@ from chairlift.workbench.workload.lengths import Fixed, Lengths, LogNormal, Unif
 __all__ = ["WORKLOADS", "Cancels", "Chats", "RequestClass", "SharedPrefixes", "Traffic", "draw_trace"]
 
 _CHAT_BLOCK: Final = 16
-"""Tokens per prefix id in chats. The block is small because only whole blocks of earlier turns count as shared."""
+"""Number of tokens per prefix id in chats. The block is small because only whole blocks of earlier turns count as
+shared."""
 _CLASS_FIELDS: Final = ("tenant", "priority", "service_tier", "ttft_ms", "tpot_ms", "deadline_ms")
 
 
@@ -150,7 +151,7 @@ class Traffic:
         next_id = 0 if self.prefixes is None else self.prefixes.distinct * (prefix_tokens // self.prefix_block)
         for number, (first, turns) in enumerate(chats):
             shared = prefixes[number]
-            # A chat with n turns uses n arrival times, so that requests, not chats, have the rate of the arrivals.
+            # A chat with n turns uses n arrival times, so that the rate of ``arrivals`` counts requests, not chats.
             time, chat_tokens = times[first], len(shared) * self.prefix_block
             for turn in range(turns):
                 index = first + turn
@@ -177,7 +178,7 @@ class Traffic:
         return sorted(self._with_cancels(requests, seed), key=lambda request: request.arrival)
 
     def _chats(self, prompts: list[int], outputs: list[int], seed: int) -> list[tuple[int, int]]:
-        """(index of the first request, number of turns) of each chat. Without chats, each request is a chat of 1
+        """One entry per chat: (index of its first request, number of turns). Without chats, each request is a chat of 1
         turn."""
         count = len(prompts)
         if self.chats is None:
@@ -210,7 +211,7 @@ class Traffic:
         ]
 
     def _own_fields(self, chats: int, seed: int) -> list[dict[str, Any]]:
-        """Name -> value of the request fields that each chat gets from its class."""
+        """One entry per chat: name -> value of the request fields that the chat gets from its class."""
         if not self.classes:
             return [{}] * chats
         weights = np.array([each.weight for each in self.classes])
@@ -271,7 +272,7 @@ WORKLOADS: Final = {
         chats=Chats(Uniform(3, 12), think_seconds=1.0, most_tokens=16384),
     ),
 }
-"""Name -> kind of traffic."""
+"""Name of a workload -> description of its traffic."""
 
 
 def draw_trace(
