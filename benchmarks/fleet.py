@@ -7,6 +7,10 @@ replicas.
 is HashLM, with no time per step (so that the front end is the bottleneck) and with 5 ms per step. Each pair of rounds
 gives the difference of the median times to the first token, and the ratio of tokens/s.
 
+``ray`` (only with ``--only ray``, and with ``pip install 'ray[serve]'``) serves the same requests with an engine
+process, with one replica behind the router, and with one replica as an actor of Ray, in turns. Beside them an echo of
+Ray Serve sends as many numbers through a handle as an answer has tokens.
+
 ``simulation`` serves Poisson arrivals with two real replicas whose steps take a fixed time, and simulates the same
 trace. The simulation gets only the mean time of a step in that round, including the host's part. Results are simulated
 values divided by measured values.
@@ -21,7 +25,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +33,7 @@ from typing import Any
 import uvloop
 
 from chairlift.config import EngineConfig
-from chairlift.distributed.fleet import Fleet
+from chairlift.distributed.fleet import ConnectReplica, Fleet
 from chairlift.distributed.local import local_replicas
 from chairlift.engine.async_engine import AsyncEngine
 from chairlift.loading import read_tokenizer
@@ -58,11 +62,17 @@ class FixedSteps(CostModel):
 
 
 @asynccontextmanager
-async def running(config: EngineConfig, replicas: int, routing: str = "forecast") -> AsyncIterator[AsyncEngine]:
-    """An engine with ``replicas`` replicas behind a router process; 0 means one engine process without a router."""
+async def running(
+    config: EngineConfig, replicas: int, routing: str = "forecast", connect: ConnectReplica | None = None
+) -> AsyncIterator[AsyncEngine]:
+    """An engine with ``replicas`` replicas behind a router process; 0 means one engine process without a router.
+
+    ``connect`` starts the replicas; by default, they are processes of this machine.
+    """
 
     def behind_a_door(engine: AsyncEngine) -> Fleet:
-        return Fleet(config, engine, local_replicas(config, replicas), replicas=replicas, routing=routing)
+        start = connect or local_replicas(config, replicas)
+        return Fleet(config, engine, start, replicas=replicas, routing=routing)
 
     engine = AsyncEngine.start(
         config,
@@ -124,6 +134,75 @@ async def door(model: str, rounds: int) -> dict[str, Any]:
         "tokens_per_second_without": statistics.median(here[1] for here, _ in pairs),
         "tokens_per_second_ratio": statistics.median(ratios),
         "tokens_per_second_ratio_range": [min(ratios), max(ratios)],
+    }
+
+
+async def serve_echo(tokens: int) -> Callable[[], AsyncIterator[int]]:
+    """Start a deployment of Ray Serve that sends ``tokens`` numbers at once. Returns a function that asks for them."""
+    from ray import serve
+
+    @serve.deployment(ray_actor_options={"num_cpus": 0}, max_ongoing_requests=1000)
+    class Echo:
+        async def __call__(self) -> AsyncIterator[int]:
+            for number in range(tokens):
+                yield number
+
+    await asyncio.to_thread(serve.start, proxy_location="Disabled")
+    handle = await asyncio.to_thread(lambda: serve.run(Echo.bind(), name="echo", route_prefix=None))
+    streaming = handle.options(stream=True)
+    return lambda: streaming.remote()
+
+
+async def echo_loop(ask: Callable[[], AsyncIterator[int]], streams: int, each: int, tokens: int) -> tuple[float, float]:
+    """The loop of :func:`closed_loop` with the echo. Returns (median seconds to the first number, numbers/s)."""
+    firsts: list[float] = []
+
+    async def client() -> None:
+        for _ in range(each):
+            began, first = time.perf_counter(), 0.0
+            async for _ in ask():
+                first = first or time.perf_counter()
+            firsts.append(first - began)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(streams)))
+    return statistics.median(firsts), streams * each * tokens / (time.perf_counter() - began)
+
+
+async def with_ray(rounds: int) -> dict[str, Any]:
+    """Compare an engine without a router, one replica in a process, and one as an actor of Ray; beside them, an echo of
+    Ray Serve, which does nothing else."""
+    from chairlift.distributed.ray import ray_replicas
+
+    streams, each, tokens = 32, 3, 64
+    config = EngineConfig.from_flat({"model": "hashlm", "max_num_seqs": streams, "num_kv_blocks": _BLOCKS})
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ("plain", "process", "ray", "echo")}
+    async with (
+        running(config, 0) as plain,
+        running(config, 1) as process,
+        running(config, 1, connect=ray_replicas(config, 1, "local")) as actor,
+    ):
+        ask = await serve_echo(tokens)
+        engines = {"plain": plain, "process": process, "ray": actor}
+        for number in range(-1, rounds):
+            names = list(found)
+            for name in [*names[number % 4 :], *names[: number % 4]]:
+                if name == "echo":
+                    times = await echo_loop(ask, streams, each, tokens)
+                else:
+                    times = await closed_loop(engines[name], streams, each, tokens, number)
+                if number >= 0:  # the first warms up
+                    found[name].append(times)
+        await asyncio.to_thread(__import__("ray").serve.shutdown)
+    more = {
+        name: [1000 * (mine[0] - here[0]) for mine, here in zip(found[name], found["plain"], strict=True)]
+        for name in ("process", "ray")
+    }
+    return {
+        "first_ms": {name: 1000 * statistics.median(first for first, _ in times) for name, times in found.items()},
+        "per_second": {name: statistics.median(rate for _, rate in times) for name, times in found.items()},
+        "ttft_ms_more": {name: statistics.median(values) for name, values in more.items()},
+        "ttft_ms_more_range": {name: [min(values), max(values)] for name, values in more.items()},
     }
 
 
@@ -201,14 +280,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--step-ms", type=float, default=20.0, help="time of a step for the comparison")
-    parser.add_argument("--only", choices=("door", "simulation"))
+    parser.add_argument("--only", choices=("door", "ray", "simulation"))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results: dict[str, Any] = {"machine": dataclasses.asdict(describe_machine())}
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if args.only != "simulation":
+        if args.only == "ray":
+            results["ray"] = runner.run(with_ray(args.rounds))
+        if args.only in (None, "door"):
             results["door"] = [runner.run(door(model, args.rounds)) for model in ("hashlm", "hashlm:5ms")]
-        if args.only != "door":
+        if args.only in (None, "simulation"):
             rounds = min(3, args.rounds)
             results["simulation"] = runner.run(simulation(args.step_ms, rounds, "forecast"))
     print(json.dumps(results, indent=1))

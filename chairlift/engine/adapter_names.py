@@ -17,9 +17,9 @@ class AdapterEntry:
     """A loaded adapter, and the number that its caller gave it."""
 
     load: AdapterLoad
-    """The load that read it. Its ``adapter_id`` grows with every load."""
+    """The load that read the adapter. Each load has a larger ``adapter_id`` than earlier loads."""
     int_id: int = 0
-    """The caller's number for the adapter; 0 if the caller gave none."""
+    """Number that the caller gave to the adapter; 0 if the caller gave none."""
 
     @property
     def name(self) -> str:
@@ -98,5 +98,5 @@ class AdapterNames:
         return entry
 
     def with_int_id(self, int_id: int) -> AdapterEntry | None:
-        """The loaded adapter with this number from its caller; None if there is none."""
+        """The loaded adapter to which a caller gave this number; None if there is none."""
         return self._by_int_id.get(int_id)

@@ -1,4 +1,5 @@
-"""Adapters of an engine. Another thread reads them; their number is limited; each is freed after its last request.
+"""Adapters of an engine. Another thread reads adapters from files. The number of adapters in memory is limited. A
+removed adapter is freed after its last request.
 
 Each load of an adapter has a new number. So a second load under the same name is a different adapter: its requests
 share no KV with requests of the first load, and no request ever changes its adapter. A request whose adapter is in
@@ -33,7 +34,7 @@ Beside = Callable[[Callable[[], Any]], "Future[Any]"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterLoad:
-    """An adapter to load: its new number, its name and its directory."""
+    """An adapter to load from files: its new number, its name and its directory."""
 
     adapter_id: int
     name: str
@@ -44,7 +45,7 @@ class AdapterLoad:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterState:
-    """Result of a load. ``error`` is empty after success."""
+    """Result of a load. ``error`` is empty if the adapter was loaded."""
 
     adapter_id: int
     error: str = ""
@@ -62,8 +63,8 @@ class _Known:
     users: int = 0
     """Number of requests with this adapter that have not ended."""
     active: int = 0
-    """Number of requests with this adapter that may be in a step. While it is above 0, the adapter must stay in
-    memory."""
+    """Number of requests with this adapter that may be in a step. While this number is above 0, the adapter must stay
+    in memory."""
 
 
 class Adapters:
@@ -85,14 +86,15 @@ class Adapters:
         room for such an adapter, all later requests wait here too, so that they keep no other adapters in memory."""
         self._blocked = False
         self._of: dict[str, _Known] = {}
-        """Request id -> its adapter, for requests that have not ended."""
+        """Request id -> the request's adapter, for requests that have not ended."""
         self._states: list[AdapterState] = []
         self._failed: list[tuple[Request, str]] = []
         self._thread: ThreadPoolExecutor | None = None
         self.sizes: dict[int, int] = {}
-        """Adapter -> its bytes, for all that have been in memory and are not forgotten."""
+        """``adapter_id`` -> bytes of the adapter, for all adapters that have been in memory and are not forgotten."""
         self.num_reads = self.num_hits = self.num_evictions = 0
-        """Counters: adapters read; requests whose adapter was in memory; adapters evicted."""
+        """Counters: adapters read from files; requests whose adapter was in memory when they arrived; adapters evicted
+        from memory."""
 
     @property
     def capacity(self) -> int:
@@ -101,17 +103,17 @@ class Adapters:
 
     @property
     def max_loras(self) -> int:
-        """Maximum number of different adapters in a step; 0 if none are served."""
+        """Maximum number of different adapters in a step; 0 if the engine serves no adapters."""
         return 0 if self._config is None else self._config.max_loras
 
     @property
     def is_reading(self) -> bool:
-        """Whether an adapter is being read, or a result waits to be taken."""
+        """Whether an adapter is being read from files, or the result of such a read has not been taken yet."""
         return bool(self._states or self._failed) or any(known.reading is not None for known in self._known.values())
 
     @property
     def num_users(self) -> int:
-        """Number of requests with an adapter that have not ended."""
+        """Number of requests that have an adapter and have not ended."""
         return len(self._of)
 
     @property
@@ -149,8 +151,8 @@ class Adapters:
         self._known[load.adapter_id] = known
 
     def unload(self, adapter_id: int) -> None:
-        """Remove an adapter. Its requests continue; the adapter leaves memory after the last of them. Unknown ids are
-        ignored."""
+        """Remove an adapter. Running requests continue to use it; the adapter leaves memory after the last of these
+        requests. Unknown ids are ignored."""
         known = self._known.get(adapter_id)
         if known is not None:
             known.retired = True
@@ -162,7 +164,8 @@ class Adapters:
         return states
 
     def take_ready(self) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """(requests whose adapter is in memory now, (request, reason) of requests whose adapter could not be read)."""
+        """(requests whose adapter has come into memory; (request, reason) pairs of requests whose adapter could not be
+        read)."""
         for known in [each for each in self._known.values() if each.reading is not None and each.reading.done()]:
             self._take(known)
         ready = self._advance() if self._queue else []
@@ -224,7 +227,7 @@ class Adapters:
             self._resident[known.load.adapter_id] = known
 
     def _make_room(self, *, reading: bool = True) -> bool:
-        """Whether memory has room for one more adapter, after unused adapters were evicted if necessary."""
+        """Whether one more adapter fits into memory. If necessary, unused adapters are evicted first."""
         num_reading = sum(known.reading is not None for known, _ in self._waiting()) if reading else 0
         while len(self._resident) + num_reading >= self.capacity:
             idle = next((known for known in self._resident.values() if not known.active), None)
@@ -257,7 +260,7 @@ class Adapters:
         """Set the adapter of all sequences of one request. Sequences that must wait for the adapter are marked as not
         ready.
 
-        Raises RequestError for an unknown adapter, and if none are served.
+        Raises RequestError for an unknown adapter, and if the engine serves no adapters.
         """
         self._served_memory()
         known = self._known.get(adapter_id)
@@ -294,7 +297,8 @@ class Adapters:
         self._resident.move_to_end(known.load.adapter_id)
 
     def _advance(self) -> list[Request]:
-        """Requests that can run now, in order of arrival. For the other requests, starts to read their adapters."""
+        """Requests that can run now, in order of arrival. For the other waiting requests, starts to read their
+        adapters."""
         ready: list[Request] = []
         still_waiting: list[tuple[_Known, Request]] = []
         self._blocked = False

@@ -1,5 +1,5 @@
-"""The engine for an event loop. This process tokenizes and checks requests and limits the queue; the core runs in its
-own process.
+"""The engine for an event loop. The process of the event loop tokenizes and checks requests and limits the queue; the
+core runs in its own process.
 
 When the core's process dies, its requests end with an error, and a new process starts after a pause. The pauses grow
 with every restart.
@@ -64,13 +64,14 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 Progress = Callable[[str, float], None]
 Connect = Callable[["AsyncEngine"], RemoteCore]
-"""Makes the core of an engine. The core sends its events to the engine."""
+"""Function that makes the core of an engine. The core sends its events to that engine."""
 ReadTokenizer = Callable[[EngineConfig, str], Tokenizer]
 ReadImages = Callable[[str, Tokenizer], ImageProcessor | None]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _SETTLED_SECONDS: Final = 60.0
-"""If an engine ran this many seconds before it died, the pause before its restart is the shortest again."""
+"""If the engine process ran at least this many seconds before it died, the next pause before a restart is the shortest
+again."""
 
 
 class EngineState(enum.StrEnum):
@@ -79,7 +80,7 @@ class EngineState(enum.StrEnum):
     LOADING = "loading"
     READY = "ready"
     DOWN = "down"
-    """The process died, and a new one will be started."""
+    """The engine's process died, and a new process will be started."""
     STOPPED = "stopped"
     """The engine was shut down, or gave up restarting. It will not start again."""
 
@@ -87,7 +88,7 @@ class EngineState(enum.StrEnum):
 class AsyncEngine:
     """One engine process and its requests. Create it with :meth:`start`; use it in one event loop only.
 
-    ``connect`` makes the core; None starts one process. A fleet of several processes is also a core.
+    ``connect`` makes the core; None starts one process. The core may also be a fleet of several processes.
     """
 
     def __init__(
@@ -118,7 +119,8 @@ class AsyncEngine:
         self.info: EngineInfo | None = None
         self.tokenizer: Tokenizer | None = None
         self.pooling_inputs: PoolingInputs | None = None
-        """Checks texts for a model of embeddings, scores or classes; None for a model that generates."""
+        """Checks texts for a model that computes embeddings, scores or classes; None for a model that generates
+        text."""
         self.stats = RequestStats()
         self.stopped = asyncio.Event()
         self.intake = Intake(
@@ -183,7 +185,7 @@ class AsyncEngine:
 
     @property
     def num_queued(self) -> int:
-        """Number of unfinished requests that have not been in a step."""
+        """Number of unfinished requests that have not been in any step."""
         return len(self.intake)
 
     @property
@@ -248,13 +250,14 @@ class AsyncEngine:
         return max(0, rows - self._prompt_share.reserved_rows(rows) - self.stats.engine.num_running)
 
     def retry_after(self) -> float:
-        """Seconds, from 1 to 60, after which the queue should have room."""
+        """Seconds, from 1 to 60, after which the queue is expected to have room."""
         return self.intake.retry_after(time.monotonic())
 
     def check_room(
         self, num_requests: int = 1, service_class: str = DEFAULT_CLASS, num_tokens: int = 0, tenant: str = ""
     ) -> None:
-        """Raise QueueFullError if the queue has no room for this many requests and prompt tokens now.
+        """Raise QueueFullError if the queue has no room now for ``num_requests`` requests with ``num_tokens`` prompt
+        tokens.
 
         Raises EngineDeadError if the engine does not run.
         """
@@ -280,7 +283,8 @@ class AsyncEngine:
             return await encoder.encode_all(texts, add_special_tokens)
 
     async def encode_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Token ids of the ``bad_words``, for :meth:`submit`. Raises the errors of :meth:`encode_all`."""
+        """Token ids of each of the ``bad_words``, as an argument for :meth:`submit`. Raises the errors of
+        :meth:`encode_all`."""
         with self._front() as encoder:
             return await encoder.encode_words(params.bad_words or ())
 
@@ -333,7 +337,7 @@ class AsyncEngine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> tuple[list[int], PlacedImages | None]:
-        """(token ids of a conversation, its images or None), for :meth:`submit`. Raises RequestError and
+        """(token ids of a conversation, its images or None), as arguments for :meth:`submit`. Raises RequestError and
         TemplateError."""
         given_images: list[GivenImage] = []
         if self._images is not None:
@@ -457,12 +461,14 @@ class AsyncEngine:
         )
 
     def _timeouts(self, queue: float | None, whole: float | None) -> tuple[float | None, float | None]:
-        """(queue timeout, timeout) of a request in seconds: the request's own values, otherwise the engine's."""
+        """(queue timeout, timeout) of a request in seconds. Each is the request's own value, or else the engine's
+        value."""
         return self._queue_timeout if queue is None else queue, self._request_timeout if whole is None else whole
 
     def _is_foreseeable(self, request: PreparedRequest) -> bool:
-        """Whether the forecast applies to this request. It does not if a deadline, or a priority that differs from its
-        class's, changes its place in the queue. (The scheduler itself decides whether a deadline can be met.)"""
+        """Whether the forecast applies to this request. The forecast does not apply if the request's place in the queue
+        is changed by a deadline, or by a priority other than that of its class. (The scheduler itself decides whether a
+        deadline can be met.)"""
         service, classes = request.service, self.service_classes
         usual = 0 if classes is None else classes[service.service_class].priority
         return request.priority == usual and not service.has_deadline
@@ -537,13 +543,13 @@ class AsyncEngine:
             self._client.unload_adapter(before.load.adapter_id)
 
     def remove_lora(self, int_id: int) -> bool:
-        """Call :meth:`unload_adapter` for the adapter with this number from its caller."""
+        """Call :meth:`unload_adapter` for the adapter to which a caller gave this number."""
         entry = self.adapters.with_int_id(int_id)
         return entry is not None and self.unload_adapter(entry.name)
 
     def unload_adapter(self, name: str) -> bool:
-        """Refuse new requests for an adapter at once. Running requests keep it; it leaves memory after the last of
-        them. Returns False if it is not loaded."""
+        """Refuse new requests for an adapter at once. Running requests keep the adapter; it leaves memory after the
+        last of them. Returns False if no adapter has this name."""
         entry = self.adapters.remove(name)
         if entry is not None and self._client is not None:
             self._client.unload_adapter(entry.load.adapter_id)
@@ -588,8 +594,7 @@ class AsyncEngine:
     # -- the engine's process --------------------------------------------------------------------------------------
 
     def delivered(self, request_id: str) -> list[list[int]]:
-        """Token ids of each answer of an unfinished request, as far as they have arrived; empty for an unknown
-        request."""
+        """Token ids of each answer of an unfinished request that have arrived so far; empty for an unknown request."""
         return [] if self._outputs is None else self._outputs.delivered(request_id)
 
     def on_lost(self, request_ids: Sequence[str], why: str) -> None:
@@ -625,7 +630,7 @@ class AsyncEngine:
             self.info = dataclasses.replace(info, eos_token_ids=self.info.eos_token_ids)
 
     def on_weights(self, sequence_ids: Sequence[str], version: int) -> None:
-        """Note that later tokens of these sequences come from this version of the weights."""
+        """Note that all later tokens of these sequences come from version ``version`` of the weights."""
         if self._outputs is not None:
             self._outputs.weights_of(sequence_ids, version)
 
@@ -756,8 +761,8 @@ class AsyncEngine:
             self.stats.num_restarts += 1
 
     async def _prepare(self, info: EngineInfo) -> None:
-        """Prepare this process for a loaded model. A restarted engine loads the newest weights and the adapters
-        again."""
+        """Prepare the process of the event loop for a model that the engine has loaded. A restarted engine loads the
+        newest weights and the adapters again."""
         if self.info is not None and self.info.weights and self._client is not None:
             info = await self._client.update_weights(self.info.weights, self.info.weight_version, "continue")
         if self._client is not None:

@@ -69,7 +69,7 @@ class Calibration:
 
     def quantile(self, share: float) -> float | None:
         """Quantile of the ratio actual wait / predicted wait: a fraction ``share`` (0 to 1) of the requests had a lower
-        ratio. None with too few samples."""
+        ratio. None if there are too few samples."""
         count = len(self._ratios)
         return None if count < _MIN_SAMPLES else self._ratios[min(count - 1, int(share * count))]
 

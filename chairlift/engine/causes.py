@@ -24,7 +24,7 @@ from chairlift.scheduler.output import SchedulerOutput
 __all__ = ["CAUSES", "CauseLedger", "DecodeSeconds", "causes_until"]
 
 DecodeSeconds = tuple[float, float, float]
-"""(decode, stretched, host): running totals of decoding sequences, in seconds."""
+"""Running totals of the seconds of decoding sequences: (decode, stretched by prefills, host time between steps)."""
 
 _HELD_UP_BY: Final = ("", "slots", "blocks", "tokens", "reservation", "batch", "grammar", "adapter", "image")
 _WAITS: Final = ("waiting_step", *(f"waiting_{what}" for what in _HELD_UP_BY[1:]))
@@ -37,7 +37,7 @@ _MAX_TIMES: Final = 8
 
 
 class _Phase(enum.Enum):
-    """Phase of a sequence. It decides to which cause its time is charged."""
+    """Phase of a sequence. The phase decides to which cause the sequence's time is charged."""
 
     HANGING = "hanging"
     """The sequence waits until the first answer of its request has computed the prompt. It is charged to the same
@@ -67,7 +67,7 @@ _BESIDES_HOST: Final = {
 
 @dataclasses.dataclass(slots=True)
 class _Account:
-    """Seconds charged to one sequence so far, and the totals at its last change of phase."""
+    """Account of one sequence: seconds charged so far, and the ledger's totals when its phase last changed."""
 
     request: Request
     since: float
@@ -145,7 +145,8 @@ class CauseLedger:
                     self._move(account, _Phase.HELD)
 
     def began(self, out: SchedulerOutput, now: float) -> None:
-        """Note that the executor begins a step: it was idle, or the previous step has ended."""
+        """Note that the executor begins a step. Called when the executor was idle, or when the previous step has
+        ended."""
         self._advance(now)
         self._busy = True
         self._decode_share = 1.0
@@ -278,7 +279,7 @@ class CauseLedger:
                 self._move(account, _Phase.JOINED)
 
     def _share_of_decodes(self, out: SchedulerOutput) -> float:
-        """Fraction of a step's time that its decode rows would have needed without the prefills."""
+        """Fraction of a step's time that its decode rows would have needed in a step without the prefills."""
         prompts = [chunk for chunk in out.chunks if chunk.why not in ("stalled", "verify")]
         num_decodes = out.num_decodes + len(out.chunks) - len(prompts)
         if not prompts or not num_decodes:
@@ -296,7 +297,8 @@ class CauseLedger:
         account.since, account.seen = self._at, self._columns.copy()
 
     def _release(self, source_id: str, source: _Account) -> None:
-        """Let the other answers of a request wait for themselves: the first answer has computed their common prompt."""
+        """Charge the other answers of a request separately from now on, because the first answer has computed their
+        common prompt."""
         for account in self._hanging.pop(source_id):
             self._inherit(account, source)
             account.phase = _Phase.WAITING

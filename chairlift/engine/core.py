@@ -60,10 +60,10 @@ _LOOK_AHEAD = 8
 """Number of further waiting requests to try when the first one does not fit. Each try reads the request's block
 table."""
 _MAX_TIMES_PASSED = 16
-"""A waiting request is passed by later requests at most this often, so that large requests also start."""
+"""Later requests may pass a waiting request at most this often, so that large requests also start."""
 _MAX_PREEMPTIONS = 8
-"""A request that was preempted this often resumes only when it gets all blocks that it may ever need, so that it surely
-ends."""
+"""A request that was preempted this often resumes only when it gets all blocks that it may ever need. So it is not
+preempted again."""
 _UNREADY_PAUSE = 0.001
 """Seconds between two checks for compiled grammars and loaded adapters while the loop has nothing else to do."""
 _FAILED = (FinishReason.ERROR, FinishReason.DEADLINE)
@@ -104,19 +104,20 @@ class Progress:
 
     sequence_id: str
     num_output_tokens: int
-    """Number of output tokens when this record was made. The record is outdated when the sequence has more."""
+    """Number of output tokens when this record was made. The record is outdated when the sequence has more output
+    tokens."""
     num_computed: int
     """Number of leading positions of prompt and answer whose KV is computed."""
     preempted: bool
     seconds_left: float | None = None
-    """Forecast of the seconds until the sequence's next token, if later steps are like this one; None while the
-    sequence pauses."""
+    """Forecast of the seconds until the sequence's next token, assuming that later steps take as long as this step.
+    None while the sequence pauses."""
 
 
 @dataclasses.dataclass(slots=True)
 class CoreOutputs:
-    """Results of one or more steps. Entry i of ``sequence_ids``, ``token_ids`` and ``logprobs`` belong to the same
-    token."""
+    """Results of one or more steps. The entries with index i in ``sequence_ids``, ``token_ids`` and ``logprobs`` belong
+    to the same token."""
 
     sequence_ids: list[str] = dataclasses.field(default_factory=list)
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -130,15 +131,15 @@ class CoreOutputs:
     decoding: list[tuple[str, dict[str, float], DecodeSeconds]] = dataclasses.field(default_factory=list)
     """Sequences that began to decode; see :attr:`CauseLedger.decoding`."""
     decode_seconds: DecodeSeconds = (0.0, 0.0, 0.0)
-    """Totals of the cause ledger at the time when the tokens were known."""
+    """Totals of the cause ledger at the time when the step's tokens were known."""
     progress: list[Progress] = dataclasses.field(default_factory=list)
     """Progress of sequences that got no token, but made progress."""
     predicted: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
-    """(sequence, accepted drafts, rejected drafts): new counts since the start of the sequence, for drafts from its
-    ``prediction``."""
+    """(sequence, accepted drafts, rejected drafts): counts since the sequence began, for sequences with new results.
+    Only drafts from the request's ``prediction`` are counted."""
 
     def merge(self, later: CoreOutputs) -> None:
-        """Append later results to this object, which could not be sent yet."""
+        """Append the results of later steps to this object, because this object could not be sent yet."""
         if self.logprobs is not None or later.logprobs is not None:
             mine = self.logprobs or [None] * len(self.token_ids)
             self.logprobs = mine + (later.logprobs or [None] * len(later.token_ids))
@@ -155,7 +156,7 @@ class CoreOutputs:
 
 @dataclasses.dataclass(slots=True)
 class _Flight:
-    """A step that was launched and has not been collected."""
+    """A step that was launched and whose tokens have not been collected."""
 
     out: SchedulerOutput
     pending: PendingTokens | Exception
@@ -257,8 +258,8 @@ class EngineCore(EngineClient):
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
         self.masks_of: Callable[[SchedulerOutput], Masks | None] | None = None
-        """Returns the masks of a step; called while the model computes the step. None if no request has a mask. The
-        function does not know the tokens of steps in flight."""
+        """Function that returns the masks of a step; called while the model computes the step. None if no request has a
+        mask. When it is called, the tokens of steps in flight are not known."""
         self.floor: FloorShare | None = None
         """Compares step times with the limits of this machine; None if the limits were not measured."""
         self.config, self.executor = config, executor
@@ -267,7 +268,8 @@ class EngineCore(EngineClient):
         self.num_lookahead_steps = executor.num_lookahead_steps if setting is None else setting
         counts = getattr(executor, "expert_counts", None)
         self.expert_load = None if counts is None else ExpertLoad(counts)
-        """Tokens per expert in the last steps; None for a model without expert counts."""
+        """Number of tokens per expert in the last steps; None for a model that does not count the tokens of its
+        experts."""
         self._begin_books()
         self._kv_events = self._publish(None if cache is None else cache.kv_events_endpoint)
 
@@ -380,7 +382,8 @@ class EngineCore(EngineClient):
         return outputs
 
     def _decode_seconds(self) -> float | None:
-        """Seconds of a decode step of the running requests, by the cost model; None if no request runs."""
+        """Seconds that a decode step of the running requests takes, according to the cost model; None if no request
+        runs."""
         running = self.scheduler.running.values()
         if not running:
             return None
@@ -446,7 +449,8 @@ class EngineCore(EngineClient):
             recorder.close()
 
     def next_event(self) -> float | None:
-        """Time at which :meth:`step` next has work if no request comes or leaves; None if there is no such time."""
+        """Time at which :meth:`step` next has work if no request arrives or leaves before; None if there is no such
+        time."""
         now = self.clock.now()
         when = now if self._flights else self.scheduler.next_event(now)
         if self.images.is_encoding:
@@ -530,8 +534,8 @@ class EngineCore(EngineClient):
         }
 
     def _note_shares(self) -> None:
-        """Count rows per class, adapters in use, and the difference between tenants. It is not done in every step, so
-        that steady decoding stays cheap."""
+        """Update the numbers of rows per class, of adapters in use, and the difference between tenants. They are not
+        updated in every step, so that steady decoding stays cheap."""
         now, running = self.clock.now(), self.scheduler.running
         if running and now < self._shares_noted + _SHARES_SECONDS:
             return
@@ -651,7 +655,7 @@ class EngineCore(EngineClient):
         return outputs
 
     def _note_chunks(self, out: SchedulerOutput) -> None:
-        """Record the progress of requests whose prefill continues in later steps."""
+        """Record the progress of requests whose prefill is not complete after this step."""
         size = sum(chunk.num_tokens for chunk in out.chunks)
         for name, chunk in zip(out.chunk_ids, out.chunks, strict=True):
             request = self.scheduler.running.get(name)
@@ -697,7 +701,7 @@ class EngineCore(EngineClient):
         return result
 
     def _complete(self, flight: _Flight, now: float) -> list[Request]:
-        """End the answers whose grammar allows no further token. Returns the requests that leave now."""
+        """End answers after which the grammar allows no further token. Returns the requests that leave now."""
         leaving: list[Request] = []
         for request in self.grammars.complete(flight.grammars):
             if request.finish_reason is FinishReason.LENGTH:  # the answer was complete at the length limit
@@ -709,8 +713,8 @@ class EngineCore(EngineClient):
     def _take_prompt_logprobs(
         self, out: SchedulerOutput, tokens: SampledTokens, outputs: CoreOutputs, now: float
     ) -> list[FinishedSequence]:
-        """Add prompt log-probabilities to ``outputs``. A request with invalid ones ends here with an error, before it
-        gets its token."""
+        """Add prompt log-probabilities to ``outputs``. A request with invalid log-probabilities ends here with an
+        error, before it gets its token."""
         names = {chunk.slot: name for name, chunk in zip(out.chunk_ids, out.chunks, strict=True)}
         ended: list[FinishedSequence] = []
         for report in tokens.prompt_logprobs:

@@ -49,9 +49,10 @@ _log = logging.getLogger(__name__)
 
 _READ: Final = 1 << 18
 _WATCH_SECONDS: Final = 0.1
-"""Seconds between two reports of steps to viewers: short enough for a smooth picture, without a frame per step."""
+"""Seconds between two reports of steps to viewers. The period is short enough for a smooth picture, without a frame for
+every step."""
 _MAX_MERGED: Final = 1 << 21
-"""Maximum number of tokens and log-probabilities in merged results. As a frame they need less than half of the maximum
+"""Maximum number of tokens and log-probabilities in merged results. In a frame they take less than half of the maximum
 frame size."""
 
 
@@ -141,8 +142,8 @@ class CoreProcess:
         self._forecast: Forecast | None = None
         """The newest forecast that was not sent yet."""
         self._pending: list[CoreOutputs] = []
-        """Results of steps that the socket had no room for, one frame each. The results of later steps are merged into
-        the last entry."""
+        """Results of steps that wait until the socket has room for them; each entry becomes one frame. The results of
+        later steps are merged into the last entry."""
         self._num_values = 0
         """Number of tokens and log-probabilities in the last entry of ``_pending``."""
         self._watched_at = 0.0
@@ -201,8 +202,8 @@ class CoreProcess:
             self._connection.frames.num_bad += 1
 
     def _update(self, message: UpdateWeights) -> None:
-        """Replace the weights. First wait for the steps in flight, and queue their results even if the socket is
-        full."""
+        """Replace the weights. First wait for the steps in flight, and queue the results of these steps even if the
+        socket is full."""
         landed = CoreOutputs()
         while (step := self._core.land()) is not None:
             landed.merge(step)
@@ -285,7 +286,8 @@ def _without(outputs: CoreOutputs, name: str) -> CoreOutputs:
 
 
 def _num_values(outputs: CoreOutputs) -> int:
-    """Number of tokens and log-probabilities. Only these can grow without limit while results wait to be sent."""
+    """Number of tokens and log-probabilities in ``outputs``. Only these can grow without limit while results wait to be
+    sent."""
     records = [record for _, _, entries in outputs.prompt_logprobs for record in entries]
     records += filter(None, outputs.logprobs or ())
     return len(outputs.token_ids) + sum(len(record.token_ids) for record in records)

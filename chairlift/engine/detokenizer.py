@@ -16,7 +16,7 @@ __all__ = ["IncrementalDetokenizer", "TokenText", "token_decoder"]
 _CONTEXT_TOKENS: Final = 8
 """Number of last prompt tokens that a windowed decoder uses as context for the first generated token."""
 _MAX_HELD_TOKENS: Final = 4
-"""A UTF-8 character has at most four bytes, so at most this many tokens wait until one character is complete."""
+"""Maximum number of tokens that wait until a character is complete. A UTF-8 character has at most four bytes."""
 
 
 class TokenText(Protocol):
@@ -128,7 +128,8 @@ class IncrementalDetokenizer:
             return None
         counts = self._num_tokens > self._min_tokens
         start = self._length - len(piece)
-        # min() returns the first of equal entries; the entry for the visible text is appended first.
+        # The stop string that ends first wins. If two end at the same place, min() returns the entry that was appended
+        # first: the one found in the visible text.
         ends: list[tuple[int, int, str, str]] = []
         if piece and (found := self._stop.find(piece, counts)) is not None:
             stop, end = found
@@ -165,12 +166,13 @@ class _StopMatcher:
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.stops = stops
         self.held = 0
-        """Length of the longest end of the text that is the beginning of a stop string."""
+        """Number of characters at the end of the text that may be the beginning of a stop string."""
         self._keep = max((len(stop) for stop in stops), default=1) - 1
         self._tail = ""
         self._borders = [_borders(stop) for stop in stops]
         self._begun = [0] * len(stops)
-        """Per stop string: number of its first characters that the text ends with. Always less than its length."""
+        """Per stop string: number of its leading characters with which the text ends now. Always less than the length
+        of the stop string."""
 
     def find(self, piece: str, counts: bool) -> tuple[str, int] | None:
         """(stop string, offset in ``piece`` after its last character) of the stop string that ends first inside
@@ -203,7 +205,7 @@ class _StopMatcher:
 
 @functools.lru_cache(maxsize=1024)
 def _borders(stop: str) -> tuple[int, ...]:
-    """For each prefix of ``stop``: length of the longest shorter text that is both its beginning and its end."""
+    """For each prefix of ``stop``: length of the longest shorter text with which the prefix begins and also ends."""
     borders = [0] * len(stop)
     length = 0
     for index in range(1, len(stop)):
@@ -226,13 +228,13 @@ class _SpelledStops:
         self._matcher = _StopMatcher(stops)
         self._longest = max(map(len, stops))
         self._length = 0
-        """Number of characters of the second version so far."""
+        """Number of characters so far in the second version of the text."""
         self._special: list[tuple[int, int, int]] = []
-        """(begin, end, length in the visible text) of special tokens near the end. Begin and end are offsets in the
-        second version."""
+        """(begin, end, length in the visible text) of each special token near the end. Begin and end are offsets in the
+        second version of the text."""
         self._excess = 0
-        """Number of characters by which earlier special tokens are longer in the second version than in the visible
-        text."""
+        """Number of characters that the second version of the text has in addition to the visible text, because of
+        earlier special tokens."""
         self.safe = 0
         """Number of leading characters of the visible text that no stop string can cut off any more."""
 
@@ -327,7 +329,7 @@ class _WindowText:
             if self._counts(token_id):
                 self._window.insert(0, token_id)
         self._read = len(self._window)
-        """Number of leading tokens of the window whose text was emitted."""
+        """Number of leading tokens of the window whose text was returned already."""
         self._before = self._text_of(self._window)
 
     def feed(self, token_id: int) -> str:

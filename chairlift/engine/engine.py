@@ -157,8 +157,8 @@ class Engine:
         return entry.load.adapter_id
 
     def remove_lora(self, int_id: int) -> bool:
-        """Remove an adapter by its caller's number. Its running requests continue, and the number may be used again.
-        Returns False for an unknown number."""
+        """Remove an adapter by the number that its caller gave. Running requests keep the adapter, and the number may
+        be used again. Returns False for an unknown number."""
         entry = self._adapters.with_int_id(int_id)
         if entry is None:
             return False

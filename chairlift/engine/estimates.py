@@ -16,7 +16,7 @@ def estimator_from(costs: Costs, lengths: AnswerLengths, kv: KVCacheManager) -> 
 
     def estimate(request: Request) -> Estimate:
         source, num_shared = request.source, kv.num_shared(request)
-        # Another answer to the same prompt computes the prompt. Its KV can be shared when its first token is known.
+        # Another answer of the same request computes the prompt. Its KV can be shared when its first token is known.
         if source is not None and not source.is_finished and not source.num_output_tokens:
             num_shared = request.num_prompt_tokens - 1
         expected = lengths.expected(request) if lengths.knows(request) else None

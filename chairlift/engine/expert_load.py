@@ -28,7 +28,7 @@ class ExpertLoad:
         self._recent = np.zeros(counts.shape)
         self._read_at = -math.inf
         self.number = 0
-        """Number of readings so far that found new tokens."""
+        """Number of readings of the counts so far that found new tokens."""
         self.imbalance: list[float] = []
         """Per layer of experts: recent tokens of the busiest expert divided by the mean of all experts. 1.0 means that
         all have the same load; the number of experts means that one has the whole load. Empty before the first

@@ -17,15 +17,15 @@ class FloorShare:
     """Moving average of minimum step time divided by actual step time."""
 
     def __init__(self, least_seconds: Callable[[StepFeatures, int], float]) -> None:
-        """``least_seconds(features, sampled rows)`` returns the minimum time of a step in seconds."""
+        """``least_seconds(features, number of sampled rows)`` returns the minimum time of a step in seconds."""
         self._least_seconds = least_seconds
         self._floor = self._spent = 0.0
 
     def landed(self, step: StepFeatures, sampled: int, held: int, seconds: float) -> None:
         """Add a step that took ``seconds``, including the host time before it.
 
-        ``held`` is the number of rows that have ended and wait for the end of their static batch. They do not count as
-        work.
+        ``held`` is the number of rows that have ended and wait for the end of their static batch. These rows do not
+        count as work.
         """
         if seconds <= 0:
             return

@@ -17,7 +17,7 @@ __all__ = ["Forecaster"]
 _log = logging.getLogger(__name__)
 
 _STEPS_PER_STEP: Final = 8
-"""Number of simulated steps per engine step. They take about half a millisecond together."""
+"""Number of simulated steps per step of the engine. Together these simulated steps take about half a millisecond."""
 _PAUSE: Final = 0.5
 """Seconds between the end of one forecast and the beginning of the next."""
 _PAUSE_OF_THE_FAILED: Final = 60.0
@@ -42,7 +42,7 @@ class Forecaster:
         self._depth = depth
         self._ahead: Iterator[Forecast | None] | None = None
         self._queue = False
-        """Whether the queue was not empty at the last check."""
+        """Whether the waiting queue had requests at the last check."""
         self._not_before = 0.0
 
     def advance(self, now: float) -> Forecast | None:

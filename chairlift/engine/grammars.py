@@ -35,7 +35,8 @@ _log = logging.getLogger(__name__)
 
 _MAX_CACHED: Final = 256
 _MAX_CACHED_CHARS: Final = 16 << 20
-"""Largest total length, in characters, of the sources of cached grammars. Compiled size grows with it."""
+"""Maximum total length, in characters, of the sources of all cached grammars. It limits the memory, because a longer
+source gives a larger compiled grammar."""
 
 Compile = Callable[[Callable[[], Compiled]], "Future[Compiled]"]
 """Runs a function that compiles a grammar outside the engine's thread; the future has its result."""
@@ -75,7 +76,7 @@ class SamplePlace(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Job:
-    """A grammar that is being compiled, and the requests that wait for it."""
+    """A grammar that is being compiled, and the requests that wait for this grammar."""
 
     grammar: Grammar
     future: Future[Compiled]
@@ -110,11 +111,12 @@ class Grammars:
         self._decode_rows: tuple[tuple[str, int], ...] = ()
         self._decoding: list[SamplePlace] = []
         self.num_compiled = self.num_hits = self.num_failed = 0
-        """Counters: grammars compiled; requests whose grammar was cached; grammars that failed."""
+        """Counters: grammars that were compiled; requests whose grammar was cached; grammars that could not be
+        compiled."""
         self.compile_seconds = 0.0
-        """Seconds spent in compilations, both in the own thread and in :meth:`check`."""
+        """Seconds that this object has spent compiling grammars: in its compiler thread, and in :meth:`check`."""
         self.num_limited = self.num_ended_thinking = 0
-        """Counters: answers with a thinking budget that have ended; those whose reasoning was ended by the budget."""
+        """Counters: ended answers that had a thinking budget; ended answers whose reasoning was ended by the budget."""
 
     def __len__(self) -> int:
         """Number of answers that have a matcher."""
@@ -370,7 +372,8 @@ class Grammars:
 
 
 def _fill(todo: Sequence[SamplePlace]) -> dict[int, npt.NDArray[np.uint32]]:
-    """Sample position -> mask. At drafts, the matcher consumes each draft to make the next mask, and then goes back."""
+    """Fill the masks. Returns sample position -> mask. For a row with drafts, the matcher consumes each draft to make
+    the mask after it, and then goes back."""
     masks: dict[int, npt.NDArray[np.uint32]] = {}
     for first, row, drafts in todo:
         matcher, begin = row.matcher, row.matcher.num_consumed

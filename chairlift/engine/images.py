@@ -25,9 +25,9 @@ __all__ = ["Images"]
 _log = logging.getLogger(__name__)
 
 _BUSY_FRACTION: Final = 0.4
-"""Time that the encoder takes between two steps while requests run, as a fraction of a decode step's time."""
+"""Fraction of a decode step's time that the encoder may compute between two steps while requests run."""
 _IDLE_SECONDS: Final = 0.05
-"""Time of the encoder in one turn while no request runs. A new request waits at most for one turn."""
+"""Seconds that the encoder computes in one turn while no request runs. A new request waits at most for one turn."""
 _KEPT_BYTES: Final = 256 << 20
 """Maximum number of bytes of encoded rows that no request uses."""
 
@@ -53,19 +53,19 @@ class Images:
         self._clock = clock or SystemClock()
         self._kept_bytes = kept_bytes
         self._overrun = 0.0
-        """Seconds by which earlier turns exceeded their limit. Later turns are shorter by this time."""
+        """Seconds by which earlier turns exceeded their time limit. Later turns are shortened by this time."""
         self._users: dict[bytes, int] = {}
         self._unused: OrderedDict[bytes, int] = OrderedDict()
         """Key of an encoded tile that no request uses -> bytes of its rows; least recently used first."""
         self._queue: OrderedDict[bytes, ImageTile] = OrderedDict()
         self._work: tuple[bytes, Iterator[None]] | None = None
-        """(key, encoding in progress) of the first tile in the queue; None before its encoding has begun."""
+        """(key of the first tile in the queue, iterator that encodes it); None before the encoding has begun."""
         self._waiting: dict[str, _Waiting] = {}
         self._of: dict[str, tuple[bytes, ...]] = {}
         self._ready: list[Request] = []
         self._failed: list[tuple[Request, str]] = []
         self.num_encoded = self.num_hits = 0
-        """Counters: tiles that were encoded; tiles of requests that were already encoded or in the queue."""
+        """Counters: tiles that were encoded; tiles of requests that were encoded already or were in the queue."""
 
     @property
     def is_encoding(self) -> bool:
@@ -100,8 +100,8 @@ class Images:
         """Encode for one turn. ``step_seconds`` is the time of a decode step of the running requests; None if none
         runs.
 
-        A turn ends after the piece that exceeds its limit. Later turns are shorter by the excess, so running requests
-        are slowed down by the same fraction for small and large pieces.
+        The encoder works in pieces. A turn ends after the piece that exceeds its time limit. Later turns are shorter by
+        the excess, so running requests are slowed down by the same fraction for small and large pieces.
         """
         if step_seconds is None:
             limit, self._overrun = _IDLE_SECONDS, 0.0
@@ -113,7 +113,7 @@ class Images:
         self._overrun = max(self._clock.now() - start - limit, 0.0)
 
     def _encode_until(self, end: float) -> None:
-        """Compute pieces until there are none or the clock shows ``end``; at least one."""
+        """Encode piece by piece until no piece is left or the clock shows ``end``. At least one piece is computed."""
         while self._queue and self._memory is not None:
             if self._work is None:
                 key, tile = next(iter(self._queue.items()))
@@ -150,8 +150,8 @@ class Images:
                 self._let_go(key)
 
     def check_invariants(self, requests: Iterable[Request]) -> None:
-        """Raise InvariantError unless the rows of tiles are there for all ``requests``, the unfinished ones, that may
-        run, and the counts agree."""
+        """Raise InvariantError if a counter is wrong, or if the rows of a tile are missing for a request that may run.
+        ``requests`` are the unfinished requests."""
         with_images = {request.request_id: request for request in requests if request.images}
         if self._of.keys() != with_images.keys():
             raise InvariantError(f"images belong to requests {sorted(self._of)} instead of {sorted(with_images)}")

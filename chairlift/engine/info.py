@@ -28,10 +28,11 @@ def describe_impl(model_impl: str) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PairTexts:
-    """Fixed texts around a query and a document, for a decoder that answers whether the document fits the query."""
+    """Texts that a reranker's prompt has around a query and a document. The reranker is a decoder that answers whether
+    the document fits the query."""
 
     before: str
-    """Text before the pair. It is tokenized separately, and so is ``behind``."""
+    """Text before the query and the document. It is tokenized separately, and so is ``behind``."""
     query: str
     """Text before the query. It is tokenized together with the query and the document."""
     document: str
@@ -89,7 +90,8 @@ class EngineInfo:
     """Maximum number of positions of one request that the KV cache can hold. Positions that a sliding window has passed
     take no space."""
     pool_tokens: int
-    """Number of token positions that the whole KV cache holds; with several pools, that of the smallest pool."""
+    """Number of token positions that the whole KV cache holds. If there are several block pools, the number for the
+    smallest pool."""
     block_size: int
     num_blocks: int
     """Number of blocks available to requests, summed over all cache groups."""
@@ -115,7 +117,7 @@ class EngineInfo:
     weight_bytes: int = 0
     """Bytes of all weights in memory."""
     kv_cache_dtype: str | None = None
-    """Data type of K and V, if it differs from ``dtype``."""
+    """Data type in which K and V are stored, if it differs from ``dtype``; otherwise None."""
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Name -> value of the model's default sampling parameters."""
     notes: tuple[str, ...] = ()
@@ -130,7 +132,7 @@ class EngineInfo:
     num_speculative_tokens: int = 0
     """Maximum number of drafts for a row in one step; 0 without speculative decoding."""
     takes_predictions: bool = False
-    """Whether drafts are made from the text that a request expects (``prediction``)."""
+    """Whether drafts are made from the text that a request expects as its answer (``prediction``)."""
     takes_images: bool = False
     """Whether requests may have images."""
     pooling: PoolingInfo | None = None
@@ -140,7 +142,7 @@ class EngineInfo:
     weight_version: int = 0
 
     def updated(self, weights: str, version: int) -> EngineInfo:
-        """A copy with facts about the new weights, and a new fingerprint."""
+        """A copy of these facts for the new weights, with a new fingerprint."""
         digest = hashlib.sha256(f"{self.fingerprint} {version} {weights}".encode()).hexdigest()
         return dataclasses.replace(self, weights=weights, weight_version=version, fingerprint=f"fp_{digest[:10]}")
 

@@ -77,7 +77,7 @@ class PreparedRequest:
     image_spans: tuple[ImageSpan, ...] = ()
     """Positions of the prompt whose inputs are rows of encoded images."""
     image_tiles: tuple[ImageTile, ...] = ()
-    """Image tiles that ``image_spans`` name, each tile once."""
+    """Image tiles to which ``image_spans`` refer, each tile once."""
 
     @property
     def sequence_ids(self) -> list[str]:
@@ -86,7 +86,7 @@ class PreparedRequest:
         return [self.request_id] if count == 1 else [f"{self.request_id}#{index}" for index in range(count)]
 
     def make_sequences(self) -> list[Request]:
-        """One :class:`~chairlift.request.Request` per answer. All but the first share the prompt's KV with the
+        """One :class:`~chairlift.request.Request` per answer. All requests but the first share the prompt's KV with the
         first."""
         sequences: list[Request] = []
         ends_early = bool(self.stop_token_ids or self.params.stop)
@@ -133,8 +133,8 @@ class PreparedRequest:
 class InputProcessor:
     """Converts a prompt and its parameters to a :class:`PreparedRequest`, or raises RequestError with the reason.
 
-    ``cache`` gives the number of positions in the whole KV cache. ``seed`` makes the random seeds reproducible.
-    ``images`` reads images; None for a model that reads only texts.
+    ``cache`` has the maximum number of positions that a request may take in the KV cache. ``seed`` makes the random
+    seeds reproducible. ``images`` reads images; None for a model that reads only texts.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._cache = cache
         self._images = images
-        # The seeds need not be secret, only unrelated.
+        # The random seeds need not be secret; it is enough that they are unrelated.
         self._random = random.Random(seed)
 
     def prepare(
@@ -277,7 +277,8 @@ class InputProcessor:
             raise RequestError("structured_outputs needs the tokenizer, which was not loaded; leave it out")
 
     def _service(self, params: SamplingParams, arrival: float, tenant: str) -> tuple[int, Service]:
-        """(priority, class with deadlines) of a request. Its own values take precedence over those of its class."""
+        """(priority, class with deadlines) of a request. Values in the request take precedence over the values of its
+        class."""
         tier = DEFAULT_CLASS if params.service_tier in (None, "auto") else str(params.service_tier)
         classes = self.limits.service_classes
         if classes is None:

@@ -21,15 +21,14 @@ _WINDOW: Final = 30.0
 _MIN_RETRY: Final = 1.0
 _MAX_RETRY: Final = 60.0
 _OUTDATED: Final = 5.0
-"""After this many seconds without a message from the engine, the forecast is outdated, unless the engine's steps take
-longer."""
+"""A forecast is outdated if the engine sent no message for this many seconds, unless the engine's steps take longer."""
 _LAST_SHARE: Final = 0.5
-"""Fraction of the queue that the class with the lowest rank may fill."""
+"""Fraction of the queue that requests of the least urgent class may fill."""
 _MAX_FUTURE_SHARE: Final = 0.8
-"""Maximum fraction of the starts that is assumed to go to future, more urgent requests. So a forecast wait grows at
-most five times."""
+"""Maximum fraction of future starts that is assumed to go to more urgent requests, which have not arrived yet. So a
+forecast wait grows at most five times."""
 _WRONG_REFUSALS: Final = 0.1
-"""Target fraction of refused requests that would have started in time."""
+"""Target for refusals by forecast: fraction of the refused requests that would have started in time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Place:
 
 
 _Lane = tuple[str, str]
-"""(class of service, tenant) of a request."""
+"""(class of service, tenant) of a request. Requests with the same pair form a lane."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class _Waiting:
 
 
 class _Crowd:
-    """Counts requests by priority level and by lane."""
+    """Counts of requests by priority level and by lane (class of service and tenant)."""
 
     def __init__(self) -> None:
         self.levels: Counter[int] = Counter()
@@ -116,17 +115,18 @@ class Intake:
         self._waiting: dict[str, _Waiting] = {}
         self._crowd = _Crowd()
         self._starts: dict[str, float] = {}
-        """Request id -> forecast start."""
+        """Id of a waiting request -> forecast start."""
         self._unforeseen = _Crowd()
         """Counts of waiting requests that came after the forecast was made."""
         self._lane_ends: dict[_Lane, tuple[float, float]] = {}
-        """Lane -> (forecast start of its last request, seconds between two starts of the lane)."""
+        """Lane (class of service, tenant) -> (forecast start of the lane's last request, seconds between two starts of
+        the lane)."""
         self._started: deque[float] = deque()
         self._line_since = 0.0
-        """Time at which the queue last became non-empty. Starts before that time show how many requests came, not how
+        """Time at which the queue last became non-empty. Earlier starts show only how many requests arrived, not how
         fast the engine is."""
         self._came: deque[tuple[float, int]] = deque()
-        """(time, level) of each arrival in the last 30 seconds."""
+        """(time, priority level) of each arrival in the last 30 seconds."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -178,8 +178,8 @@ class Intake:
         """Raise QueueFullError if the forecast says that a request would time out in the queue.
 
         ``allowed`` maps setting -> seconds that the request may wait; ``spent`` seconds have passed already. First the
-        forecast is reduced to the wait that 9 of 10 earlier requests at its level exceeded, in proportion to their
-        forecasts. With too few samples no request is refused.
+        forecast is multiplied by a ratio of actual to predicted wait: the ratio that 9 of 10 earlier requests of the
+        same priority level exceeded. With too few samples no request is refused.
         """
         shortest = self._calibrations[self._levels.get(service_class, 0)].quantile(_WRONG_REFUSALS)
         if predicted is None or shortest is None or predicted < SHORTEST_WAIT:
@@ -249,7 +249,7 @@ class Intake:
         """Store the engine's newest forecast. Its waits are lengthened for the more urgent requests that will still
         arrive.
 
-        If a request came before there was a forecast, the first forecast later counts as its prediction.
+        For a request that arrived before there was a forecast, the first later forecast counts as the prediction.
         """
         made_at, longer = forecast.made_at, self._stretches(forecast)
         newcomers, strangers = (
@@ -273,8 +273,8 @@ class Intake:
                 self._unforeseen.add(each)
             elif each.lane is not None and self._levels:  # without classes the engine has no lanes
                 lanes.setdefault(each.lane, []).append(self._starts[name])
-        # The forecast adds one new request for the tenant with the most requests. For other tenants it covers only the
-        # requests that wait.
+        # The forecast includes one new request of the tenant that has the most requests. For other tenants it includes
+        # only the requests that wait.
         self._lane_ends = {
             lane: (max(all_), max(0.0, max(all_) - made_at) / len(all_))
             for lane, all_ in lanes.items()
@@ -282,7 +282,8 @@ class Intake:
         }
 
     def _stretches(self, forecast: Forecast) -> dict[str, float]:
-        """Class -> factor by which its waits grow, because more urgent requests will arrive meanwhile.
+        """Class of service -> factor by which the class's waits grow, because more urgent requests will arrive
+        meanwhile.
 
         More urgent requests are assumed to take the same fraction of the starts as in the last 30 seconds (Cobham,
         1954). Requests that wait now are not counted, because the forecast already includes them; so a single burst is
@@ -319,8 +320,8 @@ class Intake:
         return now - self.heard_at > max(_OUTDATED, 3 * self._longest_step)
 
     def _wait(self, service_class: str, lane: _Lane | None, now: float, since: _Crowd, free_rows: int) -> float | None:
-        """Seconds that a request waits. ``since`` counts the requests before it that came after the forecast was
-        made."""
+        """Seconds that a request waits. ``since`` counts the requests that are before it in the queue and that arrived
+        after the forecast was made."""
         forecast = self.forecast
         if forecast is None or self.is_outdated(now):
             return None

@@ -77,7 +77,7 @@ class Ready(msgspec.Struct, tag="ready", forbid_unknown_fields=True):
 
 class NotLoaded(msgspec.Struct, tag="not_loaded", forbid_unknown_fields=True):
     """The settings, the model or the new weights cannot be used. ``kind`` is the name of the exception. If new weights
-    fail, the old weights stay in use."""
+    cannot be used, the old weights stay in use."""
 
     kind: str
     message: str
@@ -118,8 +118,8 @@ class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
         return cls(params=params, **{name: getattr(request, name) for name in _AS_PREPARED})
 
     def request(self) -> PreparedRequest:
-        """The request as the input checks made it. Raises RequestError for sampling parameters that these checks would
-        have refused."""
+        """The request as it was before encoding. Raises RequestError for sampling parameters that the input checks
+        would have refused."""
         same = {name: getattr(self, name) for name in _AS_PREPARED}
         return PreparedRequest(prompt=None, params=SamplingParams.from_dict(self.params), **same)
 
@@ -149,7 +149,7 @@ class Step(msgspec.Struct, tag="step", forbid_unknown_fields=True):
     outputs: CoreOutputs
     stats: EngineStats
     forecast: Forecast | None = None
-    """A new forecast, if one was made since the last message."""
+    """The newest forecast, if one was made since the last message."""
 
 
 class Pool(msgspec.Struct, tag="pool", forbid_unknown_fields=True):
@@ -265,7 +265,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes | bytearray | memoryview) -> Message:
-    """The message in a frame's body. Raises FrameError."""
+    """Decode the body of a frame to a message. Raises FrameError."""
     try:
         return _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, TypeError) as error:

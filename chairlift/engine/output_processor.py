@@ -31,7 +31,7 @@ class _Answer:
         self.sequence_id = sequence_id
         self.params = prepared.params
         self.only_scores = prepared.params.max_tokens == 0
-        """Whether the caller wants only log-probabilities of the prompt. The one generated token is dropped."""
+        """Whether the caller wants only log-probabilities of the prompt. Then one token is generated, and dropped."""
         self.detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and not self.only_scores:
             self.detokenizer = IncrementalDetokenizer(tokenizer, prepared.prompt_token_ids, prepared.params)
@@ -39,7 +39,7 @@ class _Answer:
         self.num_read = 0
         """Number of generated tokens that the detokenizer has read."""
         self.num_tokens: int | None = None
-        """Number of generated tokens that belong to the answer, if a stop string has ended it; otherwise None."""
+        """Number of generated tokens that belong to the answer. None unless a stop string has ended the answer."""
         self.stop_string: str | None = None
         self.logprobs = None if self.params.logprobs is None else _flat(tokenizer)
         """Log-probabilities of generated tokens that were not delivered yet."""
@@ -48,8 +48,8 @@ class _Answer:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.decodes_since: tuple[dict[str, float], DecodeSeconds] | None = None
-        """(seconds charged until it began to decode, totals of the cause ledger at that time), only for a request with
-        stop strings."""
+        """(seconds charged to the sequence until it began to decode, totals of the cause ledger at that time); only for
+        a request with stop strings."""
         self._taken = 0
         """Number of tokens that were delivered as deltas."""
         self._end_delivered = False
@@ -58,7 +58,7 @@ class _Answer:
         self.weight_versions = [(0, 0)]
         """(index of the first token, version of the weights), as in :attr:`CompletionOutput.weight_versions`."""
         self.predicted = (0, 0)
-        """(accepted, rejected) number of drafts from the request's ``prediction``."""
+        """(accepted drafts, rejected drafts): numbers of drafts from the request's ``prediction``."""
 
     def read(self, stop_terminated: bool = False) -> str | None:
         """Let the detokenizer read the new tokens. Returns the stop string that ends the answer, or None."""
@@ -206,7 +206,7 @@ class RequestState:
     @property
     def failure(self) -> FinishReason | None:
         """Finish reason (ERROR or DEADLINE) of an answer that failed, unless the caller caused the failure; otherwise
-        None. The other answers are useless then."""
+        None. If one answer failed, the request's other answers are useless."""
         reasons = [answer.finish_reason for answer in self.answers]
         failed = [reason for reason in (FinishReason.ERROR, FinishReason.DEADLINE) if reason in reasons]
         return failed[0] if failed and not is_of_the_caller(self.error) else None
@@ -268,7 +268,7 @@ class RequestState:
         first, token = metrics.first_scheduled_time, metrics.first_token_time
         ended = None if aborted else self.answers[0].finish_reason
         record = FinishedRequest(
-            # a caller that leaves after a failure leaves because of it
+            # If an answer has failed, the caller leaves because of the failure. So the failure is the reason.
             reason=self.failure or ended or FinishReason.ABORT,
             prompt_tokens=len(self.prepared.prompt_token_ids),
             cached_tokens=self.num_cached_tokens,
@@ -285,7 +285,7 @@ class RequestState:
         return self._with_missed_deadlines(record, now)
 
     def _with_missed_deadlines(self, record: FinishedRequest, now: float) -> FinishedRequest:
-        """The record, with the deadlines that the request had and those that it missed."""
+        """The record, with two more facts: the deadlines that the request had, and the deadlines that it missed."""
         service, token = self.prepared.service, self.metrics.first_token_time
         per_token = record.seconds_per_token
         dropped = record.reason == FinishReason.DEADLINE
@@ -364,8 +364,8 @@ class OutputProcessor:
                 self._answers[name][1].weights_changed(version)
 
     def remove(self, request_id: str, now: float | None = None, *, died: bool = False) -> list[str]:
-        """Remove a request, and return the ids of its unfinished sequences. With ``now``, the statistics count it as
-        aborted, or as failed if the engine ``died``."""
+        """Remove a request, and return the ids of its unfinished sequences. With ``now``, the statistics count the
+        request as aborted, or as failed if the engine ``died``."""
         state = self._states.pop(request_id)
         if self._stats is not None and now is not None:
             record = state.record(now, aborted=True)
@@ -435,7 +435,8 @@ class OutputProcessor:
                 if record is not None and answer.logprobs is not None:
                     answer.logprobs.append(record.token_ids, record.logprobs, record.rank)
                     answer.cumulative += record.logprobs[0]
-                # The text of a token that ended the answer may be left out of the output, so it is not searched.
+                # The text of a token that ended the answer may be missing from the output. So that text is not searched
+                # for stop strings.
                 if answer.params.stop and token not in state.prepared.stop_token_ids and answer.read() is not None:
                     stopped.append(sequence_id)
             except Exception as error:  # out of memory or a bug; the other rows go on

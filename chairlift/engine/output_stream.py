@@ -32,7 +32,7 @@ class OutputStream:
         self._error: ChairliftError | None = None
         self._over = False
         self._seen = 0
-        """Number of generated tokens at the last output."""
+        """Number of generated tokens when the reader took the last output."""
         self._timers: list[asyncio.TimerHandle] = []
 
     def __aiter__(self) -> OutputStream:

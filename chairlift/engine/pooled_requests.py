@@ -1,4 +1,4 @@
-"""Calls that wait for vectors of their texts, in the process of the event loop."""
+"""Calls that wait for vectors of their texts. They run in the process with the event loop."""
 
 from __future__ import annotations
 

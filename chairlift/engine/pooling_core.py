@@ -1,7 +1,7 @@
 """Schedules passes of a model for embeddings, scores or classes, in order of arrival.
 
-A forward pass computes several whole texts, as many as fit into the token budget. Texts that arrive meanwhile are in a
-later pass. Texts are not sorted by length, so that no text has to wait for texts of a similar length.
+A forward pass computes several whole texts, as many as fit into the token budget. Texts that arrive during a pass are
+computed in a later pass. Texts are not sorted by length, so that no text has to wait for texts of a similar length.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PooledVector:
 
 
 class PoolingCore:
-    """Texts that wait, and the texts of the current forward pass."""
+    """The queue of texts that wait, and the forward passes that compute them."""
 
     def __init__(self, executor: _Executor, *, max_tokens: int, max_seqs: int) -> None:
         self.executor = executor

@@ -46,8 +46,8 @@ class PoolingInputs:
             raise RequestError(f"the model {does}; it cannot {task} them, ask for {pooling.task} or use another model")
 
     def prefix(self, prompt_name: str | None) -> str:
-        """The prompt to put before a text: the named prompt, or the model's default. Raises RequestError for an unknown
-        name."""
+        """The prompt that is put before a text: the prompt called ``prompt_name``, or the model's default prompt.
+        Raises RequestError for an unknown name."""
         prompts = self.pooling.prompts
         name = self.pooling.default_prompt if prompt_name is None else prompt_name
         if name is None:
@@ -58,7 +58,8 @@ class PoolingInputs:
         return prompts[name]
 
     def encode(self, prompt: Any, prefix: str = "") -> tuple[list[int], tuple[int, int]]:
-        """(token ids, (number of special tokens that the tokenizer added before them, number added after them))."""
+        """(token ids of the prompt, (number of special tokens that the tokenizer added before the text, number added
+        after it))."""
         prompt, _ = unnamed(prompt)
         if isinstance(prompt, (list, tuple)):
             return list(prompt), (0, 0)

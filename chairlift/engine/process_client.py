@@ -113,11 +113,11 @@ class Place(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Process id; None if the process does not run, or runs on another machine."""
+        """Id of the engine's process; None if the process does not run, or runs on another machine."""
 
     async def launch(self) -> tuple[socket.socket, dict[str, Any]]:
-        """Start the process. Returns (this side's socket of the connection, settings that this place adds). Raises
-        ConfigError or EngineDeadError."""
+        """Start the process. Returns (this side's socket of the connection, settings that this place adds to the
+        engine's settings). Raises ConfigError or EngineDeadError."""
 
     async def wait(self) -> str:
         """Wait until the process has ended. Returns a text that says how it ended. Several callers may wait."""
@@ -128,7 +128,7 @@ class Place(Protocol):
 
 class ThisMachine(Place):
     """Runs the engine as a child process of this process. ``processors`` are the processors that it may use; empty: the
-    same as this process.
+    same processors as this process.
 
     The two processes communicate through a pair of sockets. One end is the child's standard input: no other process can
     open it, and it needs no file on disk.
@@ -148,7 +148,8 @@ class ThisMachine(Place):
             self._process = await asyncio.create_subprocess_exec(
                 *engine_command(self._processors),
                 stdin=theirs.fileno(),
-                # Ctrl-C signals all processes in the terminal's group, but only the server may end the engine.
+                # Ctrl-C sends a signal to all processes in the terminal's group. The engine must not get it, because
+                # only the server may end the engine.
                 start_new_session=True,
             )
         except BaseException:
@@ -174,8 +175,8 @@ class ProcessClient(RemoteCore):
 
     def __init__(self, settings: Mapping[str, Any], events: EngineEvents, place: Place | None = None) -> None:
         self.silent_since: float | None = None
-        """Time of the engine's last message (or of the first unanswered request) while a reply is expected; otherwise
-        None. It does not change when a caller stops waiting."""
+        """While a reply is expected: time of the engine's last message, or of the first unanswered request. None while
+        no reply is expected. It does not change when a caller stops waiting."""
         self._settings = dict(settings)
         self._events = events
         self._place: Place = ThisMachine() if place is None else place
@@ -196,7 +197,7 @@ class ProcessClient(RemoteCore):
         """Start the process and load the model.
 
         Raises ConfigError or ModelLoadError if the model cannot be loaded, and EngineDeadError if the process dies
-        meanwhile.
+        while it loads the model.
         """
         sock, more = await self._place.launch()
         loop = asyncio.get_running_loop()
@@ -370,7 +371,8 @@ class _Stream(asyncio.Protocol):
 
 
 # The processors are set before all imports, because libraries count the processors when they are imported. The
-# package's folder comes last in the path, so that no file in it or in the working directory can replace a library.
+# package's folder comes last in the import path, so that no file in this folder or in the working directory can replace
+# a library.
 _BOOT: Final = """import os, sys
 if sys.argv[3]:
     os.sched_setaffinity(0, map(int, sys.argv[3].split(",")))

@@ -53,7 +53,7 @@ class Recording:
     """Sizes and settings of the engine, from the first line."""
     lines: list[dict[str, Any]]
     requests: dict[int, RecordedRequest]
-    """Number of a request in the lines -> the request."""
+    """Number that a request has in the lines -> the request."""
     steps: list[tuple[StepFeatures, float]]
     """(features, seconds) of each step, for fitting a cost model."""
     end: float
@@ -129,7 +129,7 @@ class _Reader:
         for slot in line.get("off", ()):
             self.rows.pop(slot, None)
         start, end = line["t"]
-        # While rows decode there is always work, so the host time between two steps counts as part of the second step.
+        # While rows decode there is always work. So the host time between two steps counts as part of the later step.
         begin = self._step_end if self.rows and self._step_end else max(start, self._step_end)
         self.rows.update(dict(line.get("on", ())))
         chunks = [
@@ -150,7 +150,7 @@ class _Reader:
             self._gave(number, samples)
 
     def _gave(self, number: int, tokens: int) -> None:
-        """Add output tokens to a request. They come from the newest step."""
+        """Add the output tokens of the newest step to a request."""
         request = self._request(number)
         if tokens and not request.output_tokens:
             request.first = self._step_end

@@ -23,7 +23,7 @@ class RowRecord:
     slot: int
     num_tokens: int
     why: str
-    """``decode``, or the reason for the prompt chunk."""
+    """Reason for the row's work: ``decode``, or the reason for the prompt chunk."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class StepRecord:
     chunks: tuple[tuple[str, Chunk], ...]
     num_tokens: int
     context_tokens: int
-    """Sum of the sequence positions that the decode rows attended to."""
+    """Number of positions that the decode rows attended to, summed over the rows."""
     num_waiting: int
     held_up_by: str
     """Resource that the first waiting request lacks, such as blocks; empty if no request waits."""

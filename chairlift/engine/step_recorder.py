@@ -1,8 +1,8 @@
 """Records the events of a core as lines of JSON: steps, arrivals, joins, preemptions, ends, and owners of blocks.
 
 Each line has only the changes since the previous line, so a steady step is one short line for any number of rows. Some
-lines are snapshots, where a reader can begin. The live view, recordings on file and simulated runs all use these lines;
-docs/live-view.md describes them. They contain the length of a prompt, never its text.
+lines are snapshots, where a reader can begin. The live view page, recordings in files and simulated runs all use these
+lines; docs/live-view.md describes the format. The lines contain the length of a prompt, never its text.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ class StepRecorder:
         self._num_bytes = self._since_key = self._key_size = 0
         self._key_at = core.clock.now()
         self._numbers: dict[str, int] = {}
-        """Request id -> its number in the lines. Numbers are not reused."""
+        """Request id -> number that stands for the request in the lines. Numbers are not reused."""
         self._count = 0
         self._ended: deque[str] = deque()
         self._started: dict[str, float] = {}
         """Request id -> time at which the request first joined, for unfinished requests."""
         self._changes: list[_Change] = []
-        """Changes since the last line was written, or since the last step was scheduled."""
+        """Changes of the batch since the last line was written, or since the last step was scheduled."""
         self._flights: dict[int, list[_Change]] = {}
-        """Step in flight -> changes recorded before it; oldest step first."""
+        """Index of a step in flight -> changes recorded before the step was scheduled; oldest step first."""
         self._decodes: tuple[tuple[str, int], ...] = ()
         self._status: tuple[Any, ...] = ()
         self._load = 0
-        """Number of the newest reading of the experts' load that was written."""
+        """Number of the newest reading of the expert load that was written to a line."""
         self._held: set[str] = set()
         self._leaving: dict[str, int] = {}
-        """Request that ended while steps were in flight -> the newest of these steps. Later lines still mention such a
-        request."""
+        """Id of a request that ended while steps were in flight -> index of the newest of these steps. Later lines
+        still mention such a request."""
         self._run = f"{time.time():.3f}"
         core.kv.tables.journal = []
         self._tell_past()
@@ -158,7 +158,7 @@ class StepRecorder:
         self._write(self._step_line(record, self._flights.pop(record.step, [])))
         if self._leaving:
             self._leaving = {name: step for name, step in self._leaving.items() if step >= record.step}
-        # Nobody takes the lines, so drop them; the next reader begins with the new snapshot.
+        # No reader takes the lines, so they are dropped. The next reader begins with the new snapshot.
         if self._num_bytes > self._most_bytes + self._key_size:
             self._lines, self._num_bytes = [], 0
             self._write_key()
@@ -300,7 +300,7 @@ class StepRecorder:
 
 
 def _settings(config: SchedulerConfig) -> dict[str, Any]:
-    """Name -> value of the settings that differ from their default and have a plain value."""
+    """Name of a setting -> its value, for settings that differ from their default and have a plain value."""
     values, usual = dataclasses.asdict(config), dataclasses.asdict(SchedulerConfig())
     return {
         name: value

@@ -27,8 +27,8 @@ _INSIDE: Final = 1
 _AFTER: Final = 2
 _OVER: Final = 3
 _State = tuple[int, int]
-"""(phase, count). The count depends on the phase: tokens of ``begin`` seen, tokens of reasoning, or tokens of ``after``
-that were forced."""
+"""(phase, count) of the matcher. In each phase the count has another meaning: tokens of ``begin`` seen so far, tokens
+of reasoning, or tokens of ``after`` that were forced."""
 
 
 class ThinkingMatcher:
@@ -45,7 +45,7 @@ class ThinkingMatcher:
         self._grammar = grammar
         self._bits = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
         self._states: list[_State] = [(_BEFORE, 0) if budget.begin else (_INSIDE, 0)]
-        """State after 0, 1, 2, ... tokens, until the reasoning has ended."""
+        """Entry i: state after i tokens of the answer. No entries are added after the reasoning has ended."""
 
     @property
     def stopped(self) -> bool:
@@ -98,7 +98,7 @@ class ThinkingMatcher:
         return found if found or self._grammar is None else self._grammar.forced(limit)
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
-        """Mask of the tokens that may come next; None if all may, and after an :attr:`error`."""
+        """Mask of the tokens that may come next. None if all tokens may come next, and after an :attr:`error`."""
         own, forced = None, self._forced(self._states[-1])
         if self._grammar is not None:
             own = self._grammar.mask()

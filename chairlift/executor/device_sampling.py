@@ -27,9 +27,10 @@ class SlotSettings:
         self._log_min_p = np.full(num_slots, -np.inf, dtype=np.float32)
         self._top_k = np.zeros(num_slots, dtype=np.int32)
         self.on_device = np.ones(num_slots, dtype=np.bool_)
-        """[S] whether the kernels support all parameters of the row: no penalties, no bias, no log-probabilities."""
+        """[S] whether the kernels support all parameters of the slot's row: no penalties, no bias, no
+        log-probabilities."""
         self.truncates = np.zeros(num_slots, dtype=np.bool_)
-        """[S] whether the kernels use min-p, top-k or top-p for the row."""
+        """[S] whether the kernels apply min-p, top-k or top-p to the slot's row."""
 
     def update(self, slots: Sequence[int], rows: Sequence[SamplingRow]) -> list[int]:
         """Set the rows of ``slots``. Returns the slots whose row has changed."""
@@ -49,7 +50,8 @@ class SlotSettings:
     def _set(self, slot: int, row: SamplingRow) -> None:
         params = row.params
         self.on_device[slot] = not row.reshapes and params.logprobs is None
-        # A row that the host samples gets the cheapest parameters on the device; its device token is not used.
+        # A row that is sampled on the host gets the cheapest parameters on the device, because its device token is not
+        # used.
         greedy = params.greedy or not self.on_device[slot]
         self._seeds[slot] = np.uint64(row.seed).astype(np.int64)
         self._temperature[slot] = 0.0 if greedy else params.temperature
@@ -62,8 +64,8 @@ class SlotSettings:
 
 
 def failures(drawn: npt.NDArray[np.int32]) -> dict[int, str]:
-    """Row -> reason why it has no token. ``drawn`` is int32 [R, 3]: the token, and the bits of the highest raw logit
-    and of the highest logit after all transforms."""
+    """Index of a row that has no token -> reason. ``drawn`` is int32 [R, 3]: the token, the bits of the highest raw
+    logit, and the bits of the highest logit after all transforms."""
     errors: dict[int, str] = {}
     for row in np.flatnonzero(drawn[:, 0] < 0).tolist():
         raw, shaped = drawn[row, 1:].copy().view(np.float32).tolist()

@@ -1,5 +1,5 @@
-"""A small model that makes drafts. Its layers are stored after the served model's layers, in the same blocks and with
-the same block tables.
+"""A small model that makes drafts. The KV of its layers is stored after that of the served model's layers, in the same
+blocks and with the same block tables.
 
 It computes prompts in the same steps as the served model, so shared, copied and swapped blocks contain its KV too. Its
 tokens are sampled with the request's own parameters and noise, as in the served model. So if both models have similar
@@ -25,11 +25,12 @@ from chairlift.step_batch import StepBatch
 __all__ = ["DraftModel"]
 
 _MAX_CATCH_UP: Final = 256
-"""Maximum number of tokens per call that rows with outdated KV may compute, so that they do not delay a step."""
+"""Maximum number of tokens per call that are computed for rows with outdated KV. So these rows do not delay a step for
+long."""
 
 
 class _Part(NamedTuple):
-    """Tokens of one row in a forward pass: positions ``start`` to ``end``."""
+    """Tokens of one row in a forward pass of the small model: positions ``start`` to ``end`` (excluded)."""
 
     row: int
     """Index of the row among the rows passed to :meth:`DraftModel.propose`."""
@@ -70,8 +71,8 @@ class DraftModel:
         """Per slot: number of leading tokens in ``_tokens`` that are known tokens of the request, not drafts."""
         self._owners: list[str | None] = [None] * num_slots
         self._preempted: dict[str, int] = {}
-        """Id of a request without a row -> number of leading positions whose KV the small model had when it left its
-        row."""
+        """Id of a request that lost its row -> number of leading positions whose KV the small model had computed at
+        that time."""
         self._times = DraftTimes()
 
     # -- beside the model ----------------------------------------------------------------------------------------
@@ -139,7 +140,8 @@ class DraftModel:
             self._owners[self._owners.index(request.request_id)] = None
 
     def _leave(self, slot: int) -> None:
-        """Note that the request in ``slot`` leaves its row. Its KV may still be used if it returns."""
+        """Note that the request in ``slot`` leaves its row. The small model's KV may be used again if the request
+        returns."""
         owner = self._owners[slot]
         if owner is not None:
             self._preempted[owner], self._owners[slot] = self._counts[slot], None
@@ -159,8 +161,8 @@ class DraftModel:
         return self._counts[slot]
 
     def _pass(self, parts: Sequence[_Part]) -> dict[int, int]:
-        """Compute these tokens. Returns index of a row -> token sampled after it, for rows whose known tokens are all
-        computed."""
+        """Compute the tokens of ``parts``. Returns index of a row -> token sampled after the row's last token, for rows
+        whose known tokens are all computed."""
         slots = np.array([part.request.slot for part in parts], dtype=np.int32)
         ends = np.array([part.end for part in parts], dtype=np.int32)
         lengths = np.array([part.end - part.start for part in parts], dtype=np.int32)

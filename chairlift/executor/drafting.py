@@ -1,4 +1,4 @@
-"""Parts that several drafters share: measured durations, block tables, and the input of the sampler."""
+"""Functions and classes that several drafters share: measured durations, block tables, and the input of the sampler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["DraftTimes", "block_tables", "drawing_batch"]
 _Int32 = npt.NDArray[np.int32]
 
 _MEMORY: Final = 0.1
-"""Weight of the newest measurement in a mean duration."""
+"""Weight of the newest measurement in the mean duration of a draft."""
 
 
 class DraftTimes:
@@ -23,7 +23,7 @@ class DraftTimes:
 
     def __init__(self) -> None:
         self.known: dict[int, float] = {}
-        """Bit length of a number of rows -> mean seconds of a draft with so many rows."""
+        """Bit length of a number of rows -> mean seconds of one draft for each of these rows."""
 
     def seconds(self, num_rows: int) -> float:
         """Seconds that one draft for each of ``num_rows`` rows takes; 0 before the first measurement."""
@@ -49,7 +49,8 @@ def block_tables(tables: Sequence[Sequence[Sequence[int]]], width: int) -> _Int3
 
 
 def drawing_batch(tokens: _Int32, slots: _Int32, lengths: _Int32, sampling: Sequence[Any]) -> StepBatch:
-    """Input of the sampler for R rows: one sample position each, behind the first ``lengths`` [R] tokens of ``slots``.
+    """Input of the sampler for R rows. Each row has one sample position, after the first ``lengths`` [R] tokens of its
+    slot in ``slots`` [R].
 
     ``tokens`` [num_slots, L] are the tokens of every slot. ``sampling`` are the rows' sampling parameters.
     """

@@ -38,19 +38,20 @@ _Int32 = npt.NDArray[np.int32]
 _MAX_WAITING: Final = 8
 """Number of waiting positions of a row at which the layer computes them, although nobody asked for drafts."""
 _MIN_TOKENS: Final = 256
-"""Minimum capacity of a call of the layer, in tokens."""
+"""The layer can compute at least this many tokens in one call."""
 
 
 class _Part(NamedTuple):
-    """Positions ``start`` to ``end`` of one row, for the layer."""
+    """Positions ``start`` to ``end`` of one row that the drafting layer computes in one call."""
 
     slot: int
     start: int
     end: int
     table: Sequence[Sequence[int]] | npt.NDArray[np.int32]
-    """Block ids per cache group."""
+    """Block table of the row: block ids per cache group."""
     tapped: int = -1
-    """Index of the hidden state of position ``first`` among those of the newest step; below 0: all are stored."""
+    """Index of the hidden state of position ``first`` among the hidden states of the newest step. Below 0: the hidden
+    states of all positions are stored in the drafter."""
     first: int = 0
 
 
@@ -118,11 +119,11 @@ class Eagle3Drafter:
         self._further = _Layer(network, runner, num_slots, projects=False)
         self._templates = RowTemplates(runner.vocab_size)
         self._depth = _MAX_WAITING + most + 2
-        """Number of positions per slot whose hidden states are stored. Position p is at index p % depth."""
+        """Number of positions per slot whose hidden states are stored. Position p is stored at index p % depth."""
         width, dtype = runner.tapped.shape[1], runner.tapped.dtype
         memory = Memory(num_slots * self._depth * width * dtype.itemsize)  # a page is allocated when it is first used
         self._states = memory.tensor(dtype, (num_slots, self._depth, width))
-        """Hidden states of the served model at the newest positions of each slot."""
+        """Hidden states of the served model at the newest positions of each slot: [slots, positions, width]."""
         self._ends = np.zeros(num_slots, dtype=np.int32)
         """Per slot: number of leading positions that the served model has computed for known tokens."""
         self._counts = np.zeros(num_slots, dtype=np.int32)
@@ -142,7 +143,8 @@ class Eagle3Drafter:
             self._ends[row.slot] = self._counts[row.slot] = row.num_computed_tokens
 
     def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
-        """Store the hidden states of a step's tokens, except those of rejected drafts, and compute those of prompts."""
+        """Store the served model's hidden states of a step's tokens, except the tokens of rejected drafts. Rows with
+        many new positions, such as prompts, are computed by the layer at once."""
         self._tokens = batch.tokens
         starts = batch.positions[batch.cu_seqlens[:-1]]
         lengths = np.diff(batch.cu_seqlens)
@@ -251,8 +253,8 @@ class Eagle3Drafter:
         return torch.cat([each for each, _ in found]), torch.cat([each for _, each in found])
 
     def _call(self, parts: Sequence[_Part], is_last: bool, samples: bool) -> tuple[Tensor, Tensor]:
-        """One call of the layer. Results are those of the last position of each part, with ``samples``; without
-        ``is_last``, the last part has none, because it goes on in the next call."""
+        """Call the layer once. With ``samples``, the results are those of the last position of each part. Without
+        ``is_last``, the last part gives no result, because it continues in the next call."""
         slots = np.array([part.slot for part in parts], dtype=np.int32)
         starts, ends = (np.array([part[at] for part in parts], dtype=np.int32) for at in (1, 2))
         lengths = ends - starts
@@ -276,7 +278,7 @@ class Eagle3Drafter:
         return features.clone(), hidden.clone()
 
     def _pass(self, requests: Sequence[Request], number: int, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the position of draft ``number`` - 1 of each request from the layer's own ``features``. Returns the
+        """Compute the position before draft ``number`` of each request, from the layer's own ``features``. Returns the
         same as :meth:`_compute`."""
         slots = np.array([request.slot for request in requests], dtype=np.int32)
         positions = np.array([len(request.token_ids) - 2 + number for request in requests], dtype=np.int32)
@@ -295,7 +297,7 @@ class Eagle3Drafter:
         rows: npt.NDArray[np.intp],
         ends: _Int32,
     ) -> StepBatch:
-        """Input of the layer: at each position, the token after it."""
+        """Input of the layer: the entry of each position is the token after this position."""
         size = self._block_size
         blocks = block_tables(tables, -(-int(ends.max()) // size))
         places = blocks[:, rows, positions // size].astype(np.int64) * size + positions % size
@@ -309,7 +311,8 @@ class Eagle3Drafter:
         )
 
     def _draw(self, requests: Sequence[Request], number: int, hidden: Tensor) -> list[int]:
-        """Draft ``number`` of each request, drawn with the noise of its position; -1 if none could be drawn."""
+        """Sample draft ``number`` of each request with the noise of the draft's position; -1 if no token could be
+        sampled."""
         slots = np.array([request.slot for request in requests], dtype=np.int32)
         lengths = np.array([len(request.token_ids) + number for request in requests], dtype=np.int32)
         sampling = [request.sampling for request in requests]
@@ -323,7 +326,8 @@ class Eagle3Drafter:
         if not rows.needs_logits.any() and not rows.records["temperature"].any():
             found: list[int] = ids[drawn.argmax(axis=1)].tolist()
             return found
-        # The sampler knows the model's token ids only, so it gets rows of logits with all of them.
+        # The sampler supports only the ids of the served model's vocabulary. So it gets logits of the whole vocabulary;
+        # tokens that the head does not have get minus infinity.
         logits = np.full((len(requests), -(-self._runner.vocab_size // 32) * 32), -np.inf, dtype=np.float32)
         logits[:, ids] = drawn
         self._runner.sample_logits(logits, rows)

@@ -29,9 +29,9 @@ class PendingTokens(Protocol):
 
 
 class Executor(Protocol):
-    """Runs steps in the given order. Each step uses the state that the previous step left. If the previous step failed,
-    it uses the state as if that step had run, because with look-ahead a step is scheduled before the failure is
-    known."""
+    """Runs steps in the order of the calls. Each step uses the state that the previous step left. If the previous step
+    failed, the next step uses the state as if the failed step had run, because with look-ahead a step is scheduled
+    before the failure is known."""
 
     cache_groups: list[CacheGroup]
     """Cache groups of the KV cache."""
@@ -83,8 +83,8 @@ class ImageMemory(Protocol):
     """Encoded images for the model. It is the attribute ``images`` of executors and model runners that read images."""
 
     def encode(self, tile: ImageTile) -> Iterator[None]:
-        """Compute the rows of a tile, and yield after each piece. Steps may run between two pieces. The memory holds
-        the rows when the iterator ends."""
+        """Compute the rows of a tile, and yield after each piece. Steps may run between two pieces. When the iterator
+        ends, the memory holds the rows of the tile."""
         ...
 
     def holds(self, key: bytes) -> bool:

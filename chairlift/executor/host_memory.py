@@ -43,20 +43,20 @@ def host_memory(nbytes: int, directory: str | None = None) -> npt.NDArray[np.uin
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostMoves:
-    """Blocks of one cache group, and the host block of each, in ascending order of host blocks."""
+    """Blocks of one cache group, and the host block that belongs to each, in ascending order of the host blocks."""
 
     group: int
     hosts: npt.NDArray[np.int64]
     blocks: npt.NDArray[np.int64]
 
     def parts(self, limit: int) -> list[HostMoves]:
-        """The same moves in parts of at most ``limit`` blocks."""
+        """These moves, divided into parts of at most ``limit`` blocks."""
         starts = range(0, len(self.hosts), limit)
         return [HostMoves(self.group, self.hosts[i : i + limit], self.blocks[i : i + limit]) for i in starts]
 
     def runs(self) -> list[tuple[slice, slice]]:
-        """(entries of ``blocks``, host blocks), in as few parts as possible such that the host blocks of a part are
-        contiguous."""
+        """(range of entries in ``blocks``, range of host blocks) of each run. A run has consecutive host blocks; the
+        number of runs is as small as possible."""
         cuts = [0, *(np.flatnonzero(np.diff(self.hosts) != 1) + 1).tolist(), len(self.hosts)]
         return [
             (slice(begin, end), slice(int(self.hosts[begin]), int(self.hosts[begin]) + end - begin))

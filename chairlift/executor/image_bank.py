@@ -22,8 +22,8 @@ class ImageBank:
     def __init__(self, tower: Tower) -> None:
         self._tower = tower
         self.rows: dict[bytes, npt.NDArray[np.uint8]] = {}
-        """Key of a tile -> uint8 [rows, bytes of a row]. A row has the embedding and, in some models, vectors that are
-        added after later layers."""
+        """Key of a tile -> uint8 [rows, bytes of a row]. A row has the embedding of one image token. In some models it
+        also has vectors that are added after the first layers."""
 
     def encode(self, tile: ImageTile) -> Iterator[None]:
         for found in self._tower.encode(tile):

@@ -1,5 +1,5 @@
-"""One permanent row per running request. Steps change it by differences and read it as flat arrays (vLLM V1's
-persistent batch)."""
+"""Stores one permanent row per running request. Each step sends only its changes to the rows, and reads the rows as
+flat arrays (vLLM V1's persistent batch)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _Int32 = npt.NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Awaited:
-    """Positions in the InputBatch whose tokens are still being computed by a step."""
+    """Positions in the InputBatch whose tokens are not known yet, because a step still computes them."""
 
     ticket: int
     """Placeholder (a number below 0) that is stored until the token arrives."""
     slots: _Int32
     ends: _Int32
-    """Position of each token in the sequence of its slot, one per sample position."""
+    """One entry per sample position: the position of the awaited token in the sequence of its slot."""
     verifies: list[tuple[int, int, Chunk]] = dataclasses.field(default_factory=list)
-    """Rows with drafts, as in :attr:`StepBatch.verifies`."""
+    """Rows with drafts, in the form of :attr:`StepBatch.verifies`."""
 
 
 class InputBatch:
@@ -53,8 +53,8 @@ class InputBatch:
         self.block_size = block_size
         spans = list(state_spans) or [None] * num_groups
         self._spans = np.array([span or block_size for span in spans], dtype=np.int32)[:, None]
-        # Number of cache positions per block: one per token in groups of K and V, a single one if the block holds a
-        # state.
+        # Number of cache positions per block: one per token in groups of K and V; one in all if the block holds a
+        # recurrent state.
         self._places = np.array([1 if span else block_size for span in spans], dtype=np.int32)[:, None]
         self._advances = np.array([0 if span else 1 for span in spans], dtype=np.int64)[:, None]
         self.num_slots = num_slots
@@ -72,12 +72,12 @@ class InputBatch:
         self._axes: dict[int, _Int32] = {}
         """Slot -> positions on three axes, for rows whose images need them; see :func:`axes_of`."""
         self._shifts = np.zeros(num_slots, dtype=np.int32)
-        """Per slot: number that is added to the index of a token after its images, to get the token's position."""
+        """Per slot: number to add to the index of a token after the images, to get the token's rotary position."""
         self._decodes = np.zeros(0, dtype=np.int32)
         self._steady: StepBatch | None = None
         self._unapplied: list[SchedulerOutput] = []
-        """The newest step, after earlier steps that failed before the rows were updated. All of them are applied in
-        order."""
+        """The newest step. If earlier steps failed before their changes were applied, these steps come before it, and
+        all are applied in order."""
         self._ticket = 0
 
     def apply(self, out: SchedulerOutput) -> StepBatch:

@@ -39,7 +39,7 @@ class KVPlan:
 
     groups: list[CacheGroup]
     layer_groups: list[int]
-    """Per layer: index of its group."""
+    """One entry per layer: index of the layer's cache group."""
     block_size: int
     dtype: torch.dtype
     """Data type of K and V in the cache. int8 means 8-bit codes with a scale and a minimum per token and head."""
@@ -47,11 +47,12 @@ class KVPlan:
     """Bytes of one token's K and V, summed over all layers."""
     total_bytes: int
     block_bytes: list[int]
-    """Per group: bytes of one block over all its layers."""
+    """One entry per cache group: bytes of one block over all layers of the group."""
     swap_directory: str | None = None
     """Directory of the file with the host blocks; None: the host blocks are in memory."""
     gain: str = ""
-    """Text that says how many more tokens fit than in the model's dtype; empty if K and V have the model's dtype."""
+    """Text that says how many more tokens fit into the cache than with the model's dtype; empty if K and V have the
+    model's dtype."""
     states: StatePlan | None = None
     """Plan of the recurrent states; None if the model has none."""
 
@@ -82,7 +83,7 @@ class KVPlan:
         return 0 if self.states is None else self.states.nbytes * self.states.num_blocks
 
     def _describe_tokens(self, max_model_len: int) -> str:
-        """Text about the room for K and V."""
+        """Text that says how many tokens of K and V fit into the cache."""
         length = min(2048, max_model_len)
         chats = self.num_tokens // length
         size = (self.total_bytes - self.state_bytes) / 2**30
@@ -165,7 +166,8 @@ def plan_kv_cache(
     caching: bool = True,
     snapshot_interval: int | None = None,
 ) -> KVPlan:
-    """Divide ``memory_bytes`` into blocks, as many as ``most_tokens`` tokens need at most, or into ``num_blocks``.
+    """Divide ``memory_bytes`` into blocks: into ``num_blocks`` if it is given, otherwise into at most as many as
+    ``most_tokens`` tokens need.
 
     Layers with the same window form a group, and so do the recurrent layers. Every group of K and V gets the same
     number of blocks, and as many host blocks as fit into ``swap_bytes`` (None: a tenth of the blocks, rounded up).
@@ -287,5 +289,5 @@ def make_host_blocks(plan: KVPlan) -> list[npt.NDArray[np.uint8]]:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy allocates zero pages at first use; torch.zeros would write to all of them at start.
+    # numpy allocates a zero page when it is first used; torch.zeros would write to all pages at once.
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

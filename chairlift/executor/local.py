@@ -49,7 +49,7 @@ class Drafter(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _KnownTokens:
-    """Tokens of a runner that has already computed them."""
+    """Tokens from a runner that has computed them already."""
 
     tokens: SampledTokens
 
@@ -59,7 +59,7 @@ class _KnownTokens:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Arriving:
-    """Tokens that a device still computes, and their positions in the InputBatch."""
+    """Tokens that a device still computes, and the positions in the InputBatch where they belong."""
 
     pending: PendingTokens
     rows: InputBatch
@@ -87,10 +87,10 @@ class LocalExecutor:
         self.block_size = block_size
         self.block_bytes = runner.block_bytes
         self.calls: tuple[str, ...] = tuple(getattr(runner, "calls", ()))
-        """Names of the operations without a kernel. PyTorch computes these operations."""
+        """Names of the operations for which there is no kernel, so that PyTorch computes them."""
         self.num_lookahead_steps = 1 if getattr(runner, "runs_ahead", False) else 0
         self.drafter = drafter
-        """Small model or heads that make drafts; None without them. See ``speculative_config``."""
+        """Small model, layer or heads that make drafts; None without drafts. See ``speculative_config``."""
         self.adapters: AdapterMemory | None = getattr(runner, "adapters", None)
         """Memory of the adapters; None if no adapters are served."""
         self.expert_counts: npt.NDArray[np.int64] | None = getattr(runner, "expert_counts", None)

@@ -69,7 +69,7 @@ class MedusaHeads:
         ]
         """Per layer: (transposed weights [heads, D, D], biases [heads, 1, D])."""
         self._states = np.zeros((num_slots, len(heads[0].blocks[0][1])), dtype=np.float32)
-        """Per slot: hidden state from which the row's newest token was drawn."""
+        """Per slot: hidden state from which the newest token of the slot's row was sampled."""
         self._tokens: np.ndarray = np.zeros((num_slots, 0), dtype=np.int32)
         """Tokens of every slot: the engine's own array. The part after the known tokens is free for drafts."""
         self._times = DraftTimes()
@@ -78,8 +78,8 @@ class MedusaHeads:
         """Do nothing: the heads need only the hidden states that :meth:`saw` gets."""
 
     def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
-        """Store the hidden states of the newest tokens of a step. For a row with drafts: that of the last accepted
-        draft."""
+        """Store the hidden states of the newest tokens of a step. A row with drafts gets the hidden state of its last
+        accepted draft."""
         self._tokens = batch.tokens
         if not len(batch.sample_tokens):
             return
@@ -89,7 +89,7 @@ class MedusaHeads:
             accepted = chunk.num_accepted(token_ids[first : first + chunk.samples])
             hidden_rows[first : first + chunk.samples] = hidden_rows[first + accepted]
             slots[first : first + chunk.samples] = slot
-        # A slot may occur several times; numpy then keeps the last value.
+        # A slot may occur several times in ``slots``; numpy then keeps the last value.
         self._states[slots] = hidden[torch.from_numpy(hidden_rows.astype(np.int64))].float().numpy()
 
     def seconds(self, num_rows: int) -> float:
@@ -124,8 +124,8 @@ class MedusaHeads:
     def _draw(
         self, numbers: range, states: Tensor, slots: np.ndarray, known: np.ndarray, sampling: list[object]
     ) -> list[int]:
-        """One token per head and row, head by head, drawn with the noise of the token's position; -1 if none could be
-        drawn. Several ``numbers`` are allowed only if the heads use the same output matrix."""
+        """One token per head and row, head by head, sampled with the noise of the token's position; -1 if no token
+        could be sampled. Several ``numbers`` are allowed only if the heads use the same output matrix."""
         these = slice(numbers.start, numbers.stop)
         made = states.expand(len(numbers), *states.shape)
         for weights, biases in self._blocks:

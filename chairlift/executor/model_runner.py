@@ -119,7 +119,7 @@ class TorchModelRunner:
         replace_weights(self._model, source, progress)
 
     def _move_blocks(self, batch: StepBatch) -> None:
-        """Save, copy and load blocks before the step is computed."""
+        """Swap out, copy and swap in the blocks of a step, before the step is computed."""
         if batch.swap_out:
             self._swap_space.swap_out(batch.swap_out)
         self._copy_blocks(batch.copies)

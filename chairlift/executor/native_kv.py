@@ -74,8 +74,8 @@ class NativeKV:
         self.host = HostBlocks(self._caches, make_host_blocks(plan))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy blocks; ``copies`` has (group, source, target). All sources of a group are read before its first target
-        is written."""
+        """Copy blocks; ``copies`` has (group, source block, target block). All source blocks of a group are read before
+        its first target block is written."""
         for group in {group for group, _, _ in copies}:
             sources, targets = zip(*((source, target) for g, source, target in copies if g == group), strict=True)
             for cache in self._caches[group]:

@@ -33,7 +33,7 @@ from chairlift.step_batch import Masks, PromptLogprobs, SampledTokens, StepBatch
 __all__ = ["NativeModelRunner"]
 
 _SCRATCH_BYTES = 64 << 20
-"""Maximum number of bytes for stored logits. If more rows need them, these rows are sampled in several calls."""
+"""Maximum number of bytes of stored logits. If a step needs more, its rows are sampled in several calls."""
 
 
 class NativeModelRunner:
@@ -69,7 +69,7 @@ class NativeModelRunner:
         draft_spec = () if draft is None else draft.kv_cache_spec()
         self._kv = NativeKV([*spec, *draft_spec], plan, dtype) if kv is None else kv
         self.adapters: NativeAdapters | None = None
-        """Computes the adapters' low-rank matrices; None if no adapters are served."""
+        """Computes the low-rank matrices of adapters; None if no adapters are served."""
         if lora is not None:
             sizes = {"max_rank": lora.max_lora_rank, "capacity": lora.num_cpu_loras}
             self.adapters = NativeAdapters(model, dtype, max_tokens=max_tokens + SPARE_ROWS, **sizes)
@@ -98,7 +98,7 @@ class NativeModelRunner:
         self._draft_layers = self._kv.layers[first_layer + len(spec) :][: len(draft_spec)]
         self._logits: Tensor | None = None
         self.draft: NativeModelRunner | None = None
-        """Runs the small model for drafts; None without one."""
+        """Runner of the small model that makes drafts; None without such a model."""
         if isinstance(draft, CausalLM):
             more = {"isa": isa, "max_tokens": max_tokens, "kv": self._kv, "first_layer": len(spec)}
             self.draft = NativeModelRunner(draft, plan, dtype, pool, **more)  # type: ignore[arg-type]
@@ -120,7 +120,8 @@ class NativeModelRunner:
 
     def sample(self, hidden: Tensor, batch: StepBatch, masks: Masks | None) -> SampledTokens:
         """Compute the logits of the sample positions and sample, in one call."""
-        # For each row, index of its first hidden state; for each sample position, index of its hidden state.
+        # ``at``: for each row, index of its first hidden state. ``hidden_rows``: for each sample position, index of its
+        # hidden state.
         at, hidden_rows = batch.cu_seqlens, self.sample_places(batch)
         if (needed := _needed(batch)) is not None:
             at = np.searchsorted(needed, at).astype(np.int32)
@@ -190,7 +191,7 @@ class NativeModelRunner:
         self.program.sample(logits, self.vocab_size, rows.records)
 
     def _padded(self, states: Tensor) -> Tensor:
-        """``states`` [R, D] in the model's dtype, in rows that are padded with zeros."""
+        """The hidden states ``states`` [R, D] in the model's dtype. Each row is padded with zeros at its end."""
         width = states.shape[1]
         padded = torch.zeros((len(states), -(-width // PANEL) * PANEL + PANEL), dtype=self._dtype)
         padded[:, :width] = states

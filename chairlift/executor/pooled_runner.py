@@ -35,7 +35,7 @@ class _Runner(Protocol):
     calls: Sequence[str]
 
     def hidden(self, batch: StepBatch, token_types: Tensor | None, kept: npt.NDArray[np.intp] | None) -> Tensor:
-        """Hidden states of the tokens ``kept`` [K, D], or of all tokens [T, D] if ``kept`` is None."""
+        """Hidden states [K, D] of the tokens with the indices ``kept``; or [T, D] of all tokens if ``kept`` is None."""
 
 
 class TorchPooledRunner:
@@ -99,7 +99,7 @@ class NativePooledRunner:
 
 
 def _with_blocks(batch: StepBatch, num_groups: int) -> StepBatch:
-    """The batch with consecutive scratch blocks for each text. Block 0 is unused."""
+    """The batch, with consecutive scratch blocks in the block table of each text. Block 0 is unused."""
     counts = -(-batch.seq_lens // _BLOCK_SIZE)
     first = np.concatenate(([1], 1 + np.cumsum(counts)[:-1]))
     table = first[:, None] + np.arange(int(counts.max()))

@@ -1,4 +1,5 @@
-"""Converts sampling parameters to records for the native sampler, and the sampler's results to those of the engine.
+"""Converts sampling parameters to records for the native sampler, and converts the sampler's results to the engine's
+form.
 
 The parameters of a request never change, so its record is made once and stored per slot. A step copies the records of
 its sample positions, and sets position and history of all records with array operations. Only rows whose masked ids
@@ -72,7 +73,7 @@ class NativeRows:
         return rows
 
     def make_room(self) -> None:
-        """Allocate the arrays for log-probabilities, if a row asked for them."""
+        """Allocate the arrays for log-probabilities, if at least one row asked for log-probabilities."""
         max_logprobs = int(self.records["num_logprobs"].max(initial=-1))
         if max_logprobs < 0:
             return
@@ -121,8 +122,8 @@ class RowTemplates:
         """Per slot: whether the masked ids of its request depend on the output."""
         self._kept: list[list[Any]] = []
         self._filled: tuple[list[Any], NativeRows] | None = None
-        """(sampling list of a step, its rows). If the next step has the same list, only the positions of the rows
-        change."""
+        """(list of sampling parameters of a step, the step's rows). If the next step has the same list, only the
+        positions in the rows are updated."""
 
     def fill(self, batch: StepBatch, masks: Masks | None) -> NativeRows:
         """Records of the sample positions of ``batch``.
@@ -210,7 +211,7 @@ class RowTemplates:
 
 
 def _blank(count: int) -> _Records:
-    """Records that ask only for the arg max."""
+    """``count`` records that ask only for the token with the highest logit."""
     records = np.zeros(count, dtype=SAMPLING_ROW)
     records["top_p"] = records["repetition"] = 1
     records["num_logprobs"] = records["target"] = -1

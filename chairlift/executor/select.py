@@ -82,7 +82,7 @@ def why_not_native(
 
 
 def _launch_error() -> str:
-    """Error of the C module that Triton compiles before its first launch; empty if it works."""
+    """Text of the error in the C module that Triton compiles before its first launch; empty if the module works."""
     try:
         importlib.import_module("triton.runtime").driver.active  # noqa: B018
     except Exception as error:  # no compiler, no headers, no writable directory: each raises another, undocumented type
@@ -123,10 +123,11 @@ def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torc
 
 
 def why_not_quantized(quantization: str, kernels: str, dtype: torch.dtype, device: torch.device) -> str:
-    """Reason why ``kernels`` cannot run a model with this quantisation, with the remedy; empty if they can.
+    """Reason why ``kernels`` cannot run a model with the weight format ``quantization``, with the remedy; empty if they
+    can.
 
     fp8 matrix multiplication exists only for bfloat16. Triton's interpreter supports only float32, so there PyTorch
-    computes it.
+    computes fp8 multiplications.
     """
     if quantization == "none":
         return ""

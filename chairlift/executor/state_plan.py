@@ -12,7 +12,8 @@ __all__ = ["StatePlan", "plan_states"]
 _PLAIN_INTERVAL = 1024
 """Number of positions between two snapshots in models without K and V. Their cache consists only of states."""
 _STATE_SHARE = 2
-"""If the model also has K and V, states of running requests take at most 1 / this of the memory."""
+"""If the model also has K and V, this is the divisor of the memory that the states of running requests may take: at
+most 1 / _STATE_SHARE of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

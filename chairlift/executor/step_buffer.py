@@ -17,7 +17,8 @@ from torch import Tensor
 __all__ = ["ReturnBuffers", "StepBuffer", "to_device"]
 
 _ALIGNMENT = 16
-"""Alignment of arrays in bytes. Triton compiles a separate kernel for each alignment of its arguments."""
+"""Number of bytes of which each array's address is a multiple. Triton compiles a separate kernel for each alignment of
+its arguments."""
 
 
 _HostBuffer = tuple[Tensor, torch.cuda.Event | None]
@@ -50,8 +51,8 @@ class StepBuffer:
         self._resize(0)
 
     def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Tensor]:
-        """Copy the arrays to the device. The results are valid until the next call. It waits only for the second-last
-        copy."""
+        """Copy the arrays to the device. The returned tensors are valid until the next call. The method waits only
+        until the copy before the previous one is done."""
         starts = [0, *itertools.accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
         if starts[-1] > len(self._memory):
             self._resize(starts[-1])
@@ -71,23 +72,23 @@ class StepBuffer:
         return self._memory[start : start + array.nbytes].view(dtype).view(array.shape)
 
     def _resize(self, size: int) -> None:
-        """Allocate the memory for ``size`` bytes and half of that in addition, so that slowly growing steps do not
-        resize it every time."""
+        """Allocate memory for 1.5 times ``size`` bytes, so that slowly growing steps do not resize it every time."""
         size += size // 2
         self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._hosts = itertools.cycle([_host_buffer((size,), torch.uint8, self._device) for _ in range(2)])
 
 
 class ReturnBuffers:
-    """Host memory for results of at most ``shape``. There are as many buffers as results that were not read yet."""
+    """Host memory for results of at most the shape ``shape``. A buffer is in use until its result has been read, so
+    there are as many buffers as unread results."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._kind = shape, dtype, device
         self._free: list[_HostBuffer] = []
 
     def fetch(self, result: Tensor) -> Callable[[], npt.NDArray[Any]]:
-        """Start to copy ``result`` to the host; later launches may overwrite it. The returned function waits for the
-        copy and returns it. Call that function once."""
+        """Start to copy ``result`` to the host; later launches may overwrite it. The returned function waits until the
+        copy is complete, and returns it. Call the returned function once."""
         host, copied = piece = self._free.pop() if self._free else _host_buffer(*self._kind)
         host[: len(result)].copy_(result, non_blocking=True)
         if copied is not None:

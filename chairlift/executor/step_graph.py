@@ -39,7 +39,7 @@ class Graph(Protocol[_T_co]):
 
 
 class GraphMaker(Protocol):
-    """Makes graphs, and counts their number and memory."""
+    """Makes graphs of steps, and counts the graphs and the memory that they take."""
 
     num_graphs: int
     num_bytes: int
@@ -48,7 +48,7 @@ class GraphMaker(Protocol):
 
 
 class _EagerGraph(Generic[_T]):
-    """A step without a graph: its operations are launched again each time."""
+    """A step that is not captured as a CUDA graph: its operations are launched again each time."""
 
     def __init__(self, step: Callable[[], _T]) -> None:
         self._step = step
@@ -106,7 +106,7 @@ class CudaGraphs:
         torch.cuda.empty_cache()  # capturing does it too, and would count it
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Starting a capture writes to tensors that the first capture made. PyTorch 2.11 requires that all captures
+        # Starting a capture writes to tensors that the first capture created. PyTorch 2.11 requires that all captures
         # start in the same inference mode.
         with (
             _without_collecting(),
@@ -134,7 +134,7 @@ def _without_collecting() -> Iterator[None]:
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Numbers of rows for which steps are recorded: 1, 2, 4, 8, 16, 24 ... 256, then every 32, up to ``most_rows``."""
+    """Numbers of rows for which steps are recorded: 1, 2, 4, 8, 16, 24 ... 256, then every 32, up to ``max_rows``."""
     ladder = itertools.chain((1, 2, 4), range(8, 256, 8), itertools.count(256, 32))
     return [*itertools.takewhile(lambda size: size < max_rows, ladder), max_rows]
 

@@ -86,8 +86,8 @@ class CudaHostBlocks:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def swap_out(self, saved: Iterable[tuple[int, int, int]]) -> None:
-        """Save blocks in host memory; ``saved`` has (group, block, host block). Their content is that after all earlier
-        steps."""
+        """Save blocks in host memory; ``saved`` has (group, block, host block). The saved content is the content after
+        all earlier steps."""
         current, under_way = torch.cuda.current_stream(self._device), 0
         for moves in self._parts((group, host, block) for group, block, host in saved):
             blocks, host = to_device(moves.blocks, self._device), self._hosts[moves.group]
@@ -102,7 +102,8 @@ class CudaHostBlocks:
             under_way = _limit_in_progress(self._stream, under_way + staged.nbytes)
 
     def swap_in(self, loaded: Iterable[tuple[int, int, int]]) -> None:
-        """Load blocks from host memory before the step is computed; ``loaded`` has (group, host block, block)."""
+        """Copy blocks from host memory to the device before the step is computed; ``loaded`` has (group, host block,
+        block)."""
         current, under_way = torch.cuda.current_stream(self._device), 0
         for moves in self._parts(loaded):
             blocks, host = to_device(moves.blocks, self._device), self._hosts[moves.group]
@@ -124,7 +125,8 @@ class CudaHostBlocks:
 
 
 def _limit_in_progress(stream: torch.cuda.Stream, under_way: int) -> int:
-    """Bytes of copies in progress. If there are too many, waits until all copies are done and returns 0."""
+    """Return the number of bytes of copies in progress. If there are too many, wait until all copies are done and
+    return 0."""
     if under_way <= 2 * _MAX_STAGED:
         return under_way
     stream.synchronize()

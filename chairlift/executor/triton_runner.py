@@ -61,7 +61,7 @@ class _Outputs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Tokens that were all sampled on the device, and are being copied to the host."""
+    """Tokens of a step that was sampled completely on the device. The tokens are being copied to the host."""
 
     read: Callable[[], npt.NDArray[np.int32]]
 
@@ -191,7 +191,7 @@ class TritonModelRunner(TorchModelRunner):
         self, step: _Outputs, rest: list[int], batch: StepBatch, masks: Masks, tokens: SampledTokens
     ) -> None:
         histories = batch.histories
-        # A decode step has no logits here only if a mask was given, which was not known when the step was launched.
+        # A decode step has no logits here only if a mask was given. The mask was not known when the step was launched.
         whole = self._compute_logits(step.hidden[: len(batch.sample_rows)]) if step.logits is None else step.logits
         logits = whole.index_select(0, torch.tensor(rest, device=whole.device))
         logprobs: list[Any] = [None] * len(batch.sample_rows)
@@ -210,7 +210,7 @@ class TritonModelRunner(TorchModelRunner):
         tokens.logprobs = logprobs if any(entry is not None for entry in logprobs) else None
 
     def _decode(self, batch: StepBatch, size: int, truncates: bool, keep: bool) -> _Outputs:
-        """Compute one token of each row. First the changes of the state are sent to the device. The rows after those of
+        """Compute one token of each row. First the changes of the state are sent to the device. Rows after the rows of
         ``batch`` are padding."""
         step, state = self._recorded(size, truncates, keep), self._state
         known = batch.token_ids >= 0
@@ -228,7 +228,8 @@ class TritonModelRunner(TorchModelRunner):
     def _recorded(self, size: int, truncates: bool, keep: bool) -> Graph[_Outputs]:
         key = (size, truncates, keep)
         if key not in self._decodes:
-            # Recording runs the step more than once. All its rows are empty, so this changes no request.
+            # Recording runs the step more than once. All rows of the recorded step are empty, so this changes no
+            # request.
             self._state.note("slots", np.arange(size), np.full(size, -1))
             self._state.flush()
             inputs, launch = self._state.inputs(size), self._launch(size, True)
@@ -280,15 +281,15 @@ class TritonModelRunner(TorchModelRunner):
             tables, mapping = np.zeros((groups, 0, 0), dtype=np.int32), np.zeros((groups, 0), dtype=np.int64)
             nobody = StepBatch(none, none, none, none, tables, mapping)
             buffer, largest_input = StepBuffer(self._device), np.zeros(max(size, self._state.num_slots), dtype=np.int64)
-            # the largest contents, so that the buffer never moves
+            # Use the largest possible inputs, so that the buffer never has to move.
             step, _ = self._send(buffer, nobody, size, [largest_input] * 6)
             launch = self._launch(self._state.num_slots, False)
             self._bodies[size] = buffer, self._record(f"{size} tokens", TritonModelRunner._run_body, step, launch)
         return self._bodies[size]
 
     def _record(self, size: str, method: Callable[..., _T], *arguments: Any) -> Graph[_T]:
-        """``method`` with these ``arguments`` as a graph. If there is not enough memory for a graph, the operations are
-        launched again each time."""
+        """Record ``method`` with these ``arguments`` as a graph. If there is not enough memory for the graph, the
+        operations are launched again each time."""
         step = functools.partial(
             method, weakref.proxy(self), *arguments
         )  # a reference cycle would keep the GPU's memory
@@ -303,7 +304,8 @@ class TritonModelRunner(TorchModelRunner):
     def _send(
         self, buffer: StepBuffer, batch: StepBatch, size: int, rest: list[npt.NDArray[Any]]
     ) -> tuple[StepTensors, list[Tensor]]:
-        """(input of a step, tensors of ``rest``) on the device. Unless ``size`` is 0, tokens and rows are padded."""
+        """Copy the input of a step and the arrays ``rest`` to the device, and return both as tensors there. Unless
+        ``size`` is 0, the step is padded to ``size`` tokens or rows."""
         tokens, rows = (size, self._state.num_slots) if size else (len(batch.token_ids), len(batch.slots))
         arrays: list[tuple[npt.NDArray[Any], int, int]] = [
             (batch.token_ids, tokens, 0),

@@ -38,7 +38,7 @@ class BlockPool:
         # The first block is allocated next. Blocks without content are put at the front, cached blocks at the back.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._levels = [0] * num_blocks
-        # Level -> {protected block -> number of its release}, in order of release.
+        # Retention level -> {protected block -> number of its release}, in the order in which the blocks were released.
         self._protected: dict[int, OrderedDict[int, int]] = {1: OrderedDict(), 2: OrderedDict()}
         self._num_releases = 0
 
@@ -76,7 +76,7 @@ class BlockPool:
         return block, evicted
 
     def share(self, block: int) -> None:
-        """Count one more block table that has this block."""
+        """Count one more block table that contains this block."""
         if self.ref_counts[block] == 0:
             self._withdraw(block)
             self.num_cached -= 1
@@ -88,8 +88,8 @@ class BlockPool:
         self._levels[block] = max(self._levels[block], level)
 
     def release(self, block: int) -> None:
-        """Count one block table less that has this block. When no table has it, it becomes cached if it has content,
-        otherwise free."""
+        """Count one block table less that contains this block. When no table contains it, it becomes cached if it has
+        content, otherwise free."""
         count = self.ref_counts[block] - 1
         if count < 0 or block == NULL_BLOCK:
             raise InvariantError(f"block {block} was released more often than it was taken")
@@ -118,7 +118,7 @@ class BlockPool:
         self._free.move_to_end(block, last=False)
 
     def _queue_cached(self, block: int) -> None:
-        """Put a cached block at the end of the queue of its level."""
+        """Put a cached block at the end of the queue of its retention level."""
         level = self._levels[block]
         if level == 0:
             self._free[block] = None
@@ -132,14 +132,15 @@ class BlockPool:
             self._free[oldest] = None
 
     def _withdraw(self, block: int) -> None:
-        """Remove an unused block from its queue."""
+        """Remove an unused block from the queue that contains it."""
         if block in self._free:
             del self._free[block]
         else:
             del self._protected[self._levels[block]][block]
 
     def check_invariants(self, references: dict[int, int]) -> None:
-        """Compare all counts with ``references``: block -> number of block tables and deferred releases that have it.
+        """Compare all counts with ``references``: block -> number of block tables and deferred releases that contain
+        it.
 
         Raises InvariantError.
         """

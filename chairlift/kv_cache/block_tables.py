@@ -28,7 +28,7 @@ class BlockTables:
         self.layout, self.block_size = layout, layout.block_size
         self.pools = [BlockPool(group.num_blocks) for group in layout.groups]
         self.reservations = Reservations(layout, self.pools)
-        # Properties of each cache kind that every new block needs, looked up once.
+        # Attributes of each cache kind that are needed for every new block. They are looked up once.
         self._spans = [kind.span for kind in layout.kinds]
         self._counts = [int(kind.stores_positions) for kind in layout.kinds]
         self._releasing = [group for group, kind in enumerate(layout.kinds) if kind.releases]
@@ -36,11 +36,12 @@ class BlockTables:
         self.held_blocks = 0
         """Number of entries in all block tables of groups with K and V. A shared block counts once per table."""
         self.deferred: deque[tuple[int, int, list[int]]] = deque()
-        """(last step that uses the blocks, group, blocks). The blocks are released when that step has ended."""
+        """(index of the last step that uses the blocks, group, blocks). The blocks are released when that step has
+        ended."""
         self.num_deferred = [0] * len(self.pools)
         self.done_step = 0  # steps count from 1
         self.journal: list[TableChange] | None = None
-        """Changes of tables, in order; None while nobody subscribes to them."""
+        """Changes of block tables, oldest first; None while no code reads them."""
         self.num_changes = 0
         """Counter of events after which a refused request may fit: released blocks and smaller reservations."""
 
@@ -54,9 +55,10 @@ class BlockTables:
     ) -> None:
         """Give the request one block table per group.
 
-        ``tables`` has shared blocks, and None for missing ones. ``wants`` is the number of new blocks per group; they
-        replace the Nones, and the rest are appended. ``known`` is the number of shared positions. ``path`` has the
-        prefix-cache nodes of the shared blocks; None means that the request's blocks are never published.
+        ``tables`` has the shared blocks, with None in place of missing blocks. ``wants`` is the number of new blocks
+        per group. New blocks replace the Nones first; the remaining new blocks are appended. ``known`` is the number of
+        shared positions. ``path`` has the prefix-cache nodes of the shared blocks; None means that the request's blocks
+        are never published.
         """
         request.block_ids, request.reserved = [], [(0, 0)] * len(tables)
         request.num_out_of_reach = [self.layout.first_in_reach(group, known) for group in range(len(tables))]
@@ -79,8 +81,8 @@ class BlockTables:
         """Give ``request``, the copy of a request in another cache of the same sizes, as many blocks as ``original``
         has there.
 
-        ``twins`` has, per group, a map from block ids of the other cache to block ids here, so that blocks shared there
-        are also shared here. The copies are never published to the prefix cache.
+        ``twins`` has, per group, a map from block ids of the other cache to block ids here, so that blocks shared in
+        the other cache are also shared here. The copies are never published to the prefix cache.
         """
         request.block_ids, request.reserved = [], [(0, 0)] * len(twins)
         request.num_out_of_reach = list(original.num_out_of_reach)
@@ -133,8 +135,8 @@ class BlockTables:
         return True
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
-        """Number of blocks that :meth:`extend` will lack after all deferred releases, in the pool that lacks most; 0 if
-        none."""
+        """Number of blocks that :meth:`extend` will lack after all deferred releases. The result is the number for the
+        pool that lacks most; 0 if no pool lacks blocks."""
         gaps = [
             self.layout.kinds[group].num_entries(num_tokens)
             - len(table)
@@ -152,7 +154,7 @@ class BlockTables:
         return min(limit, *ends) // unit * unit
 
     def num_free_soon(self) -> list[int]:
-        """Number of free blocks per group after all deferred releases."""
+        """One entry per cache group: number of blocks that are free after all deferred releases."""
         return [pool.num_free + deferred for pool, deferred in zip(self.pools, self.num_deferred, strict=True)]
 
     def free(self, request: Request, in_flight: int) -> None:
@@ -231,7 +233,7 @@ class BlockTables:
         return blocks
 
     def _release_passed(self, group: int, request: Request, in_flight: int) -> None:
-        """Release the blocks that the sliding window has passed."""
+        """Release the blocks of the request's table that the group's sliding window has passed."""
         first = min(self.layout.first_in_reach(group, request.num_computed_tokens), len(request.block_ids[group]))
         table = request.block_ids[group]
         passed = [i for i in range(request.num_out_of_reach[group], first) if table[i] != NULL_BLOCK]
@@ -248,7 +250,7 @@ class BlockTables:
         self.num_changes += self.reservations.update(group, request)
 
     def _cut(self, group: int, request: Request, end: int, in_flight: int) -> None:
-        """Release the request's table in ``group`` from entry ``end`` on, last entry first."""
+        """Release the entries of the request's table in ``group`` from index ``end`` on, last entry first."""
         table = request.block_ids[group]
         if self.journal is not None:
             self.journal.append((request.request_id, group, end, [], table[end:]))

@@ -49,8 +49,8 @@ class CacheLayout:
         return self.kinds[group].first_in_reach(position)
 
     def admission_blocks(self, group: int, known: int, reserve: int) -> int:
-        """Number of table entries after the admission of a request with ``known`` shared positions that gets blocks for
-        ``reserve`` positions."""
+        """Number of entries in a request's block table after its admission. ``known`` is the number of shared
+        positions; the request gets blocks for ``reserve`` positions."""
         whole = self.kinds[group].num_entries(max(reserve, known + 1))
         return min(whole, self.first_in_reach(group, known) + self.blocks_for(group, reserve))
 

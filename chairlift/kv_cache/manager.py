@@ -1,4 +1,4 @@
-"""Admits requests to the KV cache: with shared blocks, new blocks, and KV that returns from host memory."""
+"""Admits requests to the KV cache. Their blocks are shared, new, or copied back from host memory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["Admission", "BlockCounts", "KVCacheManager", "NewBlocks", "TableChan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Shared:
-    """Leading positions whose KV another request computed. They come from a path of prefix-cache nodes, or from the
-    request that a fork copies (``source``)."""
+    """Leading positions of a request whose KV another request computed. The blocks come from a path of prefix-cache
+    nodes, or from the request ``source`` that is forked."""
 
     num_tokens: int
     path: list[PrefixNode] = dataclasses.field(default_factory=list)
@@ -66,7 +66,7 @@ class KVCacheManager:
             )
         self.prefix_offload = prefix_offload and enable_prefix_caching
         self.num_offloaded = self.num_brought_back = 0
-        """Counters: evicted blocks that were copied to host memory, and blocks that were copied back."""
+        """Counters: evicted blocks that were copied to host memory; blocks that were copied back from there."""
         self._offloaded: list[tuple[int, int, int]] = []  # (group, block, host block) that the next step must copy
         self._scheduled_step = 0
         self.swapped: dict[str, Swapped] = {}
@@ -78,7 +78,8 @@ class KVCacheManager:
 
     @property
     def capacity_tokens(self) -> int:
-        """Maximum number of positions of a single request. A window group that can hold its window sets no limit."""
+        """Maximum number of positions of a single request. A group with a sliding window sets no limit if its pool can
+        hold a whole window."""
         limits = [
             pool.capacity * kind.span
             for group, (pool, kind) in enumerate(zip(self.pools, self.layout.kinds, strict=True))

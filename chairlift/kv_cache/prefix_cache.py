@@ -33,7 +33,8 @@ _TOKEN_BYTES = 8
 
 
 def block_tokens(token_ids: list[int]) -> bytes:
-    """Token ids as bytes, eight bytes each, in the machine's byte order. Nodes compare and hash these bytes."""
+    """Token ids as bytes: eight bytes per id, in the machine's byte order. Prefix-cache nodes compare and hash these
+    bytes."""
     return array("q", token_ids).tobytes()
 
 
@@ -42,8 +43,8 @@ class PrefixCache:
     and the same tokens and images up to the block's end.
 
     ``kinds`` are the cache kinds of the pools (default: full). ``secret`` makes the keys differ between processes.
-    ``hash_function`` is for tests with colliding hashes. Copies in ``host_pool`` exist until they are evicted there or
-    their node is removed.
+    ``hash_function`` is for tests with colliding hashes. ``host_pool`` holds copies of evicted blocks. A copy exists
+    until it is evicted there or its node is removed.
     """
 
     def __init__(
@@ -139,8 +140,8 @@ class PrefixCache:
             self.lost_copy(group, node)
 
     def forget(self, request: Request) -> None:
-        """Remove all nodes of the request's tokens, including those that sliding windows have passed, because their
-        content may be wrong."""
+        """Remove all nodes of the request's tokens, because their content may be wrong. Nodes that sliding windows have
+        passed are removed too."""
         # Blocks that came back from host memory and are not published yet can be found only by their tokens.
         for known in self.walk(request, request.num_computed_tokens // self.block_size):
             for group in range(len(self._pools)):
@@ -219,7 +220,8 @@ class PrefixCache:
                     self.journal.append(("stored", node.key, above, node.tokens, request.adapter_id))
 
     def _prune(self, node: PrefixNode | None) -> None:
-        """Remove nodes without blocks and without children, from this node up to the root."""
+        """Remove the node if it has neither blocks nor children; then its parent if the same holds, and so on up to the
+        root."""
         while node is not None and not node.num_children and node.holds_nothing:
             if self._nodes.get(node.key) is not node:
                 return
@@ -229,7 +231,8 @@ class PrefixCache:
                 node.num_children -= 1
 
     def _root(self, request: Request) -> PrefixNode | None:
-        """Root node for the request's adapter and salt; None if its key collides with another node's key."""
+        """Root node for the request's adapter and salt; None if the key of this root is also the key of another node (a
+        hash collision)."""
         key = self._root_key(request)
         owner = (request.adapter_id, request.cache_salt)
         root = self._nodes.get(key)

@@ -1,4 +1,5 @@
-"""A node of the prefix cache's tree. Requests refer to nodes, so this module imports nothing of the package."""
+"""A node of the tree of the prefix cache. Requests refer to nodes, so this module imports no other module of the
+package."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ __all__ = ["PrefixNode"]
 
 
 class PrefixNode:
-    """One full block of tokens after a given prefix. Per cache group, ``blocks`` has the block with its KV, and
-    ``hosts`` the host block with a copy; None if there is none."""
+    """Node for one full block of tokens that follows a certain prefix. ``blocks`` and ``hosts`` have one entry per
+    cache group: the block with the tokens' KV, and the host block with a copy of it; None if there is none."""
 
     __slots__ = ("blocks", "hosts", "key", "num_children", "owner", "parent", "tokens")
 

@@ -20,11 +20,12 @@ class Reservations:
         self.reserved = [0] * len(pools)
         """Per group: number of blocks that guaranteed requests hold or may still take."""
         self.unheld = [0] * len(pools)
-        """Per group: number of blocks that are reserved and not held now."""
+        """Per group: number of blocks that guaranteed requests may still take, because the blocks are reserved for them
+        and not held now."""
 
     def fits(self, group: int, request: Request, free: int, want: int, watermark: float) -> bool:
-        """Whether a joining request may take ``want`` of ``free`` blocks, so that a fraction ``watermark`` of the pool
-        stays free.
+        """Whether a joining request may take ``want`` of the ``free`` blocks. A fraction ``watermark`` of the pool must
+        stay free.
 
         A block that several guaranteed requests share counts once for each of them, because it stays in use when one of
         them releases it.
@@ -38,7 +39,8 @@ class Reservations:
         return spare >= (watermark * capacity if kind.grows else 0)
 
     def withheld(self, group: int, request: Request) -> int:
-        """Number of free blocks that this running request may not take."""
+        """Number of free blocks that this running request may not take, because they are reserved for guaranteed
+        requests."""
         return 0 if request.is_guaranteed else self.unheld[group]
 
     def update(self, group: int, request: Request) -> bool:
@@ -58,8 +60,8 @@ class Reservations:
         return self.reserve(group, request, num_held + unheld, unheld)
 
     def reserve(self, group: int, request: Request, reserved: int, unheld: int) -> bool:
-        """Reserve ``reserved`` blocks for the request; it does not hold ``unheld`` of them now. Returns whether other
-        requests may take more blocks than before."""
+        """Reserve ``reserved`` blocks for the request, of which it does not hold ``unheld`` blocks now. Returns whether
+        other requests may take more blocks than before."""
         before = request.reserved[group]
         self.reserved[group] += reserved - before[0]
         self.unheld[group] += unheld - before[1]

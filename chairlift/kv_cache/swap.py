@@ -21,22 +21,23 @@ class Swapped:
     """KV of one preempted request in host memory."""
 
     num_tokens: int
-    """Number of leading positions that need not be computed again."""
+    """Number of leading positions whose KV is saved, so that they need not be computed again."""
     blocks: list[list[int]]
     """Per cache group: host blocks, beginning with the first table entry that the next position can read."""
     step: int
-    """Step that makes the copies. If it fails, none of the host blocks can be used."""
+    """Index of the step that makes the copies. If it fails, none of the host blocks can be used."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Kept:
-    """A host block with the evicted content of a prefix-cache node."""
+    """A host block that holds the evicted content of a prefix-cache node."""
 
     node: PrefixNode
     saved: int
-    """Step that copies the content to this host block. It can be read after that step has ended."""
+    """Index of the step that copies the content to this host block. The host block can be read after that step has
+    ended."""
     used: int
-    """Last step that reads or writes this host block, or that evicts its node's block."""
+    """Index of the last step that reads or writes this host block, or in which the block of its node is evicted."""
 
 
 class SwapPool:
@@ -65,7 +66,8 @@ class SwapPool:
 
     @property
     def num_used(self) -> int:
-        """Number of blocks that hold a request's KV or that a step in flight still uses, summed over all groups."""
+        """Number of host blocks that hold a request's KV or that a step in flight still uses, summed over all
+        groups."""
         return self.capacity - sum(map(self.num_free, range(len(self._free))))
 
     @property
@@ -101,11 +103,13 @@ class SwapPool:
         return host
 
     def is_readable(self, group: int, host: int) -> bool:
-        """Whether the copy to this host block of a prefix-cache node has been made."""
+        """Whether the host block of a prefix-cache node can be read: the step that copies the content to it has
+        ended."""
         return self._kept[group][host].saved <= self._done_step
 
     def touch(self, group: int, host: int, step: int) -> None:
-        """Note that ``step`` reads this host block of a prefix-cache node, or evicts its node's block."""
+        """Note that ``step`` reads this host block of a prefix-cache node, or that the block of the node is evicted in
+        ``step``."""
         self._kept[group][host].used = step
         self._kept[group].move_to_end(host)
 

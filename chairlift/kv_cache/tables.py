@@ -7,8 +7,8 @@ import dataclasses
 __all__ = ["Admission", "BlockCounts", "NewBlocks", "TableChange"]
 
 TableChange = tuple[str, int, int, list[int], list[int]]
-"""(request id, group, first, new blocks from entry ``first`` on, released blocks). ``first`` = -n means that the window
-has passed the first n entries."""
+"""(request id, group, first, new blocks from entry ``first`` on, released blocks) of one change of a block table.
+``first`` = -n means that the window has passed the first n entries."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ _HISTOGRAMS: Final = (
     ("request_preemptions", "request_num_preemptions", "Preemptions per request."),
     ("step_tokens", "iteration_tokens_total", "Tokens computed per step."),
 )
-"""(field of RequestStats, name, description)."""
+"""(field of RequestStats, name of the metric, description of the metric)."""
 
 
 class CacheInfo(Protocol):
@@ -144,13 +144,14 @@ def render(
     families += _governor(ours, stats, up)
     families += _deadlines(ours, stats, {"default": 0} if classes is None else classes, up)
     families += _forecasts(ours, stats, forecast_within or {})
-    # these collectors report the process that runs this code, which is the server
+    # These collectors report the process that runs this code: the server's process.
     families += ProcessCollector(registry=None).collect()
     return generate_latest(_Families(families))
 
 
 class _Families(Collector):
-    """A collector that returns metrics made before, for functions of the Prometheus library that need a collector."""
+    """A collector that returns metrics that were made before. Some functions of the Prometheus library need a
+    collector."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -160,7 +161,7 @@ class _Families(Collector):
 
 
 class _Names:
-    """Makes metrics with a common prefix and common labels."""
+    """Makes metrics whose names have a common prefix and which have common labels."""
 
     def __init__(self, prefix: str, model_name: str) -> None:
         self._prefix = prefix
@@ -178,7 +179,7 @@ class _Names:
         return family
 
     def constants(self, name: str, text: str, constants: Mapping[str, str], value: float = 1) -> GaugeMetricFamily:
-        """A gauge with constant value whose labels contain the information."""
+        """A gauge with a constant value. The information is in its labels."""
         family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, *constants))
         family.add_metric((*self._values, *constants.values()), value)
         return family
@@ -339,7 +340,7 @@ def _resident_memory(pid: int | None) -> float | None:
 
 
 def _memory_pressure(names: _Names, stats: RequestStats, info: CacheInfo | None) -> Iterator[Metric]:
-    """Costs of too little KV memory: preemptions and evictions."""
+    """Metrics that show a lack of KV memory: preemptions and evictions."""
     engine = stats.engine
     swaps, tails = engine.num_swap_preemptions, engine.num_tail_preemptions
     methods = {"recompute": engine.num_preemptions - swaps - tails, "swap": swaps, "tail": tails}
@@ -358,7 +359,8 @@ def _memory_pressure(names: _Names, stats: RequestStats, info: CacheInfo | None)
 
 
 def _drafts(names: _Names, stats: RequestStats) -> Iterator[Metric]:
-    """Speculative decoding, under vLLM's names. The mean number of tokens per verified row is 1 + accepted / drafts."""
+    """Metrics of speculative decoding, under vLLM's names. The mean number of tokens per verified row is 1 + accepted /
+    drafts."""
     engine = stats.engine
     yield names.counter("spec_decode_num_drafts", "Rows of steps that had drafts.", engine.num_verified_rows)
     yield names.counter("spec_decode_num_draft_tokens", "Tokens drafted, and verified.", engine.num_draft_tokens)
@@ -385,7 +387,7 @@ def _adapters(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
 
 
 def _grammars_and_budgets(names: _Names, engine: EngineStats) -> Iterator[Metric]:
-    """Grammars and thinking budgets."""
+    """Metrics of grammars and thinking budgets."""
     yield names.counter("grammars_compiled", "Grammars compiled.", engine.num_grammars_compiled)
     yield names.counter("grammar_cache_hits", "Requests whose grammar was in the cache.", engine.num_grammar_hits)
     yield names.counter("grammars_failed", "Grammars that could not be compiled.", engine.num_grammars_failed)
@@ -403,7 +405,7 @@ def _batches(names: _Names, stats: RequestStats) -> Metric:
 
 
 def _governor(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
-    """Current values of the settings that a governor changes."""
+    """Metrics with the current values of the settings that a governor changes."""
     engine = stats.engine
     yield names.gauge("running_limit", "Most sequences that may run.", engine.running_limit if up else 0)
     yield names.gauge("token_budget", "Tokens of a step.", engine.token_budget if up else 0)
@@ -414,7 +416,7 @@ def _governor(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
 
 
 def _deadlines(names: _Names, stats: RequestStats, classes: Mapping[str, int], up: bool) -> Iterator[Metric]:
-    """Requests with deadlines, and how many met them."""
+    """Metrics of requests with deadlines: how many there were, and how many met them."""
     engine, known = stats.engine, tuple(classes)
     for name, text, values in (
         ("requests_by_class", "Requests that have ended, by class of service.", stats.classes),
@@ -437,7 +439,7 @@ def _deadlines(names: _Names, stats: RequestStats, classes: Mapping[str, int], u
 
 
 def _forecasts(names: _Names, stats: RequestStats, within: Mapping[float, float | None]) -> Iterator[Metric]:
-    """Accuracy of the forecasts of waiting times."""
+    """Metrics of the accuracy of the forecasts of waiting times."""
     text = "Between the wait predicted for a request and the one it had."
     yield names.histogram("forecast_wait_error_seconds", text, stats.forecast_error)
     shares = {f"{ratio:g}": within.get(ratio) for ratio in FORECAST_RATIOS}

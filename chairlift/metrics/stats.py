@@ -27,11 +27,11 @@ DEADLINE_KINDS = ("ttft", "tpot", "deadline")
 """Kinds of deadlines: time to the first token, time per later token, time to the end."""
 
 FORECAST_RATIOS = (1.0, 1.25, 2.0)
-"""Multiples of the predicted wait. A forecast counts as right for a multiple if the actual wait was not longer than
-it."""
+"""Ratios of actual to predicted wait. For each ratio the server counts the requests whose actual wait was at most this
+multiple of the predicted wait."""
 
 BATCH_OUTCOMES = ("completed", "failed")
-"""Outcome of a request in a batch: ``completed`` for status 2xx, ``failed`` for any other."""
+"""Outcomes of a request in a batch of /v1/batches: ``completed`` for status 2xx, ``failed`` for any other status."""
 
 CAUSES = (
     *("front_door", "waiting_step", "waiting_slots", "waiting_blocks", "waiting_tokens", "waiting_reservation"),
@@ -105,7 +105,8 @@ class EngineStats:
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
     num_offloaded_blocks: int = 0
-    """Number of blocks that the prefix cache moved to host memory. The next field counts blocks that it copied back."""
+    """Number of blocks that the prefix cache moved to host memory. The next field is the number of blocks copied back
+    from there."""
     num_brought_back_blocks: int = 0
     num_late_dropped: int = 0
     """Number of sequences that were ended because they could no longer meet their deadline."""
@@ -140,7 +141,7 @@ class EngineStats:
     """Number of requests whose grammar was already compiled."""
     num_grammars_failed: int = 0
     grammar_compile_seconds: float = 0.0
-    """Total time of all compilations in seconds."""
+    """Total time in seconds that was spent compiling grammars."""
     num_thinking_limited: int = 0
     """Number of ended outputs that had a thinking budget. The next field: outputs whose reasoning was ended by the
     budget."""
@@ -153,7 +154,7 @@ class EngineStats:
     experts. Updated once a second; empty if experts are not counted."""
 
     def only_counters(self) -> EngineStats:
-        """A copy with the counters only, for an engine that has ended."""
+        """A copy in which only the counters are kept, for an engine that has ended."""
         counters = EngineStats(**{name: getattr(self, name) for name in _COUNTERS})
         counters.accepted_at = list(self.accepted_at)
         return counters
@@ -222,11 +223,12 @@ class FinishedRequest:
     num_preemptions: int
     e2e_seconds: float
     queue_seconds: float | None
-    """Time from arrival to the first step. This field and the next two are None if the request did not get that far."""
+    """Time from the request's arrival to its first step. This field and the next two are None if the request did not
+    get that far."""
     prefill_seconds: float | None
-    """Time from the first step to the first token."""
+    """Time from the request's first step to its first token."""
     decode_seconds: float | None
-    """Time from the first token to the end."""
+    """Time from the request's first token to its end."""
     service_class: str = "default"
     has_deadline: bool = False
     """Whether the request had a deadline of any kind."""

@@ -11,8 +11,8 @@ __all__ = ["BERT", "BERT_DEFAULTS", "BERT_TENSORS", "read_bert"]
 
 
 def read_bert(fields: Fields, layers: int, offset: int = 0) -> dict[str, Any]:
-    """Fields of EncoderConfig that BERT and related families share. The position of the first token is row ``offset``
-    of the position table."""
+    """The fields of EncoderConfig that have the same keys in BERT and related families. The first token of a text uses
+    row ``offset`` of the position table."""
     kind = fields.get("position_embedding_type")
     if kind not in (None, "absolute"):
         fields.fail(f"position_embedding_type {kind!r:.40} is not supported, only absolute")
@@ -42,7 +42,7 @@ BERT_TENSORS = {
     f"{_LAYER}.down": (f"{_THEIRS}.output.dense",),
     f"{_LAYER}.mlp_norm": (f"{_THEIRS}.output.LayerNorm",),
 }
-"""Layer name in this package -> tensor names in a BERT checkpoint, without the prefix."""
+"""Layer name in this package -> tensor names in a BERT checkpoint, without the checkpoint's prefix."""
 
 BERT_DEFAULTS = {
     "vocab_size": 30522,

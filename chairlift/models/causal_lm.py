@@ -57,7 +57,8 @@ class Decoder(nn.Module):
         return hidden
 
     def rotations(self, positions: Tensor, dtype: torch.dtype) -> list[ops.Rotary | None]:
-        """Per layer, the cosines and sines that rotate q and k; None for a layer that does not rotate them."""
+        """Per layer of the decoder, the cosines and sines that rotate q and k; None for a layer that does not rotate
+        them."""
         tables = [rotary(positions, dtype) for rotary in self.rotary]
         return [None if table is None else tables[table] for table in self.layer_tables]
 
@@ -106,7 +107,8 @@ class CausalLM(nn.Module):
         Linear layers get the format ``weight_format``, the output head gets ``weight_format.head``, and experts get
         ``weight_format.stacked``. A tied head shares the embedding's weight if the format allows sharing. All other
         parameters are plain and have ``dtype``, unless their module lists them in ``float32_parameters``. ``kinds``
-        maps parameter name -> kind of integer groups, for the parameters that will be written as integers in groups.
+        maps parameter name -> kind of integer groups; it lists the parameters that will be written as integers in
+        groups.
         """
         head, embedding = self.lm_head, self.model.embed_tokens
         for name, layer in self.named_modules():
@@ -123,7 +125,7 @@ class CausalLM(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the activations."""
+        """Dtype of the model's hidden states."""
         ends = ("norm.weight", "mixer.recurrent")  # the latter in models without norms; both are never packed
         return next(value.dtype for name, value in self.named_parameters() if name.endswith(ends))
 
@@ -139,7 +141,7 @@ class CausalLM(nn.Module):
 
     def finish_head(self) -> None:
         """Give a tied head a packed copy of the embedding, if the head's format cannot share the embedding's weight.
-        Call it after the embedding has been written."""
+        Call this method after the embedding has been written."""
         if self.config.tie_word_embeddings and not self.lm_head.format.embeds:
             rows = self.model.embed_tokens.weight.detach()
             self.lm_head.format.write(self.lm_head.weight, 0, rows, mapped=False)
@@ -156,7 +158,7 @@ class CausalLM(nn.Module):
 
     def kv_cache_spec(self) -> list[LayerCache | LayerState]:
         """Shapes of the caches, in layer order: a LayerCache for a layer with attention, a LayerState for a recurrent
-        layer. A layer with both has its LayerCache first."""
+        layer. A layer with both has first a LayerCache, then a LayerState."""
         heads, size = self.config.num_key_value_heads, self.config.head_dim
         kept: list[LayerCache | LayerState] = []
         layers: list[Any] = list(self.model.layers)
@@ -169,7 +171,8 @@ class CausalLM(nn.Module):
 
 
 def lay_out_layers(formats: Mapping[Matrix, WeightFormat], dtype: torch.dtype, device: torch.device) -> None:
-    """Allocate the weights of these layers on the meta device, each in the format that ``formats`` gives for it."""
+    """Allocate on ``device`` the weights of layers that are on the meta device. ``formats`` maps layer -> format of the
+    layer's weight."""
     for each in dict.fromkeys(formats.values()):
         layers = [layer for layer, used in formats.items() if used == each]
         weights = each.empty([layer.shape for layer in layers], dtype, device)
@@ -178,7 +181,7 @@ def lay_out_layers(formats: Mapping[Matrix, WeightFormat], dtype: torch.dtype, d
 
 
 def lay_out_rest(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Allocate all other parameters on the meta device as plain tensors."""
+    """Allocate on ``device``, as plain tensors, all parameters that are still on the meta device."""
     for module in model.modules():
         for name, value in module.named_parameters(recurse=False):
             if value.is_meta:

@@ -36,17 +36,17 @@ class CheckpointPart:
     start: int
     """First row of the parameter that this tensor fills."""
     shape: tuple[int, ...]
-    """Shape of the filled rows: ``shape[0]`` rows."""
+    """Shape of the parameter's rows that this tensor fills; ``shape[0]`` is their number."""
     transposed: bool = False
     """Whether the checkpoint stores the transpose."""
     order: tuple[int, ...] = ()
-    """Row order within each head: our row i is the checkpoint's row ``order[i]`` of the same head. Empty if the order
-    is the same."""
+    """Order of the rows within each head of q or k: row i of our head is row ``order[i]`` of the same head in the
+    checkpoint. Empty if the order is the same."""
     ordered: int = 0
-    """Number of leading rows to which :attr:`order` applies. All later rows have the same index here and in the
-    checkpoint."""
+    """Number of leading rows to which :attr:`order` applies. All later rows have the same order in both."""
     stack: int = 1
-    """Number of weights in a stack. The checkpoint stores a stack as one tensor [stack, rows / stack, ...]."""
+    """Number of weights (experts) in a stack. The checkpoint stores a stack as one tensor [stack, rows / stack,
+    ...]."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class CheckpointPart:
         return self.shape[::-1] if self.transposed else self.shape
 
     def rows_of(self, stored: Tensor) -> Tensor | StoredRows:
-        """The checkpoint's tensor as rows of :attr:`shape`, without a copy."""
+        """The checkpoint's tensor ``stored`` as rows with the shape :attr:`shape`, without a copy."""
         if self.stack > 1:
             return TransposedStack(stored) if self.transposed else stored.flatten(0, 1)
         return stored.t() if self.transposed else stored

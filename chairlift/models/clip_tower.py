@@ -52,7 +52,7 @@ class ClipTower:
         self._patches = take(f"{_TOP}embeddings.patch_embedding.weight", width, 3, patch, patch)
         self._positions = take(f"{_TOP}embeddings.position_embedding.weight", config.side**2 + 1, width)
         self._norm = take(f"{_TOP}pre_layrnorm.weight", width), take(f"{_TOP}pre_layrnorm.bias", width)
-        # Layers behind the last feature are not needed.
+        # Layers behind the last layer that the projector reads are not needed.
         self._layers = VisionLayers(config, take, f"{_TOP}encoder.layers.", max(config.feature_layers))
         at = "multi_modal_projector.linear_"
         self._projector = product(f"{at}1", text, width * len(config.feature_layers)), product(f"{at}2", text, text)
@@ -75,7 +75,7 @@ class ClipTower:
         yield (yield from in_pieces(chosen, self._project))
 
     def _embed(self, tile: ImageTile) -> Tensor:
-        """Hidden states of the class and the patches before the first layer, [1 + patches, width]."""
+        """Hidden states of the class token and of the patches before the first layer, [1 + patches, width]."""
         pixels = self._pixels(tile).to(self.dtype)
         patches = functional.conv2d(pixels[None], self._patches, stride=self.config.patch_size).flatten(2)[0].t()
         state = torch.cat([self._class[None], patches]) + self._positions

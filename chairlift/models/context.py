@@ -32,8 +32,8 @@ class LayerCache:
     num_kv_heads: int
     head_dim: int
     window: int | None
-    """Number of tokens that a query sees, itself included (sliding window); None: it sees all. Blocks older than the
-    window may be reused."""
+    """Number of newest tokens that a query attends to, itself included (sliding window); None: all earlier tokens.
+    Blocks with older tokens may be reused."""
     value_dim: int | None = None
     """Elements of one head of V, if different from ``head_dim``."""
 
@@ -46,12 +46,13 @@ class LayerCache:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerState:
-    """State of one recurrent layer. Its size per request does not depend on the length of the text."""
+    """Shape of the state of one recurrent layer. The state's size per request does not depend on the length of the
+    text."""
 
     parts: tuple[StatePart, ...]
 
     def part_bytes(self, dtype: torch.dtype) -> list[int]:
-        """Bytes of each part of one state, in a model of ``dtype``."""
+        """One entry per part of the state: bytes of this part, in a model of ``dtype``."""
         return [math.prod(part.shape) * (part.dtype or dtype).itemsize for part in self.parts]
 
 
@@ -94,12 +95,13 @@ class PagedContext:
     cu_seqlens: list[int]
     """[N + 1] offsets of the rows in the flat batch; the last is T."""
     seq_lens: list[int]
-    """[N] number of tokens in each sequence after this step (cached and new)."""
+    """[N] number of tokens in the sequence of each row after this step (cached and new)."""
     block_tables: Tensor
     """int64 [groups, N, max_blocks]. Entries after a sequence's last block or before its sliding window are never
     read."""
     slot_mapping: Tensor
-    """int64 [groups, T]: ``block * block_size + offset`` of the position where each token's K and V are written."""
+    """int64 [groups, T]: position in the cache, ``block * block_size + offset``, where each token's K and V are
+    written."""
     kv_caches: Sequence[tuple[Tensor, ...]]
     """Per layer, its cache tensors: K and V, each [num_blocks, block_size, Hkv, Dh], where V may have another head
     width. A recurrent layer has the parts of its states instead, each [num_blocks, ...]."""

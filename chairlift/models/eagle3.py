@@ -39,7 +39,8 @@ __all__ = ["Eagle3", "Eagle3Config", "load_eagle3", "read_eagle3_config"]
 
 _ARCHITECTURES: Final = ("LlamaForCausalLMEagle3", "Eagle3Speculator", "Eagle3LlamaForCausalLM", "Eagle3DraftModel")
 _UNSUPPORTED: Final = ("fc_norm", "attention_bias", "mlp_bias")
-"""Keys that change the network in ways that are not supported, if their value is true."""
+"""Keys of ``config.json`` that must not be true, because the change of the network that they ask for is not
+supported."""
 _MAX_TAPS: Final = 16
 
 
@@ -50,9 +51,10 @@ class Eagle3Config:
     layer: ModelConfig
     """Config of a Llama model with one layer, and the served model's vocabulary."""
     draft_vocab_size: int
-    """Rows of the output head."""
+    """Number of rows of the drafting layer's output head."""
     taps: tuple[int, ...]
-    """Indices of the served model's layers. The hidden states before these layers are the features."""
+    """Indices of layers of the served model. The hidden states before these layers are the input from which features
+    are computed."""
     target_hidden_size: int
     """Width of the served model's hidden states."""
     norm_before_residual: bool = False
@@ -60,7 +62,8 @@ class Eagle3Config:
     norm_before_fc: bool = False
     """Whether the served model's hidden states are normalised before their projection."""
     norm_output: bool = False
-    """Whether the layer's normalised result, instead of its result, is the next position's feature."""
+    """Whether the feature of the next position is the layer's result after a norm. Otherwise it is the result
+    itself."""
 
 
 def read_eagle3_config(folder: Path, target: ModelConfig) -> Eagle3Config:
@@ -100,7 +103,7 @@ def read_eagle3_config(folder: Path, target: ModelConfig) -> Eagle3Config:
         raise ModelLoadError(
             f"{path}: draft_vocab_size must be a whole number from 1 to {target.vocab_size}, got {size!r:.80}"
         )
-    # A file of speculators without this key has true, as vLLM reads it.
+    # If a file of the library speculators does not have this key, its value is true, as in vLLM.
     before = said.get("norm_before_residual", nested is not None)
     return Eagle3Config(
         layer=layer,
@@ -117,7 +120,7 @@ def _taps(ids: Any, path: Path, num_layers: int) -> tuple[int, ...]:
     """Layers of the served model before which hidden states are read.
 
     Two conventions are in use. In most files, id X stands for the input of layer X. Files whose first id is 1 count
-    outputs: there, X stands for the output of layer X, the input of layer X + 1.
+    outputs: in these files, X stands for the output of layer X, which is the input of layer X + 1.
     """
     if not ids:
         if num_layers < 4:
@@ -137,7 +140,8 @@ def _taps(ids: Any, path: Path, num_layers: int) -> tuple[int, ...]:
 
 
 class _PairAttention(Attention):
-    """Self-attention whose q, k and v are a linear function of two inputs: rows of an embedding, rows of a feature."""
+    """Self-attention with two inputs: rows of an embedding and rows of a feature. q, k and v are linear in both
+    inputs."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, 0)
@@ -179,7 +183,8 @@ class Eagle3(nn.Module):
         self.rotary = RotaryEmbedding(layer.head_dim, ropes[0], layer.max_position_embeddings)
 
     def project(self, features: Tensor) -> Tensor:
-        """Features [T, D] of the served model's tapped hidden states [T, taps * D of the model]."""
+        """Compute features [T, D] from the served model's hidden states before the tapped layers [T, taps * D of the
+        model]."""
         projected: Tensor = self.fc(features if self.input_norm is None else self.input_norm(features))
         return projected
 
@@ -197,7 +202,7 @@ class Eagle3(nn.Module):
         return (out if self.config.norm_output else hidden), out
 
     def kv_cache_spec(self) -> list[LayerCache | LayerState]:
-        """Shape of the layer's cache."""
+        """Shape of the KV cache of the drafting layer."""
         layer = self.config.layer
         return [LayerCache(layer.num_key_value_heads, layer.head_dim, None)]
 
@@ -230,24 +235,25 @@ _Files = Mapping[str, tuple[str, Any]]
 
 
 def _own_name(name: str) -> str:
-    """Name of a tensor without the prefixes of the layer: the authors' ``midlayer.``, or ``layers.0.``."""
+    """Name of a stored tensor without the prefix of its layer: ``midlayer.`` in the authors' files, ``layers.0.`` in
+    others."""
     return name.removeprefix("model.").removeprefix("midlayer.").removeprefix("layers.0.")
 
 
 class _Piece(NamedTuple):
-    """Part of a stored tensor, and its place in a layer's weight."""
+    """Part of a stored tensor, and the layer's weight into which it is written."""
 
     layer: Matrix
     row: int
-    """First row of the weight."""
+    """First row of the layer's weight that the part fills."""
     rows: int
     column: int
-    """First column of the stored tensor."""
+    """First column of the stored tensor that belongs to the part."""
     columns: int
 
 
 def _pieces(network: Eagle3) -> dict[str, list[_Piece]]:
-    """Name of a matrix -> its pieces, which lie side by side."""
+    """Name of a stored matrix -> its parts. The parts are adjacent ranges of columns of the matrix."""
     layer, attention, mlp = network.config.layer, network.self_attn, network.mlp
     hidden, inner = layer.hidden_size, layer.intermediate_size
     kv, width = layer.num_key_value_heads * layer.head_dim, layer.num_attention_heads * layer.head_dim

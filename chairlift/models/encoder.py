@@ -28,7 +28,8 @@ class EncoderBatch:
     token_types: Tensor | None = None
     """int64 [T], the token type ids; None if all are 0."""
     recorder: Recorder | None = None
-    """Recorder that turns the network into a step program for the native kernels; None while tensors are computed."""
+    """Recorder, while the network is recorded as a step program for the native kernels; None while tensors are
+    computed."""
     _tables: dict[float, ops.Rotary] = dataclasses.field(default_factory=dict)
 
     def begin(self, cu_seqlens: list[int], token_types: Tensor | None) -> None:
@@ -50,7 +51,7 @@ class EncoderBatch:
 
 
 class _Embeddings(nn.Module):
-    """Token ids, positions and token types -> [T, D], before the norm."""
+    """The embedding before its norm: token ids, positions and token types -> sum of their embeddings [T, D]."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class _Layer(nn.Module):
         if batch.recorder is not None and self.in_kernels:
             heads = self.width // self.head_dim
             found: Any = ops.rotary_heads(qkv, None, heads, heads, self.head_dim)
-            # Layers run one after another, so they can all write K and V of the pass to the same cache.
+            # Layers run one after another, so all layers can write the pass's K and V to the same cache.
             out: Any = batch.recorder.attend(0, *found, scale=self.head_dim**-0.5, window=None, both_ways=True)
             return cast(Tensor, out)
 

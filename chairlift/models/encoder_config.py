@@ -33,10 +33,10 @@ class EncoderConfig:
     position_offset: int = 0
     """Row of the position table for the first token of a text."""
     num_token_types: int = 0
-    """Number of rows in the table of token types; 0 if there is no table."""
+    """Number of rows in the table of token types; 0 if the network has no such table."""
     pre_norm: bool = False
     """Whether norms come before attention and MLP, with one more norm at the end. Otherwise a norm follows each
-    addition."""
+    addition to the residual stream."""
     gated: bool = False
     """Whether the MLP is down(gelu(a) * b), with a and b computed by one matmul. Otherwise the MLP is
     down(gelu(up))."""
@@ -44,9 +44,9 @@ class EncoderConfig:
     mlp_bias: bool = True
     norm_bias: bool = True
     layer_windows: tuple[int | None, ...]
-    """Per layer, the number of tokens that a token sees on each side; None: it sees all."""
+    """Per layer, the number of tokens on each side that a token attends to; None: it attends to all tokens."""
     layer_thetas: tuple[float, ...] = ()
-    """Per layer, the base of the rotation; empty for learned positions."""
+    """Per layer, the base of the rotation of q and k; empty for learned positions."""
     dtype: str | None = None
     """``float32``, ``bfloat16`` or ``float16`` from the config; None if the config has no dtype."""
     head_bias: bool = True
@@ -66,7 +66,7 @@ class EncoderConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderFamily:
-    """Everything that is specific to one ``model_type``."""
+    """Everything that is specific to one ``model_type`` of encoders."""
 
     model_type: str
     read: Callable[[Fields, int], Mapping[str, Any]]
@@ -76,11 +76,12 @@ class EncoderFamily:
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """BERT's key of ``config.json`` -> this family's key, where they differ."""
     prefix: str
-    """Prefix of the body's tensor names. A checkpoint without a head may leave it out."""
+    """Prefix of the tensor names of the encoder itself. A checkpoint without a head may leave the prefix out."""
     tensors: Mapping[str, tuple[str, ...]]
-    """Layer name in this package (``*`` is a layer number) -> tensor names in the checkpoint, without the prefix.
+    """Layer name in this package (``*`` is a layer number) -> tensor names in the checkpoint, without :attr:`prefix`.
     Several tensors together fill the rows of one layer."""
     head_tensors: Mapping[str, str]
-    """Classifier layer in this package -> its tensor name in the checkpoint, with the prefix."""
+    """Name of a layer of the classifier in this package -> its full name in the checkpoint, for example ``head.out`` ->
+    ``classifier``."""
     ignored_tensors: str
-    """Regular expression of tensor names that a model for embeddings does not need."""
+    """Regular expression of the names of tensors in a checkpoint that a model for embeddings does not need."""

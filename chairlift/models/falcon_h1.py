@@ -37,7 +37,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
         "attention_layers": (True,) * layers,
         "attention_scales": (attention_in, attention_out),
         "embedding_scale": embedding,
-        # Falcon-H1 multiplies K by ``key`` before the rotation. Multiplying the scores by it gives the same result.
+        # Falcon-H1 multiplies K by ``key`` before the rotation. Here the attention scores are multiplied by ``key``,
+        # which gives the same result.
         "layer_scales": (key * head_dim**-0.5,) * layers,
         "layer_windows": (None,) * layers,
         "logit_scale": logits,
@@ -49,7 +50,7 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 
 
 def _listed(fields: Fields, key: str, count: int) -> tuple[float, ...]:
-    """List of ``count`` factors under ``key``; all are 1 if the file has no such key."""
+    """The ``count`` factors in the list under ``key``; all are 1 if the file has no such key."""
     given = fields.get(key)
     if given is None:
         return (1.0,) * count

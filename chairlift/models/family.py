@@ -40,13 +40,13 @@ SPLIT_NAMES: Mapping[str, tuple[str, ...]] = {
     "model.layers.*.self_attn.qkv_proj": tuple(f"model.layers.*.self_attn.{name}_proj" for name in "qkv"),
     "model.layers.*.mlp.gate_up_proj": ("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"),
 }
-"""Our layer name -> tensor names in checkpoints like Llama's, where q, k, v, gate and up are separate tensors. Layers
-that are not listed have the same name in the checkpoint."""
+"""Layer name in this package -> tensor names in checkpoints like Llama's, where q, k, v, gate and up are separate
+tensors. Layers that are not listed have the same name in the checkpoint."""
 
 
 def inner_names(prefix: str, *more: str) -> dict[str, tuple[str, ...]]:
     """Tensor names of a Llama-like text model inside a larger model, where ``prefix`` replaces ``model.``. ``more`` are
-    names of layers that a decoder layer has in addition to Llama's."""
+    names of layers inside a decoder layer that Llama does not have."""
     own = ("input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "mlp.down_proj", *more)
     whole = ("model.embed_tokens", "model.norm", *(f"model.layers.*.{name}" for name in own))
     found = {**SPLIT_NAMES, **{name: (name,) for name in whole}}
@@ -61,11 +61,11 @@ EXPERT_NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "model.layers.*.mlp.experts.down_proj": ("model.layers.*.mlp.experts.#.down_proj",),
 }
-"""As :data:`SPLIT_NAMES`, for models with experts: ``#`` is the number of an expert, and each projection of an expert
-is a tensor."""
+"""Like :data:`SPLIT_NAMES`, for models with experts: ``#`` stands for the number of an expert. Each projection of an
+expert is a separate tensor."""
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "num_experts_per_tok")
-"""Keys of ``config.json`` for the number of experts (two spellings) and for the number of experts per token."""
+"""Keys of ``config.json``: two names for the number of experts, then the number of experts per token."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +89,8 @@ class ExpertLayers:
     clamp: tuple[float, float] | None = None
     """(alpha, limit) of clamped gates; see :func:`chairlift.kernels.experts.experts` (gpt-oss)."""
     latent_size: int = 0
-    """Width of the experts' inputs and results, between two linear layers of their own; 0: the model's hidden size
-    (Nemotron 3)."""
+    """Width of the experts' inputs and results, if two additional linear layers convert the hidden size to this width
+    and back (Nemotron 3); 0: the model's hidden size."""
 
 
 class Fields:
@@ -110,7 +110,7 @@ class Fields:
     ) -> None:
         self.where = where
         self.raw: Mapping[str, Any] = raw
-        """The file's own keys, without the defaults."""
+        """Keys and values that the file itself has, without the defaults."""
         self._raw = {**(defaults or {}), **raw}
         self._names = names or {}
 
@@ -118,7 +118,7 @@ class Fields:
         raise ModelLoadError(f"{self.where}: {problem}; the file is damaged or not a model that Chairlift supports")
 
     def name(self, key: str) -> str:
-        """The file's own name of ``key``."""
+        """Name that the file uses for ``key``."""
         return self._names.get(key, key)
 
     def get(self, key: str) -> Any:
@@ -185,8 +185,8 @@ class Family:
     """Keys that :attr:`read` uses. They are refused in the ``config.json`` of other families."""
     known_code: tuple[str, ...] = ()
     """Values of ``AutoModelForCausalLM`` in ``auto_map`` that need no note. They name code in the family's checkpoints
-    that computes the same as transformers' own class. No such code is ever run; for any other value, a note at load
-    says so."""
+    that computes the same as transformers' own class. Code from a checkpoint is never run; for any other value, a note
+    at load says this."""
     rotary: bool = True
     """Whether q and k are rotated."""
     rope_types: Mapping[str, str] = dataclasses.field(default_factory=lambda: ROPE_TYPES)
@@ -223,8 +223,8 @@ class Family:
     """(beginning of tensor names in a checkpoint, beginning of the modules' names in transformers' model), where they
     differ. Adapters have the names of modules."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Parameter name in this package (``*`` is a layer number) -> name in a checkpoint. A name that
-    consists of a layer's name and ``.weight`` or ``.bias`` needs no entry."""
+    """Parameter name in this package (``*`` is a layer number) -> name in a checkpoint. ``.weight`` and ``.bias`` of a
+    layer in :attr:`tensors` need no entry."""
     encoder: str = ""
     """Image encoder in ``vision_config``: ``tiles`` (Idefics 3), ``clip`` (LLaVA), ``patches`` (Qwen2.5-VL) or
     ``deep_patches`` (Qwen3-VL). Empty: the family has no image encoder."""
@@ -246,7 +246,7 @@ class Family:
 
 
 def every_nth(fields: Fields, layers: int) -> list[str]:
-    """Per layer, its type: every ``sliding_window_pattern``-th layer has full attention, all others have a sliding
+    """Type of each layer: every ``sliding_window_pattern``-th layer has full attention, all other layers have a sliding
     window."""
     interval = fields.integer("sliding_window_pattern", 1, 1_024, default=4)
     return ["sliding_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
@@ -264,8 +264,8 @@ def layer_types(fields: Fields, layers: int) -> list[str] | None:
 
 
 def layer_windows(fields: Fields, layers: int, window: int | None, first: int) -> tuple[int | None, ...]:
-    """Per layer, ``window`` if ``layer_types`` calls it sliding, otherwise None. Without that key, layers from
-    ``first`` on have the window."""
+    """Per layer, ``window`` if ``layer_types`` calls it sliding, otherwise None. Without ``layer_types``, the layers
+    from ``first`` on have the window."""
     kinds = layer_types(fields, layers)
     if kinds is None:
         return tuple(window if layer >= first else None for layer in range(layers))

@@ -40,6 +40,6 @@ GEMMA = Family(
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
     },
-    # The oldest files say "gelu" but mean its approximation with tanh.
+    # The oldest files name "gelu", but the models were trained with its approximation by tanh.
     activations={"gelu": "geglu_tanh", "gelu_pytorch_tanh": "geglu_tanh"},
 )

@@ -78,7 +78,8 @@ class _Metadata:
         raise ModelLoadError(f"{self.model.path}: {self._prefix}.{name} {problem}; convert the model again")
 
     def number(self, name: str, default: float | None = None) -> Any:
-        """Value of the key ``name``, which a file may repeat per layer. ``default`` is returned if it is missing."""
+        """Value of the metadata key ``name``, which a file may repeat per layer. ``default`` is returned if the key is
+        missing."""
         value = self.model.metadata.get(f"{self._prefix}.{name}", default)
         if isinstance(value, np.ndarray):
             if len(value) == 0 or (value != value[0]).any():
@@ -89,7 +90,7 @@ class _Metadata:
         return value
 
     def need(self, name: str) -> Any:
-        """Value of a required key."""
+        """Value of the metadata key ``name``, which the file must have."""
         value = self.number(name)
         if value is None:
             self.fail(name, "is missing")
@@ -99,7 +100,7 @@ class _Metadata:
         return tensor in self.model
 
     def row(self, tensor: str) -> list[float]:
-        """Values of a tensor with one dimension."""
+        """Values of the tensor with the name ``tensor``, which must have one dimension."""
         if len(self.shape(tensor)) != 1:
             raise ModelLoadError(f"{self.model.path}: {tensor} must have one dimension; convert the model again")
         return [float(value) for value in self.model.read(tensor, 0, 1)[0]]

@@ -24,13 +24,13 @@ class Metadata(Protocol):
         """Value of the key ``name``; ``default`` if it is missing."""
 
     def need(self, name: str) -> Any:
-        """Value of a required key."""
+        """Value of the key ``name``, which the file must have."""
 
     def has(self, tensor: str) -> bool:
         """Whether the file has a tensor with this name."""
 
     def row(self, tensor: str) -> list[float]:
-        """Values of a tensor with one dimension."""
+        """Values of the tensor with the name ``tensor``, which must have one dimension."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,9 @@ class GGUFFamily:
     """Whether the file stores the two rows of q or k that are rotated together as neighbours, although the model
     rotates halves of a head."""
     norm_offset: float = 0.0
-    """Number that was added to the norms' weights when the file was written."""
+    """Number that llama.cpp added to the weights of norms when it wrote the file."""
     windows: bool = False
-    """Whether the layers to which the file's ``sliding_window`` applies are known."""
+    """Whether it is known to which layers the file's ``sliding_window`` applies."""
     partial_rotary: bool = False
     """Whether the model may rotate only some of a head's dimensions."""
     long_rope: bool = False
@@ -68,8 +68,11 @@ def _gemma(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scored(metadata: Metadata, raw: Mapping[str, Any], largest: int) -> dict[str, Any]:
-    """Add the divisor of the scores, which the file does not contain. It is the head width, except in the 27B models,
-    which have ``largest`` layers: there it is the hidden size divided by the number of heads."""
+    """Add the divisor of the attention scores to the keys, because the file does not contain it.
+
+    The divisor is the head width, except in the 27B models, which have ``largest`` layers: there it is the hidden size
+    divided by the number of heads.
+    """
     found = _gemma(metadata, raw)
     by_hidden = raw["num_hidden_layers"] == largest
     scalar = raw["hidden_size"] // raw["num_attention_heads"] if by_hidden else found["head_dim"]

@@ -93,8 +93,8 @@ def gguf_tensors(model: GGUFModel, config: ModelConfig) -> dict[str, GGUFTensor]
 
 
 def _half_by_half(heads: int, head_dim: int) -> npt.NDArray[np.intp]:
-    """Index of the file's row for each of our rows. Rotated pairs are neighbours in the file; here they are in the two
-    halves of a head."""
+    """Index of a row of q or k in the file, for each of our rows. Rotated pairs of rows are neighbours in the file;
+    here they are in the two halves of a head."""
     pairs = np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2)
     return pairs.swapaxes(1, 2).reshape(-1)
 

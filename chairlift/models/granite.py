@@ -11,7 +11,7 @@ __all__ = ["GRANITE", "read_factors"]
 
 
 def read_factors(fields: Fields, layers: int) -> dict[str, Any]:
-    """Constant factors for scores, embeddings, attention and MLP results, and logits: fields of ModelConfig."""
+    """Fields of ModelConfig with constant factors: for scores, embeddings, attention and MLP results, and logits."""
     scale, embedding, residual, logits = (fields.number(key, 0.0, 1e6, default=1.0) for key in _FACTORS)
     return {
         "layer_scales": (scale,) * layers,

@@ -26,7 +26,7 @@ __all__ = ["HASHLM_POSITION_BYTES", "STATE", "HashLM", "image_word", "reference_
 _Words = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
 HASHLM_POSITION_BYTES = 16
-"""Bytes per KV position, and per recurrent state: two 64-bit words."""
+"""Bytes per KV position, and also per recurrent state: two words of 64 bits."""
 STATE = 0
 """Marks a group of recurrent states in a list of windows."""
 _BASE = 0x9E3779B97F4A7C15  # odd, so that its powers never vanish modulo 2**64
@@ -67,7 +67,7 @@ class HashLM:
         self.adapter_tags: Mapping[int, int] = {}
         """Number of a loaded adapter -> 64-bit value mixed into the hash of each token that uses the adapter."""
         self.image_tags: Mapping[bytes, int] = {}
-        """Key of an encoded tile -> 64-bit value that the hashes of its rows depend on."""
+        """Key of an encoded tile -> 64-bit value on which the hashes of the tile's rows depend."""
         self._offsets = np.arange(block_size, dtype=np.int64)
 
     def forward(self, batch: StepBatch) -> list[int]:
@@ -254,7 +254,7 @@ def _reach(words: list[int], powers: list[int], place: int, windows: Sequence[in
 
 
 def _state(words: list[int]) -> int:
-    """State after all of ``words``."""
+    """Recurrent state after all tokens with these ``words``."""
     state = 0
     for word in words:
         state = _mix_one(state * _STATE + word & _MASK)

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 HASHLM_TOKENS: Final = ("<|im_start|>", "<|im_end|>", "<|bos|>")
-"""Special tokens. Their ids follow the 256 byte tokens."""
+"""Special tokens of HashLM. Their ids follow the ids of the 256 byte tokens."""
 HASHLM_VOCAB_SIZE: Final = 256 + len(HASHLM_TOKENS)
 HASHLM_EOS: Final = 256 + HASHLM_TOKENS.index("<|im_end|>")
 HASHLM_TEMPLATE: Final = (
@@ -71,8 +71,8 @@ class HashLMServed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """Log-probabilities in the sampler's form: first the sampled token, then the most likely tokens in descending
-    order."""
+    """Log-probabilities in the sampler's form: first the entry of the sampled token, then the most likely tokens in
+    descending order."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -113,7 +113,7 @@ class ServedHashLM(HashLM):
 
 
 def logprobs_of(token: int, count: int) -> _Logprobs:
-    """Fake log-probabilities: the token is the most likely one, and each following id is half as likely as the one
+    """Fake log-probabilities: ``token`` is the most likely token, and each following id is half as likely as the one
     before."""
     ids = [(token + i) % HASHLM_VOCAB_SIZE for i in range(min(count, HASHLM_VOCAB_SIZE))]
     logprobs = np.log(np.float32(2.0)) * -np.arange(1, max(len(ids), 1) + 1, dtype=np.float32)

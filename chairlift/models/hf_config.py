@@ -37,7 +37,8 @@ __all__ = [
 _MAX_JSON_BYTES = 64 * 2**20
 _INT32_MAX = 2**31 - 1
 _GENERATES = ("ForCausalLM", "Model")
-"""Suffixes of class names in transformers: classes that generate text, or that can once an output head is added."""
+"""Suffixes of names of classes in transformers that generate text, or that generate text after an output head is
+added."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _GENERATION_APPLIED = {*_SAMPLING, "eos_token_id", "do_sample"}
@@ -70,7 +71,8 @@ _GENERATION_HARMLESS = (
     *("target_lookbehind", "trust_remote_code", "use_model_defaults", "use_mtp"),
 )
 _GENERATION_HARMLESS_STARTS = ("assistant_", "num_assistant_tokens", "output_")
-"""Prefixes of settings that change how transformers computes an output, but not the output itself."""
+"""Prefixes of settings of ``generation_config.json`` that change how transformers computes an output, but not the
+output itself."""
 _GENERATION_PARAMETERS = {
     "bad_words_ids": "bad_words",
     "max_length": "max_tokens",
@@ -117,7 +119,7 @@ class ModelConfig:
     in code."""
 
     model_impl: ClassVar[str] = "native"
-    """Name of the implementation of the layers."""
+    """Name of the implementation that computes the layers."""
 
     model_type: str
     vocab_size: int
@@ -149,7 +151,7 @@ class ModelConfig:
     """The class that ``auto_map`` names. It is never run: the family's own implementation takes its place."""
 
     layer_windows: tuple[int | None, ...]
-    """Per layer, the number of tokens that a query sees (itself included); None: it sees all."""
+    """Per layer, the number of newest tokens that a query attends to (itself included); None: all earlier tokens."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -171,7 +173,7 @@ class ModelConfig:
     rounds_embedding_scale: bool = False
     """Whether the embedding's scale is rounded to the model's dtype."""
     residual_scale: float = 1.0
-    """Factor by which the results of attention and MLP are multiplied before they are added."""
+    """Factor by which the results of attention and MLP are multiplied before they are added to the residual stream."""
     logit_scale: float = 1.0
     score_cap: float | None = None
     """Cap c on attention scores: a score s becomes c tanh(s / c) before the softmax (Gemma 2). None: no cap."""
@@ -186,16 +188,16 @@ class ModelConfig:
     learned_positions: bool = False
     """Whether a learned vector per position is added to the embedding."""
     first_position_row: int = 0
-    """Row of the position table for position 0."""
+    """Row of the position table that belongs to position 0."""
     embedding_width: int | None = None
     """Width of the embedding and of the head's input, if linear layers convert it to ``hidden_size`` and back;
     otherwise None."""
     layer_scales: tuple[float, ...]
-    """Per layer, the factor of attention scores."""
+    """Per layer, the factor by which attention scores are multiplied."""
     qkv_clip: float | None = None
     """Limit x: values of q, k and v are clipped to -x..x before the rotation. None: no limit."""
     experts: ExpertLayers | None = None
-    """Settings of the layers that have experts in place of one MLP; None if there are none."""
+    """Settings of the layers that have experts in place of one MLP; None if the model has no such layers."""
     vision: SquareConfig | PatchConfig | None = None
     """Shape of the image encoder; None if the model reads only text."""
     mixers: tuple[MixerConfig | None, ...] = ()
@@ -209,11 +211,11 @@ class ModelConfig:
     """Per layer, whether an MLP or experts follow attention or the mixer. Empty: in all layers."""
 
     mixer_scales: tuple[float, float] = (1.0, 1.0)
-    """Factors of the input and of the result of recurrent mixers (Falcon-H1): (input, result)."""
+    """Factors of recurrent mixers (Falcon-H1): (factor of the input, factor of the result)."""
     attention_scales: tuple[float, float] = (1.0, 1.0)
-    """Factors of the input and of the result of attention: (input, result)."""
+    """Factors of attention: (factor of the input, factor of the result)."""
     mlp_scales: tuple[float, float] = (1.0, 1.0)
-    """Factors of MLPs: (input of the gate's activation, result)."""
+    """Factors of MLPs: (factor of the activation's input, factor of the MLP's result)."""
 
     def has_mlp(self, layer: int) -> bool:
         """Whether this layer has an MLP or experts."""
@@ -228,8 +230,8 @@ class ModelConfig:
         return self.attention_layers[layer] if self.attention_layers else self.mixer(layer) is None
 
     def cache_number(self, layer: int, *, state: bool) -> int:
-        """Index of this layer's state (``state``) or of its K and V in the list of all layers' caches, in layer order.
-        In a layer with both, K and V come before the state."""
+        """Index of this layer's state (``state``) or of its K and V in the list of the caches of all layers, which is
+        in layer order. In a layer with both, K and V come before the state."""
         kept = sum(self.attends_in(each) + (self.mixer(each) is not None) for each in range(layer))
         return kept + (state and self.attends_in(layer))
 
@@ -245,7 +247,7 @@ class ModelConfig:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate."""
+        """Whether the model's MLP has a gate."""
         return self.mlp in ("swiglu", "geglu_tanh")
 
     def has_experts(self, layer: int) -> bool:
@@ -265,7 +267,8 @@ class ModelConfig:
         return tuple(rope if turned else None for rope, turned in zip(ropes, rotated, strict=True))
 
     def step_bytes(self, itemsize: int) -> int:
-        """Bytes per token of the intermediate results in the widest layer, if an element has ``itemsize`` bytes."""
+        """Bytes per token of the intermediate results in the layer with the largest results. ``itemsize`` is the number
+        of bytes of one element."""
         heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
         heads += 2 * self.num_attention_heads * self.head_dim * self.output_gate
         count = (heads + 3 * self.intermediate_size + 4 * self.hidden_size) * itemsize
@@ -277,8 +280,8 @@ class ModelConfig:
 
     @property
     def rotates_apart(self) -> bool:
-        """Whether the rotation is a separate operation. It is if a norm follows it, or if it scales the rotated
-        dimensions but not the others."""
+        """Whether the rotation is a separate operation. This is the case if a norm follows the rotation, or if the
+        rotation scales only the rotated dimensions."""
         ropes = [rope for rope in self.layer_ropes if rope is not None]
         scaled = any(rope.dim is not None and rope.rope_type in ("longrope", "yarn") for rope in ropes)
         return scaled or (self.qk_norm == "rotated" and bool(ropes))
@@ -477,7 +480,8 @@ def _text_part(raw: Mapping[str, Any], family: Family, where: str) -> Mapping[st
 
 
 def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any], context: int, where: str) -> dict[str, Any]:
-    """Fields of :class:`ModelConfig` that are read in the same way for every family, native or not."""
+    """Fields of :class:`ModelConfig` that are read in the same way for every family, whether native or served by
+    transformers."""
     eos = generation.get("eos_token_id")
     return {
         "dtype": read_dtype(raw, where),
@@ -535,7 +539,8 @@ def _unused_code(raw: Mapping[str, Any], family: Family) -> str | None:
 
 
 def read_dtype(raw: Mapping[str, Any], where: str) -> str | None:
-    """Dtype that a ``config.json`` names; None if it names none. Raises ModelLoadError for unsupported dtypes."""
+    """Dtype that the content of a ``config.json`` names; None if it names none. Raises ModelLoadError for unsupported
+    dtypes."""
     value = raw.get("dtype") if raw.get("dtype") is not None else raw.get("torch_dtype")
     if value is None:
         return None
@@ -554,8 +559,8 @@ def _token_ids(value: Any, where: str) -> tuple[int, ...]:
 
 
 def _sampling_defaults(generation: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Sampling parameters, by the names of SamplingParams. They apply unless ``do_sample`` is present and false, as in
-    vLLM; with false, decoding is greedy."""
+    """Sampling parameters, by the names of SamplingParams. If ``do_sample`` is present and false, decoding is greedy
+    instead, as in vLLM."""
     found = {name: value for name in _SAMPLING if (value := generation.get(name)) is not None}
     if Fields(generation, f"{where}: generation_config.json").boolean("do_sample", True):
         return found

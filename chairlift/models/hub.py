@@ -32,8 +32,8 @@ _REASONS: Final = {
     "RepositoryNotFoundError": "there is none of that name, or it is private",
     "GatedRepoError": "its owner grants access on the Hub's page of the model, and hf auth login tells who you are",
 }
-"""Name of an exception class of huggingface_hub -> its reason in one line. The library's own messages have several
-lines."""
+"""Name of an exception class of huggingface_hub -> reason in one line, for our error message. The library's own
+messages have several lines."""
 _FOLDER: Final = re.compile(r"\w[\w-]*")
 
 
@@ -78,7 +78,7 @@ def _pieces(snapshot: Path) -> list[str]:
 
 
 def _pooling_files(snapshot: Path) -> Iterator[str]:
-    """Paths of the settings files of the steps in sentence-transformers' ``modules.json``, which are in
+    """Paths of the settings files that belong to the steps in sentence-transformers' ``modules.json``. The files are in
     subdirectories."""
     modules = _read(snapshot / "modules.json")
     for module in modules if isinstance(modules, list) else []:

@@ -43,7 +43,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 
 
 def _inner(fields: Fields) -> int:
-    """Inner width of the MLP. The first checkpoints store the number from which it is computed as ``block_ff_dim``."""
+    """Inner width of the MLP. The first checkpoints do not store this width, but a number from which it is computed, as
+    ``block_ff_dim``."""
     key = "intermediate_size" if fields.get("block_ff_dim") is None else "block_ff_dim"
     size = fields.integer(key, 1, 2**20)
     if fields.boolean("block_auto_adjust_ff_dim", True):

@@ -179,7 +179,8 @@ def _pooled_parts(
 
 
 def _rows_of_head(tensors: Mapping[str, Any], model: PooledNetwork, model_dir: Path) -> Tensor:
-    """Rows of the output head that form the classifier. If the head is tied, they are rows of the embedding."""
+    """Rows of the output head that form the classifier. If the head is tied to the embedding, they are rows of the
+    embedding."""
     network = model.config.network
     embedding = next(part.name for part in pooled_layout(model, tensors).parts if part.parameter == _EMBEDDING)
     tied = isinstance(network, ModelConfig) and network.tie_word_embeddings
@@ -211,10 +212,10 @@ class Checkpoint:
     """Checkpoint tensors by Hugging Face's names, in the order of ``model.named_parameters()``."""
     _tensors: Mapping[str, Any]
     _stored: Mapping[CheckpointPart, CheckpointPart]
-    """Part with Hugging Face's tensor name -> the same part with the name in the files."""
+    """Part with Hugging Face's tensor name -> the same part with the tensor's name in the files."""
 
     def kind(self, part: CheckpointPart) -> GroupKind | None:
-        """Kind of integer groups in which the part is stored; None for floats."""
+        """Kind of integer groups in which the checkpoint stores this part; None if it stores floats."""
         stored = self._tensors[self._stored[part].name]
         return stored.kind if isinstance(stored, StoredRows) else None
 
@@ -351,8 +352,8 @@ def _write(
     tensors: Mapping[str, Any],
     report: Callable[[float], None],
 ) -> None:
-    """Write all weights, piece by piece. Pages of memory-mapped files are released after use. Other tensors belong to
-    the caller and are left alone."""
+    """Write all weights, piece by piece. Pages of memory-mapped files are released after use. Tensors in memory belong
+    to the caller and are not released."""
     total, done = sum(math.prod(part.shape) for part in parts), 0
     for name, group in _by_layer(parts).items():
         layer = model.get_submodule(name)
@@ -549,8 +550,8 @@ def _checked_parts(
         embedding_name = embedding_name.removeprefix(prefix)
     if tied and embedding_name not in tensors and _HEAD in tensors:  # safetensors' save_model keeps either name
         parts = [dataclasses.replace(part, name=_HEAD) if part.name == embedding_name else part for part in parts]
-    # Two kinds of tensors are redundant: rotary frequencies in old checkpoints, and a tied head that is stored a second
-    # time.
+    # Two kinds of surplus tensors are redundant: rotary frequencies in old checkpoints, and a tied head that is stored
+    # in addition to the embedding.
     redundant = (_HEAD,) if tied and not any(part.name == _HEAD for part in parts) else ()
     ignored = family.ignored_tensors
     _compare_parts(tensors, parts, model_dir, lambda name: name in redundant or _is_ignored(ignored, name), surplus)
@@ -638,8 +639,8 @@ def _adds_nothing(tensors: Mapping[str, Any], name: str) -> bool:
 
 
 def _owner(name: str) -> str:
-    """The numbered layer that contains the tensor, or, for tensors outside of numbered layers, the module that contains
-    it."""
+    """Name of the numbered layer that contains the tensor. For a tensor outside of numbered layers, name of the module
+    that contains it."""
     layer = re.search(r"\A.*?\.\d+\.", name)
     return layer.group() if layer else name.rpartition(".")[0]
 

@@ -12,7 +12,7 @@ __all__ = ["GRU", "LSTM"]
 
 
 def _reader(kind: str) -> Callable[[Fields, int], dict[str, Any]]:
-    """How ``config.json`` of a model with cells of ``kind`` is read."""
+    """Return a function that reads the ``config.json`` of a model with cells of ``kind``."""
 
     def read(fields: Fields, layers: int) -> dict[str, Any]:
         mixer = CellConfig(kind=kind, bias=fields.boolean("bias", True))
@@ -46,7 +46,7 @@ def _family(kind: str) -> Family:
         differences=f"layers of {name} without norms and additions, under the names of `torch.nn.{name}`",
         called_out="cells",
         read=_reader(kind),
-        # The sizes of heads and the eps of norms have no use here.
+        # A recurrent model has no attention heads and no norms, so their sizes and eps have no effect.
         defaults={
             "head_dim": 2,
             "hidden_act": "tanh",

@@ -55,7 +55,7 @@ def read_mamba2(fields: Fields, keys: Mamba2Keys, *, inner: int | None = None, *
 
 
 def _time_limit(fields: Fields) -> tuple[float, float]:
-    """(minimum, maximum) of a time step."""
+    """(minimum, maximum) to which the time steps of Mamba-2 layers are limited."""
     given = fields.get("time_step_limit")
     if given is None:
         return 0.0, math.inf
@@ -67,7 +67,7 @@ def _time_limit(fields: Fields) -> tuple[float, float]:
 
 
 _INFINITY = dict.fromkeys((str({"__float__": "Infinity"}), "Infinity"), math.inf)
-"""Text of a JSON value that means infinity -> infinity."""
+"""Ways in which JSON files write infinity -> infinity."""
 
 
 _KEYS = Mamba2Keys(

@@ -8,8 +8,8 @@ import math
 __all__ = ["CellConfig", "DeltaNetConfig", "Mamba2Config", "MixerConfig", "ShortConvConfig", "StoredPart"]
 
 StoredPart = tuple[int, tuple[int, ...]]
-"""(number of rows, row order) of one checkpoint tensor: for each of our rows, the index of the tensor's row. An empty
-order means the same order."""
+"""(number of rows, row order) of one checkpoint tensor. The row order has, for each row in this package, the index of
+the row in the tensor; empty if the order is the same."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +21,13 @@ class ShortConvConfig:
     """Whether the linear layers and the convolution have biases."""
 
     def products(self, hidden: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(out, in) of the linear layers: a list of those before the state, and a list of those after it."""
+        """(out, in) of each linear layer: a list of the layers before the recurrent state, and a list of the layers
+        after it."""
         return [(3 * hidden, hidden)], [(hidden, hidden)]
 
     def num_plain(self, hidden: int) -> tuple[int, int]:
-        """Numbers of all other weights: (those before and in the state, including the convolution; those after the
-        state)."""
+        """Numbers of weights outside of linear layers: (before and in the recurrent state, including the convolution;
+        after the state)."""
         return hidden * self.taps + 4 * hidden * self.bias, hidden * self.bias
 
 
@@ -44,7 +45,7 @@ class Mamba2Config:
     bias: bool = False
     """Whether the linear layers have biases."""
     norm: bool = True
-    """Whether the layer has a norm next to its gate, before or after it."""
+    """Whether the layer has a norm directly before or after its gate."""
     norm_groups: int = 1
     norm_first: bool = False
     time_limit: tuple[float, float] = (0.0, math.inf)
@@ -64,12 +65,13 @@ class Mamba2Config:
         return self.inner + 2 * self.groups * self.state_size
 
     def products(self, hidden: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(out, in) of the linear layers: a list of those before the state, and a list of those after it."""
+        """(out, in) of each linear layer: a list of the layers before the recurrent state, and a list of the layers
+        after it."""
         return [(self.inner + self.channels + self.heads, hidden)], [(hidden, self.inner)]
 
     def num_plain(self, hidden: int) -> tuple[int, int]:
-        """Numbers of all other weights: (those before and in the state, including the gated norm; those after the
-        state)."""
+        """Numbers of weights outside of linear layers: (before and in the recurrent state, including the gated norm;
+        after the state)."""
         conv = self.channels * (self.taps + self.conv_bias)
         before = (self.inner + self.channels + self.heads) * self.bias
         behind = self.bias if self.out_bias is None else self.out_bias
@@ -96,13 +98,14 @@ class DeltaNetConfig:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def products(self, hidden: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(out, in) of the linear layers: a list of those before the state, and a list of those after it."""
+        """(out, in) of each linear layer: a list of the layers before the recurrent state, and a list of the layers
+        after it."""
         values = self.value_heads * self.value_dim
         return [(self.channels + values, hidden), (2 * self.value_heads, hidden)], [(hidden, values)]
 
     def num_plain(self, hidden: int) -> tuple[int, int]:
-        """Numbers of all other weights: (those before and in the state, including the norm that follows it; those after
-        the state)."""
+        """Numbers of weights outside of linear layers: (before and in the recurrent state, including the norm that
+        follows it; after the state)."""
         return self.channels * self.taps + 2 * self.value_heads + self.value_dim, 0
 
     def stored(self, layer: str) -> list[StoredPart]:
@@ -136,24 +139,25 @@ class CellConfig:
     """Settings of an LSTM or GRU layer, whose state has the model's hidden size."""
 
     kind: str = "lstm"
-    """``lstm`` or ``gru``."""
+    """Type of the cell: ``lstm`` or ``gru``."""
     bias: bool = True
     """Whether both linear layers have a bias."""
 
     @property
     def gates(self) -> int:
-        """Number of gates; the result of each linear layer has this number of vectors of the hidden size."""
+        """Number of gates of the cell. The result of each linear layer has this many vectors of the hidden size."""
         return {"lstm": 4, "gru": 3}[self.kind]
 
     def products(self, hidden: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(out, in) of the linear layers: a list of those before the state, and a list of those after it."""
+        """(out, in) of each linear layer: a list of the layers before the recurrent state, and a list of the layers
+        after it."""
         return [(self.gates * hidden, hidden)], []
 
     def num_plain(self, hidden: int) -> tuple[int, int]:
-        """Numbers of all other weights: (those before and in the state, including the hidden state's weight and the
-        biases; those after the state)."""
+        """Numbers of weights outside of linear layers: (before and in the recurrent state, including the hidden state's
+        weight and the biases; after the state)."""
         return self.gates * hidden * (hidden + 2 * self.bias), 0
 
 
 MixerConfig = ShortConvConfig | Mamba2Config | DeltaNetConfig | CellConfig
-"""Settings of any recurrent mixer."""
+"""Settings of a recurrent mixer of any type."""

@@ -51,8 +51,8 @@ def _layer_kinds(fields: Fields, layers: int) -> list[str]:
 
 
 def _theta(fields: Fields, kind: str) -> float:
-    """Base of the rotation in layers of type ``kind``: from ``rope_parameters`` (transformers 5), otherwise from older
-    keys."""
+    """Base of the rotation in layers of the type ``kind``: from ``rope_parameters`` (transformers 5), otherwise from
+    older keys of ``config.json``."""
     given = fields.get("rope_parameters")
     if given is not None:
         rope = given.get(kind) if isinstance(given, Mapping) else None

@@ -62,7 +62,7 @@ def _read_experts(fields: Fields, kinds: list[str]) -> ExpertLayers:
         tuple(kind == "moe" for kind in kinds),
         fields.integer("moe_intermediate_size", 1, 2**20),
         count_keys=("n_routed_experts", "num_local_experts"),
-        # One MLP, however many shared experts there are: its size is that of all of them.
+        # All shared experts together form one MLP, so this size is the sum of their sizes.
         shared_size=fields.integer("moe_shared_expert_intermediate_size", 1, 2**20),
         correction=True,
         latent_size=latent or 0,
@@ -76,7 +76,7 @@ def _read_experts(fields: Fields, kinds: list[str]) -> ExpertLayers:
 
 
 def _kinds(fields: Fields) -> list[str]:
-    """Type of each layer."""
+    """Per layer, its type, such as ``moe``."""
     listed, pattern = fields.get("layers_block_type"), fields.get("hybrid_override_pattern")
     listed = fields.get("layer_types") if listed is None else listed
     if listed is None and pattern is None:

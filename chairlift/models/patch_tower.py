@@ -23,7 +23,8 @@ __all__ = ["PatchTower"]
 
 _EPS = 1e-6
 _SCORES = PIECE * 1024
-"""Maximum number of attention scores per head in one piece, for images with many patches."""
+"""Maximum number of attention scores per head that are computed in one piece. It limits the memory for images with many
+patches."""
 
 
 class PatchTower:
@@ -58,8 +59,8 @@ class PatchTower:
             names = (f"{name}.weight", f"{name}.bias") if config.deep else (f"{name}.weight",)
             return tuple(take(each, size) for each in names)
 
-        # The encoder expects `frames` frames per patch. An image repeats one frame, so the frames' weights can be added
-        # up.
+        # The encoder's weights are for `frames` frames per patch. An image repeats one frame, so the weights of the
+        # frames can be added up.
         embedding = take_tensor(tensors, where, f"{top}patch_embed.proj.weight", width, 3, config.frames, patch, patch)
         bias = take("patch_embed.proj.bias", width) if config.deep else None
         self._embedding = Product(embedding.float().sum(2).flatten(1).to(dtype), bias)
@@ -137,7 +138,7 @@ class PatchTower:
         return torch.stack(parts, 1).sum(1).to(self.dtype)
 
     def _squares(self, patches: Tensor) -> Tensor:
-        """Patches [rows, columns, n] reordered square by square: [rows * columns, n]."""
+        """Reorder patches [rows, columns, n] square by square: [rows * columns, n]."""
         side = self.config.merge_size
         rows, columns, width = patches.shape
         return patches.view(rows // side, side, columns // side, side, width).transpose(1, 2).reshape(-1, width)
@@ -203,8 +204,8 @@ class PatchTower:
     def _merge(
         self, state: Tensor, norm: tuple[Tensor, ...], first: Product, second: Product
     ) -> Generator[None, None, Tensor]:
-        """Merge each square of patches into one row, [squares, text_width]. A norm as wide as a square is applied after
-        its patches are joined. Yields after each piece."""
+        """Merge each square of patches into one row, [squares, text_width]. If the norm is as wide as a square, it is
+        applied after the square's patches are joined. Yields after each piece."""
 
         def merged(squares: Tensor) -> Tensor:
             normed = self._normed(squares.reshape(-1, len(norm[0])), norm).view(-1, first.width)

@@ -18,7 +18,7 @@ SCORES = "score.weight"
 """Name of the classifier weight [L, D] of a decoder."""
 
 _OLD_NAMES = {"weight": "gamma", "bias": "beta"}
-"""LayerNorm's parameter name -> its name in checkpoints converted from TensorFlow."""
+"""Name of a parameter of LayerNorm -> its name in checkpoints that were converted from TensorFlow."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class PooledLayout:
 
 
 def pooled_layout(model: PooledNetwork, stored: Container[str]) -> PooledLayout:
-    """The layout of every tensor of the model, with the names that are in ``stored``.
+    """Checkpoint tensor of every parameter of the model. The names are chosen among ``stored``, the names in the files.
 
     In a checkpoint without a head (class names ``...Model``), the prefix of the body's names may be missing.
     """

@@ -24,7 +24,7 @@ from chairlift.models.pooling import PooledConfig
 __all__ = ["PooledNetwork"]
 
 _SHORTEST = 1e-12
-"""Minimum length by which an embedding is divided."""
+"""Minimum divisor when an embedding is divided by its length, so that a length of 0 causes no error."""
 
 
 class _Head(nn.Module):
@@ -106,7 +106,7 @@ class PooledNetwork(nn.Module):
         return quantization_of(self)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights of the network."""
         return weight_bytes_of(self, dtype)
 
     def kv_cache_spec(self) -> list[LayerCache]:

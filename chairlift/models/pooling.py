@@ -52,8 +52,8 @@ class PooledConfig:
 
     network: ModelConfig | EncoderConfig
     pooling: str
-    """Hidden state that is used for a text: ``LAST`` (last token), ``CLS`` (first token) or ``MEAN`` (mean over all
-    tokens)."""
+    """Hidden state from which a text's vector is made: ``LAST`` (last token), ``CLS`` (first token) or ``MEAN`` (mean
+    over all tokens)."""
     normalize: bool = True
     """Whether an embedding is divided by its length, so that its length becomes 1."""
     labels: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class PooledConfig:
 
     @property
     def task(self) -> str:
-        """``embed`` or ``classify``."""
+        """Task of the model: ``embed`` or ``classify``."""
         return "classify" if self.labels else "embed"
 
     @property

@@ -40,7 +40,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
     if fields.boolean("use_sliding_window", False):
         window = fields.optional_integer("sliding_window", 1, MAX_CONTEXT)
         last = fields.integer("max_window_layers", 0, 1_024)
-    # In Qwen2 the last layers have windows. In Qwen2-MoE the first layers do, and only every other one of them.
+    # In Qwen2 the last layers have sliding windows. In Qwen2-MoE every other one of the first layers has a sliding
+    # window.
     windowed = ["full_attention" if layer % 2 or layer >= last else "sliding_attention" for layer in range(layers)]
     return {
         "qkv_bias": fields.boolean("qkv_bias", True),

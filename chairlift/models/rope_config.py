@@ -28,7 +28,7 @@ _ROPE_NUMBERS = (
     "mscale_all_dim",
 )
 _ROPE_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-"""Keys for which zero means the same as a missing key, as in transformers."""
+"""Keys of rotary scaling for which the value 0 means the same as a missing key, as in transformers."""
 _AXIS_KEYS = ("mrope_section", "mrope_interleaved")
 _ROPE_KEYS = {*_ROPE_NUMBERS, "rope_type", "type", "rope_theta", "truncate", "partial_rotary_factor", "finetuned"}
 
@@ -50,7 +50,7 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     divisors: tuple[float, ...] = ()
-    """Divisors of the frequencies, [rotated dimensions / 2], if the file lists them; otherwise empty."""
+    """Divisor of each rotary frequency, [rotated dimensions / 2], if the file lists divisors; otherwise empty."""
     short_divisors: tuple[float, ...] = ()
     """Divisors for texts of at most ``original_max_position_embeddings`` tokens, if the file has two lists (LongRoPE);
     otherwise empty."""
@@ -60,8 +60,8 @@ class RopeConfig:
     """Whether a checkpoint pairs neighbouring dimensions for the rotation. In memory, the rows are reordered so that
     the two halves of a head form the pairs."""
     axes: tuple[int, ...] = ()
-    """Per frequency, the position that it encodes in images: time, height or width (0, 1, 2), [rotated dimensions / 2].
-    Empty: a token has only one position."""
+    """Per rotary frequency, the position that it encodes for tokens of images: time, height or width (0, 1, 2),
+    [rotated dimensions / 2]. Empty: a token has only one position."""
 
     def for_length(self, longest: int) -> RopeConfig:
         """The rotation for texts of at most ``longest`` tokens. LongRoPE has different divisors for short and long
@@ -74,7 +74,7 @@ class RopeConfig:
 
 
 def read_ropes(fields: Fields, family: Family, context: int, head_dim: int) -> dict[str, RopeConfig | None]:
-    """Read the rotations of q and k. Returns field of ModelConfig -> rotation."""
+    """Read the rotations of q and k. Returns name of a field of ModelConfig -> rotation."""
     if not family.rotary:
         return {"rope": None}
     scaling, given = fields.raw.get("rope_scaling"), fields.raw.get("rope_parameters")
@@ -161,7 +161,7 @@ def _rotated(fields: Fields, family: Family, head_dim: int) -> int:
 def _axes(fields: Fields, family: Family, count: int) -> tuple[int, ...]:
     """Axis of each of ``count`` frequencies: 0 for time, 1 for height, 2 for width. By default the frequencies of an
     axis are adjacent. With interleaved sections the three axes alternate, until height and width have their numbers of
-    frequencies; the rest belongs to time."""
+    frequencies; the remaining frequencies belong to time."""
     sections = fields.get("mrope_section") or list(family.rope_sections)
     whole = isinstance(sections, list) and all(type(each) is int and each >= 0 for each in sections)
     if not whole or len(sections) != 3 or sum(sections) != count:

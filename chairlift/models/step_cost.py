@@ -30,18 +30,19 @@ class ExpertCost:
     params: int
     """Number of weights of one expert."""
     nbytes: int
-    """Bytes of one expert."""
+    """Bytes of the weights of one expert."""
 
     def distinct(self, tokens: int) -> float:
         """Expected number of distinct experts in a layer that this many tokens choose, if all are equally likely."""
         return self.count * (1 - (1 - self.top_k / self.count) ** tokens)
 
     def read(self, tokens: int) -> float:
-        """Expected bytes of weights that a step of ``tokens`` tokens reads: those of the distinct experts."""
+        """Expected bytes of expert weights that a step of ``tokens`` tokens reads: the weights of the distinct
+        experts."""
         return self.layers * self.distinct(tokens) * self.nbytes
 
     def operations(self, tokens: int) -> int:
-        """Number of additions and multiplications for ``tokens`` tokens."""
+        """Number of additions and multiplications that the experts need for ``tokens`` tokens."""
         return 2 * self.layers * tokens * self.top_k * self.params
 
 
@@ -64,7 +65,8 @@ class ModelCost:
     head_saved: int = 0
     """Bytes that a quantised format saves in the weights that only sampled tokens pass through."""
     experts: tuple[ExpertCost, ...] = ()
-    """Experts of all layers but the last, and of the last layer. They are not included in the fields above."""
+    """Cost of the experts: in all layers but the last, and in the last layer. It is not included in the fields
+    above."""
 
     @classmethod
     def of(
@@ -150,7 +152,8 @@ class _Mixing:
 
 
 def _num_missing(network: ModelConfig, layer: int) -> int:
-    """Number of halves (attention or mixer; MLP) that the layer lacks. Each half that is present has a norm."""
+    """Number of halves of the layer (first: attention or mixer; second: MLP) that it lacks. Each half that is present
+    has a norm."""
     mixes = network.attends_in(layer) or network.mixer(layer) is not None
     return (not network.has_mlp(layer)) + (not mixes)
 

@@ -11,12 +11,12 @@ __all__ = ["with_usual_names"]
 
 _STACK = ".mlp.experts."
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Last part of a stack's name [E, out, in] -> layers of an expert whose rows the stack contains, one after the
-other."""
+"""Last part of the name of a stack [E, out, in] -> linear layers of an expert whose rows the stack contains, one layer
+after the other."""
 
 
 def with_usual_names(tensors: Mapping[str, Any], other_names: Mapping[str, str], *, experts: bool) -> dict[str, Any]:
-    """Usual tensor name -> file that holds the tensor.
+    """Tensor name that is usual in the family -> file that holds the tensor.
 
     ``other_names`` maps prefix of a stored name -> usual prefix. With ``experts``, a stack with the weights of all
     experts is divided into one tensor per expert and projection.

@@ -25,7 +25,7 @@ class StoredRows(abc.ABC):
     kind: GroupKind | None = None
     """Kind of integer groups that slices return; None if slices are floats."""
     stacked: bool = False
-    """Whether the rows are those of several weights, one above the other."""
+    """Whether the rows belong to several weights that are stacked one above the other."""
 
     @abc.abstractmethod
     def get_shape(self) -> list[int]:
@@ -38,7 +38,7 @@ class StoredRows(abc.ABC):
         return self.get_shape()[0]
 
     def get_dtype(self) -> str:
-        """Dtype after dequantisation."""
+        """Dtype of the rows after dequantisation, as safetensors names it."""
         return "F32"
 
     def get_slice(self, name: str) -> StoredRows:

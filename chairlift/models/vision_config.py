@@ -76,7 +76,7 @@ _DEEP = {
     "deepstack_visual_indexes": [8, 16, 24],
 }
 _EDGE = 364
-"""transformers' default of the longest edge in ``max_image_size``, in pixels."""
+"""Default in transformers of the longest edge in ``max_image_size``, in pixels."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +125,12 @@ class LlavaConfig(SquareConfig):
     """Shape of CLIP with a projector of two linear layers (LLaVA)."""
 
     feature_layers: tuple[int, ...]
-    """Numbers of encoder layers whose inputs are the projector's input, joined in this order. The number of layers
-    itself stands for the result of the last layer."""
+    """Indices of encoder layers. The inputs of these layers, joined in this order, are the projector's input. An index
+    equal to the number of layers stands for the result of the last layer."""
     keeps_class: bool
     """Whether the class embedding's row is an output row, before the rows of patches."""
     projector_activation: str
-    """As :attr:`activation`."""
+    """Activation between the projector's linear layers, with the same values as :attr:`activation`."""
     projector_bias: bool
 
     @property
@@ -165,10 +165,10 @@ class PatchConfig:
     full_layers: tuple[int, ...] = ()
     """Layers with full attention. All others have windows, if :attr:`window` is not 0."""
     levels: tuple[int, ...] = ()
-    """Encoder layers whose results are added to the hidden states of image tokens after the first layers of the text
-    model."""
+    """Indices of encoder layers whose results are added to the hidden states of image tokens after the first layers of
+    the text model."""
     side: int = 0
-    """Number of learned positions along one side of the square table."""
+    """Number of learned positions along one side of the square table of positions."""
 
 
 def read_vision(encoder: str, raw: Mapping[str, Any], where: str, text_width: int) -> SquareConfig | PatchConfig:
@@ -246,7 +246,7 @@ def _layers(fields: Fields, key: str, count: int) -> tuple[int, ...]:
 
 
 def _read_square(fields: Fields, activations: Mapping[str, str]) -> dict[str, Any]:
-    """Fields of :class:`SquareConfig` that ``vision_config`` holds."""
+    """Fields of :class:`SquareConfig` whose values are in ``vision_config``."""
     activation = fields.get("hidden_act")
     if activation not in activations:
         fields.fail(f"hidden_act {activation!r:.80} is not one of {', '.join(activations)}")
@@ -415,7 +415,8 @@ def patch_settings(vision: PatchConfig, preprocessor: Mapping[str, Any], where: 
 def normalisation(
     preprocessor: Mapping[str, Any], where: Path, vision: SquareConfig | PatchConfig
 ) -> tuple[float, list[float], list[float]]:
-    """(factor, means, deviations) for the three channels: a pixel p becomes (factor * p - mean) / deviation."""
+    """(factor, means, deviations), with one mean and one deviation for each of the three channels: a pixel p becomes
+    (factor * p - mean) / deviation."""
     usual = _CLIP_CHANNELS if isinstance(vision, LlavaConfig) else {}
     factor = Fields(preprocessor, str(where)).number("rescale_factor", 0.0, 1.0, default=1 / 255)
     found = []

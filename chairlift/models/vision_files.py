@@ -1,4 +1,4 @@
-"""Reads from a model's directory how images are cut, and the image encoder's weights."""
+"""Reads two things from a model's directory: how images are cut into tiles, and the weights of the image encoder."""
 
 from __future__ import annotations
 

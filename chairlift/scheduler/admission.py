@@ -1,4 +1,5 @@
-"""The waiting queue: requests in lanes and in policy order, with a limited search past requests that do not fit."""
+"""The waiting queue. The policy divides its requests into lanes (for example, one lane per tenant) and sorts them. If a
+request does not fit, a limited number of later requests are tried."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def _first(entry: tuple[_Key, Request]) -> _Key:
 
 
 class _Lane:
-    """Waiting requests that differ only in their policy order. Preempted requests come first."""
+    """One lane: waiting requests that the policy compares only by their sort keys. Preempted requests come first."""
 
     __slots__ = ("by_size", "keys", "requests", "served_at")
 
@@ -26,7 +27,8 @@ class _Lane:
         self.keys: list[_Key] = []
         self.requests: list[Request] = []
         self.by_size: list[tuple[_Key, Request]] = []
-        """The same requests as (sort key, request). Sorted by standing, then preempted requests last, then by size."""
+        """All requests of the lane as (sort key, request). They are sorted by standing, then preempted requests last,
+        then by size."""
         self.served_at = 0.0
         """Time at which a request of this lane last joined the batch."""
 
@@ -54,7 +56,7 @@ class WaitingQueue:
         return request.request_id in self._places
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over all waiting requests, lane by lane."""
+        """Iterate over all waiting requests, one lane after another."""
         for lane in self._lanes.values():
             yield from lane.requests
 
@@ -103,10 +105,11 @@ class WaitingQueue:
             del self._lanes[name]
 
     def line(self, now: float) -> Iterator[Request]:
-        """Yield all waiting requests in policy order. The lanes are compared again for each request.
+        """Yield all waiting requests in policy order. A lane is a group of requests with one :meth:`Policy.lane` value;
+        the policy compares the lanes again before each request.
 
-        The caller may remove the request that was just yielded. After any other change of the queue, it must call this
-        method again.
+        The caller may remove the request that was just yielded. After any other change of the queue, the caller must
+        call this method again.
         """
         passed = dict.fromkeys(self._lanes, 0)
         while passed:
@@ -122,13 +125,13 @@ class WaitingQueue:
                 del passed[name]
 
     def size_order(self, request: Request) -> _Key:
-        """Sort key for the part of a step's tokens that goes to the smallest requests: standing, then size, then
+        """Sort key by which the smallest requests get their part of a step's tokens: standing, then size, then
         arrival."""
         return (*self.policy.standing(request), request.size, request.sequence)
 
     def smallest(self, now: float) -> Iterator[Request]:
-        """Yield the smallest request of each lane whose standing equals that of the first lane, in the order of the
-        lanes."""
+        """Yield the smallest request of each lane. Lanes are skipped if their standing differs from that of the first
+        lane."""
         names = list(self._lanes)
         if len(names) > 1:
             names.sort(key=lambda name: self._rank(name, 0, now))
@@ -140,13 +143,13 @@ class WaitingQueue:
                 yield request
 
     def catch_up(self, original: WaitingQueue) -> None:
-        """Copy the lanes' ages from ``original``. This queue must hold copies of its requests."""
+        """Copy the ages of the lanes from ``original``, of which this queue is a copy with copied requests."""
         for name, lane in self._lanes.items():
             if name in original._lanes:
                 lane.served_at = original._lanes[name].served_at
 
     def may_pass(self, passed: list[Request]) -> bool:
-        """Whether a request after the last of ``passed`` may be tried. ``passed`` are requests that did not fit."""
+        """Whether requests after those in ``passed`` may be tried. The requests in ``passed`` did not fit."""
         return len(passed) <= self.look_ahead and passed[-1].times_passed < self.max_times_passed
 
     def _rank(self, name: Hashable, at: int, now: float) -> _Key:

@@ -1,4 +1,4 @@
-"""Estimates how long an answer will be, from the answers that ended last."""
+"""Estimates how long an answer will be, from the lengths of recently ended answers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class AnswerLengths:
                 curve.add(request.num_output_tokens, cut=reason is FinishReason.LENGTH)
 
     def knows(self, request: Request) -> bool:
-        """Whether an estimate is possible: enough similar answers have ended by themselves, or ``min_tokens`` fixes the
-        length."""
+        """Whether the length of this request's answer can be estimated: enough similar answers have ended by
+        themselves, or ``min_tokens`` fixes the length."""
         max_tokens = request.max_total_tokens - request.num_prompt_tokens
         return request.min_tokens >= max_tokens or self._curve(request).num_ended >= _MIN_ANSWERS
 
@@ -63,11 +63,11 @@ class _Curve:
         self._recent: deque[tuple[int, bool]] = deque(maxlen=capacity)
         self._is_fitted = False
         self._at: list[int] = []
-        """Lengths in tokens at which the fraction decreases, ascending, beginning with 0."""
+        """Answer lengths in tokens at which the fraction of longer answers decreases, ascending, beginning with 0."""
         self._share: list[float] = []
-        """Fraction of longer answers, from each length in ``_at`` to the next."""
+        """For each length in ``_at``: fraction of answers that are longer, up to the next length."""
         self._area: list[float] = []
-        """Area under the curve, from 0 to each length in ``_at``."""
+        """For each length in ``_at``: area under the curve from 0 to this length."""
         self._longest = 0
 
     @property
@@ -84,7 +84,7 @@ class _Curve:
         self._is_fitted = False
 
     def rest(self, so_far: int, limit: int) -> float:
-        """Mean number of further tokens of answers that are longer than ``so_far``, if they are cut off at ``limit``
+        """Expected number of further tokens of an answer that is longer than ``so_far`` and is cut off at ``limit``
         tokens."""
         self._fit()
         share = self._upto(so_far)[1]

@@ -1,4 +1,5 @@
-"""The requests of a scheduler: waiting requests, running requests with their rows, and the moves between both."""
+"""The requests of a scheduler: waiting requests, running requests with their rows, and the methods that move requests
+between the two."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ class Batch:
         self.paced: dict[str, float] = {}
         """Request id -> maximum seconds per token, for running requests with such a limit."""
         self.decodes = DecodeRows(kv.block_size)
-        """Running requests that compute one token in every step."""
+        """The running requests that compute one token in every step."""
         self.catching_up: list[Request] = []
         """Running requests with more than one token to compute."""
         self.stops: Counter[int] = Counter({FAILED_ROW: 1})
@@ -80,7 +81,7 @@ class Batch:
         self._begin_steps()
 
     def _begin_steps(self) -> None:
-        """Initialise what changes from step to step."""
+        """Initialise the fields that change from step to step."""
         self.step = 0
         """Index of the last step that had something to execute."""
         self.now = 0.0
@@ -89,11 +90,12 @@ class Batch:
         """Number of computed positions, summed over all running requests."""
         self.free_slots = list(range(self.max_running - 1, -1, -1))
         self.left: list[int] = []
-        """Rows that requests left since the newest step."""
+        """Rows from which requests were removed since the newest step was scheduled."""
         self.num_vacated = 0
         """Number of times that a request left its row."""
         self.epoch = 0
-        """Counter that grows when tokens of steps in flight may belong to requests that left their row."""
+        """Counter that grows when tokens of steps in flight may have to be dropped, for example because a request left
+        its row."""
 
     @property
     def unready_for(self) -> str:
@@ -116,7 +118,7 @@ class Batch:
         return max(0, self.prompt_share.reserved_rows(self.running_limit) - len(self.reserve))
 
     def _unused_blocks(self) -> float:
-        """Fraction of the blocks that is reserved for short requests and not used by them."""
+        """Fraction of all blocks that is reserved for short requests and not used by short requests now."""
         share = self.prompt_share.reserved_blocks(self.running_limit)
         if share and self.reserve:
             pools = enumerate(zip(self.kv.pools, self.kv.layout.kinds, strict=True))
@@ -144,8 +146,8 @@ class Batch:
         return prompts or bool(self.waiting and self.free_rows)
 
     def num_prefill_tokens(self, limit: int) -> int:
-        """Number of known tokens that still must be computed, over running requests and the first waiting requests, at
-        most ``limit``."""
+        """Number of known tokens that the running requests and the first waiting requests still have to compute. The
+        count stops at ``limit``."""
         total = sum(request.num_tokens - request.num_computed_tokens for request in self.catching_up)
         if self.free_rows and total < limit:
             for request in islice(self.waiting, self.free_rows):
@@ -155,7 +157,7 @@ class Batch:
         return min(total, limit)
 
     def wait(self, request: Request, now: float) -> None:
-        """Add a request that has arrived or has lost its row to the waiting queue. A request that is not ready is
+        """Add a request to the waiting queue: it has arrived, or it has lost its row. A request that is not ready is
         queued later."""
         if not request.is_ready:
             self.unready[request.request_id] = request
@@ -167,14 +169,14 @@ class Batch:
         self.waiting.add(request)
 
     def refile(self, request: Request) -> None:
-        """Move a waiting request to its new position in the queue, after its order has changed."""
+        """Move a waiting request to its new position in the queue, after its sort key has changed."""
         if request in self.waiting:
             self.waiting.remove(request)
             self.waiting.add(request)
 
     def adapter_bytes(self, chunks: Iterable[tuple[Request, Chunk]], *, with_decodes: bool) -> int:
-        """Bytes of the adapters of a step with these chunks, each counted once; ``with_decodes``: and all decode
-        rows."""
+        """Number of bytes of all adapters that a step with these chunks reads, each adapter counted once.
+        ``with_decodes``: the adapters of all decode rows are included."""
         if not self.adapters:
             return 0
         used = {request.adapter_id for request, _ in chunks}
@@ -183,7 +185,8 @@ class Batch:
         return sum([self.adapter_sizes.get(adapter, 0) for adapter in used])
 
     def has_adapter_room(self, request: Request) -> bool:
-        """Whether the steps have room for the adapter of a waiting request. True for a request without an adapter."""
+        """Whether a step can use the adapter of a waiting request in addition to the adapters that it uses already.
+        True for a request without an adapter."""
         adapter = request.adapter_id
         if not adapter or not self.max_loras or adapter in self.adapters:
             return True
@@ -191,7 +194,7 @@ class Batch:
 
     def admit(self, request: Request, out: SchedulerOutput, *, reserved: bool = False) -> bool:
         """Give a waiting request a row and blocks. Returns False, and changes nothing, if it does not fit. With
-        ``reserved``, row and blocks are taken from those reserved for short requests."""
+        ``reserved``, the request gets a row and blocks that are reserved for short requests."""
         if not self.has_adapter_room(request):
             out.held_up_by = out.held_up_by or "adapter"
             return False
@@ -210,7 +213,7 @@ class Batch:
         return admission is not None
 
     def free_fraction(self, reserved: bool = False) -> float:
-        """Fraction of each block pool that must stay free when a request joins running ones."""
+        """Fraction of each block pool that must stay free when a request joins a batch that has running requests."""
         return self.watermark + (0.0 if reserved else self._unused_blocks())
 
     def seat(self, request: Request, admission: Admission, out: SchedulerOutput, reserved: bool) -> None:
@@ -297,7 +300,8 @@ class Batch:
         self.release_siblings(request, now)
 
     def release_siblings(self, request: Request, now: float) -> None:
-        """Queue the requests that wait for this request's prompt. They can fork from it now, or never."""
+        """Queue the requests that wait until this request has computed their common prompt. They can now share its
+        blocks, or never."""
         for sibling in request.siblings:
             self.wait(sibling, now)
         request.siblings = []

@@ -35,15 +35,15 @@ _KNOTS_BELOW, _KNOTS_ABOVE = 3, 7
 _NUM_KNOTS = _KNOTS_BELOW + _KNOTS_ABOVE + 1
 _NUM_PRICES = 5
 _NUM_LOCAL = 2 + _NUM_PRICES
-"""Number of features of a segment: 1, covered fraction of the segment, and the features with a price: decode rows,
-prompt tokens, context, prompt context, bytes of adapters."""
+"""Number of features of a segment: the constant 1, the covered fraction of the segment, and five features with a price
+(decode rows, prompt tokens, context, prompt context, bytes of adapters)."""
 _PAIRS = tuple((one, other) for one in range(_NUM_LOCAL) for other in range(one, _NUM_LOCAL))
 _FORGET = 0.995
 _REFIT_EVERY = 64
 _SWEEPS = 30
 _MIN_SECONDS = 1e-9
 _OUTLIER = 2.0
-"""Errors larger than this many typical errors are damped."""
+"""An observed error counts as an outlier, and is damped, if it is larger than this multiple of the typical error."""
 
 
 class StepFeatures(NamedTuple):
@@ -88,7 +88,7 @@ class Roofline:
     """Cost of a token that is not sampled from, as a fraction of ``token_seconds``. Such a token skips the output
     head."""
     context_seconds: float = 3e-7
-    """Seconds for a decode row to attend to one position."""
+    """Typical relative error of a prediction: a running median."""
     pair_seconds: float = 1e-7
     """Seconds for a prompt token to attend to one position."""
     step_seconds: float = 0.0005
@@ -130,7 +130,7 @@ class CostModel:
         self._error = 1.0
         """Typical relative error: a running median."""
         self._log_scale = 0.0
-        """Logarithm of (observed time / time by the prior), as a running mean."""
+        """Running mean of the logarithm of (observed time / time predicted by the prior)."""
         self._set(list(self._prior))
 
     # -- predictions ---------------------------------------------------------------------------------------------
@@ -252,7 +252,8 @@ class CostModel:
         for at in range(_NUM_KNOTS):
             if not self._gram[at][0]:
                 continue
-            # A step in this stretch has the whole rise of all earlier stretches and a share of this one's.
+            # A step in this segment has the whole increase of all earlier segments and a fraction of this segment's
+            # increase.
             spread = [list(range(at + 1)), [at + 1], *([size - _NUM_PRICES + price] for price in range(_NUM_PRICES))]
             for one, value in enumerate(self._target[at]):
                 for i in spread[one]:
@@ -280,7 +281,8 @@ class CostModel:
     # -- JSON ----------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole state as JSON values. :meth:`from_dict` makes a model from it that can continue to learn."""
+        """The whole state as JSON values. :meth:`from_dict` restores a model from these values; the restored model can
+        continue to learn."""
         return {
             "prior": dataclasses.asdict(self.prior),
             "copy_bandwidth": self.copy_bandwidth,
@@ -294,7 +296,7 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> CostModel:
-        """The model from a result of :meth:`to_dict`, also of a version without a price of adapters.
+        """The model from a result of :meth:`to_dict`, including results of an older version without prices of adapters.
 
         Raises ConfigError for any other mapping.
         """
@@ -324,6 +326,7 @@ class CostModel:
 
 
 def _with_adapters(gram: list[float]) -> list[float]:
-    """Normal equations of a stretch without the last feature -> the same equations with it, and no step that has it."""
+    """Add the last feature (bytes of adapters) to the normal equations of a segment that was learned without it, as if
+    all steps had the value 0."""
     values = iter(gram)
     return [0.0 if other == _NUM_LOCAL - 1 else next(values, math.nan) for _one, other in _PAIRS]

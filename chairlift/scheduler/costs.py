@@ -1,4 +1,5 @@
-"""Costs of steps, recomputes and copies in seconds, by the cost model. They serve code that chooses between these."""
+"""Costs in seconds of steps, recomputes and copies, predicted by the cost model. The scheduler compares these costs to
+choose between alternatives."""
 
 from __future__ import annotations
 
@@ -13,16 +14,17 @@ from chairlift.scheduler.output import SchedulerOutput
 __all__ = ["Costs"]
 
 _STEADY = 8
-"""Steps that only decode are similar, so only one in this many of them is observed."""
+"""Steps that only decode are similar, so the model learns from one in this many of such steps."""
 _MEMORY = 0.1
 _PACE_MEMORY = 0.01
 _MAX_PACE = 16.0
-"""Maximum pause that counts, as a multiple of the step time. A longer pause says nothing about later pauses."""
+"""Maximum pause between two steps that is learned, as a multiple of the step time. A longer pause says nothing about
+later pauses."""
 
 
 class Costs:
-    """A cost model together with the sizes of blocks. It learns from every step. ``block_bytes`` has the bytes of a
-    block per cache group."""
+    """A cost model together with the sizes of KV blocks. It learns from every step. ``block_bytes`` has one entry per
+    cache group: bytes of a block."""
 
     def __init__(
         self, block_bytes: Sequence[int], model: CostModel | None = None, max_step_tokens: int = 1 << 30
@@ -65,8 +67,8 @@ class Costs:
             self.model.observe(features, seconds - copying)
 
     def passed(self, features: StepFeatures, own: float, seconds: float) -> None:
-        """Learn that a step of ``own`` seconds ended ``seconds`` after the previous step, with work to do all the
-        time."""
+        """Learn the pause between steps: a step that took ``own`` seconds ended ``seconds`` after the previous step,
+        and there was work to do all the time."""
         self.host_seconds += (min(seconds - own, _MAX_PACE * own) - self.host_seconds) * _PACE_MEMORY
         if not self.model.num_observed:  # the prediction is a guess with an unknown error
             return
@@ -75,10 +77,11 @@ class Costs:
         self._predicted += (predicted - self._predicted) * _PACE_MEMORY
 
     def wall_seconds(self, features: StepFeatures) -> float:
-        """Seconds from the end of one step to the end of the next step. A waiting time is the sum of such times.
+        """Seconds from the end of one step to the end of the next step. The time that a request waits is the sum of
+        these times.
 
-        The result is the model's prediction, plus the host time between steps, plus a part for unusually long steps,
-        which the model damps.
+        The result is the model's prediction, plus the host time between steps, plus an extra time for unusually long
+        steps, to which the model gives little weight.
         """
         return self.model.step_seconds(features) * (self._passed / self._predicted if self._predicted else 1.0)
 
@@ -108,16 +111,17 @@ class Costs:
     def _least_seconds(self, num_tokens: int) -> float:
         """Lower bound of the seconds that ``num_tokens`` prompt tokens take.
 
-        The bound uses only measured steps: a step with more tokens takes at least as long as the shortest step seen
-        with fewer. The model's prediction is not used, because it may be too high for sizes that were never seen;
-        requests dropped for that reason would never be measured.
+        The bound uses only measured steps: a step takes at least as long as the shortest measured step with fewer
+        tokens. The model's prediction is not used, because it may be too high for sizes that were never seen; requests
+        that are dropped because of it would never be measured.
         """
         whole_steps, rest = divmod(num_tokens, self._max_step_tokens)
         seconds = whole_steps * max(self._shortest[1 : 1 + self._max_step_tokens.bit_length()])
         return seconds + max(self._shortest[1 : rest.bit_length()], default=0.0)
 
     def mixed_cost(self, num_decodes: int, context_tokens: int, num_tokens: int) -> float:
-        """Seconds of one step with decode rows and prompt tokens, divided by the seconds of two separate steps."""
+        """Seconds of one step with decode rows and prompt tokens, divided by the seconds of two steps that compute them
+        separately."""
         pairs = num_tokens * (num_tokens + 1) / 2
         both = self.model.step_seconds(StepFeatures(num_decodes, context_tokens, num_tokens, pairs))
         decode = self.model.step_seconds(StepFeatures(num_decodes, context_tokens))

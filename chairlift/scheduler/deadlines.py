@@ -13,7 +13,7 @@ from chairlift.request import Request
 __all__ = ["Deadlines", "Estimate", "EstimateOf"]
 
 _URGENT_SHARE = 0.5
-"""Fraction of a request's slack that must have passed before the request may preempt others for its deadline."""
+"""A request may preempt others for its deadline when this fraction of its slack has passed."""
 
 
 class Estimate(NamedTuple):
@@ -81,7 +81,7 @@ class Deadlines:
                 heapq.heappush(self._due, (min(lost, doubtful), request.sequence, request))
 
     def doubtful(self) -> list[Request]:
-        """Requests that :meth:`lost` found doubtful since the last call."""
+        """Requests that :meth:`lost` has marked as doubtful since the last call of this method."""
         moved, self._moved = self._moved, []
         return moved
 
@@ -91,8 +91,8 @@ class Deadlines:
 
     @staticmethod
     def _lost_and_doubtful_at(request: Request, estimate: Estimate) -> tuple[float, float]:
-        """(time from which the request is lost, time from which it is doubtful). The second is infinite if the request
-        runs or is already doubtful."""
+        """(time from which the request is lost, time from which the request is doubtful). The second time is infinite
+        if the request runs, or if it is doubtful already."""
         service = request.service
         min_remaining = max(1, request.min_tokens) - request.num_output_tokens
         if request.num_output_tokens:

@@ -16,12 +16,12 @@ __all__ = ["DecodeRows", "receivers"]
 
 
 def _drop(token: int) -> None:
-    """Receiver for tokens that belong to no request."""
+    """Discard a token that belongs to no request."""
 
 
 def receivers(requests: Iterable[Request | None]) -> tuple[list[Request | None], list[Callable[[int], Any]]]:
-    """(requests, functions that store a token), one of each per sample position. The tokens of rows that have ended and
-    are held in a static batch are dropped."""
+    """(list of requests, list of functions that store a token), each with one entry per sample position. The tokens of
+    rows that have ended and are held in a static batch are dropped."""
     sampled = [None if request is None or request.finish_reason else request for request in requests]
     return sampled, [_drop if request is None else request.token_ids.append for request in sampled]
 
@@ -34,16 +34,17 @@ class DecodeRows:
         self._block_size = block_size
         self._clock = DecodeClock()
         self._wheel: dict[int, list[Request]] = {}
-        """Tick -> requests that the scheduler must check at this tick."""
+        """Tick of the decode clock -> requests that the scheduler must check at this tick."""
         self.retiring: list[Request] = []
         """Requests whose last step is in flight. They are not in the wheel."""
         self.stale = False
-        """Whether a request came or left. Then :meth:`rebuild` must run before the lists are used."""
+        """Whether a request was added or removed, so that :meth:`rebuild` must run before the lists are used."""
         self.count = 0
-        """Number of rows that compute in the next tick. The lists below may still include rows that have left."""
+        """Number of rows that compute in the next tick. The lists below may still include requests that have left their
+        rows."""
         self.requests: list[Request] = []
         self.sampled: list[Request | None] = []
-        """``requests``, with None for held rows, whose tokens are dropped."""
+        """Same as ``requests``, but None for held rows of a static batch, whose tokens are dropped."""
         self.appends: list[Callable[[int], Any]] = []
         """Per row: function that stores the row's next token."""
         self.slots: tuple[int, ...] = ()
@@ -54,18 +55,18 @@ class DecodeRows:
 
     @property
     def num_held(self) -> int:
-        """Number of rows that have ended and compute on until their static batch ends."""
+        """Number of rows whose request has ended, and that compute on until their static batch ends."""
         return len(self.sampled) - len(list(filter(None, self.sampled))) if None in self.sampled else 0
 
     def due(self) -> list[Request]:
-        """Requests that the scheduler must check before the clock ticks."""
+        """Requests that the scheduler must check before the decode clock advances by one tick."""
         return self._wheel.pop(self._clock.count, [])
 
     def tick(self) -> None:
         self._clock.count += 1
 
     def start(self, requests: list[Request]) -> None:
-        """Let these requests advance with the clock, beginning with the next tick."""
+        """Let these requests advance with the decode clock, beginning with the next tick."""
         self.requests = self.requests + requests
         self.count += len(requests)
         self.stale = True
@@ -83,8 +84,8 @@ class DecodeRows:
         self.stale = True
 
     def watch(self, request: Request, position: int, ticks: int) -> None:
-        """Store the request in the wheel at the tick of its next new block or its end. It computes ``position`` after
-        ``ticks`` ticks."""
+        """Put the request into the timing wheel, at the tick at which it needs a new block or ends. It computes
+        ``position`` after ``ticks`` ticks."""
         wait = min(-position % self._block_size, request.limit - 1 - position)
         own_end = request.max_total_tokens - 2 - position
         request.due_at = self._clock.count + ticks + (min(wait, own_end) if own_end >= 0 else wait)

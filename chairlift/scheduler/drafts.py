@@ -56,7 +56,7 @@ class Guide(Protocol):
         ...
 
     def forced(self, request: Request, most: int) -> Sequence[int]:
-        """Up to ``most`` tokens that probably must come next."""
+        """Up to ``most`` tokens that probably come next, because the grammar allows only one text."""
         ...
 
 
@@ -72,11 +72,11 @@ class Drafts:
         self._batch, self._kv, self._decodes = batch, batch.kv, batch.decodes
         self.speculator = speculator
         self.guide = guide
-        """Restricts the drafts of requests that follow a grammar. None: such requests get no drafts."""
+        """Restricts the drafts of requests that follow a grammar. None: requests with a grammar get no drafts."""
         self.num_drafts = self.num_accepted = self.num_verified = 0
-        """Counters: drafts that were computed; drafts that were right; rows with drafts whose step has ended."""
+        """Counters: drafts that were computed; drafts that were right; rows with drafts whose results are known."""
         self.accepted_at = [0] * speculator.most
-        """Entry i: how often the draft at index i of a row was accepted."""
+        """Entry i: how often the draft number i (counted from 0) of a row was accepted."""
         self.predicted: list[Request] = []
         """Requests with a ``prediction`` whose drafts were checked since the caller last emptied the list."""
         self._known: dict[str, Request] = {}
@@ -130,8 +130,8 @@ class Drafts:
                 step.verifies.append((request, chunk))
 
     def _max_drafts(self, request: Request) -> int:
-        """Maximum number of drafts for the request: each sample position gives a token, and each draft takes a KV
-        position."""
+        """Maximum number of drafts for the request. Two limits apply: each sample position yields one of its remaining
+        tokens, and each draft takes one KV position."""
         known = len(request.token_ids)
         if request.num_computed_tokens != known or request.finish_reason is not None:
             return 0
@@ -140,8 +140,8 @@ class Drafts:
         return min(request.max_total_tokens - known - 1, request.limit - known)
 
     def _num_fitting(self, request: Request, count: int) -> int:
-        """Number of drafts, at most ``count``, that get blocks. A new block is taken only if every running request
-        could get one too."""
+        """Number of drafts, at most ``count``, for which the request gets blocks. It takes a new block only if every
+        other running request could get one too."""
         kv, known = self._kv, len(request.token_ids)
         count = min(count, self._max_drafts(request))
         room = min(len(table) for table in request.block_ids) * kv.block_size - known
@@ -202,8 +202,8 @@ class Drafts:
             self.predicted.append(request)
 
     def rejoin(self, flight: Step) -> None:
-        """Let rows with checked drafts compute one token per step again, unless they have ended. Rows of a static batch
-        always do so."""
+        """Let rows whose drafts were checked compute one token per step again, unless they have ended. Rows of a static
+        batch do so even after their end."""
         is_static = self._batch.membership.held
         rows = [r for r, _ in flight.verifies if r.slot >= 0 and (is_static or r.finish_reason is None)]
         rows = [r for r in rows if r.resumed_at_step <= flight.out.step and r.num_computed_tokens < r.limit]
@@ -212,7 +212,7 @@ class Drafts:
 
 
 def _before_a_stop(drafts: tuple[int, ...], stop_token_ids: Collection[int]) -> tuple[int, ...]:
-    """The drafts before the first one that would end the answer."""
+    """Drafts before the first draft that would end the answer."""
     for index, token in enumerate(drafts):
         if token in stop_token_ids:
             return drafts[:index]

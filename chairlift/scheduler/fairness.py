@@ -14,9 +14,9 @@ from chairlift.request import Request
 __all__ = ["DECODE_WEIGHT", "PREFILL_WEIGHT", "VirtualTokenCounters"]
 
 PREFILL_WEIGHT = 1.0
-"""Charge per token of a chunk. A chunk is a part of a prompt, or of a recompute after a preemption."""
+"""Service charged per token of a chunk. A chunk is a part of a prompt, or of a recompute after a preemption."""
 DECODE_WEIGHT = 2.0
-"""Charge per generated token."""
+"""Service charged per generated token."""
 _MAX_IDLE = 10_000
 
 
@@ -44,11 +44,11 @@ class VirtualTokenCounters:
         return self._counters.get(tenant, 0.0)
 
     def weight(self, tenant: str) -> float:
-        """Weight of a tenant; 1 by default."""
+        """Weight of a tenant, by which its charges are divided; 1 by default."""
         return self._weights.get(tenant, 1.0)
 
     def catch_up(self, original: VirtualTokenCounters) -> None:
-        """Copy weights and counters from ``original``. The waiting requests were added before."""
+        """Copy weights and counters from ``original``. This object must already contain the same waiting requests."""
         self._weights, self._last = original._weights, original._last
         self._counters = dict(original._counters)
 

@@ -23,11 +23,12 @@ from chairlift.scheduler.scheduler import Scheduler
 __all__ = ["Forecast", "StepSeconds", "foresee"]
 
 StepSeconds = Callable[[StepFeatures], float]
-"""Function from the features of a step to the seconds between the end of the previous step and its own end."""
+"""Function: features of a step -> seconds between the end of the previous step and the end of this step."""
 
 _TOKEN: Final = 1
 _ANY_SIZE: Final = 1 << 40
-"""Size of a newcomer. Its real size is unknown; with this size, smallest-first order gives it no advantage."""
+"""Size assumed for a newcomer, whose real size is unknown. With this size, smallest-first order gives it no
+advantage."""
 _NEWCOMER: Final = "\0newcomer of "  # no real request id begins like this, because the front end generates the ids
 
 
@@ -42,15 +43,16 @@ class Forecast:
     newcomers: dict[str, float]
     """Class of service -> forecast start of a newcomer whose tenant is ``tenant``."""
     seconds_per_start: float
-    """Mean seconds between two starts. Each request that arrived after the forecast adds this time to a wait."""
+    """Mean seconds between the starts of two requests. A wait is longer by this time for each request that arrived
+    after the forecast."""
     strangers: dict[str, float] = dataclasses.field(default_factory=dict)
     """Class of service -> forecast start of a newcomer whose tenant has no requests in the engine."""
     tenant: str | None = None
     """Tenant that has the most requests in the engine."""
 
     def wait_of(self, service_class: str, now: float, num_since: int = 0, *, stranger: bool = False) -> float:
-        """Seconds that a newcomer would wait. ``num_since`` requests arrived after the forecast was made. ``stranger``:
-        its tenant has no requests in the engine."""
+        """Seconds that a newcomer of this class would wait. ``num_since`` is the number of requests that arrived after
+        the forecast was made. ``stranger``: the newcomer's tenant has no requests in the engine."""
         newcomers = self.strangers if stranger and self.strangers else self.newcomers
         start = newcomers.get(service_class)
         if start is None:
@@ -68,7 +70,7 @@ def foresee(
     depth: int = 0,
     max_steps: int = 512,
 ) -> Iterator[Forecast | None]:
-    """Simulate one step per item. The last item is the forecast; all other items are None.
+    """Simulate the scheduler. Yields None after each simulated step, and the forecast at the end.
 
     ``classes`` maps class of service -> priority of a newcomer. Like the engine, the copy schedules ``depth`` steps
     ahead. Starts later than ``max_steps`` steps are extrapolated from the rate of starts before. The scheduler may
@@ -138,7 +140,7 @@ def _seconds(seconds: StepSeconds, out: SchedulerOutput) -> float:
 class _NewcomersDisplaceNobody:
     """Wraps a policy so that the simulated newcomers displace no request.
 
-    When a newcomer would displace a request, this time is stored in ``starts`` as its start.
+    When a newcomer would displace a request, the simulated time is stored in ``starts`` as the newcomer's start.
     """
 
     def __init__(self, policy: Policy, starts: dict[str, float]) -> None:
@@ -196,7 +198,7 @@ def _add_newcomers(twin: Scheduler, classes: dict[str, int], busiest: str, now: 
 
 
 def _like(request: Request, lengths: AnswerLengths) -> Request:
-    """Copy a request with the same size and order, and with an answer of the expected length."""
+    """Copy a request with the same size and order, and with an answer of expected length."""
     # An ended request that is held in its static batch is also held in the copy, and gets no more tokens.
     num_tokens = request.num_output_tokens + 1 if request.finish_reason else lengths.expected(request)
     copy = Request(

@@ -45,7 +45,7 @@ it is not."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings that a governor may change."""
+    """The settings that a governor may change while the engine runs."""
 
     running: int
     """Maximum number of running requests."""
@@ -177,13 +177,14 @@ def rows_in_time(seen: Observation, costs: Costs, seconds: float, limit: int) ->
 
 
 def tokens_in_time(seen: Observation, costs: Costs, seconds: float, limit: int) -> int:
-    """Maximum token budget with which a step that includes the running rows takes at most ``seconds``."""
+    """Maximum token budget with which a step takes at most ``seconds``. The decode rows of the running requests are
+    part of the step."""
     rows = min(seen.running, limit - 1)
     return rows + costs.chunk_budget(rows, int(rows * seen.context_length), seconds, max(1, limit - rows))
 
 
 def tokens_for_throughput(seen: Observation, costs: Costs, limit: int) -> int:
-    """Token budget with which prompts delay running requests least.
+    """Token budget of a step with which prompts delay running requests least.
 
     A step reads all weights in any case, so prompt tokens cost almost nothing until computing takes longer than reading
     (SARATHI, 2023). The budget must also have room for the prompts of the requests that replace ended ones. A larger
@@ -202,7 +203,7 @@ def tokens_for_throughput(seen: Observation, costs: Costs, limit: int) -> int:
 
 @dataclasses.dataclass(slots=True)
 class _Round:
-    """Sums of the observations since the last correction."""
+    """Sums over all observations since the correction factor was last changed."""
 
     finished: int = 0
     preempted: int = 0
@@ -224,7 +225,7 @@ class RuleGovernor:
     def __init__(self, bounds: Bounds, targets: Targets, costs: Costs) -> None:
         self._bounds, self._targets, self._costs = bounds, targets, costs
         self._factor = 1.0
-        """Correction factor for the forecast number of rows that fit."""
+        """Factor by which the forecast number of rows is multiplied."""
         self._round = _Round()
         self._slack = 1.0
         """Limit for the time of a step with prompts, as a multiple of the target. It is above 1 when steps without

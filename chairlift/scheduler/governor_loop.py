@@ -27,15 +27,15 @@ from chairlift.scheduler.scheduler import Scheduler
 __all__ = ["Decision", "GovernorLoop", "Window", "governor_from_config"]
 
 _USUAL_PROMPT, _USUAL_ANSWER, _USUAL_COUNT = 64, 160, 4
-"""Tokens per prompt, tokens per answer, and number of assumed requests with these lengths at the start of a window.
-Real requests soon outweigh them."""
+"""Assumed tokens per prompt and per answer, and the number of requests that are assumed to have these lengths at the
+start of a window. Real requests soon outweigh them."""
 
 _log = logging.getLogger("chairlift.governor")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
-    """One entry of the log of decisions."""
+    """One entry of the log of a governor's decisions."""
 
     now: float
     """Time in seconds on the engine's clock."""
@@ -81,13 +81,14 @@ class _Ratio:
             self._lower = self._memory
 
     def value(self, prior: float = 0.0) -> float:
-        """The ratio, with ``prior`` added to the denominator."""
+        """The ratio, after ``prior`` was added to the denominator."""
         lower = self._lower + prior
         return self._upper / lower if lower else 0.0
 
 
 class Window:
-    """Collects one observation. A step that only decodes costs a few additions, whatever the number of rows."""
+    """Collects the measurements of one observation. A step that only decodes costs a few additions, whatever the number
+    of rows."""
 
     def __init__(self, scheduler: Scheduler, now: float) -> None:
         self._scheduler = scheduler
@@ -128,7 +129,7 @@ class Window:
                     self._prompts.add(row.num_prompt_tokens - row.num_cached_tokens, 1)
 
     def close(self, now: float, settings: Settings) -> Observation:
-        """Return the observation since the last call, and begin the next window."""
+        """Return the observation for the time since the last call, and begin the next window."""
         scheduler, seconds = self._scheduler, now - self._since
         finished = scheduler.preemption_rate.num_finished - self._num_finished
         self._num_finished += finished
@@ -171,9 +172,9 @@ class Window:
 class GovernorLoop:
     """Calls a governor every ``interval`` seconds and applies its proposals within the limits of the guard rails.
 
-    Its first limit is the number of requests that fit if all have usual lengths. A higher first limit could admit too
-    many requests, and a lower limit later would not remove them from the batch. With ``shadow`` no decision is applied,
-    but later decisions assume that it was. ``decisions`` has the last ``capacity`` decisions.
+    The first limit of running requests is the number of requests that fit if all have usual lengths. A higher first
+    limit could admit too many requests, and a lower limit later would not remove them from the batch. With ``shadow``
+    no decision is applied, but later decisions assume that it was. ``decisions`` has the last ``capacity`` decisions.
     """
 
     def __init__(
@@ -235,8 +236,8 @@ class GovernorLoop:
 def governor_from_config(
     config: SchedulerConfig, scheduler: Scheduler, costs: Costs, now: float
 ) -> GovernorLoop | None:
-    """The governor loop for these settings; None if the governor is off. Raises ConfigError for a custom class that
-    cannot be used."""
+    """The governor loop for these settings; None if the governor is off. Raises ConfigError for a custom governor class
+    that cannot be used."""
     if config.governor == "off":
         return None
     max_rows, reserved = config.max_running, sum(each.min_seqs for each in (config.promises or {}).values())

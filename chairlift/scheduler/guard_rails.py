@@ -37,17 +37,18 @@ class GuardRails:
         self._hold = self._first_hold = hold
         self._held_until = float("-inf")
         self._moved: dict[str, tuple[int, float]] = {}
-        """Name of a setting -> (direction, time) of its last change."""
+        """Name of a setting -> (direction of its last change, time of that change)."""
         self._busy: deque[tuple[float, float]] = deque(maxlen=patience)
         """(tokens per second, fraction of prompt tokens) of each window in which requests waited, since the last large
         change."""
         self._base = configured
         """Settings after the last large change."""
         self._before: tuple[float, float] | None = None
-        """Mean of ``_busy`` before the last large change; None after that change was judged."""
+        """Mean of ``_busy`` before the last large change of the settings; None if it is already known whether that
+        change did harm."""
 
     def harmed(self, now: float, seen: Observation) -> str:
-        """Reason to return to the configured settings for a while, or "". Each large change is judged once."""
+        """Reason to use the configured settings for a while; "" if there is none. Each large change is judged once."""
         if not seen.waiting or not seen.tokens_per_second:
             return ""
         self._busy.append((seen.tokens_per_second, seen.prefill_share))
@@ -111,6 +112,6 @@ class GuardRails:
 
 
 def _differ(one: Settings, other: Settings) -> bool:
-    """Whether two settings differ by more than fine-tuning."""
+    """Whether two settings differ so much that the change is more than fine-tuning."""
     ratios = (one.running / other.running, one.tokens / other.tokens)
     return any(not 0.8 < ratio < 1.25 for ratio in ratios) or abs(one.watermark - other.watermark) > 0.1

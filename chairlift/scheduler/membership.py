@@ -29,9 +29,9 @@ class Membership:
 
     name: str
     closed: bool
-    """Requests join only when the batch is empty, and all at the same time."""
+    """Whether requests join only when the batch is empty, all at the same time."""
     held: bool
-    """A finished row computes on, and no output is delivered, until all rows of the batch have finished."""
+    """Whether a finished row computes on, and no output is delivered, until all rows of the batch have finished."""
     batch_wait: float = 0.0
     """Seconds that a closed batch waits for more requests before it starts although it is not full."""
     preferred_sizes: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ class Membership:
         return self._ready_size(waiting, free_slots)
 
     def fires_at(self, waiting: _Waiting, free_slots: int) -> float:
-        """Time at which the requests in ``waiting`` may join, if nothing runs and no other request arrives."""
+        """Time at which the requests in ``waiting`` may join, if no request runs and no other request arrives."""
         ready = not self.closed or self._ready_size(waiting, free_slots)
         return waiting.oldest_arrival + (0.0 if ready else self.batch_wait)
 
@@ -61,8 +61,8 @@ class Membership:
         return max((size for size in self.preferred_sizes if size <= len(waiting)), default=0)
 
     def lacks(self, places: int) -> str:
-        """Resource that the next waiting request lacks if it does not join. ``places`` is the number of requests that
-        may still join."""
+        """Name of the resource that prevents the next waiting request from joining. ``places`` is the number of
+        requests that may still join in this step."""
         return "tokens" if places else "batch" if self.closed else "slots"
 
     def needs_budget(self) -> int:
@@ -70,7 +70,8 @@ class Membership:
         return 0 if self.closed else 1
 
     def prepare(self, batch: Sequence[Request], limit: int) -> None:
-        """Set how many positions each row of ``batch`` computes, before it joins; at most ``limit``."""
+        """Set for each request of ``batch`` how many positions its row computes (at most ``limit``), before the request
+        joins."""
         if self.held:
             longest = max((request.max_total_tokens - request.num_prompt_tokens for request in batch), default=0)
             for request in batch:

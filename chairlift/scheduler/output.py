@@ -18,7 +18,7 @@ FAILED_ROW = -1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request that gets a row of the InputBatch."""
+    """A request that gets a row of the executor's InputBatch."""
 
     slot: int
     request_id: str
@@ -38,7 +38,7 @@ class NewRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """``num_tokens`` known tokens of one row, from position ``start`` on, that a step computes."""
+    """Known tokens of one row that a step computes: ``num_tokens`` tokens from position ``start`` on."""
 
     slot: int
     start: int
@@ -50,17 +50,17 @@ class Chunk:
     """Reason for the chunk: ``prefill``, ``recompute`` (after a preemption), ``stalled`` (a decode that had to wait for
     a block), or ``verify`` (a decode with drafts)."""
     drafts: tuple[int, ...] = ()
-    """Proposed tokens at the end of the chunk. The token before them, and each draft, is a sample position."""
+    """Proposed tokens at the end of the chunk. The token before the drafts, and each draft, is a sample position."""
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
 
     def num_accepted(self, tokens: Sequence[int]) -> int:
-        """Number of right drafts. ``tokens`` were sampled at the chunk's sample positions.
+        """Number of right drafts. ``tokens`` are the tokens sampled at the chunk's sample positions.
 
-        Drafts are right up to the first one that differs from the token sampled at its position. That sampled token is
-        right too, so the row gets one token more than the result.
+        Drafts are right up to the first draft that differs from the token sampled at its position. That sampled token
+        is right too, so the row gets one token more than the result.
         """
         for index, draft in enumerate(self.drafts):
             if tokens[index] != draft:
@@ -78,7 +78,7 @@ class SchedulerOutput:
 
     step: int
     left: list[int] = dataclasses.field(default_factory=list)
-    """Rows that requests left since the previous step."""
+    """Rows from which requests were removed since the previous step."""
     joined: list[NewRow] = dataclasses.field(default_factory=list)
     new_blocks: list[tuple[int, NewBlocks]] = dataclasses.field(default_factory=list)
     """(slot, blocks appended to the slot's block table)."""
@@ -96,7 +96,7 @@ class SchedulerOutput:
     num_tokens: int = 0
     """Number of tokens computed in this step; 0 means that there is nothing to execute."""
     num_recomputed: int = 0
-    """Number of tokens in this step that were computed before and lost by a preemption."""
+    """Number of tokens in this step that were computed before, but lost by a preemption."""
 
     # The fields below are for the step log and the cost model. A real executor does not read them.
     decode_rows: tuple[tuple[str, int], ...] = ()
@@ -109,16 +109,16 @@ class SchedulerOutput:
     stalled: tuple[str, ...] = ()
     """Ids of decoding requests that begin to wait for a block in this step."""
     held_up_by: str = ""
-    """What the first waiting request lacks: ``slots``, ``blocks``, ``tokens``, ``reservation`` (the free rows are
-    reserved for another class), ``adapter`` (the step has the maximum number of adapters) or ``batch`` (a closed batch
-    runs).
+    """Resource that the first waiting request lacks: ``slots``, ``blocks``, ``tokens``, ``reservation`` (the free rows
+    are reserved for another class), ``adapter`` (the step has the maximum number of adapters) or ``batch`` (a closed
+    batch runs).
 
     The value is ``grammar``, ``adapter`` or ``image`` if the queue is empty and a request waits until its grammar is
     compiled, its adapter is read, or its images are encoded. It is empty if no request waits. It is also set in a step
     that has nothing to execute.
     """
     context_tokens: int = 0
-    """Positions that all decode rows attend to together. The cost of a decode grows with it."""
+    """Number of positions that the decode rows attend to, summed over the rows. The cost of decoding grows with it."""
     adapter_bytes: int = 0
     """Bytes of the adapters of all rows, each adapter counted once."""
     num_waiting: int = 0
@@ -128,7 +128,7 @@ class SchedulerOutput:
     unused_slots: int = 0
     """Number of positions in allocated blocks that are not computed (internal fragmentation)."""
     padding_avoided: int = 0
-    """Number of additional tokens that an engine with padding would compute for these rows."""
+    """Number of tokens that an engine with padding would compute for the rows of this step in addition."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -39,13 +39,14 @@ class Policy(Protocol):
         ...
 
     def order(self, request: Request) -> tuple[float, ...]:
-        """Sort key within a lane. The request with the smaller key goes first, and keeps its blocks when running
-        requests lack blocks. The key must not change while the request waits in the queue."""
+        """Sort key of a request among the requests of its lane. The request with the smaller key goes first. When
+        running requests lack blocks, the request with the smaller key keeps its blocks. The key must not change while
+        the request waits in the queue."""
         ...
 
     def lane(self, request: Request) -> Hashable:
-        """Lane of a waiting request. Requests of one lane are sorted by :meth:`order`; lanes are sorted by
-        :meth:`rank`."""
+        """Lane (group of waiting requests) to which a request belongs. Requests of one lane are sorted by
+        :meth:`order`; lanes are sorted by :meth:`rank`."""
         ...
 
     def rank(self, head: Request, waited: float, now: float) -> tuple[float, ...]:
@@ -58,34 +59,34 @@ class Policy(Protocol):
         ...
 
     def yields(self, running: Request, needy: Request) -> bool:
-        """Whether ``running`` may be preempted for blocks that ``needy``, also a running request, needs. The relation
+        """Whether ``running`` may be preempted for blocks that another running request, ``needy``, needs. The relation
         must have no cycle."""
         ...
 
     def victim(self, candidates: Iterable[Request]) -> Request | None:
-        """The request to preempt, or None. A running request that needs blocks is also a candidate. It waits if the
-        result is None or the request itself."""
+        """Choose the request to preempt; None: preempt none. ``candidates`` include the running request that needs
+        blocks. If the result is None or that request, it waits."""
         ...
 
     def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> Iterable[tuple[Request, int]]:
         """Divide a step's token budget between requests with several tokens to compute.
 
-        ``needs`` has (request, tokens to compute) in order of admission. The result has (request, assigned tokens):
-        each request at most once, and at most ``budget`` tokens in total.
+        ``needs`` has (request, tokens to compute) in order of admission. The result has (request, assigned tokens). It
+        has each request at most once, and at most ``budget`` tokens in total.
         """
         ...
 
     def standing(self, request: Request) -> tuple[float, ...]:
-        """Sort key that takes precedence over size when the rest of a step's prompt budget goes to the smallest
-        requests.
+        """A part of a step's prompt budget goes to the smallest requests. This sort key takes precedence over their
+        size.
 
         The request with the smaller key goes first. The key must not change while the request waits in the queue.
         """
         ...
 
     def reserved_tokens(self, needs: Sequence[tuple[Request, int]]) -> int:
-        """Number of tokens of a step that are reserved for some of ``needs`` (as in :meth:`share`). They are always
-        assigned in policy order."""
+        """Number of tokens of a step that the policy reserves for some requests of ``needs`` (as in :meth:`share`).
+        They are always assigned in policy order."""
         ...
 
     def observe(self, running: Iterable[Request], now: float) -> None:

@@ -77,16 +77,19 @@ class Precedence(FirstComeFirstServed):
         """Class of service -> number of its running requests."""
         self._tenant_rows: Counter[str] = Counter()
         self._row = 1.0
-        """Sum of the weights of all tenants with requests, divided by the number of rows."""
+        """Weight that entitles a tenant to one row of the batch: the sum of the weights of all tenants with requests,
+        divided by the number of rows."""
         self._running: Iterable[Request] = ()
         self._settled = self._counted = True
         self._blocks: Counter[str] = Counter()
-        """Class of service -> number of its blocks in its fullest cache group. See :meth:`_used`."""
+        """Class of service -> number of KV blocks that its running requests hold in the cache group where the class
+        holds most. See :meth:`_used`."""
         self._reserves_blocks = any(each.min_blocks for each in classes.values())
         self._reserves_tokens = any(each.min_step_tokens for each in classes.values())
         self._known: set[str] = set()
         self._starving: set[str] = set()
-        """Ids of the first requests of lanes that waited too long, and of requests that joined for that reason."""
+        """Ids of requests that go first because their lane waited too long: the first requests of such lanes, and
+        requests that joined for this reason."""
 
     def fork(self) -> Precedence:
         twin = Precedence(
@@ -142,8 +145,8 @@ class Precedence(FirstComeFirstServed):
         return request.priority < running.priority and running.start_by == math.inf
 
     def _is_owed(self, request: Request, running: Request) -> bool:
-        """Whether the tenant of ``request`` is owed a row, and the tenant of ``running`` has more than its fair number
-        of rows."""
+        """Whether the tenant of ``request`` may take a row from the tenant of ``running``: the former has fewer rows
+        than its weight entitles it to, and the latter has more."""
         tenant, other = request.service.tenant, running.service.tenant
         if tenant == other or self.counters[tenant] > self.counters[other]:
             return False

@@ -1,4 +1,4 @@
-"""Rules that say which requests may be preempted and how, and a count of how often that happens."""
+"""Rules that say which requests may be preempted and how, and a count of preempted requests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class PreemptionMode:
         return self.name in ("auto", "recompute")
 
     def saves(self, request: Request, num_tokens: int) -> bool:
-        """Whether to save the first ``num_tokens`` positions of a request in host memory instead of dropping them."""
+        """Whether to save the KV of a request's first ``num_tokens`` positions in host memory. Otherwise it is
+        dropped."""
         if self.name != "auto" or self.costs is None:
             return self.name == "swap"
         num_blocks = [len(table) for table in request.block_ids]
@@ -71,9 +72,9 @@ def may_be_preempted(request: Request, max_preemptions: int, step: int) -> bool:
     """Whether a running request may be preempted in ``step``.
 
     It may not be preempted if it joined in this step, has no new token since its last preemption, is pinned, or is
-    complete. A request that still waits for lost blocks may lose more blocks. Every request is admitted with blocks for
-    all its known tokens. So a request that may not be preempted can always compute its next token, and others wait for
-    it only for a limited time.
+    complete. A request that has lost blocks, and still waits for new ones, may lose more blocks. Every request is
+    admitted with blocks for all its known tokens. So a request that may not be preempted can always compute its next
+    token, and others wait for it only for a limited time.
     """
     return (
         request.finish_reason is None

@@ -26,7 +26,7 @@ class Preemptor:
         self.running, self.waiting = batch.running, batch.waiting
         self.num_preemptions = 0
         self.num_swaps = self.num_tails = 0
-        """Number of preemptions that saved the KV in host memory, and number that dropped only the last blocks of the
+        """Counters: preemptions that saved the KV in host memory; preemptions that dropped only the last blocks of the
         KV."""
         self.preempted_for: dict[str, str] = {}
         """Id of a request preempted since the newest step -> id of the request that needed its blocks or row; "" if
@@ -34,14 +34,14 @@ class Preemptor:
         self.swap_out: list[tuple[int, int, int]] = []
         """(group, block, host block) to save in host memory in the next step."""
         self._refused_state: tuple[int, int] | None = None
-        """(changes of the queue, vacated rows) when the first waiting request outranked no running request at the last
-        comparison; None if it outranked one."""
+        """(number of changes of the queue, number of vacated rows) at the last comparison, if the first waiting request
+        outranked no running request then; otherwise None."""
         self._compared_at = 0
         """Index of the step in which waiting requests were last compared with a full batch."""
 
     def make_room(self, request: Request, num_tokens: int, step: Step) -> bool:
         """Get blocks for the request's first ``num_tokens`` positions, and preempt other requests if necessary. Returns
-        False if it gets none."""
+        whether the request got the blocks."""
         while True:
             grown = self.kv.tables.extend(request, num_tokens, self.batch.step)
             if grown is not None:
@@ -75,7 +75,7 @@ class Preemptor:
             if self._admit_or_displace(head, step, budget):
                 continue
             # A request that is first only because it waited long takes no row from others. The request that would be
-            # first without waiting times may.
+            # first if waiting time did not count may take one.
             other = head if self.batch.free_rows else self.waiting.first_but_for_age(self.batch.now)
             if other is head or not self._admit_or_displace(other, step, budget):
                 return
@@ -147,7 +147,7 @@ class Preemptor:
 
     @staticmethod
     def _computed_before(request: Request, step: Step | None) -> int:
-        """Number of the request's computed positions, without those of the step that is being scheduled."""
+        """Number of positions of the request that are computed before the step that is being scheduled."""
         done = request.num_computed_tokens
         if step is not None:
             done -= sum(chunk.num_tokens for other, chunk in step.chunks if other is request)
@@ -185,8 +185,8 @@ class Preemptor:
         whether it was saved."""
         # At least one token must be computed again, so that the next token can be sampled.
         num_tokens = min(done, len(request.token_ids) - 1)
-        # A prompt whose log-probabilities were requested is computed again, because its report in a step in flight is
-        # dropped.
+        # The KV of a prompt whose log-probabilities were requested is computed again, because the log-probabilities
+        # that a step in flight reports are dropped.
         if num_tokens <= 0 or not request.may_share or not self.batch.preemption.saves(request, num_tokens):
             return False
         self.kv.publish_confirmed(request)
@@ -205,7 +205,8 @@ class Preemptor:
         """
         done = self._computed_before(request, step)
         # One known token stays uncomputed, so that the next token can be sampled. Results of steps in flight are
-        # dropped.
+        # The last known token must be computed again, so that the next token can be sampled. Results of steps in flight
+        # are dropped.
         remaining = self.kv.tables.num_remaining(request, num_blocks, min(done, len(request.token_ids) - 1))
         last = (
             request.num_preemptions + 1 >= self.batch.max_preemptions
@@ -229,8 +230,8 @@ class Preemptor:
         return True
 
     def break_stall(self) -> None:
-        """Preempt the weakest request, for the case that all requests wait for blocks that stay in use because prefixes
-        are shared."""
+        """Preempt the weakest request. Called when all requests wait for blocks that stay in use because prefixes are
+        shared."""
         able = [
             r for r in self.running.values() if r.finish_reason is None and not is_pinned(r, self.batch.max_preemptions)
         ]

@@ -43,7 +43,7 @@ class _Mixed:
 class _PrefillFirst:
     """While there are prompts, steps compute only prompts; then they decode (vLLM's first scheduler).
 
-    New requests start as early as possible, but running requests pause meanwhile.
+    New requests start as early as possible, but running requests pause while prompts are computed.
     """
 
     name = "prefill_first"
@@ -53,8 +53,8 @@ class _PrefillFirst:
 
 
 class _DecodeFirst:
-    """Prompts wait until fewer than a fraction ``share`` of the rows decode. Running requests are not disturbed, but
-    new ones start later."""
+    """Prompts are computed only while fewer than a fraction ``share`` of the rows decode. Running requests are not
+    disturbed, but new ones start later."""
 
     name = "decode_first"
 
@@ -73,8 +73,8 @@ class _DecodeFirst:
 
 
 class _Separate:
-    """Each step has one kind of work. The kinds alternate if there is work of both kinds (as in FasterTransformer and
-    TGI)."""
+    """Each step computes only prompts or only decodes. The two kinds of steps alternate if there is work of both kinds
+    (as in FasterTransformer and TGI)."""
 
     name = "separate"
 
@@ -105,7 +105,7 @@ class _Auto:
         self._ratio = 1.0
         """Running mean of the number of prompt tokens per decode row."""
         self._cost = 1.0
-        """Running mean of: seconds of a mixed step divided by the seconds of two separate steps."""
+        """Running mean of (seconds of a mixed step / seconds of two separate steps)."""
         self._mode: PrefillMode = MIXED
         self._modes = {mode.name: mode for mode in (MIXED, _PrefillFirst(), _Separate())}
 

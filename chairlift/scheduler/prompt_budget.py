@@ -62,7 +62,7 @@ class PromptBudget:
         reserved = reserved_tokens(needs)
 
         def kept(number: int) -> int:
-            """Number of tokens of the budget that stay for the rows after the first ``number``."""
+            """Number of tokens of the budget that are kept for the rows after the first ``number`` rows."""
             return max(0, min(budget, reserved - reserved_tokens(needs[:number]))) if budget and reserved else 0
 
         later = kept(len(rows))
@@ -75,8 +75,8 @@ class PromptBudget:
         return budget
 
     def _split_at_first_waiting(self, rows: list[Request]) -> tuple[list[Request], list[Request]]:
-        """(running requests before the first waiting request in policy order, running requests after it). The latter
-        joined because they are small."""
+        """(running requests before the first waiting request in policy order, running requests after it). Requests of
+        the second list joined early because they are small."""
         head = next(self.waiting.line(self.batch.now)) if self.waiting and rows else None
         if head is None:
             return rows, []
@@ -104,7 +104,8 @@ class PromptBudget:
             if newcomer and not (rows and size_order(rows[0]) < size_order(newcomer)):
                 request, newcomer = newcomer, None
                 if self._admit_smallest(request, step):
-                    # The size is known only now, because the request to fork from or a cached prefix may be gone.
+                    # The size of the request is known only now: the request that it forks from, or a cached prefix, may
+                    # be gone.
                     insort(rows, request, key=order)
                     newcomer = self._smallest_newcomer(step)
                 continue
@@ -134,8 +135,8 @@ class PromptBudget:
         return None
 
     def _may_pass(self, step: Step) -> bool:
-        """Whether requests may join before the first waiting request and before requests that did not fit in this
-        step."""
+        """Whether a small request may join before the first waiting request and before requests that did not fit in
+        this step."""
         head = next(self.waiting.line(self.batch.now))
         if head.times_passed >= self.waiting.max_times_passed:
             return False
@@ -161,8 +162,8 @@ class PromptBudget:
         return False
 
     def _adapters_that_may_join(self, step: Step) -> Callable[[Request], bool]:
-        """A function that says whether a waiting request may join as far as its adapter matters: the step has room for
-        the adapter, and no other request has waited too long for room for its own adapter."""
+        """Return a function that says whether a waiting request may join with its adapter. It may if the step has room
+        for the adapter, and if no other request has waited too long for such room."""
         batch = self.batch
         if not batch.max_loras:
             return lambda request: True
@@ -259,8 +260,8 @@ class PromptBudget:
         return budget
 
     def _is_blocked(self, request: Request, step: Step) -> bool:
-        """Whether to skip a request, because the step has no room for its adapter or because an earlier request has
-        waited too long for such room."""
+        """Whether to skip a waiting request, because the step has no room for its adapter, or because an earlier
+        request has waited too long for room for its adapter."""
         room = self.batch.has_adapter_room(request)
         if not room:
             step.blocked.append(request)
@@ -290,8 +291,8 @@ class PromptBudget:
         """Undo the chunk that a request has in this step, so that it can get a longer chunk. Returns the number of its
         tokens, or 0.
 
-        A row has only one chunk per step, because the blocks that its window leaves must stay until the whole chunk is
-        computed.
+        A row has only one chunk per step, because the blocks that its sliding window has passed must stay until the
+        whole chunk is computed.
         """
         index = next((i for i, (other, _) in enumerate(step.chunks) if other is request), None)
         if index is None:

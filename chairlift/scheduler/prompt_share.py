@@ -12,11 +12,11 @@ DEFAULT_POLICY_SHARE = 0.75
 """Default of ``policy_share``, measured with ``benchmarks/fair_share.py`` (see benchmarks/README.md)."""
 
 _ROWS_PER_RESERVED = 32
-"""Number of rows per row that is reserved for short requests. A batch with fewer rows reserves none, because a reserved
-row would cost throughput."""
+"""Number of rows per row that is reserved for short requests. A batch with fewer rows than this reserves no row,
+because a reserved row would cost throughput."""
 _BLOCK_RESERVE = 1 / 64
-"""Fraction of the blocks that only short requests may take when they join. In the default cache it holds a few short
-prompts."""
+"""Fraction of the blocks that only short requests may take when they join. In a cache of default size, these blocks
+hold a few short prompts."""
 
 
 class PromptShare:
@@ -44,8 +44,8 @@ class PromptShare:
             raise ConfigError(f"policy_share must be from 0.25 to 1, got {fraction}; 1 hands out all in policy order")
         self.fraction = fraction
         self.carried = 1.0 - fraction
-        """Fraction of a token, at most 1, that the part in policy order still has to get from earlier steps. At the
-        start it is such that this part gets the first token."""
+        """Rounding remainder of earlier steps: fraction of a token, at most 1, that the part in policy order still has
+        to get. Its initial value gives the first token to this part."""
 
     @property
     def by_size(self) -> bool:
@@ -55,7 +55,7 @@ class PromptShare:
     def split(self, budget: int, reserved: int) -> int:
         """Number of tokens of ``budget`` that are assigned in policy order. The rest goes to the smallest requests.
 
-        ``reserved`` tokens are reserved by the policy for some requests. They are all included in the result.
+        The result includes the ``reserved`` tokens, which the policy reserves for some requests.
         """
         part = budget - (1.0 - self.fraction) * max(0, budget - reserved) + self.carried
         whole = min(budget, math.floor(part))

@@ -89,14 +89,15 @@ class Scheduler:
         self.preemptor = Preemptor(batch)
         self.prompts = PromptBudget(batch, self.preemptor, max_model_len)
         self.drafts = None if speculator is None else Drafts(batch, speculator, guide)
-        """None without speculative decoding. With drafts, a step must be updated before the next one is scheduled."""
+        """Speculative decoding; None if it is off. With drafts, a step must be updated before the next one is
+        scheduled."""
         self.preemption_rate = PreemptionRate()
         self.prefill_mode = prefill_mode
         self.drop_late = drop_late
         self.costs = costs
         self.num_late = 0
         self.num_past_deadline = 0
-        """Number of requests that could not meet their deadline any more."""
+        """Number of requests that were found to miss their deadline in any case."""
         self.dropped: list[Request] = []
         """Late requests that were ended. The caller of :meth:`schedule` must take them from this list."""
         self._no_decodes = DecodeRows(kv.block_size)
@@ -105,7 +106,7 @@ class Scheduler:
         self._arrivals = 0
 
     def twin(self, kv: KVCacheManager, policy: Policy) -> Scheduler:
-        """Return an empty scheduler over another KV cache, with the settings before the steps in flight.
+        """Return an empty scheduler that uses another KV cache and has the settings before the steps in flight.
 
         The new scheduler does not swap, and its prefill mode is ``mixed``.
         """
@@ -149,7 +150,7 @@ class Scheduler:
         return len(self._flights)
 
     def chunks_in_flight(self) -> dict[str, int]:
-        """Request id -> first position of its first chunk in the steps in flight."""
+        """Id of each request with a chunk in the steps in flight -> first position of its first chunk there."""
         begins: dict[str, int] = {}
         for step, flight in self._flights.items():
             for request, chunk in flight.chunks:
@@ -162,7 +163,8 @@ class Scheduler:
         return bool(self.requests)
 
     def next_event(self, now: float) -> float | None:
-        """Time at which :meth:`schedule` next has work if no request arrives; None if it will have none."""
+        """Time at which :meth:`schedule` next has work if no request arrives before that time; None if it will have no
+        work."""
         if self.running or self._flights:
             return now
         if not self.waiting:
@@ -317,7 +319,7 @@ class Scheduler:
         return True
 
     def _seal(self, step: Step) -> None:
-        """Complete the description of the step. Requests whose chunk reaches their last known token decode from the
+        """Complete the description of the step. Requests whose chunk ends with their last known token decode from the
         next step on."""
         out = step.out
         if self.decodes.stale:
@@ -430,7 +432,8 @@ class Scheduler:
         return StepResult([], finished)
 
     def _accept_some(self, flight: Step, tokens: Sequence[int]) -> list[Request | None]:
-        """Append the sampled tokens, and drop tokens of requests that left while the step was in flight."""
+        """Append the sampled tokens to their requests, and drop the tokens of requests that left while the step was in
+        flight."""
         accepted: list[Request | None] = []
         for request, token in zip(flight.sampled, tokens, strict=True):
             if request is None or request.finish_reason is not None or request.slot < 0:

@@ -19,7 +19,7 @@ class Step:
 
     out: SchedulerOutput
     carried: float
-    """Value of :attr:`PromptShare.carried` before this step."""
+    """Value that :attr:`PromptShare.carried` had before this step."""
     runs_decodes: bool = False
     sampled: Sequence[Request | None] = ()
     appends: Sequence[Callable[[int], Any]] = ()

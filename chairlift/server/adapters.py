@@ -1,6 +1,6 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter: change the served adapters while the server runs.
 
-Names and bodies are vLLM's. A caller of these endpoints changes the generated text of all clients, and chooses
+Names and bodies are vLLM's. A caller of these two endpoints changes the generated text of all clients, and chooses
 directories that the server reads. So the endpoints need the API key named ``admin``, and adapters must be below
 ``--lora-dir``.
 """

@@ -126,7 +126,7 @@ class _App:
                 exchange.log()
 
     def _admit(self, scope: Scope) -> None:
-        """Raise ApiError for a request that may not reach an endpoint."""
+        """Raise ApiError for a request that the checks do not let through to an endpoint."""
         hosts, authorization, keys, sites, origins = [], [], [], [], []
         for name, value in scope["headers"]:
             if name == b"host":
@@ -159,7 +159,7 @@ class _App:
 
 
 class _Exchange:
-    """Data of one request and its response, for the log."""
+    """Data of one HTTP request and its response, for the log."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
@@ -190,7 +190,7 @@ class _Exchange:
         await self._send(message)
 
     def log(self) -> None:
-        """Log one line about the exchange. It contains no text of the prompt or of the output."""
+        """Log one line about the request and its response. The line contains no text of the prompt or of the output."""
         now = time.monotonic()
         log_event(
             _logger,

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/", "/live", "/live/"})
-"""Paths that need no key: two health probes, and pages without data."""
+"""Paths that need no API key: two health probes, and pages without data."""
 
 PAGES: Final = OPEN_PATHS | {"/docs"}
 """Paths that a page of another origin may link to, embed or request. These paths do no work and use no queue slot."""
@@ -60,8 +60,9 @@ _NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 def load_keys(config: ServerConfig) -> dict[str, str]:
     """API key -> tenant, from the settings and the key file. Raises ConfigError.
 
-    In the file a name may come before the key, and several keys may have the same name. A key without a name has the
-    tenant ``key-`` and twelve hexadecimal digits of the key's hash. The key cannot be recovered from these digits.
+    In the key file, each line may have a name before the key, and several keys may have the same name. A key without a
+    name has the tenant ``key-`` and twelve hexadecimal digits of the key's hash. The key cannot be recovered from these
+    digits.
     """
     lines = []
     if config.api_key_file is not None:
@@ -129,9 +130,9 @@ class Caller:
     """Time at which the last byte of the request arrived, on the monotonic clock."""
 
     def sees(self, tenant: str) -> bool:
-        """Whether this caller may see the tenant's requests. A caller sees its own requests, and a router those of its
-        tenants (``KEY/ID``). It sees all requests if its key is named ``admin``, or if all callers have the same key
-        or no key."""
+        """Whether this caller may see the tenant's requests. A caller sees its own requests. A router sees the requests
+        of its tenants (``KEY/ID``). It sees all requests if its key is named ``admin``, or if all callers have the same
+        key or no key."""
         return not self.holder or self.tenant in (tenant, tenant.partition("/")[0], ADMIN)
 
 

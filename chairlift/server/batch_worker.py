@@ -37,10 +37,10 @@ _LOADED_AT_ONCE: Final = 64
 _CHECK_SECONDS: Final = 1.0
 """Seconds between checks of conditions that have no event: deadlines, the state of the engine, the queue length."""
 _ERROR_SECONDS: Final = 10.0
-"""Pause in seconds after a disk error."""
+"""Seconds for which the batch worker pauses after a disk error."""
 _MAX_ATTEMPTS: Final = 5
-"""Maximum number of attempts per request when the engine dies or the request times out. Then the error is stored as
-the request's result."""
+"""Maximum number of attempts to send a request, if the engine dies or the request times out. After the last attempt,
+the error is stored as the request's result."""
 _MAX_DELAY: Final = 30.0
 _T = TypeVar("_T")
 _log: Final = logging.getLogger("chairlift.server")
@@ -69,13 +69,13 @@ async def working(state: ServerState, app: ASGIApp) -> AsyncIterator[None]:
 
 @dataclasses.dataclass(slots=True)
 class _Work:
-    """Progress of one batch."""
+    """State of one batch while it is processed."""
 
     queue: deque[Pending] = dataclasses.field(default_factory=deque)
     reached: int = 0
-    """Number of the last input line that was read from the store."""
+    """Number of the last line of the batch's input file that was read from the store."""
     tasks: dict[int, asyncio.Task[None]] = dataclasses.field(default_factory=dict)
-    """Line number -> task of the running request."""
+    """Line number in the input file -> task that runs the line's request."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class BatchWorker:
             await self._fill([batch for batch in active if batch.status == "in_progress"], app)
 
     async def _advance(self, batch: BatchRecord, now: int) -> None:
-        """Move a batch to its next status, if its conditions are met."""
+        """Change the status of a batch if the conditions for its next status are met."""
         work = self._works.setdefault(batch.id, _Work())
         if batch.status == "validating":
             longest = self._state.config.max_body_bytes + (1 << 16)
@@ -164,7 +164,8 @@ class BatchWorker:
         _log.info("batch %s: %s", batch.id, end)
 
     async def _more(self, batch: BatchRecord, work: _Work) -> bool:
-        """Load further requests of a batch into its queue. Returns whether the batch has a request to send."""
+        """Load further requests of a batch from the store into its queue. Returns whether the batch has a request to
+        send."""
         if not work.queue:
             reached = work.reached
             found = await self.call(lambda store: store.pending(batch.id, reached, _LOADED_AT_ONCE))

@@ -23,7 +23,7 @@ __all__ = ["BatchList", "BatchObject", "BatchRequest", "routes"]
 
 _WINDOWS: Final = {"24h": 86_400}
 _MAX_ACTIVE: Final = 100
-"""Maximum number of unfinished batches per owner."""
+"""Maximum number of unfinished batches of one API key's tenant."""
 _Id = Annotated[str, Meta(max_length=64)]
 
 
@@ -31,7 +31,7 @@ class ExpiresAfter(msgspec.Struct, kw_only=True):
     """Lifetime of the output files, counted from ``anchor``."""
 
     anchor: Annotated[str, Meta(max_length=64)]
-    """Start of the lifetime: always ``created_at``."""
+    """Time from which the lifetime of the output files is counted: always ``created_at``."""
     seconds: Annotated[int, Meta(ge=EXPIRES[0], le=EXPIRES[1])]
 
 
@@ -44,7 +44,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
     """Path of the endpoint for all requests of the file, such as /v1/chat/completions. It equals the ``url`` of every
     line."""
     completion_window: _Id
-    """Time limit of the batch: always ``24h``."""
+    """Time in which the batch must be completed: always ``24h``."""
     metadata: (
         Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
         | None

@@ -52,7 +52,7 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChosenLogprob(msgspec.Struct):
-    """The sampled token at a position, and the most likely tokens there."""
+    """The sampled token at a position of the output, and the most likely tokens at this position."""
 
     token: str
     logprob: float
@@ -61,7 +61,7 @@ class ChosenLogprob(msgspec.Struct):
 
 
 class ChoiceLogprobs(msgspec.Struct):
-    """Log-probabilities of an output. The list has one entry per output token."""
+    """Log-probabilities of an output: the list has one entry per output token."""
 
     content: list[ChosenLogprob]
     refusal: None = None
@@ -72,7 +72,7 @@ class CalledFunction(msgspec.Struct):
 
     name: str
     arguments: str
-    """The arguments: a JSON object, as text."""
+    """The arguments of the function: a JSON object, as text."""
 
 
 class ToolCall(msgspec.Struct):
@@ -93,7 +93,7 @@ class ChatMessage(msgspec.Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    """The same text as ``reasoning_content``, under the name that some other clients read."""
+    """Same text as in ``reasoning_content``. Some clients read this name instead."""
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -107,7 +107,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     """Stop token or stop string that ended the output; null if it ended otherwise."""
     token_ids: list[int] | UnsetType = UNSET
     tool_call_errors: list[str] | UnsetType = UNSET
-    """Descriptions of malformed tool calls. Their text stays in ``content``."""
+    """Descriptions of malformed tool calls in the output. The text of these calls stays in ``content``."""
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -119,7 +119,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     service_tier: str
-    """Class of service that the request got."""
+    """Class of service with which the request was served."""
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
@@ -182,7 +182,7 @@ def _choice(
 
 
 def _read_into(choice: ChatChoice, events: Sequence[Event]) -> None:
-    """Copy the content, reasoning and tool calls of an output into the choice's message."""
+    """Copy the content, reasoning and tool calls in ``events`` into the message of the choice."""
     texts = {kind: "".join(e.text for e in events if isinstance(e, Piece) and e.kind == kind) for kind in _TEXTS}
     calls = [ToolCall(e.id, CalledFunction(e.name, e.arguments)) for e in events if isinstance(e, Call)]
     message = choice.message
@@ -210,7 +210,8 @@ def chosen_logprob(entry: Mapping[int, Logprob], top: int, texts: TokenTexts) ->
     ]
     chosen = written[0][1]
     best = sorted((pair for pair in written if pair[0] <= top), key=lambda pair: pair[0])
-    # The sort is stable, and ``written`` begins with the sampled token: it comes first among tokens of equal rank.
+    # The sort is stable, and ``written`` begins with the sampled token. So the sampled token comes first among tokens
+    # of equal rank.
     return ChosenLogprob(chosen.token, chosen.logprob, chosen.bytes, [each for _, each in best[:top]])
 
 

@@ -40,7 +40,7 @@ __all__ = ["AnswerReading", "ChatPlan", "chat_plan", "constrained_params", "limi
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _ALPHABET: Final = string.ascii_letters + string.digits
 _TAIL: Final = 64
-"""Number of tokens at the end of the prompt that are searched for the start of reasoning."""
+"""Number of tokens at the end of the prompt in which the server searches for the start of reasoning."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class ChatPlan:
     variables: Mapping[str, Any]
     """Variables for the chat template."""
     tool_format: ToolFormat | None = None
-    """Format of tool calls; None: the text is not searched for calls."""
+    """Format in which the model writes tool calls; None: the server does not search the text for tool calls."""
     reasoning: ReasoningFormat | None = None
-    """Format of reasoning; None: reasoning stays part of the text."""
+    """Format in which the model writes reasoning; None: reasoning stays part of the text."""
     include_reasoning: bool = True
     hidden: tuple[str, ...] = ()
     """Special tokens that the engine keeps in the output text, because the reader finds reasoning and tool calls by
@@ -63,7 +63,7 @@ class ChatPlan:
 
     @property
     def reads(self) -> bool:
-        """Whether the output may contain tool calls or reasoning, so that it must be read."""
+        """Whether the output may contain tool calls or reasoning, so that the server must search for them."""
         return self.tool_format is not None or self.reasoning is not None
 
 
@@ -199,7 +199,7 @@ def limited_params(
 
 
 def _budget(chat: ChatRequest) -> int | None:
-    """Maximum number of reasoning tokens; None for no limit."""
+    """Maximum number of reasoning tokens that the request allows; None for no limit."""
     budget = chat.thinking_budget if chat.thinking_token_budget is None else chat.thinking_token_budget
     return None if budget == -1 else budget
 
@@ -226,7 +226,7 @@ class AnswerReading:
         """Whether ``tool_choice`` in the request names the function to call."""
         self._size = functools.partial(_num_bytes, tokenizer, skips)
         self._starts: list[int] = []
-        """Byte offset in the text at which each token begins."""
+        """Byte offset in the output's text at which each token begins."""
         self._bytes = 0
         self.ids: list[str] = []
         self.broken: list[str] = []

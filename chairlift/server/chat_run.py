@@ -55,14 +55,14 @@ class ChatRun:
     """A list with one stream, which has all ``n`` outputs."""
     texts: TokenTexts
     was_shortened: bool = False
-    """Whether ``max_tokens`` was reduced because prompt and output would exceed the model's length."""
+    """Whether ``max_tokens`` was reduced because prompt and output together would exceed the model's maximum length."""
 
     def head(self, prefix: str) -> dict[str, Any]:
         """First fields of chat completion responses and chunks."""
         return reply_head(prefix, self.model, self.info, self.streams)
 
     def reading(self) -> AnswerReading:
-        """A new reader for one of the outputs."""
+        """A new reader of tool calls and reasoning, for one of the outputs."""
         return AnswerReading(self.plan, self.texts.tokenizer, self.params.skip_special_tokens)
 
 

@@ -58,14 +58,14 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["TextCompletion", "routes"]
 
 _MAX_LIST_ENTRIES: Final = 1 << 18
-"""Maximum number of entries in lists such as ``logit_bias``, over all prompts of a request. The engine gets a copy of
-each list per prompt; 64 copies as long as a vocabulary would take gigabytes."""
+"""Maximum number of entries in lists such as ``logit_bias``, over all prompts of a request. The engine gets one copy of
+each list per prompt. 64 copies of a list with an entry for each token of the vocabulary would take gigabytes."""
 _encode: Final = msgspec.json.encode
 _Entries = Sequence[Mapping[int, Logprob] | None]
 
 
 class TextLogprobs(msgspec.Struct):
-    """Log-probabilities of tokens. Every list has one entry per token."""
+    """Log-probabilities of the tokens of one choice. Every list has one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -97,11 +97,11 @@ class TextCompletion(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     service_tier: str
-    """Class of service that the request got."""
+    """Class of service with which the request was served."""
     choices: list[TextChoice]
     usage: Usage
     timing: Timing | UnsetType = UNSET
-    """Timing of the prompt whose outputs took longest."""
+    """How the time was spent for the prompt whose outputs took longest."""
 
 
 async def create_completion(request: Request) -> Response:
@@ -177,8 +177,8 @@ def _params(payload: CompletionRequest, defaults: Mapping[str, Any], ends: Seque
 
 
 def _check_lists(params: SamplingParams, num_prompts: int) -> None:
-    """Raise ApiError if the request's lists have too many entries, summed over all prompts. (The engine gets each list
-    once per prompt.)"""
+    """Raise ApiError if the request's lists have too many entries, summed over all prompts. (The engine gets one copy
+    of each list per prompt.)"""
     sizes = {
         "allowed_token_ids": len(params.allowed_token_ids or ()),
         "stop_token_ids": len(params.stop_token_ids or ()),
@@ -210,8 +210,8 @@ async def _encode_prompts(
 async def _echoes(
     state: ServerState, payload: CompletionRequest, given: Sequence[str | list[int]], prompts: Sequence[list[int]]
 ) -> list[str]:
-    """Echoed prompt for the beginning of each choice's text: the text that the client sent, or the decoded prompt
-    tokens."""
+    """For each prompt, the text to put before its outputs (``echo``): the text that the client sent, or the decoded
+    prompt tokens."""
     tokenizer, skip = state.engine.tokenizer, payload.skip_special_tokens is not False
     if tokenizer is None:
         raise ApiError(400, "echo needs the tokenizer, which was not loaded; leave it out", param="echo")
@@ -225,7 +225,7 @@ async def _echoes(
 
 
 def _num_added(state: ServerState, payload: CompletionRequest, prompt: str | list[int]) -> tuple[int, int]:
-    """(number before, number after): special tokens that the tokenizer added around a prompt."""
+    """(number of special tokens that the tokenizer added before the prompt, number that it added after the prompt)."""
     tokenizer = state.engine.tokenizer
     if tokenizer is None or isinstance(prompt, list) or payload.add_special_tokens is False:
         return 0, 0

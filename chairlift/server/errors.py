@@ -113,7 +113,8 @@ def to_api_error(error: Exception, state: ServerState, request_id: str, *, chat:
         if state.draining or state.engine.state is EngineState.STOPPED:
             message = "the server stopped before the answer was complete; try another one"
             return ApiError(503, message, code="server_draining", headers={"retry-after": seconds})
-        # The reason why the engine died may contain file names of this machine. So only the log gets it.
+        # The reason why the engine died may contain file names of this machine. So the reason is only logged, and not
+        # sent.
         loading = state.engine.state is EngineState.LOADING
         why = "is loading its model" if loading else "died, and is started again"
         message = f"the engine {why}; send the request again in {seconds} s"
@@ -124,8 +125,8 @@ def to_api_error(error: Exception, state: ServerState, request_id: str, *, chat:
 
 
 def _field(message: str, chat: bool) -> str | None:
-    """Name of the request field that a message is about. The message begins with it, as in ``ttft_ms is 5.0, but
-    ...``. None if it does not."""
+    """Name of the request field that a message is about. Such a message begins with the field's name, as in ``ttft_ms
+    is 5.0, but ...``. None if the message does not begin with a field."""
     number = _PROMPT_NUMBER.match(message)
     message = message[number.end() :] if number else message
     if message.startswith("the messages") or (chat and _OF_PROMPT.match(message)):
@@ -137,8 +138,10 @@ def _field(message: str, chat: bool) -> str | None:
 
 
 def _context_length(state: ServerState) -> str:
-    """The error code for a prompt that is too long. Some clients recognise the error by OpenAI's text, and retry with
-    a model that has a longer context."""
+    """Sentence about the maximum length, for the error about a prompt that is too long; empty while the model loads.
+
+    Some clients recognise the error by this sentence of OpenAI. They then retry with a model that has a longer context.
+    """
     info = state.engine.info
     if info is None:
         return ""
@@ -156,7 +159,7 @@ def error_response(error: ApiError, path: str = "", request_id: str = "") -> Res
 
 
 _OF_PATHS: Final = ("not_found", "method_not_allowed")
-"""Error codes for an unknown path or HTTP method."""
+"""Codes of errors that mean an unknown path or HTTP method."""
 _NOT_SERVED: Final = {
     "/v1/messages/batches": "message batches are not served; POST /v1/batches takes a file of chats, or send the"
     " messages one by one",
@@ -173,7 +176,7 @@ _NOT_SERVED: Final = {
     "/v1/realtime": "there are no sessions of audio here; send stream true to /v1/responses",
     "/v1/uploads": "uploads in parts are not served; POST /v1/files takes a whole file",
 }
-"""Path of OpenAI or Anthropic that this server does not have -> what to send instead."""
+"""Path of OpenAI's or Anthropic's API that this server does not have -> text that says what to send instead."""
 
 
 def _not_served(path: str) -> str:

@@ -34,7 +34,7 @@ MAX_FILES: Final = 1000
 EXPIRES: Final = (3600, 2_592_000)
 """(minimum, maximum) lifetime of a file in seconds, if the request sets one."""
 _OVERHEAD: Final = 65_536
-"""Maximum number of bytes of an upload form besides the file."""
+"""Maximum number of bytes that an upload form may have in addition to the file."""
 _FIELDS: Final = ("purpose", "file", "expires_after[anchor]", "expires_after[seconds]")
 _WHOLE: Final = re.compile("[0-9]{1,9}")
 
@@ -87,7 +87,8 @@ def owner_of(request: Request) -> str:
 
 
 def page_of(request: Request, default: int, maximum: int) -> tuple[str | None, int]:
-    """Query parameters ``(after, limit)`` of a list. Raises ApiError. ``maximum`` is the maximum of ``limit``."""
+    """Query parameters ``(after, limit)`` of a request for a list. Raises ApiError. ``default`` and ``maximum`` are for
+    ``limit``."""
     given = request.query_params.get("limit", str(default))
     if not _WHOLE.fullmatch(given) or not 1 <= int(given) <= maximum:
         message = f"limit must be a whole number from 1 to {maximum:,}; got {given!r:.40}"
@@ -190,7 +191,7 @@ def _expires_at(form: FormData, now: int) -> int | None:
 
 
 def _plain_name(given: str | None) -> str:
-    """The file's name without directories, printable and not too long."""
+    """Name of an uploaded file, without directories, with printable characters only, and not too long."""
     name = os.path.basename((given or "").replace("\\", "/"))
     return "".join(char for char in name if char.isprintable())[:255] or "file.jsonl"
 
@@ -210,7 +211,7 @@ async def list_files(request: Request) -> Response:
 
 
 def ends(listed: Sequence[Any]) -> dict[str, Any]:
-    """``first_id`` and ``last_id`` of a list."""
+    """Fields ``first_id`` and ``last_id`` of a page of a list."""
     return {"first_id": listed[0].id if listed else None, "last_id": listed[-1].id if listed else None}
 
 

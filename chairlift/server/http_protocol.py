@@ -163,12 +163,13 @@ class HttpProtocol(HttpToolsProtocol):
         """Timer that closes the connection if the client does not read. It runs in any phase while bytes may be
         waiting for the client."""
         self._num_written = 0
-        """Bytes written so far, over all responses, including bytes that the client has not acknowledged."""
+        """Number of bytes written to the connection so far, over all responses, including bytes that the client has not
+        acknowledged."""
         self._task: asyncio.Task[None] | None = None
         self._in_head = True
         self._overhead = 0
-        """Bytes received since the request began, or since the last piece of its body: headers, chunk sizes and
-        trailers."""
+        """Number of bytes received since the request began, or since the last part of its body: headers, chunk sizes
+        and trailers."""
         self._header_bytes = self._num_headers = 0
         self._framing: list[tuple[bytes, bytes]] = []
         """Length headers of a request that also offers a protocol upgrade. The parser would read the body of such a
@@ -248,7 +249,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _check_reading(self, num_read: int, unread: int, by: float) -> None:
         """Disconnect the client if it has not read enough by the time ``by`` (of the event loop's clock).
 
-        At the start of this period the client had read ``num_read`` bytes, and ``unread`` bytes were waiting for it.
+        At the start of the checked period, the client had read ``num_read`` bytes, and ``unread`` bytes were waiting
+        for it.
         """
         self._stall = None
         still_unread = self._num_unread()

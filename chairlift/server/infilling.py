@@ -20,7 +20,7 @@ _NOT_WITH_IT: Final = ("echo", "truncate_prompt_tokens", *FIELDS)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Infilling:
-    """The suffix of a request, and the way to put it around the prompts."""
+    """The suffix of a request, and the way in which the model's prompt combines prefix and suffix."""
 
     layout: InfillFormat
     tokenizer: Tokenizer
@@ -31,7 +31,7 @@ class Infilling:
         return self.layout.end_ids(self.tokenizer)
 
     async def encode(self, state: ServerState, payload: CompletionRequest, prompts: Sequence[str]) -> list[list[int]]:
-        """Token ids of the prompts, each combined with the suffix. Raises the errors of the engine's ``encode_all``."""
+        """Token ids of each prompt, combined with the suffix. Raises the errors of the engine's ``encode_all``."""
         tokenizer, lead = self.tokenizer, lead_of(self.tokenizer)
         *prefixes, suffix = await state.engine.encode_all([*prompts, lead + (payload.suffix or "")], False)
         suffix, special = cut_lead(tokenizer, lead, suffix), payload.add_special_tokens is not False

@@ -41,7 +41,7 @@ __all__ = ["ExitCode", "Stop", "banner", "bind", "drain", "serve", "served_names
 
 _logger: Final = logging.getLogger("chairlift.server")
 _LAST_WORDS_SECONDS: Final = 1.0
-"""Seconds for sending an error to requests that are cut off at shutdown."""
+"""Seconds that remain at shutdown to send an error to requests that are cut off."""
 _FLUSH_SECONDS: Final = 2.0
 _WATCH_SECONDS: Final = 5.0
 _CHAT_TOKENS: Final = 2048
@@ -55,11 +55,11 @@ class ExitCode(enum.IntEnum):
     """Exit code of the server process."""
 
     ANSWERED = 0
-    """Stopped by a signal; all accepted requests got their response."""
+    """The server was stopped by a signal, and all accepted requests got their response."""
     CUT_OFF = 1
     """Stopped by a signal; some requests were cut off by the timeout, a second signal or the end of the engine."""
     UNUSABLE = 2
-    """The settings, the model or the port cannot be used."""
+    """The server could not start, because the settings, the model or the port cannot be used."""
     ENGINE_DIED = 3
     """The engine died, and the settings forbid a restart."""
 
@@ -69,9 +69,9 @@ class Stop:
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
-        """Set by the first signal: accept no new requests."""
+        """Set by the first signal. From then on the server accepts no new requests."""
         self.now = asyncio.Event()
-        """Set by the second signal: do not wait for running requests."""
+        """Set by the second signal. From then on the server does not wait for running requests."""
         self._code = ExitCode.ANSWERED
 
     def signal(self) -> None:
@@ -131,8 +131,8 @@ def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress:
 
 
 def _replicated(engine_config: EngineConfig, config: ServerConfig) -> Callable[[AsyncEngine], Fleet]:
-    """A function that makes the replicas of an engine. Raises ConfigError if the settings ask for something that
-    replicas cannot serve."""
+    """A function that makes the replicas of an engine. Raises ConfigError if replicas do not support one of the
+    settings."""
     address, count = config.ray_address, config.replicas
     if engine_config.cache.kv_events_endpoint is not None:
         raise ConfigError(
@@ -215,13 +215,13 @@ async def serve(
 
 
 async def _start(state: ServerState) -> None:
-    """Wait until the model and the adapters of the settings are loaded."""
+    """Wait until the model and the adapters that the settings name are loaded."""
     await state.engine.wait_ready()
     await load_modules(state)
 
 
 async def _run(state: ServerState, server: HttpServer, stop: Stop, announce: Callable[[], None]) -> int:
-    """Run the server from loading to the end of the drain. Returns the exit code."""
+    """Run the server from the loading of the model to the end of the drain. Returns the exit code."""
     engine = state.engine
     try:
         if await _first(_start(state), stop.drain.wait()) == 0:
@@ -327,7 +327,7 @@ def _pooling_banner(state: ServerState, info: EngineInfo, pooling: PoolingInfo, 
 
 
 def _drafts(info: EngineInfo) -> str:
-    """Method of speculative decoding and number of draft tokens, in words."""
+    """Text for the banner: method of speculative decoding and number of draft tokens."""
     return f"{info.speculative_method}, up to {info.num_speculative_tokens} tokens of a request in a step"
 
 
@@ -431,7 +431,8 @@ class _Progress:
 
 
 async def _first(*awaitables: Awaitable[Any]) -> int:
-    """Index of the awaitable that ends first. Raises the error of that awaitable. The others are cancelled."""
+    """Index of the awaitable that ends first. Raises the error of that awaitable. The other awaitables are
+    cancelled."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -23,23 +23,26 @@ __all__ = ["parse_json", "read_json", "release_body", "until_tokens"]
 _MAX_DEPTH: Final = 64
 _READ_SECONDS: Final = 30.0
 _MAX_DIGITS: Final = 40
-"""Maximum number of digits of an integer. No field needs so many, and conversion of longer numbers is slow."""
+"""Maximum number of digits of an integer in a body. No field needs so many digits, and conversion of longer numbers is
+slow."""
 _MAX_BODIES: Final = 64
-"""Limit on the bytes of all bodies in progress, as a number of bodies of the largest allowed size."""
+"""Limit on the bytes of all request bodies in progress, as a multiple of the maximum size of one body."""
 _LONG_BODY: Final = 65_536
-"""Bytes. Only one body longer than this is parsed per turn of the event loop, so that other requests are not delayed.
-"""
+"""Size in bytes above which a body is long. Only one long body is parsed per turn of the event loop, so that other
+requests are not delayed."""
 _MAX_CONTAINERS: Final = 65_536
 """Maximum number of objects and lists in one body, and of names in all its objects. It allows 1,024 messages of 64
 parts."""
 _MAX_VALUES: Final = 1 << 18
-"""Maximum number of values in one body, such as token ids, in addition to the model's number of tokens."""
+"""Maximum number of values in one body, such as token ids. The model's maximum number of tokens is added to this
+number."""
 _STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _LONG_NUMBER: Final = re.compile(rb"(?<![0-9.])[0-9]{%d,}" % (_MAX_DIGITS + 1))
 
 
 async def read_json(request: Request, *, max_depth: int = _MAX_DEPTH, timeout: float = _READ_SECONDS) -> dict[str, Any]:
-    """The JSON object in the body. The body counts against the limit on bodies in progress until :func:`release_body`.
+    """The JSON object in the body. Until :func:`release_body`, the body counts against the limit on the bytes of bodies
+    in progress.
 
     Raises ApiError: 415 when the body is not declared as plain ``application/json``, 413 as soon as it is longer than
     ``max_body_bytes``, 408 when it takes more than ``timeout`` seconds to arrive, and 400 when it is not a JSON object
@@ -160,8 +163,8 @@ def _check_headers(request: Request) -> None:
 
 
 def _check_size(body: bytes, max_values: int) -> int:
-    """Number of names in all objects of the text. The text may still be invalid JSON. Raises ApiError for too many
-    values."""
+    """Check the size of a JSON text, and return the number of names in all its objects. The text may still be invalid
+    JSON. Raises ApiError for too many values."""
     marks = _STRING.sub(b"", body)
     if marks.count(b"{") + marks.count(b"[") > _MAX_CONTAINERS:
         raise _invalid(f"the body has more than {_MAX_CONTAINERS:,} objects and lists; send less at a time")
@@ -176,8 +179,8 @@ def _check_size(body: bytes, max_values: int) -> int:
 
 
 def _count_names(value: Any, max_depth: int) -> int:
-    """Number of names in all objects, counted level by level without recursion. Raises ApiError if the nesting is too
-    deep."""
+    """Number of names in all objects of ``value``, counted level by level without recursion. Raises ApiError if the
+    nesting is too deep."""
     level, depth, names = [value], 0, 0
     while level:
         depth += 1

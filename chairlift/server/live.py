@@ -1,8 +1,8 @@
-"""The live view: ``/live`` shows which request is in each row at each step, and the KV blocks that it owns.
+"""The live view page ``/live`` shows which request is in each row at each step, and the KV blocks that it owns.
 
-The page itself needs no key and has no data, like ``/``. Its data comes from ``/live/events``. This path needs a key
-if there are keys. If keys distinguish tenants it needs the key named ``admin``, because the data covers all tenants.
-The data has lengths, times and ids, but no text of prompts or outputs.
+The page itself needs no key and has no data, like ``/``. The data comes from ``/live/events``. If the server has API
+keys, this path needs a key. If keys distinguish tenants it needs the key named ``admin``, because the data covers all
+tenants. The data has lengths, times and ids, but no text of prompts or outputs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _MAX_VIEWERS: Final = 64
 _MAX_CALLERS: Final = 8
 _MAX_VIEWERS_OF_ONE: Final = 32
 _MAX_CALLERS_OF_ONE: Final = 3
-"""Maximum number of simultaneous simulator calls per key, if keys distinguish callers. So one key cannot use all
-slots."""
+"""Maximum number of simultaneous simulator calls per key, if keys distinguish callers. The limit prevents that one key
+uses all slots."""
 _LOOK_SECONDS: Final = 1.0
 _BEAT_SECONDS: Final = 15.0
 _WORK_SECONDS: Final = 60.0
@@ -50,7 +50,7 @@ _BOOT: Final = (
 
 
 def live_page() -> str:
-    """The live view as one HTML document."""
+    """The live view page as one HTML document."""
     return assemble("live.html")
 
 
@@ -63,7 +63,8 @@ async def _to_page(request: Request) -> Response:
 
 
 def _feed(request: Request) -> LiveFeed:
-    """The data source of the live view. Raises ApiError 403 if the caller may not see the requests of all tenants."""
+    """The data source of the live view page. Raises ApiError 403 if the caller may not see the requests of all
+    tenants."""
     state: ServerState = request.app.state.server
     caller: Caller = getattr(request.state, "caller", Caller())
     if caller.holder and caller.tenant != ADMIN:
@@ -75,8 +76,8 @@ def _feed(request: Request) -> LiveFeed:
 
 
 def _ring(request: Request, feed: LiveFeed) -> StepRing:
-    """Steps of the replica that the request names by its parameter ``replica``; by default, of the first one. Raises
-    ApiError 400 for a replica that does not exist."""
+    """Buffer of the steps of the replica that the request names by its parameter ``replica``; by default, of the first
+    replica. Raises ApiError 400 for a replica that does not exist."""
     text, count = request.query_params.get("replica", "0"), feed.num_rings
     if not (text.isascii() and text.isdigit() and len(text) < 9 and int(text) < count):
         allowed = f"a number from 0 to {count - 1}" if count > 1 else "0, because this server has one engine"
@@ -86,8 +87,8 @@ def _ring(request: Request, feed: LiveFeed) -> StepRing:
 
 @contextlib.contextmanager
 def _count_use(feed: LiveFeed, what: str, holder: str, limit: int) -> Iterator[None]:
-    """Context manager: count one use of ``what`` (viewers or simulator calls) for a key. Raises ApiError 429 if the
-    key has ``limit`` already."""
+    """Context manager: count one use of ``what`` (viewers or simulator calls) for the API key of ``holder``. Raises
+    ApiError 429 if ``limit`` uses of this key are in progress."""
     if holder and feed.num_uses[what, holder] >= limit:
         message = f"{limit} {what} of this key are under way already, as many as one key may have; end one of them"
         raise ApiError(429, message, code="too_many_of_one_key", headers={"retry-after": "30"})
@@ -104,7 +105,7 @@ def _holder(request: Request) -> str:
 
 
 async def _events(request: Request) -> Response:
-    """Steps of the engine as server-sent events, beginning with the oldest buffered entry."""
+    """Stream the engine's steps as server-sent events, beginning with the oldest buffered entry."""
     state: ServerState = request.app.state.server
     feed = _feed(request)
     ring = _ring(request, feed)
@@ -122,7 +123,8 @@ async def _follow(feed: LiveFeed, ring: StepRing, state: ServerState, holder: st
         at, last_sent = ring.first, time.monotonic()
         yield b"retry: 2000\n\n"
         while not state.draining:
-            # entries that this viewer had not read were dropped: send a notice, and continue with the newest snapshot
+            # Some entries that this viewer had not read were dropped. Send a notice, and continue with the newest
+            # snapshot.
             if at < ring.first:
                 at = ring.newest_key
                 yield b"event: skipped\ndata: {}\n\n"
@@ -141,7 +143,7 @@ async def _follow(feed: LiveFeed, ring: StepRing, state: ServerState, holder: st
 
 
 async def _recording(request: Request) -> bytes:
-    """Recording for a request, as lines: the one of this engine, or the simulated example."""
+    """Lines of the recording that a request asks for: the recording of this engine, or the simulated example."""
     feed = _feed(request)
     ring = _ring(request, feed)
     if request.query_params.get("source") == "demo":
@@ -196,7 +198,7 @@ async def _demo(request: Request) -> bytes:
 
 
 async def _once(request: Request, what: str, lines: bytes) -> bytes:
-    """Simulated recording of an example, made at the first request."""
+    """Simulated recording of the example ``what``. It is made at the first request and then kept."""
     _feed(request)  # raises for callers who may not see the view
 
     async def make() -> bytes:

@@ -1,4 +1,4 @@
-"""Buffers of the recent steps of each engine, encoded once for all viewers of the live view."""
+"""Buffers of the recent steps of each engine, encoded once for all viewers of the live view page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def as_event(lines: bytes) -> bytes:
 
 
 class StepRing:
-    """Entries of one engine's steps of the last ``max_seconds``, at most ``max_bytes`` in all.
+    """Buffer of one engine's steps: the entries of the last ``max_seconds`` seconds, at most ``max_bytes`` in all.
 
     Old entries are dropped up to a snapshot, so that the oldest entry is always a snapshot.
     """
@@ -44,21 +44,21 @@ class StepRing:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.first = 0
-        """Number of the oldest entry. Entries are numbered without gaps."""
+        """Number of the oldest entry in the buffer. Entries are numbered without gaps."""
         self.num_bytes = 0
         self.max_bytes, self._max_seconds = max_bytes, max_seconds
         self._clock = clock
         self._entries: deque[tuple[bytes, float]] = deque()
         """(lines as one server-sent event, time). All viewers receive the same bytes."""
         self._keys: deque[int] = deque()
-        """Numbers of the entries that begin with a snapshot."""
+        """Numbers of the entries in the buffer that begin with a snapshot."""
         self._names: dict[str, str] = {}
         """Engine request id -> X-Request-Id, for requests that are new since the last entry."""
         self._news = asyncio.Event()
 
     @property
     def end(self) -> int:
-        """Number of the next entry."""
+        """Number that the next entry will get."""
         return self.first + len(self._entries)
 
     @property
@@ -70,7 +70,7 @@ class StepRing:
         return self._entries[number - self.first][0]
 
     def lines(self) -> bytes:
-        """All entries joined, one JSON line per record."""
+        """The JSON lines of all entries in the buffer, joined."""
         events = [event[len(b"data: ") : -2].replace(b"\ndata: ", b"\n") for event, _ in self._entries]
         return b"\n".join(events)
 
@@ -98,7 +98,8 @@ class StepRing:
         self._news = asyncio.Event()
 
     def name(self, stream: OutputStream) -> None:
-        """Remember the X-Request-Id of a request for the next entry. Of many such requests, the newest are kept."""
+        """Remember the X-Request-Id of a request for the next entry. If there are too many requests, the newest are
+        kept."""
         if stream.name:
             self._names[stream.request_id] = stream.name
             if len(self._names) > _MAX_NAMES:  # an idle replica has no entries
@@ -122,7 +123,7 @@ class StepRing:
 
 
 class LiveFeed(StepRing):
-    """Steps of an engine, or of a ``recording``, which never changes. Counts the viewers.
+    """Buffer of the steps of an engine, or of a ``recording``, which never changes. Counts the viewers.
 
     The engine reports its steps only while there is a viewer (:meth:`viewing`). If the engine has several replicas,
     this is the ring of the first one, and :meth:`ring` returns the others. The rings divide ``max_bytes``.
@@ -140,11 +141,11 @@ class LiveFeed(StepRing):
         super().__init__(max_bytes=max_bytes, max_seconds=max_seconds, clock=clock)
         self.num_viewers = 0
         self.working = asyncio.Semaphore(1)
-        """Lets the simulator work for one viewer at a time."""
+        """Lets the simulator work for only one viewer at a time."""
         self.num_callers = 0
         """Number of viewers that wait for a simulation."""
         self.num_uses: Counter[tuple[str, str]] = Counter()
-        """("viewers" or "simulations", holder of a key) -> number in progress."""
+        """("viewers" or "simulations", holder of an API key) -> number of uses in progress."""
         self._engine = engine
         self._bytes_of_all = max_bytes
         self._rings: dict[int, StepRing] = {0: self}
@@ -163,11 +164,11 @@ class LiveFeed(StepRing):
 
     @property
     def num_rings(self) -> int:
-        """Number of engines whose steps can be shown."""
+        """Number of engines that have a buffer of steps."""
         return max(1, 0 if self._engine is None else len(self._engine.replicas()))
 
     def ring(self, replica: int) -> StepRing:
-        """Ring of a replica, counted from 0."""
+        """Buffer of the steps of a replica. Replicas are counted from 0."""
         if replica not in self._rings:
             self._rings[replica] = StepRing(max_seconds=self._max_seconds, clock=self._clock)
             for ring in self._rings.values():
@@ -192,11 +193,12 @@ class LiveFeed(StepRing):
                 self._leaving = asyncio.get_running_loop().call_later(_LINGER_SECONDS, self._stop)
 
     def steps(self, lines: bytes, replica: int = 0) -> None:
-        """Add lines from the step recorder of a replica."""
+        """Add lines from the step recorder of a replica to the replica's buffer."""
         self.ring(replica).add(lines, lambda: [] if self._engine is None else self._engine.requests())
 
     def began(self, stream: OutputStream) -> None:
-        """Remember the X-Request-Id of a new request, for every ring: it is not known yet which replica serves it."""
+        """Remember the X-Request-Id of a new request for all buffers, because it is not known yet which replica serves
+        the request."""
         for ring in self._rings.values():
             ring.name(stream)
 

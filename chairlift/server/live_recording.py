@@ -1,4 +1,4 @@
-"""Shows a recording in the live view, without an engine, on this machine only."""
+"""Shows a recording in the live view page, without an engine, on this machine only."""
 
 from __future__ import annotations
 

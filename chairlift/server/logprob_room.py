@@ -20,11 +20,11 @@ _ALWAYS_ALLOWED: Final = 1 << 20
 """Number of log-probabilities that any request may ask for, even if the model's length is small. It is enough for 64
 prompts of 2,700 tokens with 5 log-probabilities per token, which take 12 MB."""
 _ANSWERS: Final = 4
-"""Maximum log-probabilities of one request, in units of a full output: the model's maximum length times the maximum
-per token."""
+"""Maximum number of log-probabilities of one request, as a multiple of those of a full output: the model's maximum
+length times the maximum per token."""
 _IN_FLIGHT: Final = 16
-"""Maximum log-probabilities of all running requests together, in units of a full output or of ``_ALWAYS_ALLOWED``,
-whichever is larger."""
+"""Maximum number of log-probabilities of all running requests together, as a multiple of those of a full output (or of
+``_ALWAYS_ALLOWED``, if this number is larger)."""
 _MAX_PER_TOKEN: Final = SamplingLimits().max_logprobs + 1
 
 
@@ -63,14 +63,14 @@ def reserve_logprobs(
 
 
 def release_logprobs(request: Request) -> None:
-    """Release the room after the response was sent or failed."""
+    """Release the room that :func:`reserve_logprobs` reserved, after the response was sent or failed."""
     request.app.state.server.num_logprobs -= request.scope["state"].pop("num_logprobs", 0)
 
 
 def _num_logprobs(
     payload: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], info: EngineInfo
 ) -> tuple[int, int]:
-    """(number for prompts, maximum number for outputs) of log-probabilities in the response. Prompt log-probabilities
+    """(number of log-probabilities for prompts, maximum number for outputs) in the response. Prompt log-probabilities
     count once per choice that repeats them."""
     n, lengths = payload.n or 1, [len(prompt) for prompt in prompts]
     of_prompt = 0 if payload.prompt_logprobs is None else payload.prompt_logprobs + 1

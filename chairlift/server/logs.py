@@ -30,8 +30,8 @@ def clean(text: str, limit: int = _MAX_CHARS) -> str:
 
 
 def log_event(logger: logging.Logger, level: int, event: str, **fields: str | int | float | None) -> None:
-    """Log ``event`` with named values. The text form is ``event name=value ...``; in the JSON form the values are
-    members of the object."""
+    """Log ``event`` with named values. The line in text form is ``event name=value ...``. In JSON form, the values are
+    members of the line's JSON object."""
     logger.log(level, event, extra={"fields": fields})
 
 
@@ -59,7 +59,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(log_format: str, *, verbose: bool = False, stream: TextIO | None = None) -> None:
-    """Send the ``chairlift`` logger's lines to ``stream`` (standard error). ``log_format`` is text or json."""
+    """Send the lines of the logger ``chairlift`` to ``stream`` (default: standard error). ``log_format`` is text or
+    json."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     levels = {"chairlift": logging.DEBUG if verbose else logging.INFO}

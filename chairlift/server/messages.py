@@ -117,9 +117,9 @@ class _MessageBuilder:
         self._counts = run.plan.reasoning is not None
         self._was_shortened, self._meter = run.was_shortened, meter
         self._open: TextBlock | ThinkingBlock | None = None
-        """The block that has not ended. Further text of the same kind is added to it."""
+        """The block that may still grow: further text of the same kind is added to it."""
         self._pieces: list[str] = []
-        """Pieces of text of the open block."""
+        """Parts of the text of the block that may still grow."""
 
     def begin(self) -> Iterator[EventFields]:
         """First events of a stream, before any output."""

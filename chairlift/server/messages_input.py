@@ -43,7 +43,7 @@ _INSTEAD: Final = "; documents are not read, and images only in a user's message
 
 
 def names() -> Names:
-    """Names of the fields of these endpoints, for error messages."""
+    """Names of the fields of Anthropic's endpoints, for error messages."""
     return Names(_FIELDS)
 
 
@@ -98,7 +98,7 @@ def _user(metadata: Metadata | None) -> str | None:
 
 
 def _thinking(payload: _Payload, template: str, ignored: list[str]) -> dict[str, Any] | None:
-    """Template variables that turn thinking on or off. If the request has no field ``thinking``, it is off, as in
+    """Template variables that turn thinking on or off. If the request has no field ``thinking``, thinking is off, as in
     Anthropic's API."""
     kind = payload.thinking.type if payload.thinking else "disabled"
     if kind not in ("enabled", "adaptive", "disabled"):
@@ -119,7 +119,7 @@ class _Turns:
         self.messages: list[dict[str, Any]] = []
         self.places: dict[str, str] = {}
         self._known: set[str] = set()
-        """Ids of the tool calls so far."""
+        """Ids of all tool calls in the conversation so far."""
 
     def system(self, given: Any) -> None:
         """Add the system text, without blocks that are not meant for the model."""
@@ -151,7 +151,7 @@ class _Turns:
         self.messages.append(message)
 
     def _others(self, where: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> None:
-        """Add tool results, and the texts between them, in the order of the blocks."""
+        """Add the tool results, and the texts between them, in the order of the blocks."""
         texts: list[dict[str, Any]] = []
         num_before, kinds = len(self.messages), ("text",) if role == "system" else ("text", "image", "tool_result")
         for index, block in enumerate(blocks):

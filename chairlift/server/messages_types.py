@@ -74,18 +74,19 @@ class ThinkingConfig(msgspec.Struct, kw_only=True):
     """The field ``thinking``."""
 
     type: str
-    """``enabled``, ``adaptive`` or ``disabled``. It has an effect if the chat template can turn thinking on and off."""
+    """``enabled``, ``adaptive`` or ``disabled``. The field has an effect if the chat template can turn thinking on and
+    off."""
     budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     """Ignored, because ``max_tokens`` limits the whole output."""
     display: str | None = None
-    """``omitted``: the response does not contain the thinking."""
+    """``omitted``: the response does not contain the thinking of the model."""
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
     """The field ``output_config``."""
 
     effort: Annotated[str, Meta(max_length=32)] | None = None
-    """``low``, ``medium``, ``high``, ``xhigh`` or ``max``. It has an effect if the chat template uses it."""
+    """``low``, ``medium``, ``high``, ``xhigh`` or ``max``. The field has an effect if the chat template uses it."""
     format: Form | None = None
     """An object with the type ``json_schema`` and a ``schema``."""
 
@@ -212,7 +213,7 @@ class MessageReply(msgspec.Struct, kw_only=True):
     stop_sequence: str | None = None
     usage: MessagesUsage
     tool_call_errors: list[str] | UnsetType = UNSET
-    """Descriptions of malformed tool calls. Their text stays in a text block."""
+    """Descriptions of malformed tool calls in the output. The text of these calls stays in a text block."""
 
 
 class TokenCount(msgspec.Struct, kw_only=True):
@@ -229,7 +230,7 @@ class MessagesErrorObject(msgspec.Struct, kw_only=True):
 
 
 class MessagesError(msgspec.Struct, kw_only=True):
-    """Error response of these paths."""
+    """Error response of the paths of Anthropic's API."""
 
     type: Literal["error"] = "error"
     error: MessagesErrorObject

@@ -45,7 +45,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "chairlift"
     root: str
-    """The first of the model's names."""
+    """First one of the model's names."""
     parent: str | None = None
     """Name of the model that an adapter adapts; null for a model."""
     max_model_len: int | None = None
@@ -61,11 +61,11 @@ class ModelCard(msgspec.Struct, kw_only=True):
     """Whether messages may contain images; null while the model loads."""
     deterministic: bool | None = None
     determinism: str | None = None
-    """In words: when equal requests give equal outputs."""
+    """When equal requests give equal outputs, as a sentence."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """All names of the model, and the adapters."""
+    """List of all names of the model and of the adapters."""
 
     object: str = "list"
     data: list[ModelCard]

@@ -58,7 +58,7 @@ class ErrorObject(msgspec.Struct, kw_only=True):
 
 
 class ErrorReply(msgspec.Struct, kw_only=True):
-    """The response of all paths in case of an error."""
+    """Response of every path if an error occurs."""
 
     error: ErrorObject
 

@@ -33,7 +33,8 @@ _BLOCK: Final = re.compile(r"<(?P<tag>script|style)>(?P<content>.*?)</(?P=tag)>"
 
 @functools.cache
 def assemble(name: str) -> str:
-    """The HTML file ``name`` of ``static`` with its style and scripts inlined, so that the page needs only one path."""
+    """The HTML file ``name`` of the folder ``static``. Its style and scripts are inserted into it, so that the page
+    needs only one path."""
     folder = resources.files("chairlift.server").joinpath("static")
     html = folder.joinpath(name).read_text(encoding="utf-8")
 

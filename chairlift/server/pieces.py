@@ -22,10 +22,10 @@ from chairlift.server.state import ServerState
 __all__ = ["Pieces", "json_items", "respond"]
 
 _PIECE: Final = 1 << 16
-"""Minimum number of bytes per piece."""
+"""Minimum number of bytes of a piece, except the last."""
 _AT_ONCE: Final = 2048
-"""Maximum number of list entries that are encoded on the event loop; they take a few milliseconds. Longer responses
-use a thread."""
+"""Maximum number of list entries of a response that is encoded on the event loop, which takes a few milliseconds.
+Longer responses use a thread."""
 _encode: Final = msgspec.json.encode
 
 
@@ -38,7 +38,7 @@ class Pieces:
         self._parts: list[Iterator[bytes]] = []
 
     def later(self, part: Iterator[bytes], num_entries: int) -> Any:
-        """Returns a placeholder for ``part``, which is JSON with ``num_entries`` values. :meth:`write` replaces it by
+        """Return a placeholder for ``part``, which is JSON with ``num_entries`` values. :meth:`write` replaces it by
         the JSON."""
         self._parts.append(part)
         self.num_entries += num_entries
@@ -58,7 +58,7 @@ class Pieces:
 
 
 def json_items(items: Iterable[Any], num_at_once: int = 256) -> Iterator[bytes]:
-    """JSON of a list. ``num_at_once`` items are encoded at a time."""
+    """Encode a list as JSON; ``num_at_once`` items are encoded at a time."""
     iterator = iter(items)
     yield b"["
     between = b""

@@ -56,7 +56,7 @@ class PooledRequest(msgspec.Struct, kw_only=True):
     """Maximum number of tokens per text; the rest is cut off. In a pair, the second text is shortened. -1: the model's
     maximum."""
     queue_timeout: _Seconds | None = None
-    """Maximum number of seconds to wait for the start of the computation."""
+    """Maximum number of seconds to wait until the computation starts."""
 
 
 class EmbeddingRequest(PooledRequest, kw_only=True):
@@ -226,7 +226,8 @@ class _Call:
         return await self.state.engine.pool(texts, queue_timeout=self.payload.queue_timeout, arrival=arrived)
 
     async def scores(self, first: Sequence[str], second: Sequence[str], names: tuple[str, str]) -> list[float]:
-        """Scores of text pairs: of one first text with each second text, or of each first text with its second text."""
+        """Scores of pairs of texts. If ``first`` has one text, it forms a pair with each text of ``second``; otherwise
+        texts with the same index form a pair."""
         inputs, truncate = self.inputs, self.payload.truncate_prompt_tokens
         if len(first) not in (1, len(second)):
             message = (
@@ -254,12 +255,12 @@ class _Call:
 
     @property
     def head(self) -> dict[str, Any]:
-        """First fields of the response."""
+        """Fields with which the response begins."""
         return {"id": f"pool-{secrets.token_hex(16)}", "created": int(time.time()), "model": self.model}
 
     @property
     def usage(self) -> PooledUsage:
-        """Number of input tokens over all texts."""
+        """Number of input tokens, summed over all texts of the call."""
         return PooledUsage(prompt_tokens=self.num_tokens, total_tokens=self.num_tokens)
 
     async def reply(self, size: int, make: Callable[[], msgspec.Struct]) -> Response:

@@ -74,7 +74,7 @@ def _check_batch(payload: GenerationRequest) -> None:
 
 
 def class_of(params: SamplingParams) -> str:
-    """Class of service for a request with these parameters, which have not been checked."""
+    """Class of service that a request with these parameters asks for. The parameters need not have been checked."""
     return params.service_tier or DEFAULT_CLASS
 
 

@@ -98,7 +98,7 @@ __all__ = [
 ]
 
 DEFAULT_MAX_TOKENS: Final = 16
-"""Default of a text completion."""
+"""Default of ``max_tokens`` in a request to /v1/completions."""
 _LIMITS: Final = SamplingLimits()
 _INT32: Final = 2**31 - 1
 _MAX_MESSAGES: Final = 1024
@@ -109,10 +109,10 @@ _MAX_IDS: Final = 2**20
 _MAX_COMPARED: Final = 16
 _MAX_LENGTH_DIFFERENCE: Final = 2
 _MIN_SIMILARITY: Final = 0.88
-"""Minimum similarity (0 to 1) of an unknown field to a known one that counts as a misspelling. Less similar names are
-taken for another server's fields."""
+"""Minimum similarity (0 to 1) of an unknown field to a known one that counts as a misspelling. A less similar name is
+taken for a field of another server."""
 _OTHER_SERVERS: Final = frozenset(("speed",))
-"""Fields of other servers that look like a known field here but are no misspelling."""
+"""Fields of other servers that look like a misspelt field of this server, but are not misspelt."""
 
 _END: Final = r"$(?!\n)"
 """Regular expression for the end of a text. ``$`` alone also matches before a final newline."""
@@ -186,7 +186,7 @@ class Prediction(msgspec.Struct, kw_only=True):
 
 
 class SampledRequest(msgspec.Struct, kw_only=True):
-    """Fields that all text-generating endpoints share. ``null`` has the same effect as a missing field."""
+    """Fields that all endpoints for text generation share. ``null`` has the same effect as a missing field."""
 
     model: ModelName | None = None
     stream: bool | None = None
@@ -202,7 +202,7 @@ class SampledRequest(msgspec.Struct, kw_only=True):
     cache_salt: CacheSalt | None = None
     """Only requests with the same salt share cached prompts."""
     queue_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] | None = None
-    """Maximum number of seconds to wait for the first step."""
+    """Maximum number of seconds that the request may wait for its first step."""
     service_tier: Annotated[str, Meta(max_length=64)] | None = None
     """Class of service. The response says which class was used."""
     ttft_ms: Milliseconds | None = None
@@ -240,7 +240,8 @@ class GenerationRequest(SampledRequest, kw_only=True):
     structured_outputs: Form | None = None
     """An object with one of ``json``, ``json_object``, ``regex``, ``choice``, ``grammar`` and ``structural_tag``."""
     guided_json: Any = None
-    """vLLM's older name for ``structured_outputs.json``; the next fields likewise."""
+    """Same as ``structured_outputs.json``, under vLLM's older name. The next fields are older names of its other
+    members."""
     guided_regex: GrammarText | None = None
     guided_choice: Annotated[list[GrammarText], Meta(max_length=4096)] | None = None
     guided_grammar: GrammarText | None = None
@@ -497,7 +498,7 @@ def refused_elsewhere(struct_type: type[msgspec.Struct], own: Refusals) -> Refus
 
 
 def unknown_inside(place: str, given: Any, struct_type: type[msgspec.Struct]) -> list[str]:
-    """Paths of unknown names in the object at the path ``place``."""
+    """Paths of names in the object at the path ``place`` that are not fields of ``struct_type``."""
     known = _field_names(struct_type)
     return [f"{place}.{name}" for name, value in (given or {}).items() if name not in known and value is not None]
 
@@ -643,7 +644,7 @@ def _type_info(struct_type: type[msgspec.Struct]) -> msgspec.inspect.Type:
 
 @functools.cache
 def _whole_numbers(struct_type: type[msgspec.Struct]) -> frozenset[str]:
-    """Fields that accept integers only."""
+    """Names of the fields of ``struct_type`` that accept integers only."""
     info: Any = _type_info(struct_type)
     kinds = {field.name: getattr(field.type, "types", (field.type,)) for field in info.fields}
     return frozenset(name for name in kinds if any(isinstance(kind, msgspec.inspect.IntType) for kind in kinds[name]))
@@ -660,7 +661,8 @@ def _inner(kind: Any, field: str) -> Any:
 
 
 def _first_bad_name(kind: Any, value: Any) -> tuple[str, str] | None:
-    """(first name that does not match the type's allowed names, description of allowed names); None if all match."""
+    """(first name in ``value`` that the type does not allow, description of allowed names); None if all names are
+    allowed."""
     for option in getattr(kind, "types", (kind,)):
         if isinstance(option, msgspec.inspect.DictType) and isinstance(option.key_type, msgspec.inspect.StrType):
             pattern = option.key_type.pattern or ""
@@ -670,7 +672,8 @@ def _first_bad_name(kind: Any, value: Any) -> tuple[str, str] | None:
 
 
 def _first_unfit(name: str, value: Mapping[str, Any]) -> str:
-    """First name whose value is not allowed, in the object of a field of ``_MAPPINGS``."""
+    """First name in ``value`` whose value is not allowed; ``value`` is the object in the field ``name`` of
+    ``_MAPPINGS``."""
     for key, entry in value.items():
         try:
             msgspec.convert({key: entry}, _MAPPINGS[name])
@@ -695,7 +698,7 @@ def _quoted(value: Any) -> str:
 
 
 def _allowed(kind: Any) -> str:
-    """Description of a type with its bounds."""
+    """Description of a type with its limits, for error messages."""
     types = msgspec.inspect
     if isinstance(kind, types.UnionType):
         words = [_allowed(option) for option in kind.types if not isinstance(option, types.NoneType)]

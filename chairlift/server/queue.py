@@ -32,7 +32,7 @@ class ForecastCalibration(msgspec.Struct, kw_only=True):
     actual_over_predicted: dict[str, float | None]
     """Quantiles (p10, p50, p90) of actual wait divided by predicted wait."""
     within_ratio: dict[str, float | None]
-    """Fraction of the requests whose wait was at most 1, 1.25 and 2 times the predicted wait."""
+    """Ratio (1, 1.25 or 2) -> fraction of the requests whose wait was at most this ratio times the predicted wait."""
     mean_absolute_error_seconds: float | None
 
 
@@ -56,7 +56,7 @@ class QueueReply(msgspec.Struct, kw_only=True):
 
     object: Literal["queue"] = "queue"
     running: int
-    """Number of sequences in the batch."""
+    """Number of sequences that run in the batch now."""
     waiting: int
     """Number of requests that have not been in any step."""
     expected_wait_seconds: dict[str, float | None]

@@ -25,7 +25,7 @@ class ReplicasReply(msgspec.Struct, kw_only=True):
 
     object: Literal["replicas"] = "replicas"
     waiting_at_door: int
-    """Number of requests that wait for a replica."""
+    """Number of requests that wait at the router because no replica can take them yet."""
     replicas: list[ReplicaStats]
 
 

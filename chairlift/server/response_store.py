@@ -1,8 +1,8 @@
 """Responses of /v1/responses that are stored in memory.
 
-A response is visible only to the API key that made it. Their number and total size are limited. At the limit, the
-server drops the least recently used response of the key that uses the most bytes. So one key cannot push out the
-responses of other keys.
+A response is visible only to the API key that made it. The number and total size of the stored responses are limited.
+At the limit, the server drops the least recently used response of the key that uses the most bytes. So one key cannot
+push out the responses of other keys.
 """
 
 from __future__ import annotations

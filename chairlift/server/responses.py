@@ -98,7 +98,7 @@ async def create_response(request: Request) -> HttpResponse:
 
 
 def _hints(payload: ResponsesRequest) -> Iterator[tuple[str, Any]]:
-    """(name, value) of the fields that have no effect here."""
+    """(name, value) of those request fields that have no effect in this server."""
     text, reasoning = payload.text or TextOptions(), payload.reasoning or ReasoningOptions()
     yield "text.verbosity", text.verbosity
     yield "reasoning.summary", reasoning.summary
@@ -141,7 +141,7 @@ def _holder(request: Request) -> str:
 
 
 def _keeper(request: Request, payload: ResponsesRequest, earlier: _Items) -> _Keep:
-    """A function that stores a finished response, together with all items of the conversation."""
+    """Return a function that stores a finished response, together with all items of the conversation."""
     state: ServerState = request.app.state.server
     before, holder = [*earlier, *input_items(payload)], _holder(request)
     limits = (state.config.max_stored_responses, state.config.max_stored_response_bytes)
@@ -164,7 +164,7 @@ def _item(item: Any) -> dict[str, Any]:
 
 
 def _response(payload: ResponsesRequest, run: ChatRun) -> Response:
-    """The response before any output, with the fields copied from the request."""
+    """The response before there is any output, with the fields that it copies from the request."""
     text_format = payload.text.format if payload.text else None
     return Response(
         id=f"resp_{secrets.token_hex(16)}",

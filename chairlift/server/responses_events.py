@@ -38,7 +38,7 @@ from chairlift.tool_calls import Call, Event, Piece
 __all__ = ["EventFields", "ResponseBuilder"]
 
 EventFields = dict[str, Any]
-"""An event as JSON fields: type, number and contents."""
+"""An event of a stream as JSON fields: type, number and contents."""
 
 _encode: Final = msgspec.json.encode
 
@@ -54,15 +54,15 @@ class ResponseBuilder:
         self._special = run.texts.tokenizer.special_ids if run.texts.tokenizer else frozenset()
         """Ids of special tokens, which have no text."""
         self._open: OutputMessage | ReasoningItem | None = None
-        """The item that has not ended. Further text of the same kind is added to it."""
+        """The item that may still grow: further text of the same kind is added to it."""
         self._pieces: list[str] = []
         """Pieces of text of the open item."""
         self._number = 0
         self._pending_logprobs: list[tuple[int, bytes]] = []
-        """(token index, JSON of its log-probabilities) of tokens that are not in an event yet, because their text is
-        incomplete."""
+        """(token index, JSON of the token's log-probabilities) for tokens that are not in an event yet, because their
+        text is incomplete."""
         self._logprobs: list[bytes] = []
-        """JSON of the log-probabilities of the open message, one per token."""
+        """JSON of the log-probabilities of the message that may still grow, one entry per token."""
         self._num_tokens = 0
 
     def begin(self) -> Iterator[EventFields]:
@@ -101,7 +101,7 @@ class ResponseBuilder:
         return self._event(f"response.{self.response.status}", response=self.response)
 
     def failed(self, error: ApiError) -> EventFields:
-        """Last event of a stream that failed with ``error``."""
+        """Last event of a stream that ended with ``error``."""
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
         self.response.status = "failed"
         self.response.error = ResponseError(code=code, message=error.message)

@@ -44,7 +44,7 @@ _LISTED: Final = {
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
 }
-"""Type of a stored item -> fields that responses return unchanged."""
+"""Type of a stored item -> fields of the item that responses return unchanged."""
 _PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
 
@@ -139,11 +139,11 @@ class _Turns:
         self.messages: list[dict[str, Any]] = []
         self.places: dict[str, str] = {}
         self._known: set[str] = set()
-        """Ids of the tool calls so far."""
+        """Ids of all tool calls in the conversation so far."""
         self._opening = bool(instructions)
-        """Whether only system messages came so far, so that the next one is merged with the instructions."""
+        """Whether only system messages came so far. If so, the next system message is merged with the instructions."""
         self._open = False
-        """Whether the last message is an assistant's, and the next item may be added to it."""
+        """Whether the last message is an assistant's message to which the next item may be added."""
         if instructions:
             self._message("instructions", {"role": "system", "content": instructions})
 

@@ -92,7 +92,7 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
     """The field ``reasoning``."""
 
     effort: Annotated[str, Meta(max_length=32)] | None = None
-    """``none``, ``minimal``, ``low``, ``medium``, ``high``, ``xhigh`` or ``max``. It has an effect if the chat
+    """``none``, ``minimal``, ``low``, ``medium``, ``high``, ``xhigh`` or ``max``. The field has an effect if the chat
     template uses it."""
     summary: str | None = None
     """Ignored, because ``content`` has the whole reasoning."""

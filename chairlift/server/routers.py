@@ -1,7 +1,7 @@
 """Headers of routers in front of several servers, such as the Gateway API's endpoint picker and llm-d.
 
 Such a router sends all requests with one API key, or without a key, and names the tenant in a header. Any client could
-send this header, so it counts only in connections from addresses that the settings trust.
+send this header, so the server reads it only in connections from addresses that the settings trust.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from chairlift.server.errors import ApiError
 __all__ = ["FAIRNESS_HEADERS", "TrustedProxies", "charged_to"]
 
 FAIRNESS_HEADERS: Final = (b"x-gateway-inference-fairness-id", b"x-llm-d-inference-fairness-id")
-"""Headers with the id of the tenant: the name of the Gateway API's inference extension, and the one of llm-d."""
+"""Headers with the id of the tenant: the header of the Gateway API's inference extension, and the header of llm-d."""
 _ID: Final = re.compile(rb"[!-~]{1,128}")
 
 
 class TrustedProxies:
-    """Networks of the routers whose headers count. ``networks`` are checked addresses or networks, such as
-    10.0.0.0/8."""
+    """Networks of trusted routers. The server reads tenant headers only from these networks. ``networks`` are checked
+    addresses or networks, such as 10.0.0.0/8."""
 
     def __init__(self, networks: Sequence[str]) -> None:
         self._networks = [ipaddress.ip_network(each, strict=False) for each in networks]
@@ -60,8 +60,8 @@ class TrustedProxies:
 
 
 def charged_to(caller: Caller, fairness_id: str) -> str:
-    """Tenant to charge for a request with this id: ``KEY/ID``, where ``KEY`` is the name of the router's API key; the
-    id itself without keys.
+    """Tenant to charge for a request with this ``fairness_id``: ``KEY/ID``, where ``KEY`` is the name of the router's
+    API key. Without keys: the id itself.
 
     A name of a key has no ``/``, so an id can never be taken for the tenant of a key.
     """

@@ -27,7 +27,7 @@ class ServerState:
     config: ServerConfig
     engine: AsyncEngine
     model_names: tuple[str, ...]
-    """Model names for clients. Responses to requests without a model name have the first."""
+    """Model names for clients. Responses to requests without a model name contain the first name."""
     api_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """API key -> tenant that is charged for the key's requests."""
     started_at: int = 0
@@ -41,13 +41,13 @@ class ServerState:
     writing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     """Locked while a thread encodes a piece of a long response."""
     num_logprobs: int = 0
-    """Maximum number of log-probabilities that all running requests together may return."""
+    """Number of log-probabilities for which running requests have reserved room."""
     num_in_progress: int = 0
     """Number of HTTP requests to /v1/* whose response is not finished."""
     responses: ResponseStore = dataclasses.field(default_factory=ResponseStore)
     """Responses that clients asked to be stored."""
     live: LiveFeed | None = None
-    """Data source of the live view; None before its first viewer."""
+    """Data source of the live view page; None before the page's first viewer."""
     media: MediaSource | None = None
     """Reads images from URLs; None if the settings allow no URLs."""
     tracer: RequestTracer | None = None

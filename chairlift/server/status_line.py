@@ -14,7 +14,7 @@ __all__ = ["PreemptionAlarm", "StatusLine"]
 
 _WATCH: Final = 0.02
 _TOO_MANY: Final = 0.05
-"""Fraction of finished sequences that were preempted above which a warning is logged."""
+"""Limit for the fraction of finished sequences that were preempted. A warning is logged above this limit."""
 _QUIET_SECONDS: Final = 60.0
 _MARGIN: Final = 0.9
 """Recommended number of sequences divided by the number that fits in the KV cache now. It is below 1, because
@@ -23,7 +23,7 @@ sequences grow while they run."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Counts:
-    """Counters whose increase over an interval is reported."""
+    """Counters at one point in time. A status line reports by how much they increased over an interval."""
 
     prompt: int
     """Number of computed prompt tokens: all computed tokens minus output tokens and recomputed tokens."""
@@ -95,7 +95,7 @@ def _mark(rate: float) -> str:
 
 
 class PreemptionAlarm:
-    """Warns about too many preemptions and says what to change, at most once a minute."""
+    """Logs a warning, at most once a minute, if too many sequences are preempted. The warning says what to change."""
 
     def __init__(self) -> None:
         self._quiet_until = -math.inf

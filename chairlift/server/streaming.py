@@ -68,11 +68,11 @@ __all__ = [
 
 _encode: Final = msgspec.json.encode
 _LOWEST_LOGPROB: Final = -9999.0
-"""Value that replaces minus infinity, which JSON cannot represent."""
+"""Log-probability that is sent instead of minus infinity, which JSON cannot represent."""
 _PIECE: Final = 1 << 16
 """Approximate maximum number of bytes that are sent at a time."""
 _MAX_ON_LOOP: Final = 512
-"""Number of tokens above which a list is decoded on a thread, so that other streams are not delayed."""
+"""Number of tokens above which a list of tokens is decoded on a thread, so that other streams are not delayed."""
 
 _T = TypeVar("_T")
 
@@ -131,7 +131,7 @@ precedes it."""
 
 
 class Meter:
-    """Counts the tokens of one HTTP request, over all its prompts."""
+    """Counts the tokens of one HTTP request, summed over all its prompts."""
 
     def __init__(self, streams: Sequence[OutputStream], *, predicted: bool = False) -> None:
         self._prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
@@ -169,7 +169,7 @@ class Meter:
 
 
 async def on_thread_if_long(state: ServerState, size: int, work: Callable[[], _T]) -> _T:
-    """Run ``work``, which processes ``size`` tokens. If there are many tokens, it runs on a thread. Raises
+    """Run ``work``, which processes ``size`` tokens, and return its result. For many tokens it runs on a thread. Raises
     QueueFullError."""
     return await state.engine.beside(work) if size > _MAX_ON_LOOP else work()
 
@@ -368,7 +368,8 @@ class TokenTexts:
         return f"token_id:{token_id}" if self._as_ids else entry.decoded_token or ""
 
     def bytes(self, token_id: int, entry: Logprob) -> bytes:
-        """Bytes of the token. They differ from the bytes of its text if the token holds only a part of a character."""
+        """Bytes of the token. These bytes differ from the bytes of the token's text if the token holds only a part of a
+        character."""
         if self.tokenizer is not None and self.tokenizer.byte_decoding is not None:
             return self.tokenizer.token_bytes(token_id, skip_special_tokens=False)
         return (entry.decoded_token or "").encode()
@@ -392,7 +393,8 @@ def _prompt_entry(entry: Mapping[int, Logprob] | None, texts: TokenTexts, top: i
 
 
 def parts(answer: CompletionOutput, top: int) -> Iterator[CompletionOutput]:
-    """The new part of an output, divided if it has many log-probabilities. The first division has all of the text."""
+    """Divide the new part of an output into several parts if it has many log-probabilities. The first of them has the
+    whole text."""
     size = tokens_at_once(top)
     if answer.logprobs is None or len(answer.token_ids) <= size:
         yield answer
@@ -502,7 +504,7 @@ class ChunkWriter(StreamWriter):
 async def start_stream(
     state: ServerState, streams: Sequence[OutputStream], chunks: StreamWriter, headers: Mapping[str, str]
 ) -> EventStream:
-    """Wait for the first output, and return a stream that begins with it. Raises errors that happen before the first
+    """Wait for the first output, and return a stream that begins with it. Raises the errors that occur before the first
     output."""
     outputs = merge(streams)
     try:

@@ -32,7 +32,8 @@ _INSIDE: Final = {
 
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """The requested constraint; None for free text. Raises ApiError with the name of a field."""
+    """Constraint on the form of the output that the request asks for; None for free text. Raises ApiError with the name
+    of a field."""
     given = _form_fields(request)
     if len(given) > 1:
         message = f"{' and '.join(given)} each ask for a form of the answer; leave all but one out"
@@ -70,7 +71,7 @@ def naming(request: GenerationRequest) -> Iterator[None]:
 
 
 def _forces_call(request: GenerationRequest) -> bool:
-    """Whether the grammar exists because ``tool_choice`` forces a call."""
+    """Whether the request's output has a grammar because ``tool_choice`` forces a tool call."""
     choice = getattr(request, "tool_choice", None)
     if isinstance(choice, dict) and isinstance(choice.get("allowed_tools"), dict):
         choice = choice["allowed_tools"].get("mode")

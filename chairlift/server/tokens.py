@@ -22,7 +22,7 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["DetokenizeReply", "TokenizeReply", "routes"]
 
 _MAX_STRINGS: Final = 2**18
-"""Maximum number of tokens whose texts are listed. A list of more strings would take gigabytes."""
+"""Maximum number of tokens for which a response lists the texts. A longer list would take gigabytes."""
 
 
 class TokenizeReply(msgspec.Struct, kw_only=True):

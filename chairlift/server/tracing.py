@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _OPERATIONS: Final = dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat")
 _HEADERS: Final = (b"traceparent", b"tracestate", b"baggage")
 _MAX_SECONDS: Final = 3.0
-"""Maximum number of seconds for sending a batch of spans, and for sending the last spans at the server's end."""
+"""Maximum number of seconds for sending a batch of spans, and for sending the remaining spans when the server ends."""
 _SECONDS: Final = 1_000_000_000
 
 
@@ -65,7 +65,7 @@ class RequestTracer:
 
         about = {SERVICE_NAME: "chairlift", SERVICE_VERSION: __version__, "gen_ai.request.model": model}
         resource = Resource(about).merge(OTELResourceDetector().detect())  # OTEL_SERVICE_NAME and similar variables
-        # OpenTelemetry's own exit handler would wait without a limit
+        # The exit handler of OpenTelemetry would wait without a limit, so it is turned off.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("chairlift", __version__)

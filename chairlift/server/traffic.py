@@ -41,12 +41,12 @@ _MAX_RECORDINGS: Final = 8
 _MAX_RECORDINGS_OF_ONE: Final = 3
 """Maximum number of recordings of one tenant, if keys distinguish tenants, so that no tenant takes all of them."""
 _MAX_WAITING: Final = 4096
-"""Maximum number of records that wait for a slow listener."""
+"""Maximum number of records that wait for a slow listener. Further records are dropped."""
 _MAX_WAITING_TOKENS: Final = 1 << 22
 """Maximum number of prompt tokens in the records that wait for a slow listener, summed over the records."""
 _MAX_TENANTS: Final = 10_000
 _LONG_PROMPT: Final = 16_384
-"""Tokens. Prompts longer than this are hashed on a thread."""
+"""Number of tokens above which a prompt is hashed on a thread."""
 _HASH_BYTES: Final = 16
 _CHECK_SECONDS: Final = 0.25
 _HEARTBEAT_SECONDS: Final = 15.0
@@ -112,7 +112,7 @@ class TrafficRecord(msgspec.Struct, kw_only=True):
     output_tokens: int
     """Number of delivered tokens, over all outputs."""
     answer_tokens: list[int]
-    """Number of tokens of each output."""
+    """Number of generated tokens of each output."""
     max_tokens: int | None
     """The ``max_tokens`` of the request; null if it had none."""
     finish_reason: str
@@ -126,13 +126,13 @@ class TrafficRecord(msgspec.Struct, kw_only=True):
     priority: int
     """The ``priority`` of the request; 0 if it had none."""
     ttft_ms: float | None
-    """Requested maximum time to the first token. The next two fields: maximum time per later token, and time to the
-    end."""
+    """Requested maximum time to the first token, in milliseconds. The next two fields: maximum time per later token,
+    and time to the end."""
     tpot_ms: float | None
     deadline_ms: float | None
     ttft_seconds: float | None
-    """Measured time to the first token. The next fields: time per later token, time to the end, time to the first
-    step."""
+    """Measured time to the first token, in seconds. The next fields: time per later token, time to the end, time to the
+    first step."""
     tpot_seconds: float | None
     e2e_seconds: float
     queue_seconds: float | None
@@ -278,7 +278,8 @@ class Recording:
         self.news.set()
 
     async def take(self) -> tuple[int, TrafficRecord] | None:
-        """(number, oldest record); None when there is none. Numbers start at 1 and include dropped records."""
+        """Return and remove the oldest record, as (number of the record, record); None when there is none. Numbers
+        start at 1 and include dropped records."""
         self.news.clear()
         if not self._ended:
             return None
@@ -417,8 +418,8 @@ def _event(name: str, content: Any) -> bytes:
 def _number(
     request: Request, name: str, default: int | None, low: float, high: float, *, whole: bool = True
 ) -> float | None:
-    """A number from the query parameter ``name``. Raises ApiError 400 if its value is no number in the allowed
-    range."""
+    """Number in the query parameter ``name``. Raises ApiError 400 if the parameter's value is not a number in the
+    allowed range."""
     given = request.query_params.getlist(name)
     if not given:
         return default

@@ -1,6 +1,6 @@
 """Helpers for endpoints that translate their requests into chat requests: names of fields, texts of parts, errors.
 
-The chat is checked like any other. Error messages use the names of the client's own fields.
+The resulting chat is checked like any other chat. Error messages use the names of the client's own fields.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Names:
     def __init__(self, fields: Mapping[str, str]) -> None:
         self._fields = [(re.compile(rf"(?<![\w.]){pattern}(?!\w)"), name) for pattern, name in fields.items()]
         self.places: dict[str, str] = {}
-        """Path in the chat -> path in the client's request, for messages and their tool calls."""
+        """Path in the chat request -> path in the client's request, for messages and the tool calls in them."""
 
     def translated(self, text: str) -> str:
         """An error message with the client's field names. Only the text before the first quotation mark is translated,
@@ -99,6 +99,7 @@ def image_part(url: Any, where: str) -> dict[str, Any]:
 
 
 def wrong(where: str, allowed: str, given: Any) -> NoReturn:
-    """Raise ApiError 400: the field at the path ``where`` got ``given``, but only ``allowed`` is allowed."""
+    """Raise ApiError 400 with the text that the field at the path ``where`` has the value ``given``, but only
+    ``allowed`` is allowed."""
     got = "nothing" if given is None else repr(given)[:_LONGEST]
     raise ApiError(400, f"{where} {allowed}; got {got}", code="invalid_value", param=where)

@@ -21,14 +21,16 @@ _FIRST_WEIGHT: Final = 6.0
 _SHARED_MEMORY: Final = 0.005
 """Minimum weight of each new draft, of any request, in the estimate of a source."""
 _MAX_CHANCE: Final = 0.98
-"""Maximum of an estimate. Without it, after many accepted drafts the estimated gain would exceed any cost."""
+"""Maximum of an estimated probability. Without this limit, after many accepted drafts the estimated gain would exceed
+any cost."""
 
 
 class Source(enum.Enum):
     """Source of drafts. The value is the first estimate of the probability that a draft is accepted."""
 
     FORCED = 0.95
-    """Drafts from a grammar that allows only one text. The text is certain, but its tokens are a guess."""
+    """Drafts from a grammar that allows only one text now. The text is certain, but the model may divide it into other
+    tokens."""
     PREDICTED = 0.9
     """Drafts from the text that the caller expects (``prediction``)."""
     PROPOSED = 0.5

@@ -35,7 +35,8 @@ _MAX_DRAFTS = 64
 _SIZES_COMPARED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, _MAX_DRAFTS)
 """Numbers of drafts that :meth:`AdaptiveSpeculator._may_pay` compares."""
 _MIN_GAIN = 1.02
-"""Minimum gain in tokens per second that counts, as a factor, because the estimates are noisy."""
+"""Minimum factor by which drafts must increase the tokens per second before they are used. It is above 1, because the
+estimates are noisy."""
 _MAX_KNOWN = 16
 """Maximum number of drafts of a row from an expected text or a grammar, unless a setting gives another number."""
 
@@ -85,7 +86,7 @@ class Proposer(Protocol):
 
 
 class _Drafted(NamedTuple):
-    """Candidate drafts of one row. Only some of them may be computed."""
+    """Candidate drafts of one row. Only some of these drafts may be computed."""
 
     request: Request
     tokens: Sequence[int]
@@ -152,15 +153,16 @@ class AdaptiveSpeculator:
         return self.acceptance.chance(name, drafted[name].source), name
 
     def _is_new(self, drafted: _Drafted) -> bool:
-        """Whether the drafts come from an expected text that was not tried yet."""
+        """Whether the drafts come from an expected text of which no draft was checked yet."""
         tried = self.acceptance.is_tried(drafted.request.request_id, drafted.source)
         return drafted.source is Source.PREDICTED and not tried
 
     def _may_pay(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, seconds: Callable[[int], float]
     ) -> bool:
-        """Whether drafts could increase the tokens per second if all were as probable as the most probable one. In full
-        batches the answer is no, and the search for drafts is skipped; then this test is the only cost."""
+        """Whether drafts could increase the tokens per second if all drafts were as probable as the most probable
+        draft. In full batches the answer is no. Then the search for drafts is skipped, and this method is the only
+        cost."""
         best, proposes = 0.0, self._proposer is not None
         for request, _ in rows:
             name = request.request_id
@@ -190,7 +192,7 @@ class AdaptiveSpeculator:
         return depth
 
     def _sources_of(self, request: Request) -> Iterable[Source]:
-        """Sources of drafts for the request."""
+        """Sources from which drafts for the request may come, preferred sources first."""
         if request.is_guided and self._guide is not None:
             yield Source.FORCED
         if request.prediction:
@@ -218,7 +220,7 @@ class AdaptiveSpeculator:
         return found
 
     def _expected(self, request: Request, limit: int) -> Sequence[int]:
-        """Next tokens of the text that the request expects."""
+        """Next tokens, at most ``limit``, of the text that the request expects as its answer."""
         text = self._texts.get(request.request_id)
         if text is None:
             text = self._texts[request.request_id] = PredictedText(request.prediction)

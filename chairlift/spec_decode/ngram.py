@@ -1,4 +1,5 @@
-"""Makes drafts from the request's own text: the tokens that followed an earlier occurrence of its last few tokens.
+"""Makes drafts from the request's own text: the tokens that followed an earlier occurrence of the text's last few
+tokens.
 
 This is prompt lookup decoding (Saxena, 2023). It helps if an answer repeats parts of its prompt: editing, extraction,
 code, summaries.
@@ -47,7 +48,8 @@ class NgramIndex:
         return found
 
     def _index(self, token_ids: Sequence[int]) -> None:
-        """Add the n-grams that end before the last token, because the token after them is known."""
+        """Add the n-grams that end before the last token of the text. The token after each of these n-grams is
+        known."""
         size, ends = self._size, self._ends
         last = min(len(token_ids) - 1, self._num_indexed + _MAX_PER_CALL)
         for end in range(max(size, self._num_indexed + 1), last + 1):

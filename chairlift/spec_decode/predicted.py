@@ -15,7 +15,8 @@ from typing import Final
 __all__ = ["PredictedText"]
 
 _MIN_MATCH: Final = 2
-"""Minimum number of equal tokens with which the position in the expected text is found again."""
+"""After a difference between answer and text, at least this many last tokens must match to find the position in the
+expected text again."""
 _MAX_MATCH: Final = 16
 """Maximum number of tokens that are compared; longer matches are not better."""
 _MAX_COMPARED: Final = 64
@@ -35,10 +36,11 @@ class PredictedText:
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._text = tuple(token_ids)
         self._ends: dict[tuple[int, ...], list[int]] | None = None
-        """Two tokens -> indices after each of their occurrences in the text, ascending. Made when the answer first
-        differs from the text."""
+        """Pair of tokens -> indices after each occurrence of this pair in the expected text, ascending. Made when the
+        answer first differs from the text."""
         self._place: int | None = 0
-        """Index of the token of the text that is expected next; None while the answer differs from the text."""
+        """Index in the expected text of the token that is expected next; None while the answer differs from the
+        text."""
         self._lost_at = 0
         self._num_seen = 0
 

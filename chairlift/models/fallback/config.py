@@ -27,14 +27,14 @@ _FLAGS: Final = {
     "is_encoder_decoder": (False, "has an encoder"),
     "use_bidirectional_attention": (False, "lets tokens see later ones"),
 }
-"""Key of ``config.json`` -> (supported value, effect of any other value for the error message)."""
+"""Key of ``config.json`` -> (supported value, text for the error message that says what any other value does)."""
 _LEAST_CONTEXT: Final = 32
 _QUIET: Final = {"return_dict": True, "use_cache": False}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersConfig:
-    """Facts about a network that transformers computes. Names are those of
+    """Facts about a network that transformers computes. The fields have the names of
     :class:`~chairlift.models.hf_config.ModelConfig`."""
 
     model_impl: ClassVar[str] = "transformers"
@@ -54,8 +54,8 @@ class TransformersConfig:
     sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     generation_unapplied: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     stretched: str = ""
-    """Type of rotary scaling that limits :attr:`max_model_len`: for longer texts its frequencies would depend on the
-    longest text in the batch. Empty if there is none."""
+    """Type of rotary scaling that limits :attr:`max_model_len`: for longer texts the rotary frequencies would depend on
+    the longest text in the batch. Empty if there is none."""
 
     def for_length(self, max_model_len: int) -> TransformersConfig:
         """Return this object unchanged: transformers itself adapts the network to the length of texts."""
@@ -119,7 +119,7 @@ _SIZES: Final = ("vocab_size", "hidden_size", "num_hidden_layers")
 
 
 def _architecture(model_type: str, where: str) -> str:
-    """Name of the class in transformers."""
+    """Name of the model class in transformers for this ``model_type``."""
     if importlib.util.find_spec("transformers") is None:
         raise ModelLoadError(
             f"{where}: model_type {model_type!r} runs through transformers, which is not installed;"
@@ -153,12 +153,13 @@ def _check_code(raw: Mapping[str, Any], architecture: str, where: str) -> None:
 
 
 def hf_config(config: TransformersConfig) -> Any:
-    """Configuration object of transformers for this network."""
+    """Configuration object of transformers for the network that ``config`` describes."""
     return _parse(config.model_type, config.raw, config.model_type)
 
 
 def _parse(model_type: str, raw: Mapping[str, Any], where: str) -> Any:
-    """Configuration object of transformers, set to return only the last hidden states."""
+    """Parse ``raw`` to transformers' configuration object, and set this object to return only the last hidden
+    states."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:

@@ -1,8 +1,8 @@
 """Families that run correctly through transformers, and those that do not, with the reasons.
 
 ``tools/survey_transformers.py`` runs each family of transformers, with tiny random weights, against transformers' eager
-attention. ``tests/models/test_transformers.py`` serves each one of :data:`ALLOWED`. A family that is correct only for
-short texts is refused. Block-sparse attention is an example: on a short text it equals full attention.
+attention. ``tests/models/test_transformers.py`` serves each family in :data:`ALLOWED`. A family that is correct only
+for short texts is refused. Block-sparse attention is an example: on a short text it equals full attention.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _BY_REASON: Final[Mapping[str, str]] = {
 REFUSED: Final[Mapping[str, str]] = {
     model_type: reason for reason, names in _BY_REASON.items() for model_type in names.split()
 }
-"""``model_type`` that does not run through transformers -> name of the reason in :data:`REASONS`."""
+"""``model_type`` that does not run correctly through transformers -> name of the reason in :data:`REASONS`."""
 
 
 def refusal(model_type: Any) -> str:

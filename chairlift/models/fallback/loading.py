@@ -189,7 +189,7 @@ def _numel(name: str, source: Any) -> int:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress transformers' progress bars and reports. Chairlift's own error messages contain what they would say."""
+    """Suppress transformers' progress bars and reports. Chairlift's own error messages contain the same information."""
     from transformers.utils import logging as hf_logging
 
     shown, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()

@@ -24,7 +24,7 @@ from chairlift.models.fallback.config import TransformersConfig
 __all__ = ["ATTENTION", "Call", "TransformersLM", "attending", "body_of", "register_attention", "use_attention"]
 
 ATTENTION: Final = "chairlift"
-"""Name under which this attention function is registered with transformers."""
+"""Name under which Chairlift's attention function is registered with transformers."""
 
 _HARMLESS: Final = frozenset(
     {
@@ -49,7 +49,7 @@ class Call:
     sinks: Tensor | None
     mask: Tensor | None
     window: int | None
-    """Sliding window that the layer passes as an argument. Some layers pass none although their mask has a window."""
+    """Sliding window that the layer passes as an argument. Some layers pass no window although their mask has one."""
 
 
 class Attends(Protocol):
@@ -65,7 +65,7 @@ D]."""
 
 @contextlib.contextmanager
 def attending(who: Attends | Tensor) -> Iterator[None]:
-    """Use ``who`` for the attention calls inside the block."""
+    """Use ``who`` to compute the attention calls inside the block."""
     token = _NOW.set(who)
     try:
         yield

@@ -64,5 +64,5 @@ def _called(hf: Any) -> list[nn.Linear]:
 
 
 def _product(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """``forward`` of a linear layer: x [..., in] -> [..., out]."""
+    """Replacement for the method ``forward`` of a linear layer: x [..., in] -> [..., out]."""
     return packed_linear(x, packed, bias)

@@ -25,7 +25,7 @@ __all__ = ["Comparison", "compare_with_eager", "probe_layers"]
 _PROBE: Final = "chairlift-probe"
 _NUM_PROBED: Final = 5
 _MOST_POSITIONS: Final = 1 << 20
-"""Number of positions at which a mask is tested. No trained model has a longer window."""
+"""Number of positions at which an attention mask is tested. No trained model has a longer window."""
 _LENGTHS: Final = (17, 9)
 """Lengths in tokens of the two requests in the comparison."""
 _STEPS: Final = (((0, 8), (0, 6)), ((8, 15), (6, 7)), ((15, 16), (7, 8)), ((16, 17), (8, 9)))
@@ -35,8 +35,9 @@ _BLOCK: Final = 4
 _FLOORS: Final = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 """Dtype -> difference of logits, relative to their spread, that rounding causes in any model."""
 _AMPLIFIED: Final = 4.0
-"""Allowed difference, as a multiple of the change that one rounding of the embeddings causes. Tiny random models of
-many families had 0.3 to 1.2. A mixture of experts may have more, if rounding changes the choice of experts."""
+"""Allowed difference, as a multiple of the change that one rounding of the embeddings causes. In tests, tiny random
+models of many families differed by 0.3 to 1.2 times this change. A mixture of experts may have more, if rounding
+changes the choice of experts."""
 
 
 _MORE: Final = "is more than causal"
@@ -84,8 +85,9 @@ class _Probe:
 
 
 def _window_of(visible: Callable[..., Tensor], positions: int, device: Any) -> int | str | None:
-    """Number of tokens that each query may attend to by this mask function, itself included; None: all earlier tokens.
-    If the mask is not simply causal with an optional sliding window, the result is a text that describes it."""
+    """Number of newest tokens that the mask function ``visible`` lets each query attend to, the query's own token
+    included; None: all earlier tokens. If the mask is not simply causal with an optional sliding window, the result is
+    a text that describes it."""
     found = []
     zero = torch.tensor(0, device=device)
     for query in (positions - 1, positions - 2, positions // 2):
@@ -146,7 +148,7 @@ class Comparison:
     """Mean difference of logits, relative to the spread of the logits: the maximum of the first step's mean and the
     later steps' mean."""
     tolerance: float
-    """Maximum difference that rounding can explain."""
+    """Maximum difference between the logits that rounding can explain."""
     seconds: float
 
 
@@ -205,7 +207,7 @@ def _eager(hf: Any, ids: Tensor) -> Tensor:
 
 
 def _shaken(hf: Any, ids: Tensor) -> Tensor:
-    """Logits for embeddings that are changed by one rounding step."""
+    """Logits of the model after its embeddings were changed by one rounding step."""
 
     def shake(module: Any, args: Any, out: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(0)

@@ -66,8 +66,8 @@ class Attention(nn.Module):
             qkv = ops.clip(qkv, self.clip)
         if self.rotary is not None:
             frequencies, factor = self.rotary.frequencies(positions.device), self.rotary.attention_factor
-            # No norm before the rotation is needed here: that would be type "head", and no family combines it with a
-            # separate rotation.
+            # No norm before the rotation is needed here. Only ``qk_norm="head"`` has such a norm, and no family
+            # combines it with a separate rotation.
             qkv = ops.rotate_and_norm(qkv, positions, frequencies, factor, *heads, q_norm, k_norm, self.eps)
             q_norm = k_norm = None
         if self.query_scaling is not None:

@@ -21,7 +21,8 @@ __all__ = ["DecoderLayer"]
 class DecoderLayer(nn.Module):
     """Attention, a recurrent mixer or both, and an MLP or experts, added to the residual stream: [T, D] -> [T, D].
 
-    A layer may lack the first or the second of these two halves. ``config.block`` gives the positions of the norms.
+    A layer may lack the first half (attention, mixer) or the second half (MLP, experts). ``config.block`` gives the
+    positions of the norms.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -61,7 +62,7 @@ class DecoderLayer(nn.Module):
         return self._fed(x + attended)
 
     def _fed(self, x: Tensor) -> Tensor:
-        """``x`` plus the MLP's result for it, or ``x`` itself if the layer has no MLP."""
+        """``x`` plus the result of the MLP for ``x``; ``x`` itself if the layer has no MLP."""
         if self.mlp is None:
             return x
         inner: Tensor = self.mlp(_normed(self.post_attention_layernorm, x))

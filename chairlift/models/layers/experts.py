@@ -49,7 +49,7 @@ class _Experts(nn.Module):
 
     @property
     def first(self) -> Stack:
-        """The weights before the activation."""
+        """The stack of weights before the activation: gate and up, or up alone."""
         return self.gate_up_proj if hasattr(self, "gate_up_proj") else self.up_proj
 
     @property

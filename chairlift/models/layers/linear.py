@@ -1,4 +1,4 @@
-"""Layers whose weight may have any format: a linear layer, a stack of them, and the token embedding."""
+"""Layers whose weight may have any format: a linear layer, a stack of linear layers, and the token embedding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Matrix(nn.Module):
             nn.init.normal_(self.weight, std=0.02)
 
     def take(self, weight_format: WeightFormat, weight: Any) -> None:
-        """Replace the layer's weight by ``weight``, which ``weight_format`` created."""
+        """Replace the layer's weight by ``weight``, which has the format ``weight_format``."""
         if not isinstance(weight, nn.Parameter):
             del self.weight  # a module stores parameters apart from other attributes
         self.format, self.weight = weight_format, weight
@@ -44,7 +44,7 @@ class Matrix(nn.Module):
 
 
 class Adapted(Protocol):
-    """Function that adds the effect of adapters to a layer's result."""
+    """Function that adds the effect of low-rank adapters to a layer's result."""
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """Return ``out`` [T, out], the layer's result for ``x`` [T, in], after adding the adapters' terms to the rows
@@ -56,8 +56,8 @@ class Linear(Matrix):
     """``x[T, in] -> x @ weight.T + bias``, [T, out]; for ``interleaved`` see :class:`MatrixShape`."""
 
     adapted: Adapted | None = None
-    """Function that adds the low-rank terms of adapters in plain torch. None without adapters, and if step programs add
-    the terms."""
+    """Function that adds the low-rank terms of adapters in plain torch. None if there are no adapters, or if step
+    programs add the terms."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, interleaved: bool = False) -> None:
         super().__init__(MatrixShape(out_features, in_features, interleaved), bias=bias)

@@ -45,7 +45,7 @@ class ShortConvMixer(nn.Module):
 
     @property
     def state(self) -> LayerState:
-        """Shape of the layer's state per request."""
+        """Shape of the recurrent state that each request has in this layer."""
         return LayerState(self._cell().parts)
 
     def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
@@ -57,7 +57,7 @@ class ShortConvMixer(nn.Module):
 
 
 class _GateNorm(nn.Module):
-    """Weight [I] of the gated norm in a Mamba-2 layer."""
+    """Weight [I] of the norm that is combined with the gate in a Mamba-2 layer."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Mamba2Mixer(nn.Module):
 
     @property
     def state(self) -> LayerState:
-        """Shape of the layer's state per request."""
+        """Shape of the recurrent state that each request has in this layer."""
         return LayerState(self._cell().parts)
 
     def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
@@ -138,7 +138,7 @@ class CellMixer(nn.Module):
 
     @property
     def state(self) -> LayerState:
-        """Shape of the layer's state per request."""
+        """Shape of the recurrent state that each request has in this layer."""
         return LayerState(self._cell().parts)
 
     def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:

@@ -22,7 +22,7 @@ from chairlift.models.quantized_checkpoints.settings import Settings
 __all__ = ["method"]
 
 _ORDER: Final = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-"""For each of eight outputs, the index of its nibble in a 32-bit word."""
+"""For each of eight consecutive outputs, the index of the 4-bit code in a 32-bit word that belongs to this output."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,8 @@ class _Awq:
 
 
 def _outputs(words: StoredTensor, first: int, last: int) -> Tensor:
-    """Nibbles of words [inputs, outputs / 8] for outputs ``first`` to ``last`` (excluded): uint8 [outputs, inputs]."""
+    """4-bit codes of the ``words`` [inputs, outputs / 8] for outputs ``first`` to ``last`` (excluded): uint8 [outputs,
+    inputs]."""
     begin, end = first // 8, -(-last // 8)
     packed = words.columns(begin, end)  # [words, inputs]
     nibbles = unpacked(packed.unsqueeze(-1).flatten(0, 1), 4)  # [words * inputs, 8]
@@ -57,7 +58,7 @@ def _outputs(words: StoredTensor, first: int, last: int) -> Tensor:
 
 
 def method(settings: Settings) -> _Awq:
-    """Read the settings. Raises ModelLoadError for other versions and widths."""
+    """Read the settings of awq. Raises ModelLoadError for other versions of the format and other numbers of bits."""
     settings.one_of("bits", (4,), 4)
     settings.one_of("zero_point", (True,), True)
     for key in ("version", "format"):

@@ -88,7 +88,7 @@ class _PackQuantized:
         return IntegerRows((n, k), _kind(self.weights, k), codes, scales, zeros)
 
     def _columns(self, layer: StoredLayer, packed: StoredTensor) -> int:
-        """Number of columns of the weight. The last word of a row may be only partly used."""
+        """Number of columns of the layer's weight. The last word of a packed row may be only partly used."""
         per_word = 32 // self.weights.bits
         n, words = packed.shape
         if "weight_shape" not in layer:
@@ -141,8 +141,8 @@ def _has_zeros(weights: _Weights, layer: StoredLayer) -> bool:
 
 
 def _packed_by_output(words: StoredTensor, bits: int, first: int, last: int) -> Tensor:
-    """Codes of words [outputs * bits / 32, groups] for outputs ``first`` to ``last`` (excluded): uint8 [outputs,
-    groups]."""
+    """Unpack codes along the outputs: ``words`` [outputs * bits / 32, groups] -> uint8 [outputs, groups] for outputs
+    ``first`` to ``last`` (excluded)."""
     per_word = 32 // bits
     begin, end = first // per_word, -(-last // per_word)
     packed = words.rows(begin, end)
@@ -155,7 +155,8 @@ _FORMATS: Final[Mapping[str, tuple[type[Any], str, tuple[int, ...], tuple[str, .
     "int-quantized": (_IntQuantized, "int", (8,), ("tensor", "channel", "group")),
     "pack-quantized": (_PackQuantized, "int", (4, 8), ("tensor", "channel", "group")),
 }
-"""Name of a format -> (class that reads it, supported type, widths in bits, strategies)."""
+"""Name of a format -> (class that reads it, supported type of numbers, supported numbers of bits, supported
+strategies)."""
 
 
 def method(settings: Settings) -> Method:

@@ -10,14 +10,14 @@ from chairlift.models.quantized_checkpoints.layer import FLOATS, FloatRows, Stor
 __all__ = ["float8_rows"]
 
 _ONE = ((), (1,), (1, 1))
-"""Shapes of a tensor that holds one number."""
+"""Possible shapes of a tensor that holds a single number."""
 
 
 def float8_rows(layer: StoredLayer, scale: str, block: tuple[int, int] | None) -> FloatRows:
     """``weight`` e4m3 [N, K] times the tensor ``scale``, as float32 [N, K].
 
-    ``block`` is the (rows, columns) of a block that shares a scale; blocks at the edges may be smaller. If None, there
-    is one scale per row, or one scale for the whole weight.
+    ``block`` is the (rows, columns) of a block that shares a scale; blocks at the edges may be smaller. If ``block`` is
+    None, there is one scale per row, or one scale for the whole weight.
     """
     weight = layer.take("weight", ("F8_E4M3",))
     n, k = weight.shape

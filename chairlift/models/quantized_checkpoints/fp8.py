@@ -11,7 +11,7 @@ from chairlift.models.quantized_checkpoints.settings import Settings
 __all__ = ["method"]
 
 _INVERSE = "weight_scale_inv"
-"""Suffix of the scale tensor. Despite the name, the weight is multiplied by it."""
+"""Name ending of the tensor with the scales. In spite of "inv" in the name, the weight is multiplied by the scales."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,6 @@ class _Fp8:
 
 
 def method(settings: Settings) -> _Fp8:
-    """Read the settings. Raises ModelLoadError if the file contains scales for activations."""
+    """Read the settings of fp8. Raises ModelLoadError if the file contains scales for activations."""
     settings.one_of("activation_scheme", ("dynamic",), "dynamic")
     return _Fp8(settings.block("weight_block_size"))

@@ -31,7 +31,8 @@ class _Gptq:
     reordered: bool
     """Whether the columns of a group may be scattered (``desc_act``). If so, ``g_idx`` gives each column's group."""
     zero_shift: int
-    """Number to add to a stored zero point. Version 1 of the format stores the zero point minus one."""
+    """Number that must be added to a stored zero point to get the zero point. Version 1 of the format stores zero
+    points minus one."""
     marks: frozenset[str] = frozenset({"qweight", "qzeros", "scales", "g_idx"})
     companions: frozenset[str] = frozenset()
 
@@ -86,7 +87,8 @@ class _Gptq:
 
 
 def method(settings: Settings) -> _Gptq:
-    """Read the settings. Raises ModelLoadError for other widths and formats, and for settings per layer."""
+    """Read the settings of gptq. Raises ModelLoadError for other numbers of bits and other formats, and for settings
+    per layer."""
     settings.absent("dynamic", "is_marlin_format")
     key = "checkpoint_format" if "checkpoint_format" in settings else "format"
     stored_as = settings.one_of(key, ("gptq", "gptq_v2"), "gptq")

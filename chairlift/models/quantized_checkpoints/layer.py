@@ -29,7 +29,7 @@ __all__ = [
 FLOATS: Final = ("F32", "F16", "BF16")
 """Allowed dtypes of scales."""
 _Read = Callable[[int, int], Tensor]
-"""Function from (first row, row after the last) to the data of these rows."""
+"""Function from (first row, row after the last) to the values of these rows."""
 
 
 class Method(Protocol):
@@ -37,7 +37,8 @@ class Method(Protocol):
 
     @property
     def marks(self) -> frozenset[str]:
-        """Last parts of tensor names by which a quantised layer is recognised."""
+        """Last parts of tensor names that only quantised layers have. A layer with such a tensor counts as
+        quantised."""
 
     @property
     def companions(self) -> frozenset[str]:
@@ -121,7 +122,7 @@ class StoredLayer:
 
 
 class IntegerRows(StoredRows):
-    """A weight of integers in groups. Its value is ``scale * (code - zero)``."""
+    """A weight that is stored as integers in groups. An element's value is ``scale * (code - zero)``."""
 
     def __init__(self, shape: tuple[int, int], kind: GroupKind, codes: _Read, scales: _Read, zeros: _Read | None):
         """Create from functions that read rows. ``codes`` returns uint8 [rows, in]; ``scales`` and ``zeros`` return any
@@ -144,7 +145,7 @@ class IntegerRows(StoredRows):
 
 
 class FloatRows(StoredRows):
-    """A weight that is read as float32."""
+    """A weight whose rows are converted to float32 as they are read."""
 
     def __init__(self, shape: tuple[int, int], read: _Read) -> None:
         self._shape, self._read = shape, read

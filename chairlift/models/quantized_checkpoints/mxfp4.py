@@ -43,7 +43,7 @@ class _Stack(StoredRows):
         first, last, _ = rows.indices(len(self))
         packed, exponents = (each.read().flatten(0, 1)[first:last] for each in (self._blocks, self._scales))
         codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
-        # Codes are stored as twice their value, so that they are integers. Scales are halved to compensate.
+        # Codes are stored as twice their value, so that all codes are integers. So the scales are halved.
         scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - _BIAS - 1)
         for view in (packed, exponents):
             by_slices(view, lambda *_: None, mapped=True)
@@ -66,6 +66,6 @@ class _MXFP4:
 
 
 def method(settings: Settings) -> _MXFP4:
-    """Return the method. It reads no settings: layers in ``modules_to_not_convert`` are recognised because they are not
-    quantised in the file."""
+    """Return the reader of this method. It reads no settings: layers in ``modules_to_not_convert`` are recognised
+    because they are not quantised in the file."""
     return _MXFP4()

@@ -43,7 +43,8 @@ class Settings:
         return bool(self.one_of(key, (True, False), default))
 
     def absent(self, *keys: str) -> None:
-        """Raise an error if one of ``keys`` has a value other than null, false, 0 or an empty one."""
+        """Raise an error if one of ``keys`` is set, that is, if its value is not null, false, 0, or an empty text, list
+        or object."""
         for key in keys:
             if self.get(key):
                 self.refuse(key, "none")
