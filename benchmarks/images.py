@@ -33,7 +33,9 @@ _MEAN = [0.5, 0.5, 0.5]
 
 
 def write_model(folder: Path) -> Any:
-    """Write the random model and its files. Returns the model as a transformers object."""
+    """Write the random model and its files, unless they exist. Returns the model as a transformers object."""
+    if (folder / "tokenizer_config.json").is_file():
+        return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     text = {
         "vocab_size": 256 + len(_SPECIAL),
         "hidden_size": 576,
@@ -162,13 +164,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget", type=int, help="max_num_batched_tokens; default: the engine's")
+    parser.add_argument("--folder", type=Path, help="keep the random model here, and use it if it is there already")
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     count = args.images * (args.rounds + 1)  # no image comes twice
     pixels = rng.integers(0, 256, (count, args.pixels, args.pixels, 3), dtype=np.uint8)
     images = [Image.fromarray(each) for each in pixels]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = args.folder or Path(name)
         model = write_model(folder)
         compare_encoders(folder, model, images[:4], args.rounds)
         del model

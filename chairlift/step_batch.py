@@ -59,6 +59,9 @@ class StepBatch:
     equal ``positions``."""
     adapters: _Int32 | None = None
     """[T] number of each token's adapter, 0 for no adapter. None if no token has an adapter."""
+    seen_ends: _Int32 | None = None
+    """[T] number of leading positions that each token may attend to. It is larger than the token's position plus one
+    inside an image that attends both ways. None if all tokens are causal."""
     image_rows: list[tuple[int, int, bytes, int]] = dataclasses.field(default_factory=list)
     """(index in the flat batch, count, key, first row): ``count`` tokens whose inputs are rows of an encoded image
     tile."""
@@ -120,6 +123,7 @@ class StepBatch:
             np.ascontiguousarray(self.slot_mapping[:, kept]),
             None if self.axes is None else np.ascontiguousarray(self.axes[:, kept]),
             None if self.adapters is None else self.adapters[kept],
+            None if self.seen_ends is None else self.seen_ends[kept],
         )
 
 

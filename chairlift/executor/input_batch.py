@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from chairlift.errors import InvariantError
 from chairlift.sampling.row import SamplingRow
 from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
 from chairlift.step_batch import StepBatch
@@ -205,6 +206,7 @@ class InputBatch:
             slot_mapping=self._slot_mapping(token_slots, positions),
             axes=self._token_axes(token_slots, positions) if self._axes else None,
             adapters=self.adapters[token_slots] if self.adapters[slots].any() else None,
+            seen_ends=self._seen_ends(chunks, positions, len(decodes)),
             image_rows=self._image_rows(chunks, len(decodes)) if self.images else [],
             slots=slots,
             tokens=self.tokens,
@@ -226,6 +228,22 @@ class InputBatch:
                 first, end = max(span.position, chunk.start), min(span.end, chunk.end)
                 if first < end:
                     found.append((at + first - chunk.start, end - first, span.key, first - span.position))
+            at += chunk.num_tokens
+        return found
+
+    def _seen_ends(self, chunks: list[Chunk], positions: _Int32, at: int) -> _Int32 | None:
+        """See :attr:`StepBatch.seen_ends`. ``at`` is the index of the first chunk's first token in the flat batch.
+        Raises InvariantError if a chunk cuts a span that must be whole."""
+        found = None
+        for chunk in chunks:
+            for span in self.images.get(chunk.slot, ()):
+                if span.whole and span.position < chunk.end and span.end > chunk.start:
+                    if span.position < chunk.start or span.end > chunk.end:
+                        raise InvariantError(f"{chunk} cuts an image at {span.position} to {span.end}")
+                    if found is None:
+                        found = positions + 1
+                    first = at + span.position - chunk.start
+                    found[first : first + span.length] = span.end
             at += chunk.num_tokens
         return found
 

@@ -32,6 +32,7 @@ from chairlift.models.fallback.model import TransformersLM
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.loader import resolve_dtype
 from chairlift.models.pooled_network import PooledNetwork
+from chairlift.models.vision_config import PooledConfig
 from chairlift.models.vision_files import load_tower
 
 __all__ = [
@@ -287,6 +288,15 @@ def load_images(
         return None
     if config.lora.active:
         raise ConfigError("enable_lora is on, but a model that reads images is served without adapters; leave it out")
+    scheduler = config.scheduler
+    if isinstance(network.vision, PooledConfig):  # its images are computed in one step, beside all decode rows
+        rows = network.vision.rows_per_tile
+        if scheduler.max_num_batched_tokens < rows + scheduler.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}, but an image of this model has {rows}"
+                f" tokens that are computed in one step, beside max_num_seqs {scheduler.max_num_seqs}; set it to"
+                f" {rows + scheduler.max_num_seqs} or more, or lower max_num_seqs"
+            )
     return ImageBank(load_tower(model_dir, network, dtype))
 
 

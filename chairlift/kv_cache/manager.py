@@ -17,6 +17,7 @@ from chairlift.kv_cache.prefix_node import PrefixNode
 from chairlift.kv_cache.swap import Swapped, SwapPool
 from chairlift.kv_cache.tables import Admission, BlockCounts, NewBlocks, TableChange
 from chairlift.request import NOT_REFUSED, Request, RequestStatus
+from chairlift.vision.spans import cut_by
 
 __all__ = ["Admission", "BlockCounts", "KVCacheManager", "NewBlocks", "TableChange"]
 
@@ -292,9 +293,13 @@ class KVCacheManager:
         if self.prefix_cache is not None:
             path = self.prefix_cache.walk(request, (len(request.token_ids) - 1) // self.block_size)
             known = self._agreed(path) * self.block_size
+            while (span := cut_by(request.images, known)) is not None:  # its positions are computed together
+                path = path[: span.position // self.block_size]
+                known = self._agreed(path) * self.block_size
         source = request.source
         forked = (request.num_prompt_tokens - 1) // self.layout.share_unit * self.layout.share_unit
-        if source is not None and forked > known and self._can_fork(source, forked):
+        whole = cut_by(request.images, forked) is None
+        if source is not None and forked > known and whole and self._can_fork(source, forked):
             return _Shared(forked, path, source)
         return _Shared(known, path)
 

@@ -462,7 +462,8 @@ def _text_part(raw: Mapping[str, Any], family: Family, where: str) -> Mapping[st
     model."""
     if not family.text_type:
         return raw
-    inner, tied = raw.get("text_config"), raw.get("tie_word_embeddings", False)
+    usual = family.defaults.get("tie_word_embeddings", False)
+    inner, tied = raw.get("text_config"), raw.get("tie_word_embeddings", usual)
     if inner is None and family.flat_text:
         inner = {key: value for key, value in raw.items() if key != "vision_config"}
     if not isinstance(inner, Mapping) or inner.get("model_type", family.text_type) not in (
@@ -474,6 +475,8 @@ def _text_part(raw: Mapping[str, Any], family: Family, where: str) -> Mapping[st
         )
     outer = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "quantization_config")
     known = {key: raw[key] for key in outer if raw.get(key) is not None}
+    if inner.get("eos_token_id") is None and raw.get("eos_token_id") is not None:
+        known["eos_token_id"] = raw["eos_token_id"]
     architectures = {"architectures": [family.architecture]}
     tied = tied or (family.flat_text and inner.get("tie_word_embeddings", False))
     return {**inner, **architectures, **known, "tie_word_embeddings": tied}

@@ -11,6 +11,7 @@ from chairlift.models.falcon_h1 import FALCON_H1
 from chairlift.models.family import Family
 from chairlift.models.gemma import GEMMA
 from chairlift.models.gemma2 import GEMMA2
+from chairlift.models.gemma3 import GEMMA3
 from chairlift.models.gemma3_text import GEMMA3_TEXT
 from chairlift.models.glm import GLM
 from chairlift.models.glm4 import GLM4
@@ -67,6 +68,7 @@ FAMILIES: dict[str, Family] = {
         FALCON_H1,
         GEMMA,
         GEMMA2,
+        GEMMA3,
         GEMMA3_TEXT,
         GLM,
         GLM4,

@@ -15,6 +15,7 @@ from chairlift.models.family import Fields
 __all__ = [
     "LlavaConfig",
     "PatchConfig",
+    "PooledConfig",
     "SquareConfig",
     "VisionConfig",
     "normalisation",
@@ -47,6 +48,7 @@ _DEFAULTS = {
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
+_SIGLIP = {**_CLIP, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
 _CLIP_CHANNELS = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
@@ -171,6 +173,21 @@ class PatchConfig:
     """Number of learned positions along one side of the square table of positions."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PooledConfig(SquareConfig):
+    """Shape of SigLIP with a projector that averages squares of patches (Gemma 3)."""
+
+    rows_per_side: int
+    """Square root of the number of output rows."""
+    begin_token_id: int
+    """Token before the rows of an image, which is also the marker of an image in a prompt."""
+    end_token_id: int
+
+    @property
+    def rows_per_tile(self) -> int:
+        return self.rows_per_side**2
+
+
 def read_vision(encoder: str, raw: Mapping[str, Any], where: str, text_width: int) -> SquareConfig | PatchConfig:
     """Read the image encoder's shape from a ``config.json``; ``encoder`` is
     :attr:`~chairlift.models.family.Family.encoder`.
@@ -181,6 +198,8 @@ def read_vision(encoder: str, raw: Mapping[str, Any], where: str, text_width: in
         return _read_tiles(raw, where, text_width)
     if encoder == "clip":
         return _read_clip(raw, where, text_width)
+    if encoder == "pooled":
+        return _read_pooled(raw, where, text_width)
     return _read_patches(raw, where, text_width, encoder == "deep_patches")
 
 
@@ -316,6 +335,25 @@ def _read_clip(raw: Mapping[str, Any], where: str, text_width: int) -> LlavaConf
     )
 
 
+def _read_pooled(raw: Mapping[str, Any], where: str, text_width: int) -> PooledConfig:
+    whole, fields = Fields(raw, where), _vision_part(raw, where, _SIGLIP)
+    if fields.get("model_type") not in (None, "siglip_vision_model"):
+        fields.fail(f"model_type {fields.get('model_type')!r:.80} is not 'siglip_vision_model'")
+    rows = whole.integer("mm_tokens_per_image", 1, 2**16, default=256)
+    key = "image_token_id" if raw.get("image_token_id") is not None else "image_token_index"
+    found = PooledConfig(
+        **_read_square(fields, _ACTIVATIONS),
+        text_width=text_width,
+        image_token_id=whole.integer(key, 0, 2**22, default=262_144),
+        rows_per_side=math.isqrt(rows),
+        begin_token_id=whole.integer("boi_token_index", 0, 2**22, default=255_999),
+        end_token_id=whole.integer("eoi_token_index", 0, 2**22, default=256_000),
+    )
+    if found.rows_per_tile != rows or not found.side or found.side % found.rows_per_side:
+        whole.fail(f"mm_tokens_per_image is {rows}, and {found.side} x {found.side} patches do not become so many rows")
+    return found
+
+
 def square_settings(vision: SquareConfig, preprocessor: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """Fields of :class:`~chairlift.vision.squares.SquareSettings` from ``preprocessor_config.json``.
 
@@ -328,7 +366,8 @@ def square_settings(vision: SquareConfig, preprocessor: Mapping[str, Any], where
     for key in ("do_pad", "do_pan_and_scan"):
         if fields.boolean(key, False):
             fields.fail(f"{key} is true")
-    crops, size = fields.boolean("do_center_crop", True), _sides(fields, "size")
+    is_clip = isinstance(vision, LlavaConfig)
+    crops, size = fields.boolean("do_center_crop", is_clip), _sides(fields, "size")
     crop = _sides(fields, "crop_size") if crops else size
     if crop != (vision.image_size,) * 2 and crop != (vision.image_size,):
         fields.fail(f"images become {crop}, but the encoder takes {vision.image_size} pixels a side")
@@ -337,9 +376,10 @@ def square_settings(vision: SquareConfig, preprocessor: Mapping[str, Any], where
     return {
         "size": vision.image_size,
         "resized": size,
-        "resample": fields.integer("resample", 0, 5, default=3),
+        "resample": fields.integer("resample", 0, 5, default=3 if is_clip else 2),
         "rows": vision.rows_per_tile,
         "image_token_id": vision.image_token_id,
+        **({} if not isinstance(vision, PooledConfig) else {"around": (vision.begin_token_id, vision.end_token_id)}),
     }
 
 

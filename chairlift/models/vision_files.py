@@ -12,6 +12,7 @@ from chairlift.models.registry import FAMILIES
 from chairlift.models.vision_config import (
     LlavaConfig,
     PatchConfig,
+    PooledConfig,
     VisionConfig,
     normalisation,
     patch_settings,
@@ -20,7 +21,7 @@ from chairlift.models.vision_config import (
 )
 from chairlift.vision.patches import PatchProcessor, PatchSettings
 from chairlift.vision.processor import ImageProcessor, Tokens
-from chairlift.vision.squares import SquareProcessor, SquareSettings
+from chairlift.vision.squares import FramedProcessor, SquareProcessor, SquareSettings
 from chairlift.vision.tiles import TileProcessor, TileSettings
 
 if TYPE_CHECKING:
@@ -48,7 +49,10 @@ def read_processor(model_dir: Path, tokens: Tokens) -> ImageProcessor | None:
         return PatchProcessor(PatchSettings(**patch_settings(vision, preprocessor, where)), tokens, model_dir)
     if isinstance(vision, VisionConfig):
         return TileProcessor(TileSettings(**tile_settings(vision, preprocessor, where)), tokens, model_dir)
-    return SquareProcessor(SquareSettings(**square_settings(vision, preprocessor, where)), tokens, model_dir)
+    settings = SquareSettings(**square_settings(vision, preprocessor, where))
+    if isinstance(vision, PooledConfig):
+        return FramedProcessor(settings, tokens, model_dir)
+    return SquareProcessor(settings, tokens, model_dir)
 
 
 def load_tower(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> Tower:
@@ -56,6 +60,7 @@ def load_tower(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> Towe
     from chairlift.models.clip_tower import ClipTower  # these import torch
     from chairlift.models.loader import open_tensors
     from chairlift.models.patch_tower import PatchTower
+    from chairlift.models.pooled_tower import PooledTower
     from chairlift.models.vision_tower import VisionTower
 
     vision = config.vision
@@ -70,6 +75,8 @@ def load_tower(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> Towe
             return VisionTower(vision, tensors, model_dir, dtype, normalise)
         if isinstance(vision, LlavaConfig):
             return ClipTower(vision, tensors, model_dir, dtype, normalise)
+        if isinstance(vision, PooledConfig):
+            return PooledTower(vision, tensors, model_dir, dtype, normalise)
     raise TypeError(f"{type(vision).__name__} describes no known encoder")
 
 

@@ -50,6 +50,8 @@ class Batch:
         """Maximum number of running requests; each has a row."""
         self.running_limit = max_running
         """Number of rows that may be used now. It may change between steps; a lower limit preempts no request."""
+        self.max_tokens = token_budget
+        """Maximum number of tokens in any step."""
         self.token_budget = token_budget
         """Maximum number of tokens in a step; may be lowered between steps. Each running request gets at least one."""
         self.watermark = watermark

@@ -8,6 +8,7 @@ from chairlift.scheduler.batch import Batch
 from chairlift.scheduler.policy import Resource
 from chairlift.scheduler.preemption import candidates, is_pinned, may_be_preempted
 from chairlift.scheduler.step import Step
+from chairlift.vision.spans import cut_by
 
 __all__ = ["Preemptor"]
 
@@ -208,6 +209,8 @@ class Preemptor:
         # The last known token must be computed again, so that the next token can be sampled. Results of steps in flight
         # are dropped.
         remaining = self.kv.tables.num_remaining(request, num_blocks, min(done, len(request.token_ids) - 1))
+        if cut_by(request.images, remaining) is not None:
+            return False
         last = (
             request.num_preemptions + 1 >= self.batch.max_preemptions
         )  # a pinned request must not hold blocks while it waits

@@ -13,6 +13,7 @@ from chairlift.scheduler.output import Chunk
 from chairlift.scheduler.preemptor import Preemptor
 from chairlift.scheduler.prefill_mode import Turn
 from chairlift.scheduler.step import Step
+from chairlift.vision.spans import cut_by
 
 __all__ = ["PromptBudget"]
 
@@ -114,6 +115,7 @@ class PromptBudget:
                 continue
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             had = self._take_back_chunk(request, step) if request.request_id in begun else 0
+            num_tokens = self._uncut(request, had + num_tokens, step) - had
             if num_tokens > 0 and self.preemptor.make_room(request, self._upto(request, had + num_tokens), step):
                 budget -= num_tokens
                 had += num_tokens
@@ -197,7 +199,7 @@ class PromptBudget:
         while rows and budget > 0 and short:
             short, needs = False, self._needs(rows)
             for request, num_tokens in list(self.policy.share(needs, budget)):
-                num_tokens = min(num_tokens, budget)
+                num_tokens = self._uncut(request, min(num_tokens, budget), step)
                 if num_tokens <= 0 or request.slot < 0:  # this step has just preempted it for an earlier request
                     continue
                 rows.remove(request)
@@ -254,6 +256,7 @@ class PromptBudget:
                 other.times_passed += 1
             self._pass_blocked(request, step)
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            num_tokens = self._uncut(request, num_tokens, step)
             if num_tokens:
                 budget -= num_tokens
                 self._take_chunk(request, num_tokens, step)
@@ -269,6 +272,19 @@ class PromptBudget:
             return False
         step.out.held_up_by = step.out.held_up_by or "adapter"
         return True
+
+    def _uncut(self, request: Request, num_tokens: int, step: Step) -> int:
+        """Number of the request's next tokens, near ``num_tokens``. It cuts no image whose positions attend both ways.
+
+        An image at the end of the chunk is computed whole if the step has room for it, even beyond its budget for
+        prompts. Otherwise the chunk ends before the image, and has perhaps no token.
+        """
+        start = request.num_computed_tokens
+        span = cut_by(request.images, start + num_tokens) if request.images else None
+        if span is None:
+            return num_tokens
+        room = self.batch.max_tokens - self.batch.decodes.count - sum(chunk.num_tokens for chunk in step.out.chunks)
+        return (span.end if span.end - start <= room else span.position) - start
 
     def _take_chunk(self, request: Request, num_tokens: int, step: Step) -> None:
         start = request.num_computed_tokens

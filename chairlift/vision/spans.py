@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MARK_BYTES", "ImageSpan", "ImageTile", "axes_of", "marks"]
+__all__ = ["MARK_BYTES", "ImageSpan", "ImageTile", "axes_of", "cut_by", "marks"]
 
 _PLACE: Final = struct.Struct("=qq")
 _KEY_BYTES: Final = 32
@@ -45,9 +45,18 @@ class ImageSpan:
     """(number of the tile's rows from top to bottom, number from left to right) for models whose positions have a
     height and a width (see :func:`axes_of`); otherwise zeros."""
 
+    whole: bool = False
+    """Whether the positions attend to each other both ways. They are then computed in the same step."""
+
     @property
     def end(self) -> int:
         return self.position + self.length
+
+
+def cut_by(spans: Sequence[ImageSpan], index: int) -> ImageSpan | None:
+    """The span that must be computed in one step, and that a border before position ``index`` would cut; None if there
+    is none."""
+    return next((span for span in spans if span.whole and span.position < index < span.end), None)
 
 
 def axes_of(spans: Sequence[ImageSpan]) -> tuple[npt.NDArray[np.int32], int]:

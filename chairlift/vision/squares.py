@@ -1,4 +1,4 @@
-"""Images as squares of one size, each encoded as the same number of rows (LLaVA).
+"""Images as squares of one size, each encoded as the same number of rows (LLaVA and Gemma 3).
 
 The pixels equal those of transformers' image processors for Pillow, with which the tests compare. The module does not
 import torch.
@@ -7,6 +7,7 @@ import torch.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from chairlift.vision.decode import to_rgb
 from chairlift.vision.processor import ImageProcessor, PreparedImage, Tokens, tile_of
 from chairlift.vision.spans import ImageSpan
 
-__all__ = ["SquareProcessor", "SquareSettings"]
+__all__ = ["FramedProcessor", "SquareProcessor", "SquareSettings"]
 
+_MOST_LINES = 64
+"""Maximum number of line breaks that a token may have."""
 _LARGEST_SIDE = 2**16
 """Maximum length in pixels of a side after resizing; a narrow image whose shorter side grows would exceed memory."""
 
@@ -34,6 +37,8 @@ class SquareSettings:
     rows: int
     """Number of prompt positions of an image."""
     image_token_id: int
+    around: tuple[int, int] = (-1, -1)
+    """Tokens before and after the rows, in models that have them (Gemma 3); otherwise negative."""
 
 
 class SquareProcessor(ImageProcessor):
@@ -41,11 +46,14 @@ class SquareProcessor(ImageProcessor):
     more than one token."""
 
     def __init__(self, settings: SquareSettings, tokens: Tokens, where: Path) -> None:
-        super().__init__("<image>", settings.image_token_id)
+        framed = settings.around[0] >= 0
+        super().__init__(
+            "<start_of_image>" if framed else "<image>", settings.around[0] if framed else settings.image_token_id
+        )
         self.settings = settings
-        if (found := tokens.encode(self.marker, False)) != [settings.image_token_id]:
+        if (found := tokens.encode(self.marker, False)) != [self.image_token_id]:
             raise ModelLoadError(
-                f"{where}: config.json says that the token of an image is {settings.image_token_id}, but the tokenizer"
+                f"{where}: config.json says that the token of an image is {self.image_token_id}, but the tokenizer"
                 f" reads {self.marker!r} as {found}; download both files again"
             )
 
@@ -76,3 +84,41 @@ class SquareProcessor(ImageProcessor):
                 " the other: cut it"
             )
         return (shortest, longest) if width <= height else (longest, shortest)
+
+
+class FramedProcessor(SquareProcessor):
+    """Images of Gemma 3: blank lines and two tokens frame the rows, which attend to each other both ways.
+
+    The blank lines are joined with the lines of the text before and after an image, as if the whole text had been
+    tokenized at once.
+    """
+
+    def __init__(self, settings: SquareSettings, tokens: Tokens, where: Path) -> None:
+        super().__init__(settings, tokens, where)
+        self._lines: Callable[[int], list[int]] = lambda count: tokens.encode("\n" * count, False) if count else []
+        runs = {count: self._lines(count) for count in range(1, _MOST_LINES + 1)}
+        self._counts = {ids[0]: count for count, ids in runs.items() if len(ids) == 1}
+        """Token id of a run of line breaks -> number of line breaks."""
+
+    def expand(self, token_ids: Sequence[int], images: Sequence[Any]) -> tuple[list[int], list[ImageSpan]]:
+        """See :class:`~chairlift.vision.processor.ImageProcessor`."""
+        found, lines = list[int](), 0
+        for token in token_ids:
+            if token == self.image_token_id:
+                while found and found[-1] in self._counts:
+                    lines += self._counts[found.pop()]
+                found += [*self._lines(lines + 2), token]
+                lines = 2
+            elif lines and token in self._counts:
+                lines += self._counts[token]
+            else:
+                found += [*self._lines(lines), token]
+                lines = 0
+        return super().expand([*found, *self._lines(lines)], images)
+
+    def lay_out(self, image: PreparedImage, found: list[int], spans: list[ImageSpan]) -> None:
+        settings = self.settings
+        found.append(settings.around[0])
+        spans.append(ImageSpan(len(found), settings.rows, image.tiles[0].key, whole=True))
+        found.extend([settings.image_token_id] * settings.rows)
+        found.append(settings.around[1])

@@ -434,16 +434,23 @@ struct AttentionPiece {
   int position(int row) const {
     return batch.seq_lens[span.row] - (batch.cu_seqlens[span.row + 1] - token(row));
   }
-  // The end of the positions to which query number `row` attends: it attends to no position from the result on.
-  int seen_end(int row) const { return op.flags & CL_BOTH_WAYS ? batch.seq_lens[span.row] : position(row) + 1; }
+  // The row attends only to positions below the result.
+  int seen_end(int row) const {
+    if (op.flags & CL_BOTH_WAYS) return batch.seq_lens[span.row];
+    return batch.seen_ends ? batch.seen_ends[token(row)] : position(row) + 1;
+  }
+  // The row attends to no position below the result.
+  int seen_begin(int row) const {
+    const int end = position(row) + 1;
+    return op.window > 0 && end > op.window ? end - op.window : 0;
+  }
 };
 
 // Addresses of the first keys that the piece will read of tokens [begin, end), so that they can be prefetched: at most
 // fetch_ahead() groups.
 template <typename Stored>
 static Sixteens<Stored> first_keys(const AttentionPiece& piece, const AttentionTask& task, int begin, int end) {
-  const int high = piece.seen_end(0), window = piece.op.window;
-  const int low = window > 0 && high > window ? high - window : 0;
+  const int high = piece.seen_end(0), low = piece.seen_begin(0);
   const int from = begin > low ? begin : low, to = end < high ? end : high;
   const int first = from / CL_KV_TOKENS, limit = from < to ? (to + CL_KV_TOKENS - 1) / CL_KV_TOKENS : first;
   Sixteens<Stored> found;
@@ -464,12 +471,12 @@ static void round_queries(AttentionScratch<T>& s, int rows, int dim, code8) {
 
 template <typename Stored, typename T>
 static void load_queries(const AttentionPiece& piece, const T* q, int64_t stride, AttentionScratch<T>& s) {
-  const int dim = piece.op.head_dim, window = piece.op.window;
+  const int dim = piece.op.head_dim;
   for (int row = 0; row < piece.rows; row++) {
     const T* from = q + piece.token(row) * stride + piece.head(row) * dim;
     for (int d = 0; d < dim; d += LANES) store_rounded(s.q + row * dim + d, vload(from + d), T());
     s.high[row] = piece.seen_end(row);
-    s.low[row] = window > 0 && s.high[row] > window ? s.high[row] - window : 0;
+    s.low[row] = piece.seen_begin(row);
   }
   round_queries(s, piece.rows, dim, Stored());
 }

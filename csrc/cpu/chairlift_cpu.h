@@ -13,7 +13,7 @@ extern "C" {
 
 #define CL_EXPORT __attribute__((visibility("default")))
 
-enum { CL_ABI_VERSION = 9 };
+enum { CL_ABI_VERSION = 10 };
 
 // Dtype of a program's activations, dense weights and KV cache (a KV layer may be stored in 8 bits instead: see
 // cl_kv_kind). Sums are always float32.
@@ -225,6 +225,10 @@ typedef struct {
   const int32_t* axes;
   // [T]: index of each token's adapter in cl_program's table `lora`, negative without one; or null if no token has one
   const int32_t* adapters;
+  // [T]: number of leading positions of its sequence that a token may attend to. It is larger than its position plus one
+  // for a token of an image that attends both ways, never decreases within a row, and is at most the row's seq_lens. Null
+  // if every token is causal
+  const int32_t* seen_ends;
   int32_t num_tokens, num_rows, num_groups, table_width;
 } cl_batch;
 

@@ -323,7 +323,7 @@ def test_every_family_of_transformers_is_served_or_refused_with_a_reason() -> No
         ("llama4_text", "chunked"),
         ("falcon", "AttentionInterface"),
         ("bart", "encoder"),
-        ("gemma3", "text only"),
+        ("gemma3n", "text only"),
         ("minimax_m3_vl_text", "by an index"),
         ("no-such-model", "has not been seen right"),
     ],

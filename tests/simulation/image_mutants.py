@@ -9,11 +9,14 @@ from typing import Any
 from chairlift.engine.core import EngineCore
 from chairlift.engine.images import Images
 from chairlift.executor.input_batch import InputBatch
-from chairlift.kv_cache import prefix_cache
+from chairlift.kv_cache import manager, prefix_cache
 from chairlift.request import Request
+from chairlift.scheduler import preemptor
 from chairlift.scheduler.batch import Batch
 from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
-from chairlift.vision.spans import ImageTile
+from chairlift.scheduler.prompt_budget import PromptBudget
+from chairlift.scheduler.step import Step
+from chairlift.vision.spans import ImageTile, cut_by
 from tests.simulation.mutants import Patch
 
 __all__ = ["IMAGE_MUTANTS"]
@@ -216,3 +219,30 @@ def scheduler_sends_images_of_the_first_of_several_joined_rows(patch: Patch) -> 
         schedule(self, out, now)
 
     patch(EngineCore, "_launch", wrong)
+
+
+@mutant
+def chunk_cuts_an_image_that_must_be_whole(patch: Patch) -> None:
+    patch(PromptBudget, "_uncut", lambda self, request, num_tokens, step: num_tokens)
+
+
+@mutant
+def prefix_hit_ends_inside_an_image_that_must_be_whole(patch: Patch) -> None:
+    patch(manager, "cut_by", lambda spans, index: None)
+
+
+@mutant
+def lost_blocks_begin_inside_an_image_that_must_be_whole(patch: Patch) -> None:
+    patch(preemptor, "cut_by", lambda spans, index: None)
+
+
+@mutant
+def image_that_must_be_whole_waits_for_ever(patch: Patch) -> None:
+    """An image is never computed beyond the budget for prompts."""
+
+    def wrong(self: PromptBudget, request: Request, num_tokens: int, step: Step) -> int:
+        start = request.num_computed_tokens
+        span = cut_by(request.images, start + num_tokens)
+        return num_tokens if span is None else span.position - start
+
+    patch(PromptBudget, "_uncut", wrong)

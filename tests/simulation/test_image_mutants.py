@@ -12,8 +12,12 @@ from chairlift.workbench.sim.world import make_world
 from tests.simulation.image_mutants import IMAGE_MUTANTS
 
 SEEDS = [seed for seed in range(40_000) if seed % 100 in (14, 32, 74)]
-SEEN_AT = {"placeholders_alone_identify_a_block": 874}
-"""Seed with which the search begins for a bug that few worlds notice."""
+SEEN_AT = {
+    "placeholders_alone_identify_a_block": 874,
+    "image_that_must_be_whole_waits_for_ever": 1_414,
+    "lost_blocks_begin_inside_an_image_that_must_be_whole": 14_332,
+}
+"""Seed with which the search begins for bugs that few worlds notice."""
 
 
 @pytest.mark.parametrize("name", sorted(IMAGE_MUTANTS))

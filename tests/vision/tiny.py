@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
@@ -19,16 +20,20 @@ from chairlift.tokenizer.byte_level import byte_tokenizer
 from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
+    "GEMMA_ROWS",
+    "GEMMA_SIZE",
     "LLAVA_ROWS",
     "LLAVA_SIZE",
     "ROWS",
     "SIZE",
     "SQUARE",
     "TEMPLATE",
+    "GemmaReference",
     "LlavaReference",
     "QwenReference",
     "Reference",
     "picture",
+    "tiny_gemma",
     "tiny_llava",
     "tiny_qwen",
     "tiny_vlm",
@@ -87,8 +92,8 @@ def qwen_tokenizer() -> Tokenizer:
     return byte_tokenizer(_QWEN_SPECIAL, eos="<|im_end|>", chat_template=_QWEN_TEMPLATE)
 
 
-VISION_FAMILIES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl", "llava")
-"""Families that :func:`tiny_vlm`, :func:`tiny_qwen` and :func:`tiny_llava` can create."""
+VISION_FAMILIES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl", "llava", "gemma3")
+"""Families that the functions of this module can create."""
 
 
 def tiny_vlm(folder: Path, family: str = "smolvlm", **preprocessor: Any) -> Path:
@@ -209,6 +214,63 @@ def tiny_llava(folder: Path, preprocessor: dict[str, Any] | None = None, **more:
     return folder
 
 
+GEMMA_SIZE, GEMMA_ROWS = 24, 9
+"""Side in pixels of an image of the tiny Gemma 3, and number of its rows."""
+_GEMMA_SPECIAL = ("<bos>", "<eos>", "<start_of_image>", "<end_of_image>", "<image_soft_token>", "<turn>", "</turn>")
+_GEMMA_TEMPLATE = (
+    "{% for message in messages %}{{ '<turn>' + message['role'] + '\n' }}{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "{{ '<start_of_image>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '</turn>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<turn>model\n' }}{% endif %}"
+)
+_GEMMA_PREPROCESSOR = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "size": {"height": GEMMA_SIZE, "width": GEMMA_SIZE},
+    "image_mean": [0.5, 0.4, 0.6],
+    "image_std": [0.5, 0.6, 0.4],
+    "resample": 2,
+}
+
+
+def gemma_tokenizer() -> Tokenizer:
+    return byte_tokenizer(_GEMMA_SPECIAL, eos="<eos>", chat_template=_GEMMA_TEMPLATE)
+
+
+def tiny_gemma(folder: Path, **preprocessor: Any) -> Path:
+    """Write a random Gemma 3 with a byte tokenizer; its windows are shorter than an image. See :func:`tiny_vlm`."""
+    text = {
+        "model_type": "gemma3_text",
+        "vocab_size": 256 + len(_GEMMA_SPECIAL),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "max_position_embeddings": 512,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "pad_token_id": None,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+    }
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "image_size": GEMMA_SIZE,
+        "patch_size": 4,
+        "vision_use_head": False,
+    }
+    ids = {"boi_token_index": 258, "eoi_token_index": 259, "image_token_index": 260, "mm_tokens_per_image": GEMMA_ROWS}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, eos_token_id=257, **ids)
+    _write(folder, config, {**_GEMMA_PREPROCESSOR, **preprocessor}, gemma_tokenizer(), _GEMMA_TEMPLATE)
+    return folder
+
+
 def _write(folder: Path, config: Any, preprocessor: dict[str, Any], tokenizer: Tokenizer, template: str) -> None:
     generator = torch.Generator().manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config)
@@ -216,9 +278,8 @@ def _write(folder: Path, config: Any, preprocessor: dict[str, Any], tokenizer: T
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.1 * values if "norm" in name and name.endswith("weight") else 0.25 * values)
-        model.get_output_embeddings().weight[config.image_token_id] = (
-            0  # transformers takes a placeholder in an answer for an image
-        )
+        # transformers takes a placeholder in an answer for an image
+        model.get_output_embeddings().weight[config.image_token_id] = 0
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     tokenizer.backend.save(str(folder / "tokenizer.json"))
@@ -331,3 +392,29 @@ class LlavaReference(Reference):
         rows = LLAVA_ROWS + (self.model.config.vision_feature_select_strategy == "full")
         ids = torch.tensor([self.tokenizer.encode(text.replace("<image>", "<image>" * rows), False)])
         return {"input_ids": ids, **(self.images(images, return_tensors="pt") if images else {})}
+
+
+class GemmaReference(Reference):
+    """transformers' processing and model for Gemma 3."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.images = Gemma3ImageProcessorPil.from_pretrained(folder)
+        self.tokenizer = gemma_tokenizer()
+
+    def text_of(self, *parts: str | Image.Image) -> str:
+        inner = "".join(each if isinstance(each, str) else "<start_of_image>" for each in parts)
+        return f"<turn>user\n{inner}</turn>\n<turn>model\n"
+
+    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
+        """Token ids of a text that contains ``<start_of_image>``, and the pixels of the images."""
+        framed = f"\n\n<start_of_image>{'<image_soft_token>' * GEMMA_ROWS}<end_of_image>\n\n"
+        ids = torch.tensor([self.tokenizer.encode(text.replace("<start_of_image>", framed), False)])
+        if not images:
+            return {"input_ids": ids}
+        return {"input_ids": ids, "pixel_values": self.images(images, return_tensors="pt")["pixel_values"]}
+
+    def known(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {**inputs, "token_type_ids": (inputs["input_ids"] == self.model.config.image_token_id).int()}

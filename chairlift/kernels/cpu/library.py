@@ -53,7 +53,7 @@ __all__ = [
     "why_unavailable",
 ]
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 """Value of ``CL_ABI_VERSION`` in the header that this module mirrors."""
 
 ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx")
@@ -198,6 +198,7 @@ class Batch(ctypes.Structure):
         ("slot_mapping", c_void_p),
         ("axes", c_void_p),
         ("adapters", c_void_p),
+        ("seen_ends", c_void_p),
         ("num_tokens", c_int32),
         ("num_rows", c_int32),
         ("num_groups", c_int32),
@@ -212,8 +213,8 @@ class Batch(ctypes.Structure):
         arrays = *spans, step.block_tables, step.slot_mapping
         num_groups, num_rows, width = step.block_tables.shape
         addresses = [array.ctypes.data for array in arrays]
-        axes, table = (None if each is None else each.ctypes.data for each in (step.axes, adapters))
-        return cls(*addresses, axes, table, len(step.token_ids), num_rows, num_groups, width)
+        optional = [None if each is None else each.ctypes.data for each in (step.axes, adapters, step.seen_ends)]
+        return cls(*addresses, *optional, len(step.token_ids), num_rows, num_groups, width)
 
 
 SAMPLING_ROW = np.dtype(

@@ -53,7 +53,7 @@ _BY_REASON: Final[Mapping[str, str]] = {
     " data2vec-text electra ernie marian mbart megatron-bert mvp pegasus plbart prophetnet rembert roberta"
     " roberta-prelayernorm roc_bert roformer trocr whisper xlm-roberta xlm-roberta-xl xmod",
     "unseen": "cohere_compass_text",
-    "several": "emu3 fuyu gemma3 gemma3n gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant"
+    "several": "emu3 fuyu gemma3n gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant"
     " gemma4_unified_text git got_ocr2 mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal",
 }
 REFUSED: Final[Mapping[str, str]] = {

@@ -48,10 +48,12 @@ def markers_of(args: dict[str, Any]) -> dict[str, Any]:
 
 
 class ScriptedImages(ImageProcessor):
-    """Prepares scripted images, which are pairs (number of rows, content). Each image has one tile."""
+    """Prepares scripted images, which are pairs (number of rows, content). Each image has one tile. With ``whole`` an
+    image must be computed in one step."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: bool) -> None:
         super().__init__("<image>", IMAGE_TOKEN)
+        self._whole = whole
 
     def prepare(self, where: str, image: Any) -> PreparedImage:
         """See :class:`~chairlift.vision.processor.ImageProcessor`."""
@@ -62,7 +64,7 @@ class ScriptedImages(ImageProcessor):
         """See :class:`~chairlift.vision.processor.ImageProcessor`."""
         for tile in image.tiles:
             length = tile.pixels[1]
-            spans.append(ImageSpan(len(found), length, tile.key))
+            spans.append(ImageSpan(len(found), length, tile.key, whole=self._whole))
             found += [self.image_token_id] * length
 
 

@@ -75,9 +75,9 @@ class World:
     adapters: tuple[int, int, int] | None = None
     """(maximum number of adapters in a step, maximum in memory, number of steps that it takes to read an adapter).
     None in worlds without adapters."""
-    images: tuple[int, float, int] | None = None
+    images: tuple[int, float, int, bool] | None = None
     """In worlds with images: (number of pieces per tile, seconds to encode a piece, maximum bytes of image rows that no
-    request uses). None in other worlds."""
+    request uses, whether an image must be computed in one step). None in other worlds."""
 
 
 CLASSES = {
@@ -197,8 +197,12 @@ def _picture(rng: random.Random, world: World) -> World:
                 _insert_image(rng, args, rng.choice(edges), rng.choice(contents), world.max_model_len)
         args["max_tokens"] = min(args["max_tokens"], world.max_model_len - len(args["prompt"]))
     encoder = rng.choice([1, 1, 2, 4]), rng.choice([0.0, 0.001, 0.01]), rng.choice([0, 150, 10_000])
-    caching = world.enable_prefix_caching or rng.random() < 0.5
-    return dataclasses.replace(world, images=encoder, enable_prefix_caching=caching)
+    caching, whole, scheduler = world.enable_prefix_caching or rng.random() < 0.5, rng.random() < 0.5, world.scheduler
+    if whole:  # a step must have room for the largest image beside all decode rows
+        longest = max((image[1] for event in arrivals for image in event.args.get("images", ())), default=0)
+        most = max(scheduler["max_num_batched_tokens"], longest + scheduler["max_num_seqs"])
+        scheduler = {**scheduler, "max_num_batched_tokens": most}
+    return dataclasses.replace(world, images=(*encoder, whole), enable_prefix_caching=caching, scheduler=scheduler)
 
 
 def _insert_image(rng: random.Random, args: dict[str, Any], length: int, content: int, max_model_len: int) -> None:
