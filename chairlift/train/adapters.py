@@ -1,4 +1,4 @@
-"""Converts a pack to a batch for the training loop of another framework. Needs NumPy and PyTorch."""
+"""Converts a pack to a batch for the training loop of Megatron-LM. Needs NumPy and PyTorch."""
 
 from __future__ import annotations
 

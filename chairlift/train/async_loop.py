@@ -156,10 +156,10 @@ class AsyncLoop:
         return results
 
     def drain(self) -> None:
-        """Wait until all running rollouts have ended, and start no others. They wait in the gate.
-
-        A state that is taken then has complete rollouts only. A run that is resumed from it has identical results, if
-        the generator's results depend only on weights, tickets and prompts, and if the run drained at the same steps.
+        """Wait until all running rollouts have ended, and start no others. Ended rollouts wait in the gate. A state
+        that is saved after this call contains only complete rollouts. A run that is resumed from this state has
+        identical results, if the generator's results depend only on weights, tickets and prompts, and if the run
+        drained at the same steps.
         """
         while self._running:
             self._collect(wait=True)

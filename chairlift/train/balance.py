@@ -50,7 +50,8 @@ class Cost:
 def idle(costs: Iterable[Sequence[float]]) -> float:
     """Waiting time of the ranks divided by their mean computing time: sum(max) / sum(mean) - 1.
 
-    Each item of ``costs`` has one cost per rank. All ranks wait for the slowest rank of each item.
+    Each item of ``costs`` is a row of packs that the ranks compute at the same time, with one cost per rank. All ranks
+    wait for the slowest rank of each row.
     """
     longest = mean = 0.0
     for row in costs:

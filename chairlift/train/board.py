@@ -1,4 +1,4 @@
-"""Curves of a run for TensorBoard (``tensorboard --logdir OUTPUT``)."""
+"""Writes the curves of a training run for TensorBoard (``tensorboard --logdir OUTPUT``)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ __all__ = ["Board"]
 
 
 class Board:
-    """Writes one file of events per process that trains.
-
-    A run that goes on hides the points after the step it goes on from: they are computed again.
+    """Writes one TensorBoard event file per training process. A resumed run hides the points after the step from which
+    it resumes, because it computes these points again.
     """
 
     def __init__(self, directory: Path, *, after: int = 0) -> None:
-        """``after`` is the step the run goes on from. Raises ConfigError where TensorBoard is not installed."""
+        """``after`` is the step from which the run resumes. Raises ConfigError if TensorBoard is not installed."""
         try:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError as error:
@@ -33,7 +32,8 @@ class Board:
         self._since = time.perf_counter()
 
     def step(self, result: StepResult, trainer: Trainer) -> None:
-        """Points of one optimiser step: loss, gradient, rate, tokens per second, and what packing wastes."""
+        """Write the points of one optimiser step: loss, gradient norm, learning rate, tokens per second, packing waste
+        and so on."""
         now = time.perf_counter()
         points = {
             "train/loss": result.loss,
@@ -57,7 +57,7 @@ class Board:
         self._write(points, result.step)
 
     def evaluation(self, result: EvaluationResult) -> None:
-        """Loss and perplexity of each source and of all."""
+        """Write the loss and the perplexity of each source, and of all sources together."""
         points = {}
         for name, row in {"total": result.total, **result.sources}.items():
             points[f"eval_loss/{name}"] = row.loss
@@ -70,5 +70,5 @@ class Board:
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Write the points that are still in memory, and close the file."""
         self._writer.close()

@@ -58,7 +58,8 @@ def write_chat(template: ChatTemplate, chat: Chat, answers: Answers, notes: list
 
 
 def known_messages(template: ChatTemplate, chat: Chat, notes: list[str]) -> list[dict[str, Any]]:
-    """The messages of a chat without unknown keys. A remark about each removed key is added to ``notes``."""
+    """Messages of a chat, without the keys that the template does not know. A remark about each removed key is added to
+    ``notes``."""
     messages = []
     for message in chat.messages:
         unread = [key for key in message if key not in MESSAGE_KEYS and not template.names(str(key))]
@@ -69,7 +70,7 @@ def known_messages(template: ChatTemplate, chat: Chat, notes: list[str]) -> list
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pages:
-    """Renders the first messages of a chat with the chat template."""
+    """Renders the beginning of a chat (its first n messages) with the chat template."""
 
     template: ChatTemplate
     messages: Sequence[Mapping[str, Any]]
@@ -77,7 +78,7 @@ class _Pages:
     variables: Mapping[str, Any]
 
     def first(self, count: int, *, opens: bool = False) -> str:
-        """Text of the first ``count`` messages. ``opens``: with the prompt for an answer at the end."""
+        """Text of the first ``count`` messages. ``opens``: whether to add the prompt for an answer at the end."""
         if not count:
             return ""
         return self.template.render(
@@ -102,7 +103,8 @@ def _marked(pages: _Pages, learnt: Sequence[bool]) -> list[Written]:
 
 
 def _by_prefix(pages: _Pages, learnt: Sequence[bool], answers: Answers, notes: list[str]) -> list[Written]:
-    """Training examples that end with an answer. Earlier answers are targets, too, if they are rendered unchanged."""
+    """Create training examples, each of which ends with an answer. Earlier answers in an example are targets, too, if
+    the template renders them unchanged."""
     targets = [index for index, is_learnt in enumerate(learnt) if is_learnt]
     texts = {index: pages.first(index + 1) for index in targets}
     starts = {index: _start(pages, index, texts[index], notes) for index in targets}

@@ -62,7 +62,8 @@ _KIND = "__kind__"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """Files that are written next to the weights, so that the directory can be served and loaded by transformers."""
+    """Files to write next to the weights of a model, so that the directory can be served, and can be loaded by
+    transformers."""
 
     config: Mapping[str, Any]
     """Content of ``config.json``. Its dtype is replaced, and its fields about quantised weights are left out."""
@@ -88,7 +89,7 @@ def write_model(model: CausalLM, files: ModelFiles, directory: Path) -> None:
 
 
 def copy_files(files: ModelFiles, directory: Path) -> None:
-    """Write what belongs to a model beside its weights and config: generation settings and the tokenizer."""
+    """Write the other files of a model, next to its weights and config: generation settings and the tokenizer."""
     if files.generation_config:
         _write_json(directory / "generation_config.json", files.generation_config)
     for name in TOKENIZER_FILES if files.tokenizer_dir is not None else ():
@@ -106,7 +107,8 @@ class CheckpointStore:
     """The checkpoints of one run. The newest ``keep`` checkpoints and the best checkpoint are kept."""
 
     def __init__(self, root: Path, *, keep: int = 3, at: Callable[[str], None] = lambda _point: None) -> None:
-        """``at`` is called after each stage of a save, with ``written``, ``flushed`` or ``renamed``. Tests use it."""
+        """Open the checkpoints in ``root``. ``at`` is a function for tests. It is called after each stage of a save,
+        with ``written``, ``flushed`` or ``renamed``."""
         self.root = root
         self._keep = keep
         self._at = at
@@ -229,13 +231,14 @@ def _sums(folder: Path) -> str:
 
 
 def with_tensors(state: Any) -> dict[str, Any]:
-    """A state as text and tensors, which ``torch.load(weights_only=True)`` reads; see :func:`from_tensors`."""
+    """Convert a state to text and tensors, which ``torch.load(weights_only=True)`` can read. :func:`from_tensors` is
+    the inverse."""
     tensors: dict[str, Tensor] = {}
     return {"text": json.dumps(_store(state, "state", tensors)), "tensors": tensors}
 
 
 def from_tensors(stored: Mapping[str, Any]) -> Any:
-    """The state of :func:`with_tensors`."""
+    """Restore the state that :func:`with_tensors` has converted to text and tensors."""
     return _restore(json.loads(stored["text"]), stored["tensors"])
 
 

@@ -38,8 +38,8 @@ TRAINER_KEYS = ("input_ids", "labels", "position_ids", "use_cache")
 """Arguments of ``forward`` that every transformers model accepts."""
 
 FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Names that transformers uses for FlashAttention's arguments. Without them, every layer computes the boundaries
-again."""
+"""Names that transformers uses for FlashAttention's arguments. Without these arguments, every layer computes the
+boundaries of the sequences again."""
 
 ALL_KEYS = (
     *TRAINER_KEYS,

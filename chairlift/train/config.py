@@ -54,8 +54,9 @@ class ModelSettings:
     tokenizer: str | None = None
     """Directory of the tokenizer for texts, copied into checkpoints (default: ``path``)."""
     impl: Literal["auto", "native", "transformers"] = "auto"
-    """Who computes the layers: ``native`` for the families of docs/models.md; ``transformers`` for any other causal
-    language model, if its packed sequences do not leak; ``auto``: native where there is such a family."""
+    """Implementation of the layers. ``native``: Chairlift's, for the model families in docs/models.md.
+    ``transformers``: for any other causal language model, if packed sequences do not affect each other. ``auto``:
+    native if the family is supported."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Dtype of the weights for serving in a checkpoint. The checkpoint also contains the trainer's weights in float32.
     An adapter is written in float32."""
@@ -72,8 +73,8 @@ class ModelSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoraAdapter:
-    """Settings of one of several adapters that are trained together. A missing setting is that of the section
-    ``lora``."""
+    """Settings of one of several adapters that are trained together. A setting that is None has the value in the
+    section ``lora``."""
 
     r: int | None = None
     alpha: float | None = None
@@ -99,7 +100,7 @@ class LoraSettings:
     alpha: float = 32.0
     """Scale: the output of the adapter is multiplied by ``alpha / r``."""
     targets: tuple[str, ...] = ("all-linear",)
-    """Layers that get an adapter: the last parts of their names in transformers, such as ``q_proj``, or
+    """Layers that get an adapter: the last part of a layer's name in transformers, such as ``q_proj``; or
     ``all-linear``."""
     rslora: bool = False
     """Multiply the output by ``alpha / sqrt(r)`` instead of ``alpha / r`` (rsLoRA; Kalajdzievski, 2023)."""
@@ -154,19 +155,19 @@ class LoraSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeadsSettings:
-    """Heads that draft (docs/speculation.md), trained in place of the model, which stays as it is."""
+    """Settings of draft heads (docs/speculation.md). The heads are trained; the model does not change."""
 
     method: Literal["medusa"] = "medusa"
-    """Kind of heads: ``medusa`` (Cai et al., 2024)."""
+    """Kind of draft heads: ``medusa`` (Cai et al., 2024)."""
     num_heads: int = 4
-    """Number of heads; each guesses a token further ahead."""
+    """Number of heads. Each head predicts the token one position further ahead than the head before."""
     num_layers: int = 1
-    """Residual blocks of each head."""
+    """Number of residual blocks in each head."""
     own_output_heads: bool = False
-    """Train an output head for each, which begins as the model's: as many numbers as the vocabulary times the width.
-    Without, all heads use the model's."""
+    """Whether each draft head has its own output head, which is trained and begins as a copy of the model's output head
+    (vocabulary size x hidden size). If False, all heads use the model's output head."""
     decay: float = 0.8
-    """Each head's weight in the loss, relative to that of the head before."""
+    """Weight of a head's loss, divided by the weight of the previous head's loss."""
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_layers"):
@@ -197,7 +198,8 @@ class DataSettings:
     text_field: str = "text"
     """Name of the field with the text in records of plain text."""
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Name of a field in the files -> name that is used here, such as ``{question: prompt, answer: completion}``."""
+    """Name of a field in the files -> name of a field that :class:`~chairlift.train.encoder.Encoder` knows, such as
+    ``{question: prompt, answer: completion}``."""
     chat_template: str | None = None
     """File with a chat template for training (default: the tokenizer's). Checkpoints contain the tokenizer's
     template."""
@@ -216,8 +218,8 @@ class DataSettings:
     """``random``: any order. ``stream``: read JSON lines once, without an index. ``follow``: as ``stream``, then wait
     for lines that are appended to the last file."""
     on_error: Literal["stop", "skip"] = "stop"
-    """``stop``: an invalid record, or a record that does not fit into a pack, ends the run. ``skip``: it is skipped and
-    counted."""
+    """``stop``: an invalid record, or a record that does not fit into a pack, ends the run. ``skip``: the record is
+    skipped and counted."""
 
     def __post_init__(self) -> None:
         _positive(self, "epochs")
@@ -318,7 +320,7 @@ class TrainerConfig:
     decay_steps: int | None = None
     """Number of steps at the end in which ``wsd`` lowers the learning rate (default: a fifth of all steps)."""
     final_fraction: float = 0.02
-    """Final learning rate as a fraction of the peak. It would be reached in the step after the last step."""
+    """Final learning rate as a fraction of the peak. The schedule would reach it in the step after the last step."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices. Norm weights are not decayed (AdamW: Loshchilov and Hutter, 2019)."""
     betas: tuple[float, float] = (0.9, 0.98)
@@ -336,10 +338,10 @@ class TrainerConfig:
     :class:`~chairlift.train.expert_balance.ExpertBalance`. It is 1 when the load is even, so 0.01 is usual. Every pack
     costs one more forward pass, because tokens per expert are counted over the whole step first."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of products. With ``bfloat16`` weights, gradients, moments and losses stay float32, and each product
-    rounds its operands (torch.autocast)."""
+    """Dtype of matrix products. With ``bfloat16``, only the operands of products are rounded (torch.autocast); weights,
+    gradients, moments and losses stay in float32."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    """``adamw8bit`` keeps the moments in 8 bits, by bitsandbytes (``chairlift[adamw8bit]``)."""
+    """Optimiser. ``adamw8bit`` stores the moments in 8 bits. It needs bitsandbytes (``chairlift[adamw8bit]``)."""
     sharding: Literal["none", "fsdp"] = "none"
     """``fsdp`` shards weights, gradients and moments over the processes (FSDP2), and gathers the weights of each layer
     while the layer is computed. With ``none`` every process holds all weights."""
@@ -398,7 +400,7 @@ class TrainerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
-    """When checkpoints are written. A checkpoint is always written at the end of a run, and when it is interrupted."""
+    """When checkpoints are written. A checkpoint is always written when a run ends or is interrupted."""
 
     every: int = 100
     """Number of optimiser steps between two checkpoints."""
@@ -419,23 +421,24 @@ class TrainConfig:
     packing: PackingSettings = PackingSettings()
     checkpoints: CheckpointSettings = CheckpointSettings()
     lora: LoraSettings | None = None
-    """Train an adapter, and leave the model as it is. None: train the model."""
+    """Settings of LoRA adapters to train while the model does not change. None: no adapters."""
     heads: HeadsSettings | None = None
-    """Train heads that draft, and leave the model as it is. None: none."""
+    """Settings of draft heads to train while the model does not change. None: no draft heads."""
     drift: DriftSettings | None = None
     """Detection of changes in sources, and replay; also for a single source. None: no replay; several sources are mixed
     by ``data.weights``."""
     output: str | None = None
     """Directory for the checkpoints."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model is computed; ``auto`` is ``cuda`` where there is one. Each process of a machine takes a device of
-    its own."""
+    """Device that computes the model. ``auto``: ``cuda`` if PyTorch finds a GPU, otherwise ``cpu``. Each process on a
+    machine uses its own GPU."""
     tensorboard: bool = False
-    """Write curves to ``OUTPUT/tensorboard`` (``chairlift[tensorboard]``)."""
+    """Whether to write TensorBoard curves to ``OUTPUT/tensorboard``. Needs ``chairlift[tensorboard]``."""
     seed: int = 0
     """Seed of new weights, of the order of the data, and of dropout."""
     threads: int | None = None
-    """Number of CPU threads per process (default: PyTorch's choice). Results with another number differ by rounding."""
+    """Number of CPU threads per process (default: PyTorch's choice). Results with different numbers of threads differ
+    by rounding."""
 
     def __post_init__(self) -> None:
         _positive(self, "threads")

@@ -14,11 +14,11 @@ class Detector(Protocol):
     """Protocol of a change detector for :class:`~chairlift.train.drift.DriftSampler`. Its state is plain data."""
 
     before: float
-    """Mean of the values before the last detected change."""
+    """Mean of the stream's values before the last detected change."""
     after: float
     """Mean of the values after the last detected change, up to its detection."""
     recent: int
-    """Number of values in the mean ``after``."""
+    """Number of values over which the mean ``after`` is computed."""
 
     def update(self, value: float) -> bool:
         """Add the next value. Returns whether a change was detected. Raises ConfigError for a value that is not
@@ -64,8 +64,8 @@ class PageHinkley:
 
     def _restart(self) -> None:
         self._count, self._mean, self._squares = 0, 0.0, 0.0
-        # For each direction (up, down): the cumulative sum, the number of values since it was last 0, and the sum of
-        # these values.
+        # For each direction (up, down): [cumulative sum of deviations, number of values since this sum was last 0, sum
+        # of these values].
         self._runs: list[list[float]] = [[0.0, 0, 0.0], [0.0, 0, 0.0]]
 
     def update(self, value: float) -> bool:
@@ -173,7 +173,8 @@ class Adwin:
             before, after = older_total / older, (total - older_total) / newer
             sides = older - self.min_side + 1, newer - self.min_side + 1
             if min(sides) > 0:
-                # With few values, a change can appear by chance, so the counts are reduced.
+                # If one side of the split has few values, a difference can be chance. So ``min_side`` - 1 is subtracted
+                # from both counts, which enlarges the bound.
                 inverse = 1 / sides[0] + 1 / sides[1]
                 bound = math.sqrt(2 * inverse * variance * confidence) + 2 / 3 * inverse * confidence
                 found = found or abs(after - before) > bound

@@ -49,7 +49,7 @@ class Reservoir:
     def __init__(self, capacity: int) -> None:
         self.capacity, self.seen = capacity, 0
         self.items: list[tuple[int, Mapping[str, Any]]] = []
-        """(number of the item in its source, item)."""
+        """Items of the sample: (number of the item in its source, item)."""
 
     def offer(self, number: int, item: Mapping[str, Any], rng: np.random.Generator) -> None:
         self.seen += 1
@@ -186,7 +186,7 @@ class DriftSampler:
         """Ring buffer of the last items: row ``item % _REMEMBERED`` has (index of the source in ``_names``, number of
         the item in its source)."""
         self.events: list[DriftEvent] = []
-        """All changes so far."""
+        """All changes of sources so far, detected or declared."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self
@@ -222,7 +222,7 @@ class DriftSampler:
         raise StopIteration
 
     def _mix(self) -> dict[str, float]:
-        """Source that has not ended -> probability to be drawn."""
+        """Name of a source that has not ended -> probability with which the next item is drawn from it."""
         live = {name: source for name, source in self._sources.items() if source.live}
         shares = {name: source.share for name, source in live.items()}
         explore = 0.0
@@ -246,7 +246,8 @@ class DriftSampler:
         return {**fields, "source": name, "weight": weight}
 
     def _importance_weight(self, source: str, mix: Mapping[str, float]) -> float:
-        """Declared fraction of a source divided by its probability. Replayed items count for their original source."""
+        """Importance weight of an item: the declared fraction of its source divided by the probability of the source. A
+        replayed item counts for its original source."""
         owners = [old.partition("@")[0] for old in self._old]
         present = set(mix) | set(owners)
         declared = self._sources[source].share / sum(self._sources[name].share for name in present)
@@ -301,7 +302,8 @@ class DriftSampler:
         return max(0, self._drawn - _REMEMBERED)
 
     def _look_up(self, key: str | int) -> tuple[str, int]:
-        """(name of a source or of its replayed items, number of the item in that source)."""
+        """Find the source of ``key``. Returns (name of a source or of its replayed items, number of the item in that
+        source)."""
         if isinstance(key, str):
             if key not in self._names:
                 raise ConfigError(f"there is no source {key!r}; there are {self._names}")

@@ -133,7 +133,7 @@ class Encoder:
         return self._text.vocab_size if self._text else 0
 
     def __call__(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The example of a record that gives exactly one example. Raises ConfigError for several examples, and the
+        """Encode a record that gives exactly one example. Raises ConfigError for several examples, and the
         errors of :meth:`examples`."""
         encoded = self.examples(record)
         if len(encoded.items) != 1:
@@ -141,7 +141,8 @@ class Encoder:
         return encoded.items[0]
 
     def examples(self, record: Mapping[str, Any]) -> Encoded:
-        """The examples of a record. Raises ConfigError, RequestError or TemplateError for an invalid record."""
+        """Encode a record to one or more examples. Raises ConfigError, RequestError or TemplateError for an invalid
+        record."""
         if self._columns:
             record = {self._columns.get(name, name): value for name, value in record.items()}
         notes: list[str] = []
@@ -151,7 +152,7 @@ class Encoder:
         return Encoded(tuple(items), frozenset(notes))
 
     def _read(self, record: Mapping[str, Any], notes: list[str]) -> tuple[list[Mapping[str, Any]], Collection[str]]:
-        """(examples, names of the fields that were used) of a record."""
+        """Encode a record. Returns (examples, names of the fields that were used)."""
         if "input_ids" in record:
             return [_of_ids(record)], {"input_ids", *_PASSED_ON}
         if "prompt_token_ids" in record and "outputs" in record:

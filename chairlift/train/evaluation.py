@@ -99,7 +99,7 @@ class Evaluation:
         return EvaluationResult(trainer.num_steps, {name: _loss(row) for name, row in rows.items()}, _loss(total))
 
     def _sum(self, trainer: Trainer, source: Any) -> list[float]:
-        """[sum of weighted losses, sum of weights, number of targets] over this rank's packs of one source."""
+        """Returns [sum of weighted losses, sum of weights, number of targets] over this rank's packs of one source."""
         stream = PackStream(
             source, self._capacity, overflow=self._overflow, ranks=self._ranks.size, rank=self._ranks.rank
         )

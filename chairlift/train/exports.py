@@ -53,7 +53,8 @@ def export_files(to: str, output: Path) -> list[Path]:
 
 
 def writer_of(to: str, output: Path, vocab_size: int = 0) -> AbstractContextManager[Write]:
-    """Writer for one of :data:`FORMATS`. ``vocab_size`` is checked for Megatron-LM only; 0 allows all token ids."""
+    """Create a writer for ``to``, one of :data:`FORMATS`. ``vocab_size`` limits the token ids for Megatron-LM only; 0
+    means no limit."""
     files = export_files(to, output)
     if to == "megatron":
         return megatron_writer(files, vocab_size)
@@ -61,7 +62,7 @@ def writer_of(to: str, output: Path, vocab_size: int = 0) -> AbstractContextMana
 
 
 class _Indexed:
-    """An indexed data set of Megatron-LM: values are written as they come, and the index at the end."""
+    """Writes an indexed data set of Megatron-LM: each value at once, and the index at the end."""
 
     def __init__(self, data: Any, dtype: str) -> None:
         self._data, self._dtype = data, np.dtype(dtype)
@@ -174,7 +175,7 @@ def trl_writer(output: Path) -> Iterator[Write]:
 
 
 def _ignore(_value: object) -> None:
-    """Return None for any value, so that an expression with a value can be a lambda that returns None."""
+    """Do nothing. With this function, a lambda can contain an expression that has a value, and return None."""
 
 
 @contextlib.contextmanager

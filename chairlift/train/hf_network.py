@@ -1,7 +1,7 @@
-"""A model of transformers as the trainer sees it: packed by :func:`patch_hf`, and refused where sequences leak.
-
-transformers has far more families than Chairlift computes natively. Its layers are run as they are, so what keeps the
-sequences of a row apart is tested on the model itself before the first step.
+"""Trains a model of transformers on packed sequences (:func:`patch_hf`), and refuses a model whose sequences affect
+each other. transformers supports far more model families than Chairlift's native layers. The layers of transformers run
+unchanged. Therefore a test on the model, before the first step, checks that the sequences of a row do not affect each
+other.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["TransformersNetwork", "TransformersShape", "load_for_training", "rea
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersShape:
-    """Facts about a model of transformers that are known before its weights are."""
+    """Facts about a model of transformers that are known before its weights are loaded."""
 
     model_type: str
     architecture: str
-    """Name of the class in transformers."""
+    """Name of the model's class in transformers."""
     vocab_size: int
     hidden_size: int
     raw: Mapping[str, Any]
@@ -42,10 +42,9 @@ class TransformersShape:
 
 
 def read_shape(raw: Mapping[str, Any], where: str) -> TransformersShape:
-    """Read ``config.json`` as transformers does. ``where`` names it in messages.
-
-    Raises ModelLoadError when transformers is not installed, does not know the model as a causal language model or does
-    not accept the file, and for weights that are quantised and code of the directory's own, which is never run.
+    """Read the content of a ``config.json`` with transformers. ``where`` names the file in error messages. Raises
+    ModelLoadError if transformers is not installed, rejects the file, or has no causal language model of this type.
+    Also raises it if the weights are quantised, or if the model needs code from its own directory, which is never run.
     """
     model_type = raw.get("model_type")
     if importlib.util.find_spec("transformers") is None:
@@ -88,9 +87,8 @@ def _config(model_type: str, raw: Mapping[str, Any], where: str) -> Any:
 
 
 def load_for_training(shape: TransformersShape, path: Path | None) -> Any:
-    """The model in float32, from the directory ``path``, or with fresh weights from PyTorch's generator.
-
-    Raises ModelLoadError for weights that are missing or do not fit.
+    """Load the model in float32 from the directory ``path``. If ``path`` is None, create it with random weights from
+    PyTorch's generator. Raises ModelLoadError if weights are missing or have a wrong shape.
     """
     import transformers
 
@@ -119,16 +117,17 @@ def load_for_training(shape: TransformersShape, path: Path | None) -> Any:
 class TransformersNetwork:
     """A :class:`~chairlift.train.networks.Network` of a causal language model of transformers (5.0 or later).
 
-    :func:`patch_hf` lets it attend sequence by sequence. Where that is refused, its own attention runs, which takes the
-    boundaries from positions that restart. Either way :func:`check_isolation` must find the packed sequences apart, or
-    ConfigError is raised with its report: a model that leaks is not trained.
+    :func:`patch_hf` makes its attention work sequence by sequence. If the model cannot be patched, its own attention
+    runs and finds the boundaries of sequences in the positions, which restart at 0. In both cases
+    :func:`check_isolation` tests that packed sequences do not affect each other. Otherwise ConfigError is raised with
+    the report of the test.
     """
 
     drops = True
     section = "model"
 
     def __init__(self, model: Any) -> None:
-        """``model`` has float32 weights, which are changed in place."""
+        """Test and wrap ``model``. Its weights are float32, and training changes them in place."""
         self.module: nn.Module = model
         self.model = model
         self.trained: Mapping[str, nn.Parameter] = dict(model.named_parameters())
@@ -140,7 +139,9 @@ class TransformersNetwork:
         self.report, self.is_patched = self._apart()
 
     def _apart(self) -> tuple[IsolationReport, bool]:
-        """Find a way in which packed sequences are apart, and leave the model in it."""
+        """Patch the model if its packed sequences are then isolated. Otherwise leave it unpatched, and test it again.
+        Returns (report of the test, whether the model is patched). Raises ConfigError if packed sequences affect each
+        other in both cases."""
         patch = None
         try:
             patch = patch_hf(self.model)
@@ -159,7 +160,7 @@ class TransformersNetwork:
         return own, False
 
     def _forward(self, batch: Mapping[str, Any], rows: Tensor | None = None) -> Tensor:
-        """Logits [R, V] of some rows of a collated pack, or of all."""
+        """Logits [R, V] at the positions ``rows`` of a collated pack. None: at all positions."""
         given = {"input_ids": batch["input_ids"], **self._no_cache}
         if self._gives_positions:
             given["position_ids"] = batch["position_ids"]
@@ -169,11 +170,12 @@ class TransformersNetwork:
         return logits if rows is None or self._keeps_rows else logits[rows]
 
     def logits(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor) -> Tensor:
-        """Logits [R, V], of the head's product for these rows only where the model has ``logits_to_keep``."""
+        """Logits [R, V] at the positions ``rows`` of a collated pack. If the model has the argument ``logits_to_keep``,
+        its output head computes no other rows."""
         return self._forward(batch, rows)
 
     def branches(self) -> Iterable[nn.Module]:
-        """Raises ConfigError: these models drop by themselves, as their config says."""
+        """Raises ConfigError, because models of transformers apply dropout themselves, as their config says."""
         raise ConfigError(
             "training.dropout is for native models; a model of transformers drops what its config.json says"
             " (attention_dropout, resid_pdrop, ...): set it there, and training.dropout to 0"
@@ -192,7 +194,8 @@ class TransformersNetwork:
 
     @contextlib.contextmanager
     def recomputed(self) -> Iterator[None]:
-        """Gradient checkpointing by transformers. Raises ConfigError for a model that does not have it."""
+        """Context with the gradient checkpointing of transformers. Raises ConfigError if the model does not support
+        it."""
         if not self.model.supports_gradient_checkpointing:
             raise ConfigError(f"{type(self.model).__name__} has no gradient_checkpointing; set it to false")
         name = "activation" if hasattr(self.model, "activation_checkpointing_enable") else "gradient"  # until 5.23
@@ -203,10 +206,11 @@ class TransformersNetwork:
             getattr(self.model, f"{name}_checkpointing_disable")()
 
     def settings(self) -> None:
-        """The model is trained whole."""
+        """Returns None, because the whole model is trained."""
 
     def write(self, directory: Path, files: ModelFiles) -> None:
-        """Write the directory by ``save_pretrained``, with weights of the dtype of ``files`` and its tokenizer."""
+        """Write the model with ``save_pretrained``. The weights have the dtype of ``files``, and the tokenizer of
+        ``files`` is copied."""
         from chairlift.models.fallback.loading import quiet
 
         cast: dict[int, Tensor] = {}  # a tensor with two names stays one
@@ -225,7 +229,8 @@ class TransformersNetwork:
         copy_files(files, directory)
 
     def _stored(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) for each tensor of a checkpoint. ``state_dict()`` would shard gathered weights again."""
+        """Yield (name, tensor) for each tensor of a checkpoint. ``state_dict()`` is not used, because it would shard
+        gathered weights again."""
         yield from self.module.named_parameters(remove_duplicate=False)
         for prefix, module in self.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):

@@ -164,7 +164,7 @@ class _Probe:
         return [self.changed[i] if i == source else ids for i, ids in enumerate(self.tokens)]
 
     def _batch(self, sequences: Sequence[Tensor]) -> Batch:
-        """The sequences as one collated row, on the model's device."""
+        """Collate the sequences into one row on the model's device."""
         if self.collate is not None:
             features = [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in sequences]
             batch = dict(self.collate(features))
@@ -232,7 +232,7 @@ class _Probe:
             yield "no sequence affects another, but positions may not restart: check that position_ids reach the model"
 
     def _helps(self, leaks: Sequence[Leak], threshold: float) -> bool:
-        """Whether the first leak disappears with ``use_cache=False``."""
+        """Whether the first of ``leaks`` disappears if the model is called with ``use_cache=False``."""
         if not leaks:
             return False
         self.extra = {"use_cache": False}
@@ -267,7 +267,7 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Largest absolute difference. Infinity if any number is not finite."""
+    """Largest absolute difference between two tensors. Infinity if any number is not finite."""
     difference = float((one - other).abs().max())
     return difference if difference == difference else float("inf")
 

@@ -1,8 +1,9 @@
 """Divides long documents into chunks of equal length, for models that carry a state from each chunk to the next.
 
-This is truncated back-propagation through time (Williams and Peng, 1990) in several parallel lanes. When the document
-of a lane ends, the lane continues at once with the next document, as a serving batch gives a finished request's row to
-a waiting request. For recurrent and state-space models, and for Transformers with a memory. Needs NumPy.
+This is truncated back-propagation through time (Williams and Peng, 1990) in several parallel rows, called lanes. When
+the document of a lane ends, the lane continues at once with the next document, as a serving batch gives a finished
+request's row to a waiting request. For recurrent and state-space models, and for Transformers with a memory. Needs
+NumPy.
 """
 
 from __future__ import annotations
@@ -82,9 +83,9 @@ class _Document:
     id: int
     tokens: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
-    """[L] weight of each token as a target."""
+    """[L] loss weight of each token of the document as a target."""
     done: int = 0
-    """Number of tokens that earlier batches contained."""
+    """Number of the document's tokens that earlier batches contained."""
 
 
 class Lanes:
@@ -181,8 +182,8 @@ class Lanes:
         return tuple(bounds), tuple(ids)
 
     def stats(self) -> dict[str, float]:
-        """Number of ``batches``, started ``documents`` and ``tokens``, and ``used``: the fraction that is not
-        padding."""
+        """Counts of ``batches``, started ``documents`` and ``tokens``, and ``used``: the fraction of the positions that
+        is not padding."""
         positions = self._batches * self.lanes * self.chunk
         return {
             "batches": self._batches,

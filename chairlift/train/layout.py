@@ -98,15 +98,17 @@ class Pack:
     weights: npt.NDArray[np.float32]
     """[T] loss weight of each token as a *target*: 0 for prompts and for the first token of a sequence."""
     meta: tuple[Mapping[str, Any], ...] = ()
-    """[N] other fields of each sequence in the source. Empty if no sequence has other fields."""
+    """[N] name -> value of further fields that each sequence had in the source. Empty if no sequence has further
+    fields."""
     step: int = 0
     """Number of the optimiser step that this pack belongs to, from 0."""
     last_of_step: bool = True
     """Whether this rank's optimiser step ends with this pack."""
     step_weight: float = 0.0
-    """Sum of ``weights`` over all packs of the step on all ranks. A mean over tokens divides the loss by it."""
+    """Sum of ``weights`` over all packs of the step on all ranks. The loss is divided by it for a mean over tokens."""
     step_sequences: int = 0
-    """Number of sequences with a target in all packs of the step on all ranks. A mean over sequences divides by it."""
+    """Number of sequences with a target in all packs of the step on all ranks. The loss is divided by it for a mean
+    over sequences."""
     filler: bool = False
     """Whether this pack is a filler: a single token without a target, so that all ranks get the same number of
     packs."""

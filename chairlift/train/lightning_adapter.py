@@ -44,12 +44,12 @@ def lightning_module(
 ) -> Any:
     """A ``LightningModule`` for a causal language model of transformers (see :func:`~chairlift.train.patch_hf`).
 
-    The module optimises manually: a step has as many packs as the stream decides, and one divisor Z
-    (:class:`~chairlift.train.loss.StepLoss`). So leave ``accumulate_grad_batches`` at 1. ``optimizer`` is a function
-    that makes the optimiser of the parameters. Lightning's checkpoints contain the position in the ``stream``; create
-    the trainer with ``max_epochs=-1`` so that a run can be resumed from them. The module logs ``loss``. It runs in one
-    process only, because DDP exchanges gradients after every backward pass, and a step has several. Raises ConfigError
-    if Lightning is not installed, or if the trainer has several processes.
+    The module uses manual optimisation: the stream decides the number of packs in a step, and their losses are divided
+    by one constant Z (:class:`~chairlift.train.loss.StepLoss`). So leave ``accumulate_grad_batches`` at 1.
+    ``optimizer`` is a function that makes the optimiser of the parameters. Lightning's checkpoints contain the position
+    in the ``stream``; create the trainer with ``max_epochs=-1`` so that a run can be resumed from them. The module logs
+    ``loss``. It runs in one process only, because DDP exchanges gradients after every backward pass, and a step has
+    several. Raises ConfigError if Lightning is not installed, or if the trainer has several processes.
     """
     try:
         import lightning

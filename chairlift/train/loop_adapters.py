@@ -1,7 +1,8 @@
 """Optimiser steps on packs in the loops of accelerate (DDP, ZeRO) and of DeepSpeed.
 
-A step has as many packs as the stream decides, and one divisor Z (:class:`~chairlift.train.loss.StepLoss`). So both
-functions accumulate gradients themselves, and the libraries' own accumulation stays at 1. Neither library is imported.
+The stream decides the number of packs in a step, and their losses are divided by one constant Z
+(:class:`~chairlift.train.loss.StepLoss`). So both functions accumulate gradients themselves, and the libraries must not
+accumulate gradients. Neither library is imported.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def _passes(
     device: torch.device,
     backward: Callable[[Tensor, bool], None],
 ) -> float:
-    """Forward and backward passes over the packs. ``backward`` gets a pack's loss, and whether it is the last pack."""
+    """Run the forward and backward passes of ``packs``. ``backward`` is called with the loss of a pack, and whether
+    this is the last pack."""
     run = evened(packs)
     with loss.step(packs):
         for number, pack in enumerate(run, 1):

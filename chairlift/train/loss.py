@@ -46,12 +46,12 @@ by the number of ranks. ``sum``: the loss is not changed."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Targets:
-    """Targets of a row, aligned with the logits: entry t belongs to the token at position t + 1."""
+    """Targets of a row of tokens, aligned with the logits: entry t belongs to the token at position t + 1."""
 
     labels: Tensor
     """int64 [T] token id of each target, or -100."""
     weights: Tensor
-    """[T] weight of each target, in the dtype of the sum of losses."""
+    """[T] weight by which the loss of each target is multiplied, in the dtype of the sum of losses."""
     normaliser: Tensor
     """This row's part of the constant Z that the loss is divided by, a scalar."""
 
@@ -142,7 +142,8 @@ class StepLoss:
         return float(self._total)
 
     def normaliser(self, batches: Sequence[Batch]) -> float:
-        """Z of a step with these batches, summed over the group. Every rank must call this method with its batches."""
+        """Compute Z of a step, summed over the group. Every rank must call this method with its own ``batches`` of the
+        step."""
         own = own_normaliser(batches, self.reduce)
         return float(sum_over_group(torch.tensor([own], dtype=torch.float64), self.group))
 
@@ -164,7 +165,7 @@ class StepLoss:
 
 
 def own_normaliser(batches: Sequence[Batch], reduce: Reduce) -> float:
-    """Part of Z that comes from these batches of one rank."""
+    """This rank's part of Z: the sum over its ``batches``."""
     cpu = torch.device("cpu")
     return sum(float(_targets(batch, reduce, cpu, torch.float64).normaliser) for batch in batches)
 
@@ -331,13 +332,13 @@ def _targets(batch: Batch, reduce: Reduce, device: torch.device, dtype: torch.dt
 
 
 def _known(batch: Batch, reduce: Reduce) -> float:
-    """Z over all ranks, as stored in the packs of a stream. 0 if it is unknown."""
+    """Z over all ranks, as a stream has stored it in a pack. 0 if it is unknown."""
     name = {"token": "step_weight", "sequence": "step_sequences"}.get(reduce, "")
     return float((getattr(batch, name, 0.0) if isinstance(batch, Pack) else batch.get(name)) or 0.0)
 
 
 def _num_tokens(batch: Batch) -> int:
-    """Number of tokens of the row without padding."""
+    """Number of tokens of a batch, without padding."""
     if isinstance(batch, Pack):
         return 0 if batch.filler else batch.num_tokens
     return int(batch["num_tokens"] if "num_tokens" in batch else batch["input_ids"].numel())

@@ -1,7 +1,8 @@
-"""Training of Medusa heads: the model is frozen, and each head learns a token further ahead (Cai et al., 2024).
+"""Trains Medusa heads: the model is frozen, and each head learns to predict a token further ahead (Cai et al., 2024).
 
-The model computes its last hidden states once per pack. Head i maps the state of the token at t to the token at
-t + 2 + i; the token at t + 1 is the model's own. The losses of the heads are added with falling weights.
+The model computes its last hidden states once per pack. From the hidden state at position t, head i predicts the token
+at position t + 2 + i, and the model itself predicts the token at t + 1. The losses of the heads are added, with smaller
+weights for later heads.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ _WEIGHTS_NAME: Final = "medusa_lm_head.safetensors"
 class MedusaNetwork(NativeNetwork):
     """A frozen model with Medusa heads: blocks x + SiLU(Wx + b), followed by an output head.
 
-    Blocks begin as the identity, so that each head begins as the model's output head. ``own_output_heads`` gives each
-    head a copy of that to train; without, all use the model's, and files are small. Training is in float32. ``base`` is
-    the model's name for whoever loads the heads.
+    The blocks begin as the identity, so that each head begins as the model's output head. With ``own_output_heads``,
+    each head trains its own copy of the model's output head. Otherwise all heads use the model's output head, and their
+    files are small. Training is in float32. ``base`` is the name of the model, which is written with the heads.
     """
 
     section = "heads"
@@ -61,7 +62,7 @@ class MedusaNetwork(NativeNetwork):
         self.trained = parameters
 
     def hidden(self, batch: Mapping[str, Tensor], pack: Pack) -> Tensor:
-        """The model's last hidden states [T, D] of a collated pack."""
+        """Last hidden states [T, D] that the model computes for a collated pack."""
         context = VarlenContext(pack.layout.cu_seqlens)
         states: Tensor = self.model(batch["input_ids"][0], batch["position_ids"][0], context)
         return states
@@ -76,7 +77,7 @@ class MedusaNetwork(NativeNetwork):
         return self.model.compute_logits(hidden)
 
     def settings(self) -> Mapping[str, Any]:
-        """Settings that must be equal when heads continue with these weights, as plain data."""
+        """Settings that must be equal when the training of heads is resumed, as plain data."""
         names = ("num_heads", "num_layers", "own_output_heads")
         return {**{name: getattr(self, name) for name in names}, "base": self._base_digest}
 
@@ -85,7 +86,7 @@ class MedusaNetwork(NativeNetwork):
         return weights_digest(self.model)
 
     def write(self, directory: Path, files: ModelFiles) -> None:
-        """Write Medusa's files into ``directory``, which is made if needed, in the dtype of ``files``."""
+        """Write the heads in Medusa's file format, in the dtype of ``files``. ``directory`` is created if needed."""
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {name: each.detach().to(files.dtype).cpu().contiguous() for name, each in self.trained.items()}
         save_file(tensors, directory / _WEIGHTS_NAME, metadata={"format": "pt"})
@@ -116,11 +117,12 @@ class MedusaTrainer(Trainer):
         self.heads, self.decay = heads, decay
 
     def pack_loss(self, pack: Pack, loss: StepLoss | AdapterLosses) -> Tensor:
-        """The scalar loss of one pack over all heads, inside of ``loss.step``."""
+        """Loss of one pack over all heads, as a scalar. Call it inside ``loss.step``."""
         return torch.stack(list(self._parts(pack, loss))).sum()
 
     def _learn(self, pack: Pack) -> Tensor:
-        """Add the gradient of a pack, head by head, so that the logits of one head are in memory at a time."""
+        """Add the gradient of a pack, one head after another, so that only the logits of one head are in memory at a
+        time."""
         total = torch.zeros(())
         for part in self._parts(pack, self._loss):
             part.backward()  # type: ignore[no-untyped-call]
@@ -128,7 +130,7 @@ class MedusaTrainer(Trainer):
         return total
 
     def _parts(self, pack: Pack, loss: StepLoss | AdapterLosses) -> Iterator[Tensor]:
-        """Each head's part of the loss."""
+        """Yield each head's part of the loss of a pack."""
         batch = self._batch(pack)
         with self._cast(batch):
             hidden = self.heads.hidden(batch, pack)  # no weight of the model has a gradient, so nothing is kept for one
@@ -143,10 +145,9 @@ class MedusaTrainer(Trainer):
 
 
 def ahead(batch: Mapping[str, Tensor], distance: int) -> dict[str, Tensor]:
-    """``labels`` and ``loss_weight`` [1, T] of a collated pack, of the token ``distance`` further in the same sequence.
-
-    A place has a target where both its own token and the one further ahead are targets: drafts are made behind tokens
-    that the model drew.
+    """Shift targets: ``labels`` and ``loss_weight`` [1, T] of a collated pack, taken from the token ``distance``
+    positions later in the same sequence. A position has a target only if its own token and the later token are both
+    targets, because drafts follow tokens that the model has generated.
     """
     labels, weights, segments = (batch[name][0] for name in ("labels", "loss_weight", "segment_ids"))
     count = max(0, len(labels) - distance)

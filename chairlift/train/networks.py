@@ -39,9 +39,9 @@ class Network(Protocol):
     vocab_size: int
     """Number of token ids of the model."""
     drops: bool
-    """Whether the module drops numbers by itself in training mode."""
+    """Whether the module applies dropout itself in training mode."""
     section: str
-    """Section of the settings that :meth:`settings` come from."""
+    """Name of the section in the settings file from which :meth:`settings` come."""
 
     def logits(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor) -> Tensor:
         """Logits [R, V] at the positions ``rows`` (int64 [R]) of a collated pack. Sequences do not affect each
@@ -95,7 +95,8 @@ class NativeNetwork:
         self.drops = adapter is not None and adapter.dropout > 0
 
     def logits(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor) -> Tensor:
-        """Logits [R, V]; each sequence of the pack attends to itself (:class:`VarlenContext`)."""
+        """Logits [R, V] at the positions ``rows``. Each sequence of the pack attends only to itself
+        (:class:`VarlenContext`)."""
         hidden: Tensor = self.model(
             batch["input_ids"][0], batch["position_ids"][0], VarlenContext(pack.layout.cu_seqlens)
         )
@@ -121,7 +122,8 @@ class NativeNetwork:
 
     @contextlib.contextmanager
     def recomputed(self) -> Iterator[None]:
-        """Gradient checkpointing (Chen et al., 2016). The same operations run on the same numbers, dropout included."""
+        """Context with gradient checkpointing (Chen et al., 2016). The second computation of a layer gives the same
+        numbers, also with dropout."""
         layers = self.layers()
         for layer in layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -132,7 +134,7 @@ class NativeNetwork:
                 del layer.forward  # makes the method of the class visible again
 
     def settings(self) -> Mapping[str, Any] | None:
-        """Scale and base model of the adapter."""
+        """Scale and base model of the adapter, as plain data. None if the whole model is trained."""
         return None if self.adapter is None else self.adapter.settings()
 
     def write(self, directory: Path, files: ModelFiles) -> None:

@@ -1,4 +1,4 @@
-"""The optimiser of a run: AdamW of PyTorch, or of bitsandbytes with moments in 8 bits."""
+"""Creates the optimiser of a training run: AdamW of PyTorch, or AdamW of bitsandbytes with moments in 8 bits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["make_optimizer"]
 
 
 def make_optimizer(config: TrainerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019) over float32 parameters. Only matrices decay.
-
-    ``adamw8bit`` keeps both moments as 8-bit codes with a float32 scale per 256 numbers (Dettmers et al., 2022), those
-    of parameters below 4,096 numbers in float32. Raises ConfigError where bitsandbytes is not installed.
+    """Create AdamW (Loshchilov and Hutter, 2019) for float32 parameters. Weight decay applies only to matrices.
+    ``adamw8bit`` stores both moments as 8-bit codes with a float32 scale per 256 numbers (Dettmers et al., 2022). The
+    moments of parameters with fewer than 4,096 numbers stay in float32. Raises ConfigError if bitsandbytes is not
+    installed.
     """
     parameters = list(parameters)
     groups = [
@@ -43,7 +43,8 @@ def make_optimizer(config: TrainerConfig, parameters: Iterable[nn.Parameter]) ->
 
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Hide what a library says while it is imported, about kernels that are not used here."""
+    """Context that hides log messages of a library while it is imported. The messages are about kernels that are not
+    used here."""
     log = logging.getLogger(name)
     before = log.level
     log.setLevel(logging.ERROR)

@@ -19,11 +19,12 @@ __all__ = ["LookaheadPacker", "lower_bound", "pack_indices"]
 
 _Opens = Literal["oldest", "longest"]
 _OFFLINE: tuple[tuple[int, _Opens], ...] = ((2**63, "longest"), (256, "oldest"), (1024, "oldest"))
-"""(pool, opens) arguments of :class:`LookaheadPacker` that are tried when the whole data set is known."""
+"""Arguments (pool, opens) of :class:`LookaheadPacker` that are tried one after another when the whole data set is
+known."""
 
 
 class _Shelf:
-    """Pending sequences that may share a pack: one queue per size, and two bitsets of the sizes that are pending."""
+    """Pending sequences that may share a pack: one queue per size, and two bitsets of the sizes of these sequences."""
 
     __slots__ = ("capacity", "have", "mirror", "queues", "spare")
 
@@ -159,7 +160,8 @@ class LookaheadPacker:
         while True:
             serial, size, key = arrivals[0]
             shelf = self._shelves.get(key)
-            # Queues are in order of arrival, so the sequence is still pending if its queue begins with it or before it.
+            # Queues are in order of arrival. So the sequence is still pending if the first sequence of its queue is not
+            # newer.
             if shelf is not None and size in shelf.queues and shelf.queues[size][0] <= serial:
                 break
             arrivals.popleft()

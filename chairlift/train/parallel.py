@@ -57,9 +57,9 @@ def world_size() -> int:
 
 @contextlib.contextmanager
 def process_group(device: str = "cpu") -> Iterator[Ranks]:
-    """Join the processes that ``torchrun`` or :func:`launch` has started, for as long as the context lasts.
-
-    They exchange by gloo, or for ``device`` ``cuda`` by NCCL, each with the device of its local rank.
+    """Context in which this process belongs to the group of processes that ``torchrun`` or :func:`launch` has started.
+    The processes communicate by gloo. With ``device`` ``cuda`` they communicate by NCCL, and each process uses the GPU
+    of its local rank.
     """
     size = world_size()
     if launcher := os.environ.get(_LAUNCHER):

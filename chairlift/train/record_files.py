@@ -275,7 +275,7 @@ class TableFile:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """The decompressed content of a file in pieces of bytes."""
+    """Yield the decompressed content of a file in pieces."""
     try:
         with contextlib.closing(open_bytes(path)) as file:
             while chunk := file.read(_CHUNK):

@@ -33,7 +33,7 @@ _ROLES: Final = {
     "function_response": "tool",
     "function_call": "function_call",
 }
-"""Name of a speaker in ShareGPT's format -> role of the message."""
+"""Name of a speaker in ShareGPT's format -> role of the message in OpenAI's format."""
 _SETTINGS: Final = ("tools", "chat_template_kwargs")
 
 
@@ -43,7 +43,7 @@ class Chat:
 
     messages: list[dict[str, Any]]
     learnt: tuple[bool, ...]
-    """Whether each message is a training target, if targets are limited to answers."""
+    """One entry per message: whether it is a training target when only answers are targets."""
     fields: frozenset[str]
     """Names of the fields of the record that the conversation was made from."""
     tools: list[dict[str, Any]] | None = None

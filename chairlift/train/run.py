@@ -284,7 +284,7 @@ def _model_files(config: TrainConfig) -> tuple[ModelConfig | TransformersShape, 
 def _network(
     config: TrainConfig, raw: Mapping[str, Any], generation: Mapping[str, Any] | None, where: str
 ) -> ModelConfig | TransformersShape:
-    """The model's shape, read by whoever will compute it."""
+    """Read the shape of the model, for the implementation that will train it (Chairlift's layers or transformers)."""
     impl = config.model.impl
     if impl == "transformers" or (impl == "auto" and raw.get("model_type") not in FAMILIES):
         shape = read_shape(raw, where)
@@ -330,7 +330,7 @@ def _file_opener(config: TrainConfig, files: Sequence[str], encode: Encode) -> C
 
 
 def _mixed(config: TrainConfig, sources: Mapping[str, Any]) -> Any:
-    """The source itself if there is only one, or a sampler that mixes several sources and detects drift."""
+    """The only source, or a sampler that mixes several sources and detects drift."""
     if config.drift is None and len(sources) == 1:
         return next(iter(sources.values()))
     settings = config.drift or DriftSettings(replay=0.0)
@@ -378,7 +378,8 @@ def _stream(config: TrainConfig, network: ModelConfig | TransformersShape, sourc
 
 
 def _make_network(prepared: Prepared) -> Network:
-    """The model to train, on its device. Raises ConfigError for one of transformers whose packed sequences leak."""
+    """Create the model to train on its device. Raises ConfigError for a model of transformers whose packed sequences
+    affect each other."""
     config, shape, device = prepared.config, prepared.network, device_of(prepared.config)
     path = None if config.model.path is None else Path(config.model.path)
     if isinstance(shape, TransformersShape):
@@ -416,14 +417,15 @@ def _make_trainer(config: TrainConfig, network: Network, stream: PackStream, dri
 
 
 def device_of(config: TrainConfig) -> str:
-    """``cpu`` or ``cuda``. Raises ConfigError for a device that is not here."""
+    """Device of the model: ``cpu`` or ``cuda``. Raises ConfigError if the device does not exist."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, and PyTorch finds no such device; take cpu, or auto")
     return "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def _restore(trainer: Trainer, directory: Path) -> dict[str, Any]:
-    """Let the trainer go on from a checkpoint; returns its whole state. Raises ConfigError for one of another run."""
+    """Load a checkpoint into the trainer. Returns the whole state in the checkpoint. Raises ConfigError if the
+    checkpoint is damaged or belongs to another run."""
     state = load_state(directory)
     try:
         trainer.load_state_dict(state["trainer"])
@@ -444,7 +446,7 @@ def _evaluation(prepared: Prepared, ranks: Ranks) -> Evaluation | None:
 
 
 def _both(first: Callable[..., None], second: Callable[..., Any] | None) -> Callable[..., None]:
-    """A function that calls both with the same arguments."""
+    """Create a function that calls ``first``, then ``second`` if it is given, with the same arguments."""
 
     def call(*args: Any) -> None:
         first(*args)
@@ -465,10 +467,10 @@ def train(
 ) -> Outcome:
     """Train until the schedule or the data ends, or until SIGINT or SIGTERM, and write a checkpoint at the end.
 
-    Under ``torchrun`` every process calls this; rank 0 writes. ``on_step`` is called on each rank after each step,
-    ``on_evaluation`` on each after each evaluation, ``on_start`` when the model is there, ``on_save`` as for
-    :func:`prepare`.
-    Raises ConfigError and ModelLoadError before anything is computed, and DivergedError.
+    Under ``torchrun`` every process calls this function, and rank 0 writes the files. On each rank, ``on_step`` is
+    called after each step, ``on_evaluation`` after each evaluation, and ``on_start`` when the model is loaded. For
+    ``on_save`` see :func:`prepare`. Raises ConfigError and ModelLoadError before the training starts, and
+    DivergedError.
     """
     prepared = prepare(config, resume=resume, ranks=world_size(), on_save=on_save)
     if config.threads is not None:
@@ -507,9 +509,9 @@ class _Run:
     on_evaluation: Callable[[EvaluationResult], None]
     evaluation: Evaluation | None
     saved: int = -1
-    """Step of the newest checkpoint. -1: none yet."""
+    """Step of the newest checkpoint. -1: no checkpoint was written yet."""
     best: tuple[int, float] | None = None
-    """(step, evaluation loss) of the best checkpoint. None: none yet."""
+    """(step, evaluation loss) of the best checkpoint. None: there was no evaluation yet."""
 
     def remember(self, best: Any) -> None:
         """Use ``best``, from a resumed checkpoint, as the best checkpoint so far, if its directory still exists."""

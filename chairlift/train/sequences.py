@@ -37,7 +37,7 @@ _INT32 = np.dtype(np.int32)
 _LARGEST = 2**31 - 1
 _ROWS_AT_ONCE = 1000
 _TOGETHER = 2**18
-"""Maximum number of tokens of a block of sequences that are read together."""
+"""Maximum total number of tokens in a block of sequences that are read together."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,7 +59,7 @@ class Sample:
 
     @property
     def total_weight(self) -> float:
-        """Sum of the weights."""
+        """Sum of the loss weights of the sequence's tokens."""
         return len(self.tokens) - 1.0 if self.weights is None else float(self.weights.sum(dtype=np.float64))
 
     @property
@@ -75,7 +75,7 @@ class Sample:
 
     @property
     def has_target(self) -> bool:
-        """Whether any weight is not 0."""
+        """Whether the sequence has a target: a token whose weight is not 0."""
         return len(self.tokens) > 1 if self.weights is None else bool(self.weights.any())
 
     def piece(self, start: int, end: int) -> Sample:
@@ -145,7 +145,7 @@ def read_sample(item: Any, position: int = 0, key: str | Callable[[Any], Key] | 
 
 
 def _read_block(items: Sequence[Any], position: int) -> list[Sample] | None:
-    """Results of :func:`read_sample` for several ``items``, made with a single copy of their tokens.
+    """Read several ``items`` as :func:`read_sample` does, but copy their tokens only once, into one array.
 
     Returns None unless all items are valid arrays of one dtype, and also if they are long: a single sample would then
     keep the large copy in memory, and little time would be saved.
@@ -232,7 +232,7 @@ class SourceCursor:
         self.kind = _kind(source)
         """Kind of the source: ``indexed``, ``iterable`` or ``queue``."""
         self.position = 0
-        """Number of items read in this epoch."""
+        """Number of items that were read in the current epoch."""
         self.epoch = 0
         self._key = key
         self._in_batches = hasattr(source, "select") and hasattr(source, "features")  # a Hugging Face dataset

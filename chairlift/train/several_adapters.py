@@ -71,7 +71,7 @@ class AdapterLosses:
         return pack
 
     def _sorted(self, pack: Pack) -> tuple[Pack, list[int]]:
-        """(pack with sequences sorted by adapter, index of each sequence's adapter)."""
+        """Sort the sequences of a pack by adapter. Returns (sorted pack, index of each sequence's adapter)."""
         metas: Sequence[Mapping[str, Any]] = pack.meta or [{}] * len(pack.lengths)
         places = [self._place(number, meta) for number, meta in zip(pack.ids, metas, strict=True)]
         order = sorted(range(len(places)), key=places.__getitem__)
@@ -92,7 +92,7 @@ class AdapterLosses:
         return self._adapters.names.index(name)
 
     def _own(self, pack: Pack) -> Iterator[tuple[str, Pack]]:
-        """(name of an adapter, pack of its sequences) for each adapter with sequences in ``pack``."""
+        """Yield (name of an adapter, pack of its sequences) for each adapter that has sequences in ``pack``."""
         pack, places = self._sorted(pack)
         for place, name in enumerate(self._adapters.names):
             if count := places.count(place):
@@ -174,7 +174,7 @@ class AdapterLosses:
 
 
 def mean_loss(results: Mapping[str, AdapterStep]) -> float:
-    """Mean of the adapters' losses, weighted by their numbers of targets."""
+    """Mean of the adapters' losses. Each loss is weighted by the adapter's number of targets."""
     targets = sum(each.num_targets for each in results.values())
     return math.fsum(each.loss * each.num_targets for each in results.values()) / max(1, targets)
 

@@ -60,7 +60,8 @@ def together(module: nn.Module) -> Iterator[None]:
 
 
 def whole(value: Any) -> Any:
-    """The whole tensor of a sharded ``value``; any other value unchanged. Every rank must call this function."""
+    """Gather a sharded tensor ``value`` to a whole tensor. Any other value is returned unchanged. Every rank must call
+    this function."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -77,7 +78,8 @@ def like(parameter: Tensor, value: Any) -> Any:
 
 
 def evened(packs: Sequence[Pack]) -> list[Pack]:
-    """This rank's packs, followed by fillers: every rank gets the same number. Every rank must call this function."""
+    """Add filler packs to this rank's ``packs``, so that all ranks have equally many packs. Every rank must call this
+    function."""
     if num_ranks() == 1:
         return list(packs)
     rank = torch.distributed.get_rank()

@@ -49,7 +49,7 @@ class Selection:
 
     @property
     def samples(self) -> list[Any]:
-        """[N] the callers' objects of the selected rollouts."""
+        """[N] ``sample`` of each selected rollout: the object that the caller has stored with the rollout."""
         return [rollout.sample for rollout in self.rollouts]
 
 
@@ -74,7 +74,8 @@ class GateStats:
     staleness_p50: int
     staleness_max: int
     lengths_produced: dict[int, int]
-    """Power of two -> number of samples with a length up to it and above the next smaller power."""
+    """Histogram of lengths: power of two -> number of samples with a length up to this power and above the next smaller
+    power."""
     lengths_consumed: dict[int, int]
     length_bias: float
     """Mean length of consumed samples divided by the mean length of produced samples, minus 1. It is negative if long
@@ -338,7 +339,7 @@ def _inverse(staleness: int) -> float:
 
 
 def _median(counts: Counter[int]) -> int:
-    """Lower median of values; ``counts`` maps value -> number of occurrences."""
+    """Lower median of a collection of values. ``counts`` maps each value to its number of occurrences."""
     half = (counts.total() + 1) // 2
     for value in sorted(counts):
         half -= counts[value]

@@ -55,7 +55,7 @@ class _Plan:
 
 @dataclasses.dataclass(slots=True)
 class _Row:
-    """Plans of packs that the ranks compute at the same time, one per rank."""
+    """A row: the plans of the packs that the ranks compute at the same time, one per rank."""
 
     plans: list[_Plan]
     step: int
@@ -223,7 +223,8 @@ class PackStream:
                 packs = []
 
     def every(self, count: int, first: int = 0) -> Iterator[tuple[int, Pack]]:
-        """Iterate over every ``count``-th pack from here, beginning with number ``first``, as (number, pack).
+        """Iterate over every ``count``-th pack of the rest of the stream, beginning with pack number ``first``. Yields
+        (number, pack).
 
         The other packs are planned but not built. This is what one of ``count`` loader processes needs.
         """
@@ -447,7 +448,7 @@ class PackStream:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """State from which the rest of the stream follows: plain Python and NumPy arrays, equal on every rank.
+        """State from which the stream can be resumed: plain Python and NumPy arrays, equal on every rank.
 
         It can be saved after any pack. It contains the sequences that were read but not yet returned, with their
         tokens.
@@ -518,7 +519,7 @@ class PackStream:
         closed = len({row.step for row in self._ready})
         self._step -= closed
         self._meter.steps -= closed
-        # Size by which the first of these steps is smaller, because the step before it was too large.
+        # The previous step was larger than its planned size. The first of the new steps is smaller by this excess.
         begun = self._progress + closed * self._settings.goal[1] - sum(map(self._amount, rows))
         self._progress = max(0, begun)
         plans = [plan for row in [*rows, self._window] for plan in row if plan.samples]

@@ -60,13 +60,14 @@ class StreamStats:
     waste: float
     """Fraction of the packs' room that is empty: 1 - tokens / (packs * capacity)."""
     excess: float
-    """packs / lower bound - 1: upper limit of the fraction of packs that a perfect packer would have saved."""
+    """Number of packs divided by its lower bound, minus 1: an upper limit of the fraction of packs that a perfect
+    packer would save."""
     delay_packs: Delay
     """Number of packs that were closed between reading a sequence and closing its pack."""
     delay_arrivals: Delay
     """Number of sequences that were read between reading a sequence and closing its pack."""
     cost_cv: float
-    """Standard deviation of the costs of packs, divided by their mean."""
+    """Variation of the costs of packs: standard deviation divided by mean."""
     idle: float
     """Mean time that a rank waits for the slowest rank, as a fraction of its computing time, if the ranks synchronise
     after every pack."""
@@ -159,7 +160,7 @@ class StreamMeter:
             self._settle()
 
     def _settle(self) -> None:
-        """Count the closed packs that are not counted yet."""
+        """Add the closed packs that are not yet included in the statistics."""
         self.longest_packs = max(self.longest_packs, max(self._delays[0], default=0))
         self.longest_arrivals = max(self.longest_arrivals, max(self._delays[1], default=0))
         for counts, delays in zip((self.delay_packs, self.delay_arrivals), self._delays, strict=True):

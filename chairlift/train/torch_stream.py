@@ -37,7 +37,8 @@ class TorchPackStream(IterableDataset[Pack]):
         resumes, self._resumes = self._resumes, False
         if resumes and workers > 1 and self.stream.ended:
             return iter(())  # this epoch has ended, and the other loader processes have no more packs of it either
-        # The count goes on if the number of loader processes is unchanged. Otherwise counting begins again.
+        # The count of returned packs continues if the number of loader processes is unchanged. Otherwise it begins
+        # again at 0.
         if self.stream.ended or self._workers != workers:
             self._passed = 0
         self._workers = workers
@@ -50,7 +51,7 @@ class TorchPackStream(IterableDataset[Pack]):
             yield pack
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the stream, and the position in the turns of the loader processes."""
+        """State of the stream, and the number of packs that all loader processes have returned."""
         return {"stream": self.stream.state_dict(), "passed": self._passed, "workers": self._workers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -108,7 +108,7 @@ class Trainer:
         self.drift = drift
         self.num_steps = 0
         self.stop_requested = False
-        """Set to True on any rank to stop all ranks. They learn of it with the next step's result."""
+        """Set this to True on any rank to stop all ranks. The other ranks learn of it at the end of the next step."""
         if config.dropout:
             self.network.branches()  # for its check alone
         self._seed = seed
@@ -253,7 +253,8 @@ class Trainer:
         return {name: value.to(device) for name, value in _collate(pack).items()}
 
     def _logits(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor) -> Tensor:
-        """Logits [R, V] of these rows of a pack, products in ``TrainerConfig.dtype``."""
+        """Logits [R, V] at the positions ``rows`` of a pack. Matrix products are computed in
+        ``TrainerConfig.dtype``."""
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
             return self.network.logits(batch, pack, rows)
 
@@ -365,13 +366,14 @@ def predictions(batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]
     is_selected = batch["labels"][0] != IGNORED
     is_selected[batch["cu_seqlens"][:-1].long()] = True
     selected = is_selected.nonzero()[:, 0]
-    # The last row predicts nothing. It makes the numbers of rows and of tokens equal.
+    # The last entry of ``rows`` predicts nothing. It is added so that there are as many rows as selected tokens.
     rows = torch.cat([selected[1:] - 1, selected[-1:]])
     return rows, {name: batch[name][:, selected] for name in ("labels", "loss_weight", "segment_ids")}
 
 
 def _sequence_losses(losses: Tensor, chosen: Mapping[str, Tensor], ids: Sequence[int]) -> list[float]:
-    """Flat list of (id, mean loss, number of targets) of each sequence of :func:`predictions` that has a target."""
+    """Losses of single sequences as a flat list [id, mean loss, number of targets, id, ...], for the sequences of
+    :func:`predictions` that have a target."""
     is_target = chosen["labels"][0, 1:] != IGNORED
     segments = chosen["segment_ids"][0, 1:][is_target].cpu().numpy()
     counts = np.bincount(segments, minlength=len(ids))

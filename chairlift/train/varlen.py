@@ -92,7 +92,7 @@ def attend(
             f"got {q.device} and dropout {dropout}: use backend='auto'"
         )
     offsets = _device_offsets(layout.cu_seqlens, q.device)
-    # Both kernels count the tokens to the left of the query, without the query itself.
+    # For both GPU kernels, the window is the number of tokens before the query, without the query itself.
     sides = (-1 if window is None else window - 1, 0)
     lengths = (offsets, offsets, layout.max_seqlen, layout.max_seqlen)
     if chosen == "flash":
@@ -129,7 +129,8 @@ def _flash_attn() -> Callable[..., Any] | None:
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def _device_offsets(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
-    """``cu_seqlens`` as an int32 tensor [N + 1] on the device. All layers of a forward pass share this cached copy."""
+    """Copy ``cu_seqlens`` to the device, as an int32 tensor [N + 1]. The result is cached, so that all layers of a
+    forward pass share it."""
     return torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
 
 
@@ -161,7 +162,8 @@ class VarlenContext:
         return attend(q, k, v, self.layout, scale=scale, window=window, cap=cap, sinks=sinks)
 
     def recur(self, layer: int, cell: Cell, *inputs: Tensor) -> Tensor:
-        """Run a recurrent layer over each sequence, from a zero state: inputs [T, ...] -> [T, width]."""
+        """Run a recurrent layer separately over each sequence, beginning with a zero state: inputs [T, ...] -> [T,
+        width]."""
         return recur_packed(cell, inputs, self.layout.cu_seqlens)
 
 
@@ -356,7 +358,8 @@ def patch_hf(model: Any, backend: Backend = "auto") -> HFPatch:
 
 
 def _parameters(model: nn.Module) -> tuple[list[str], bool]:
-    """(names of the parameters of ``forward`` in order, whether it accepts other keyword arguments)."""
+    """Inspect the model's ``forward``. Returns (names of its parameters in order, whether it accepts other keyword
+    arguments)."""
     import inspect
 
     parameters = inspect.signature(model.forward).parameters
