@@ -146,7 +146,7 @@ def main(measures: Mapping[str, Measure], parser: argparse.ArgumentParser) -> No
 
 
 def _record(path: Path, results: Mapping[str, Sequence[Figure]]) -> None:
-    """Write these results to the file. Sections that were not measured in this run keep their earlier results."""
+    """Write ``results`` to the file. Sections that were not measured in this run keep their earlier results."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()

@@ -39,7 +39,8 @@ KINDS: dict[str, tuple[LogNormal, LogNormal]] = {
     "burstgpt": (LogNormal(5.6, 1.3, 4, 6000), LogNormal(4.9, 1.1, 2, 1500)),
     "mooncake": (LogNormal(8.4, 1.0, 256, 30000), LogNormal(4.9, 0.9, 4, 1000)),
 }
-"""Kind of traffic -> lengths of (prompts, outputs). The medians are those that the publishers of the traces report."""
+"""Kind of traffic -> (lengths of prompts, lengths of outputs). The medians are those that the publishers of the traces
+report."""
 
 
 def drawn(kind: str, count: int, seed: int, rate: float, folder: Path) -> list[TracedRequest]:
@@ -84,7 +85,7 @@ class Figures:
     preempted: float = 0.0
 
     def row(self, base: Figures) -> dict[str, float]:
-        """Values divided by those of ``base``, except the preemption rate, which is not divided."""
+        """Each value divided by the same value of ``base``; only the preemption rate is not divided."""
         found = {}
         for name in ("ttft", "e2e"):
             own, old = getattr(self, name), getattr(base, name)

@@ -48,7 +48,7 @@ _BLOCKS = 4000
 
 
 class FixedSteps(CostModel):
-    """Cost model in which every step takes the same time."""
+    """Cost model in which every step takes the same fixed time."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()

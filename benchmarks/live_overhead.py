@@ -44,7 +44,8 @@ SETTLE = 0.5
 """Seconds at the beginning of each window that are not measured, because viewers connect then and receive the
 history."""
 CLOCKS = struct.Struct("4d")
-"""(steps, seconds in the step log, seconds in the recorder, steps since the recorder exists)."""
+"""Layout of four numbers in a file: (steps, seconds in the step log, seconds in the recorder, steps since the recorder
+exists)."""
 BUDGET = 0.01
 ENOUGH = 8
 """Minimum number of rounds; with fewer rounds the intervals are not reliable."""
@@ -113,8 +114,8 @@ def connect(port: int) -> socket.socket:
 
 
 def load(port: int, streams: int, prompt: int, tokens: int, told: Connection) -> None:
-    """Run streams until a message arrives on ``told``. The first outputs have different lengths, so that their ends are
-    spread over time."""
+    """Run ``streams`` clients until a message arrives on ``told``. The first outputs have different lengths, so that
+    their ends are spread over time."""
 
     def request(number: int, count: int) -> bytes:
         ids = [3 + (number * 31 + at * 7) % 250 for at in range(prompt)]

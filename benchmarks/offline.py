@@ -40,7 +40,7 @@ Requests = list[tuple[list[int], int]]
 
 def chairlift_engine(model: Path, **settings: Any) -> Callable[[Requests], dict[str, float]]:
     """Function that serves requests with Chairlift, and reports time, padding, wasted rows and preemptions."""
-    # Rounds have the same requests, so with a prefix cache only the first would compute prompts.
+    # All rounds send the same requests. With a prefix cache, only the first round would compute the prompts.
     settings |= {"skip_tokenizer_init": True, "enable_prefix_caching": False}
     llm = LLM(model, dtype="bfloat16", kv_cache_memory_bytes=2 << 30, **settings)
 

@@ -73,8 +73,8 @@ def a2(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def a3(args: argparse.Namespace) -> Iterator[Figure]:
-    """Number of packs of other packers divided by ours, on the same sequences. It must be at least 1 on every mix, and
-    above 1 on three of four."""
+    """Number of packs of other packers divided by the number of Chairlift's packs, on the same sequences. The ratio
+    must be at least 1 on every mix, and above 1 on three of four."""
     if peer("datasets") is not None:
         peer("datasets").disable_progress_bars()
     draws = {name: mix(name, args.peer_count, 0) for name in MIXES}
@@ -303,8 +303,8 @@ def d2(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def d3(args: argparse.Namespace) -> Iterator[Figure]:
-    """With 1, 2, 4 and 8 ranks: whether ranks have equal numbers of packs, all ranks together the same packs, and no
-    token is lost."""
+    """With 1, 2, 4 and 8 ranks, check that all ranks have equal numbers of packs, that the ranks together have the same
+    packs as one rank, and that no token is lost."""
     lengths = mix("docs", 4000, 0)
     rows, whole = Rows(lengths), Counter[Any]()
     for ranks in (1, 2, 4, 8):
@@ -372,8 +372,8 @@ def e2(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def f1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Lanes: used positions, tokens that are seen exactly once, and a recurrence over chunks compared with whole
-    documents."""
+    """Packing into lanes: fraction of used positions, tokens that are not seen exactly once, and a recurrence over
+    chunks compared with the recurrence over whole documents."""
     long = Lanes(Rows(mix("chat", 40_000, 0)), lanes=8, chunk=512)
     deque(long, maxlen=0)
     yield at_least("places used, 40,000 documents", 100 * long.stats()["used"], 99.9, "%")

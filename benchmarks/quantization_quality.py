@@ -67,7 +67,7 @@ class Cost:
     divergence: float
     """Mean divergence over the positions, in nats."""
     agreement: float
-    """Fraction of positions at which the most likely id is the same."""
+    """Fraction of positions at which the format and the base have the same most likely id."""
 
 
 def default_texts() -> list[str]:

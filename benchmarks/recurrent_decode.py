@@ -126,7 +126,8 @@ def step_seconds(answer: Answer, rows: int, args: argparse.Namespace, vocabulary
 
 
 def floor_seconds(cost: ModelCost, rows: int, args: argparse.Namespace, pool: lib.Pool, memory: lib.Memory) -> float:
-    """Least time of a step that decodes ``rows`` rows in the middle of their answers, on the machine as it is now."""
+    """Minimum time of a step that decodes ``rows`` rows in the middle of their answers, computed from the limits of the
+    machine that are measured now."""
     library, clock = lib.require(), CLOCKS[args.clock]
 
     def best(measure: Callable[[], float]) -> float:

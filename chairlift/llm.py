@@ -509,7 +509,8 @@ class LLM:
 
 
 def _one_each(what: str, values: Any, count: int) -> list[Any]:
-    """A list with one value per prompt. ``values`` is one value for all prompts, or already such a list."""
+    """A list with one value per prompt. ``values`` is one value for all prompts, or a list with one value per
+    prompt."""
     if isinstance(values, str) or not isinstance(values, Sequence):
         return [values] * count
     if len(values) != count:

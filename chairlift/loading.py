@@ -1,5 +1,5 @@
-"""Loads a model and makes its executor, from settings. Every engine starts with these functions, in each kind of
-process."""
+"""Loads a model and makes its executor, from settings. Every engine, in any kind of process, is started with these
+functions."""
 
 from __future__ import annotations
 
@@ -81,14 +81,16 @@ class LoadedExecutor:
     calls: tuple[str, ...] = ()
     """Names of the model's operations without a kernel. PyTorch computes these operations between the kernels."""
     block_bytes: int = 0
-    """Bytes of a KV block over all its layers. With several cache groups, the mean of the groups."""
+    """Size in bytes of one KV block in all layers of its cache group. With several cache groups, the mean of their
+    sizes."""
     quantization: str | None = None
     """See :attr:`EngineInfo.quantization`."""
     weight_bytes: int = 0
     kv_cache_dtype: str | None = None
     """Data type of K and V, if it differs from the model's data type."""
     step_cost: ModelCost | None = None
-    """Minimum cost of a step, if the native CPU kernels run the model; otherwise None."""
+    """Minimum cost of the model's steps (bytes to read, operations to compute), if the native CPU kernels run the
+    model; otherwise None."""
 
     def least_step_seconds(self) -> Callable[[StepFeatures, int], float] | None:
         """Measure the limits of this machine (takes about 100 ms), and return a function for the minimum duration of a

@@ -20,10 +20,10 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledCall(Generic[_Result]):
-    """One call with checked arguments."""
+    """One call of ``embed``, ``classify`` or ``score``, whose arguments have been checked."""
 
     texts: list[PooledText]
-    """Inputs of the model."""
+    """Texts that the model processes for this call."""
     finish: Callable[[Mapping[str, bytes]], list[PoolingRequestOutput[_Result]]]
     """Function from (text id -> its vector) to the caller's results."""
 

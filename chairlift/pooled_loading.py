@@ -47,7 +47,7 @@ _OF_GENERATION: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedPooling:
-    """A model in memory, and facts about it."""
+    """A model for embeddings, scores or classes in memory, and facts about it."""
 
     core: PoolingCore
     info: EngineInfo
@@ -128,8 +128,8 @@ def load_pooling(config: EngineConfig, progress: Progress | None = None) -> Load
 
 
 _INVARIANT: Final = {"encoder_embeddings of token_ids", "encoder_attention", "layer_norm", "gelu", "gelu_and_mul"}
-"""PyTorch operations that give a row the same result whatever other rows they compute. (Attention of an encoder is one
-call per text.)"""
+"""PyTorch operations whose result for a row does not depend on the other rows. (Attention of an encoder is one call per
+text.)"""
 
 
 def _max_model_len(setting: int | None, pooled: PooledConfig) -> int:

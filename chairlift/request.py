@@ -183,7 +183,7 @@ class Request:
         self.cache_salt = cache_salt
         self.adapter_id = adapter_id
         self.params = params
-        """Data of the front end; the scheduler does not read it."""
+        """Object that the front end keeps with the request; the scheduler does not read it."""
         self.sampling = sampling
         """Sampling parameters for the executor; the scheduler does not read them."""
         self.min_tokens = min_tokens
@@ -193,7 +193,7 @@ class Request:
         self.images = images
         """Positions of the prompt whose inputs are rows of encoded images."""
         self.source = source
-        """Request with the same prompt (``n > 1``). Its blocks are shared as long as it exists."""
+        """Another request with the same prompt (``n > 1``), whose blocks are shared as long as it exists."""
         self.may_share = may_share
         """Whether cached KV may be used instead of computing the prompt."""
         self.status = RequestStatus.WAITING
@@ -220,8 +220,8 @@ class Request:
         self.siblings: list[Request] = []
         """Requests with the same prompt that wait until this request has computed the prompt, and then fork from it."""
         self.num_sample_positions = 1
-        """Number of positions at which the last chunk of the known tokens samples, counted from the chunk's end. A
-        shorter chunk samples at fewer. Only the token of the last position is used; the others are dropped."""
+        """Number of positions, counted from the end of the known tokens, at which the last chunk samples a token. A
+        shorter chunk samples at fewer positions. Only the token of the last position is used."""
         self.block_ids: list[list[int]] = []
         """The block table: one list of block ids per cache group."""
         self.num_out_of_reach: list[int] = []
@@ -242,7 +242,7 @@ class Request:
         self.waits_for = ""
         """What the request waits for: ``adapter`` (being read), ``image`` (being encoded) or empty."""
         self.adapter_passes = 0
-        """Number of later requests with adapters that were admitted while this one's adapter did not fit."""
+        """Number of later requests with adapters that were admitted while this request's adapter did not fit."""
         self.num_charged_tokens = 0
         """Number of tokens computed since admission that the request's tenant was charged for."""
         self.num_accepted_predicted = self.num_rejected_predicted = 0
@@ -310,7 +310,7 @@ class Request:
         return self._clock is not _STILL
 
     def join(self, clock: DecodeClock) -> None:
-        """Start to advance with ``clock``, one position per tick."""
+        """From now on, let each tick of ``clock`` advance this request by one position."""
         self._clock = clock
         self._joined_at = clock.count
 

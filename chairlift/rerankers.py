@@ -23,8 +23,8 @@ class Reranker:
     default: str
     """Text of the instruction unless the settings give another."""
     answers: tuple[str, str] = ("no", "yes")
-    """(negative, positive) answer. The model compares their logits after the prompt; the probability of the positive
-    answer is the score."""
+    """(negative answer, positive answer). The model compares the logits of both after the prompt; the probability of
+    the positive answer is the score."""
 
 
 RERANKERS: Final = {

@@ -77,6 +77,6 @@ class RolloutGenerator:
 
 
 def _versions(answer: CompletionOutput) -> list[int]:
-    """[L] weight version that sampled each token."""
+    """One entry per token of the answer: version of the weights that sampled the token."""
     runs = [*answer.weight_versions, (len(answer.token_ids), -1)]
     return [version for (start, version), (end, _) in pairwise(runs) for _ in range(start, end)]

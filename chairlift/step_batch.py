@@ -66,7 +66,7 @@ class StepBatch:
     """(index in the flat batch, count, key, first row): ``count`` tokens whose inputs are rows of an encoded image
     tile."""
     slots: _Int32 = dataclasses.field(default_factory=_none)
-    """[N] InputBatch row of each row."""
+    """[N] for each row of the step, its permanent row in the InputBatch."""
     tokens: _Int32 = dataclasses.field(default_factory=_none)
     """[num_slots, L] prompt and output tokens of every slot so far. An entry is negative while its token is still on
     the device."""
@@ -90,7 +90,7 @@ class StepBatch:
 
     @property
     def sample_slots(self) -> _Int32:
-        """[P] InputBatch row of each sample position."""
+        """[P] for each sample position, the permanent row in the InputBatch."""
         return self.slots[self.sample_rows]
 
     @property

@@ -72,14 +72,14 @@ NAMES: Final[dict[str, Name]] = {
     "num_gpu_blocks_override": Name(int, None, "num_kv_blocks is its name here"),
     "task": Name(str, None, "runner is its name here"),
 }
-"""vLLM's setting of the engine -> how it is treated."""
+"""Name of a setting of vLLM's engine -> how Chairlift treats the setting."""
 SERVER_NAMES: Final[dict[str, Name]] = {
     "enable_auto_tool_choice": Name(bool, (True,), "calls are always read", "set tool_call_parser to none"),
     "uvicorn_log_level": Name(str, None, "connections are not logged; log_requests logs requests"),
     "disable_frontend_multiprocessing": Name(bool, None, "the engine always has a process of its own"),
     "root_path": Name(str, ("",), "there is none", "let the proxy take the prefix away"),
 }
-"""vLLM's setting of ``vllm serve`` only -> how it is treated."""
+"""Name of a setting that only ``vllm serve`` has -> how Chairlift treats the setting."""
 _RUNNERS: Final = {
     "auto": "auto",
     "generate": "generate",

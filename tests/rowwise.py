@@ -22,6 +22,6 @@ def _on_the_cpu() -> bool:
 
 
 def needs_rowwise_products(device: torch.device) -> None:
-    """Skip the test if ``device`` cannot compute such matmuls."""
+    """Skip the test if ``device`` cannot compute fp8 matmuls with one scale per row."""
     if device.type == "cpu" and not _on_the_cpu():
         pytest.skip(f"PyTorch {torch.__version__} scales rows of fp8 on GPUs only")

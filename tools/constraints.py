@@ -25,7 +25,7 @@ _HEAD = """# Versions with which the tests passed; the image is built with them.
 
 
 def requirements() -> list[Requirement]:
-    """Requirements in ``pyproject.toml``, without those of extras."""
+    """Requirements in ``pyproject.toml``, without the requirements of extras."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

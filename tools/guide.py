@@ -40,7 +40,7 @@ class Entry:
 
     page: str
     questions: tuple[str, ...]
-    """Wordings for training: the heading first, then those of ``Also asked``."""
+    """Wordings for training: the heading first, then the wordings under ``Also asked``."""
     held_back: tuple[str, ...]
     """Wordings that are never used for training."""
     answer: str

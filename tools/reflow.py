@@ -21,7 +21,7 @@ _JOIN = "\0"
 
 
 def reflow(text: str) -> str:
-    """The same Markdown with its paragraphs and list items wrapped at ``WIDTH`` columns."""
+    """The Markdown ``text`` with its paragraphs and list items wrapped at ``WIDTH`` columns."""
     out: list[str] = []
     paragraph: list[str] = []
     first = rest = fence = ""

@@ -140,7 +140,7 @@ class CoreProcess:
         depth = core.num_lookahead_steps
         self._forecaster = Forecaster(core.scheduler, core.costs, core.answer_lengths, priorities, depth)
         self._forecast: Forecast | None = None
-        """The newest forecast that was not sent yet."""
+        """The newest forecast, if it has not been sent to the server's process yet; otherwise None."""
         self._pending: list[CoreOutputs] = []
         """Results of steps that wait until the socket has room for them; each entry becomes one frame. The results of
         later steps are merged into the last entry."""

@@ -26,7 +26,7 @@ class TokenText(Protocol):
         """Text that this token completes. It is empty while the last character is incomplete."""
 
     def flush(self) -> str:
-        """Text of a last character that stayed incomplete."""
+        """Text of an incomplete character at the end of the answer; empty if there is none."""
 
 
 def token_decoder(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> TokenText:

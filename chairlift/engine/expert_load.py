@@ -12,7 +12,7 @@ __all__ = ["ExpertLoad"]
 _MIN_SECONDS = 1.0
 """Minimum number of seconds between two readings of the counts."""
 _SECONDS = 10.0
-"""Time constant of the moving average, in seconds."""
+"""Time constant of the moving average of tokens per expert, in seconds."""
 
 
 class ExpertLoad:

@@ -10,7 +10,7 @@ from chairlift.scheduler.cost_model import StepFeatures
 __all__ = ["FloorShare"]
 
 _SECONDS = 10.0
-"""Time constant of the moving average, in seconds of work."""
+"""Time constant of the moving average of utilisation, in seconds of work."""
 
 
 class FloorShare:

@@ -52,7 +52,7 @@ class GrammarRow:
     request: Request
     matcher: Matcher
     fresh: Callable[[], Matcher]
-    """Makes a new matcher at the beginning of the answer."""
+    """Function that makes a new matcher, which stands at the beginning of the answer."""
 
 
 class SamplePlace(NamedTuple):

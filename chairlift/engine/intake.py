@@ -115,7 +115,7 @@ class Intake:
         self._waiting: dict[str, _Waiting] = {}
         self._crowd = _Crowd()
         self._starts: dict[str, float] = {}
-        """Id of a waiting request -> forecast start."""
+        """Id of a waiting request -> time at which it starts according to the forecast."""
         self._unforeseen = _Crowd()
         """Counts of waiting requests that came after the forecast was made."""
         self._lane_ends: dict[_Lane, tuple[float, float]] = {}

@@ -51,10 +51,10 @@ class _Answer:
         """(seconds charged to the sequence until it began to decode, totals of the cause ledger at that time); only for
         a request with stop strings."""
         self._taken = 0
-        """Number of tokens that were delivered as deltas."""
+        """Number of the answer's tokens that were already delivered to the caller as deltas."""
         self._end_delivered = False
         self.progress: tuple[Progress, float] | None = None
-        """(newest progress report, its time)."""
+        """(newest progress report of the sequence, time of this report); None before the first."""
         self.weight_versions = [(0, 0)]
         """(index of the first token, version of the weights), as in :attr:`CompletionOutput.weight_versions`."""
         self.predicted = (0, 0)

@@ -80,7 +80,7 @@ class PooledRequests:
                 waiting_text.started = now
 
     def pooled(self, message: Pooled) -> None:
-        """Deliver the results of a forward pass."""
+        """Deliver the results of a forward pass to the calls that wait for them."""
         now = time.monotonic()
         self._intake.heard(now, busy=True)
         self._stats.step(message.stats)

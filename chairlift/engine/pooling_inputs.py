@@ -27,7 +27,7 @@ class PoolingInputs:
 
     @property
     def pooling(self) -> PoolingInfo:
-        """Facts about the model."""
+        """Facts about the model for embeddings, scores or classes."""
         if self.info.pooling is None:
             raise InvariantError("a model that generates has no pooling")
         return self.info.pooling

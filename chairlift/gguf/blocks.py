@@ -34,7 +34,7 @@ class Groups(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockType:
-    """One of ggml's types. A block of ``bytes`` bytes stores ``weights`` weights."""
+    """One of ggml's types of weights. A block of ``bytes`` bytes stores ``weights`` weights."""
 
     name: str
     weights: int
@@ -91,7 +91,8 @@ def _half(raw: _Raw) -> _Float:
 
 
 def _nibbles(raw: _Raw) -> _Raw:
-    """Split bytes [B, n] into halves [B, 2 n]: first all low halves, then all high halves."""
+    """Split each byte of [B, n] into two numbers of 4 bits: [B, 2 n], first the low halves of all bytes, then the high
+    halves."""
     return np.concatenate([raw & 15, raw >> 4], axis=1)
 
 

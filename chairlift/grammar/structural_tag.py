@@ -96,8 +96,8 @@ class _Writer:
         start = self._format(root, "format", None, 0)
         free = [token for token in self._markers.others.values() if token not in self._bounds]
         marker = " | ".join(f"<[{token}]>" for token in free)
-        # The lexer reads text up to a trigger together with the trigger, as one lexeme. So before it only text that
-        # ends with a marker is possible.
+        # The lexer reads a trigger and the text before it as one lexeme. So before such a lexeme, only text that ends
+        # with a marker is possible.
         rules = [f"marked: (TEXT? ({marker}))*", "text: marked TEXT?"] if free else ['marked: ""', "text: TEXT?"]
         for name, terminal in self._without.items():
             rules.append(f"{name}: ({terminal}? ({marker}))* {terminal}?" if free else f"{name}: {terminal}?")
@@ -176,8 +176,8 @@ class _Writer:
         return self._rule(" | ".join(parts))
 
     def _tag(self, given: Mapping[str, Any], where: str, end: str | None, depth: int, skip: int = 0) -> str:
-        """Expression for a tag. The first ``skip`` characters of its beginning are left out, because the text already
-        has them."""
+        """Lark expression for a tag. The first ``skip`` characters of the tag's beginning are left out, because the
+        expression before the tag already matches them."""
         self._tags += 1
         if self._tags > _MAX_TAGS:
             raise _wrong(where, f"is one tag too many; {_MAX_TAGS} are allowed")

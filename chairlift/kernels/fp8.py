@@ -52,7 +52,7 @@ class Fp8Weight:
         by_slices(source, pack, mapped=mapped)
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
-        """The dequantised weight [out, in]."""
+        """The weight [out, in] converted to floats of ``dtype``."""
         return (self.values.float() * self.scales[:, None]).to(dtype)
 
 

@@ -47,7 +47,7 @@ class GroupKind(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name in messages, such as ``int4`` or ``mxfp4``."""
+        """Name of the kind in messages, such as ``int4`` or ``mxfp4``."""
         return "mxfp4" if self.e2m1 else f"int{self.bits}"
 
     def __str__(self) -> str:

@@ -36,7 +36,7 @@ class Mamba2Shape:
     gate_factor: float = 1.0
     """Factor of the gate's input."""
     step_factor: float = 1.0
-    """Factor of the time steps' inputs, before their bias is added."""
+    """Factor by which the inputs of time steps are multiplied before the bias is added."""
 
     @property
     def inner(self) -> int:

@@ -28,8 +28,8 @@ class StatePart:
 
 
 def panel_width(columns: int) -> int:
-    """Columns of a head's state that are stored together, as [columns / width, rows, width]: the native scan reads such
-    a panel in one piece."""
+    """Number of columns of a head's state that are stored together, as [columns / width, rows, width]. The native scan
+    reads such a panel in one piece."""
     return next(width for width in (32, 16, columns) if columns % width == 0)
 
 
@@ -42,7 +42,7 @@ class Cell(Protocol):
         ...
 
     def width(self, *widths: int) -> int:
-        """Width of the result for inputs of these widths. Raises ValueError for wrong widths."""
+        """Width of the result if the inputs have the widths ``widths``. Raises ValueError for wrong widths."""
         ...
 
     def scan(self, inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -58,9 +58,9 @@ class Piece:
     start: int
     end: int
     read: int
-    """Block that holds the state before these tokens; -1 for the first piece of a sequence."""
+    """Block that holds the state before the piece; -1 for the first piece of a sequence."""
     write: int
-    """Block that receives the state after these tokens."""
+    """Block that receives the state after the piece."""
     alone: bool = False
     """Whether the piece is the only token of its row in this step."""
 

@@ -60,5 +60,5 @@ class Routing:
 
     @property
     def words(self) -> str:
-        """Description for messages, such as ``32 experts, 4 chosen``."""
+        """Description of the routing for messages, such as ``32 experts, 4 chosen``."""
         return f"{self.num_experts} experts, {self.top_k} chosen"

@@ -35,7 +35,7 @@ SHORT = 64
 _STEP = 8
 """Segments in a shared call have lengths that differ by less than this number of tokens."""
 _COPY = 128
-"""Cost of one call, measured as the number of rows that could be copied in the same time."""
+"""Cost of one attention call: the number of rows that could be copied in the same time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -291,7 +291,7 @@ class _Shape:
 
     @property
     def plain(self) -> bool:
-        """Whether torch's kernel supports these settings."""
+        """Whether torch's attention kernel supports these settings: no cap and no sinks."""
         return self.cap is None and self.sinks is None
 
 

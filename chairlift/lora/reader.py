@@ -52,10 +52,10 @@ class LowRank:
 
     start: int
     a: Tensor
-    """float32 [r, in]."""
+    """Matrix A, float32 [r, in]."""
     b: Tensor
-    """float32 [rows, r]. The adapter's scale is already multiplied in. Rows have the order of the rows of this
-    package's layer."""
+    """Matrix B, float32 [rows, r], already multiplied by the adapter's scale. Its rows have the order of the rows of
+    this package's layer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class Planned:
 
     name: str
     dtype: torch.dtype
-    """int64, int32, bfloat16 or float16."""
+    """Dtype of the tensor: int64, int32, bfloat16 or float16."""
     shape: tuple[int, ...]
 
     @property

@@ -126,7 +126,8 @@ def _nucleus(probs: Tensor, token_ids: Tensor, top_p: Tensor) -> tuple[Tensor, T
 
 
 def _take(logits: Tensor, rows: Tensor) -> Tensor:
-    """The given rows: ``logits`` itself if these are all rows (no copy is made), otherwise a copy."""
+    """The rows ``rows`` of ``logits``: ``logits`` itself if these are all its rows (no copy is made), otherwise a
+    copy."""
     return logits if len(rows) == len(logits) else logits[rows]
 
 

@@ -91,7 +91,7 @@ async def show_queue(request: Request) -> Response:
 
 
 def _requests(state: ServerState, caller: Caller, request_id: str | None) -> list[QueuedRequest]:
-    """The caller's waiting requests."""
+    """The waiting requests that the caller may see. With ``request_id``: only those with this id, also started ones."""
 
     def shown(stream: OutputStream) -> bool:
         return caller.sees(stream.tenant) and (request_id is None or stream.name == request_id)

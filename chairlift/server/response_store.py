@@ -22,11 +22,11 @@ class StoredResponse:
     items: bytes
     """JSON list of all items of the conversation, including the items of the output."""
     num_input: int = 0
-    """Number of items before the output's items."""
+    """Number of items of the conversation before the items of the output."""
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes that counts against the limit."""
+        """Size in bytes of the stored response, which counts against the limit on the total size."""
         return len(self.body) + len(self.items)
 
 

@@ -52,11 +52,11 @@ class ResponseBuilder:
         self._counts = run.plan.reasoning is not None
         self._top, self._texts, self._meter = run.chat.top_logprobs or 0, run.texts, meter
         self._special = run.texts.tokenizer.special_ids if run.texts.tokenizer else frozenset()
-        """Ids of special tokens, which have no text."""
+        """Ids of the tokenizer's special tokens, which have no text."""
         self._open: OutputMessage | ReasoningItem | None = None
         """The item that may still grow: further text of the same kind is added to it."""
         self._pieces: list[str] = []
-        """Pieces of text of the open item."""
+        """Parts of the text of the item that may still grow."""
         self._number = 0
         self._pending_logprobs: list[tuple[int, bytes]] = []
         """(token index, JSON of the token's log-probabilities) for tokens that are not in an event yet, because their

@@ -85,7 +85,7 @@ class TextOptions(msgspec.Struct, kw_only=True):
     """``type`` is ``text``, ``json_object`` or ``json_schema``. A schema is always enforced, even if ``strict`` is
     false."""
     verbosity: str | None = None
-    """Ignored."""
+    """Ignored: the server cannot change the verbosity of an output."""
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
@@ -270,7 +270,7 @@ class Response(msgspec.Struct, kw_only=True):
     user: str | None
     metadata: dict[str, str]
     tool_call_errors: list[str] | UnsetType = UNSET
-    """Descriptions of malformed tool calls. Their text stays in a message."""
+    """Descriptions of malformed tool calls in the output. The text of these calls stays in a message."""
 
 
 class DeletedResponse(msgspec.Struct, kw_only=True):

@@ -113,14 +113,16 @@ def _run(row: _Row) -> tuple[str, str] | None:
 
 
 def _has_prompt_rest(row: _Row) -> bool:
-    """Whether the rest ``Q`` of an alternative ``P?X*Q`` is prompt, and the alternative cannot match the empty text."""
+    """Whether the rest ``Q`` of an alternative ``P?X*Q`` is *prompt* (the module's text defines this term), and the
+    alternative cannot match the empty text."""
     start = 0 if row[0].times in _RUNS else 1
     rest = row[start + 1 :]
     return _is_prompt(rest) and (row[start].minimum > 0 or _min_chars(rest) > 0)
 
 
 def _is_all_but_last(row: _Row) -> bool:
-    r"""Whether the alternative is ``\s+(?!\S)``, or the same with ``\d`` or ``\w``."""
+    r"""Whether the alternative is ``\s+(?!\S)``, or the same with ``\d`` or ``\w``. It matches all characters of a run
+    except the last."""
     if len(row) != 2 or row[0].times != "+":
         return False
     kind = row[0].atom[1:]

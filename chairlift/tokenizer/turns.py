@@ -14,8 +14,8 @@ _T = TypeVar("_T")
 
 
 class Turns:
-    """``at_once`` running jobs, and at most ``max_waiting`` (at least 1) waiting callers. ``what`` names the jobs in
-    error messages.
+    """Runs at most ``at_once`` jobs at a time. At most ``max_waiting`` (at least 1) further callers wait. ``what``
+    names the jobs in error messages.
 
     If a caller is cancelled, its job continues and still counts until it ends, because work on a thread or in a worker
     process cannot be stopped.

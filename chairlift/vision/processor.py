@@ -19,7 +19,7 @@ MAX_IMAGES: Final = 64
 
 
 class Tokens(Protocol):
-    """The part of a tokenizer that the processor uses."""
+    """Interface with the methods of a tokenizer that :class:`ImageProcessor` uses."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 

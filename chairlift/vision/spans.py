@@ -25,7 +25,7 @@ class ImageTile:
     key: bytes
     """SHA-256 of the pixels and their shape. Tiles with equal keys have equal encoded rows."""
     pixels: bytes
-    """uint8 [3, height, width], before normalisation."""
+    """The pixels as uint8 [3, height, width], before normalisation."""
     grid: tuple[int, int] = (0, 0)
     """(patches from top to bottom, patches from left to right) for models whose images differ in size; otherwise
     zeros."""

@@ -12,8 +12,8 @@
 
 namespace CL_NS {
 
-// A row of scores is one cache line longer than a tile. If rows were a power of two apart, they would compete for the
-// same sets of L1.
+// A row of scores is one cache line longer than a tile of keys. If the distance between rows were a power of two, all
+// rows would compete for the same sets of L1.
 enum { KV_TILE = 256, SCORES_STRIDE = KV_TILE + LANES, MAX_ATTENTION_ROWS = 64, MAX_HEAD_DIM = 256 };
 static_assert(KV_SPLIT % KV_TILE == 0, "splits are whole tiles");
 

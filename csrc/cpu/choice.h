@@ -43,7 +43,7 @@ enum {
 };
 static const uint32_t PHILOX_M0 = 0xD2511F53, PHILOX_M1 = 0xCD9E8D57;
 
-// The Philox generator of one row. It gives one random 32-bit word for each id.
+// Philox, a counter-based random generator, for one row. It gives one random 32-bit word for each id.
 struct Philox {
   uint64_t keys[2 * PHILOX_ROUNDS];
   uint64_t position;

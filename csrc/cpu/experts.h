@@ -167,7 +167,7 @@ static int last_up_to(const int32_t* first, int count, int32_t value) {
   return low;
 }
 
-// The expert of row number `row` of the sorted rows.
+// The expert that computes row number `row`, where rows are sorted by expert.
 static int expert_of(const ExpertScratch& s, int row) { return s.expert[last_up_to(s.first_row, s.counts[0], row)]; }
 
 // The items for gemm_items: the matrix multiplications of all parts, one part after another.
@@ -197,7 +197,7 @@ struct ExpertItems {
     return found;
   }
 
-  // Number of panels in a chunk; `unit` panels must stay together.
+  // Number of panels in a chunk of the weight, a multiple of `unit`: the results of `unit` panels belong together.
   static int chunk_of(Panels<Weight> weight, const ExpertScratch& s, int unit, int threads) {
     const int parts = s.counts[0], mean = (s.first_row[parts] + parts - 1) / parts;
     weight.count *= parts;

@@ -5,7 +5,7 @@
 
 namespace CL_NS {
 
-// Sixteen integers of 32 bits, or thirty-two of 16 bits.
+// vi: a vector of sixteen integers of 32 bits, or of thirty-two integers of 16 bits.
 #if defined(__AVX512F__)
 typedef __m512i vi;
 CL_INLINE vi iload(const void* p) { return _mm512_loadu_si512(p); }

@@ -34,7 +34,8 @@ struct Kernels {
   size_t (*expert_bytes)(const cl_op& op, int dtype, int32_t tokens);
 };
 
-// Each returns null if the build or the processor does not have its path.
+// Each function returns the table of its instruction-set path, or null if the build or the processor does not have this
+// path.
 const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512_bf16();

@@ -30,7 +30,8 @@ struct cl_pool {
   // Number of items taken from this thread's share since the last barrier, by any thread.
   std::atomic<int64_t>& taken(int thread) { return shares_[thread].taken[generation_.load(std::memory_order_relaxed) & 1]; }
 
-  // Memory of one thread, or null if the system has none. It stays allocated between runs, but its contents may change.
+  // Scratch memory of one thread, of at least `bytes` bytes, or null if the system has none. It stays allocated between
+  // runs, but its contents may change.
   void* scratch(int thread, size_t bytes);
 
   // Memory that all threads of a run use. Call this before the run.

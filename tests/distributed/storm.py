@@ -1,4 +1,5 @@
-"""Mixed requests to replicas in real processes, while these are killed, stopped and restarted at random times."""
+"""Mixed requests to replicas in real processes, while the processes are killed, stopped and restarted at random
+times."""
 
 from __future__ import annotations
 

@@ -436,7 +436,8 @@ SCENARIOS: Final[dict[str, Scenario]] = {
 
 
 def main() -> int:
-    """Run scenarios and print their results as JSON lines. Returns 1 if a rule was broken."""
+    """Run the scenarios that the command line names, and print their results as JSON lines. Returns 1 if a rule was
+    broken."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.chaos", description=__doc__.splitlines()[0])
     parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join(SCENARIOS))
     parser.add_argument("--kills", type=int, default=20, help="of the engine; the API process is killed half as often")

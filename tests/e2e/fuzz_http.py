@@ -1,4 +1,4 @@
-"""Malformed connections, in which headers, lengths, chunks, pieces and ends contradict each other."""
+"""Makes malformed HTTP connections, in which headers, lengths, chunks, pieces and the end contradict each other."""
 
 from __future__ import annotations
 

@@ -369,7 +369,7 @@ class _Answer:
         self._ends: list[str | None] = [None] * submit.ask.n
 
     def take(self, piece: bytes) -> None:
-        """Process a piece of the body."""
+        """Process a piece of the response's body."""
         if self._submit.status != 200 or not self._submit.ask.stream:
             content = json.loads(piece)
             self._submit.times.append(time.monotonic())

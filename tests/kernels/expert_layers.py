@@ -47,7 +47,7 @@ class ExpertLayer:
 
     @property
     def rest(self) -> tuple[Any, ...]:
-        """Arguments of ``ops.experts`` after the experts' weights."""
+        """The further arguments of ``ops.experts``, which follow the weights of the experts."""
         return (
             *(self.router, self.routing, self.correction, self.shared_gate),
             *(self.router_bias, self.biases, self.clamp, self.gated),

@@ -1,4 +1,4 @@
-"""Thread counts for tests that compare one thread with two, bit by bit."""
+"""Fixture that lets a test compute with two threads, to compare the results bit by bit with those of one thread."""
 
 from __future__ import annotations
 

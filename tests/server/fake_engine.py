@@ -378,8 +378,8 @@ class FakeEngine:
         return tokens[:count]
 
     def _entry(self, token: int, top: int) -> dict[int, Logprob]:
-        """Log-probabilities: the chosen token first, with a rank that depends on the token, then the ``top`` most
-        likely tokens."""
+        """Made-up log-probabilities of one position: the chosen token first, with a rank that depends on the token,
+        then the ``top`` most likely tokens."""
         rank = token % 3 + 1
         likely = [(token + 17 * (r - rank)) % (self.info or INFO).vocab_size for r in range(1, max(top, rank) + 1)]
         entry = {token: self._logprob(token, rank)}

@@ -78,7 +78,7 @@ class Truth:
         return clock
 
     def burst(self, count: int) -> None:
-        """Add ``count`` requests at once. Some of their prompts have equal beginnings."""
+        """Add ``count`` requests at once. Some prompts have equal beginnings."""
         for _ in range(count):
             draw = self._random
             prompt = [3] * draw.choice([0, 8, 16]) + [draw.randrange(18) for _ in range(draw.randrange(2, 24))]
@@ -103,7 +103,7 @@ class Truth:
                 self.aborted.add(name)
 
     def churn(self, count: int) -> None:
-        """Run requests that are aborted during their prefill. Each uses the row of the previous one."""
+        """Run requests that are aborted during their prefill. Each request uses the row of the request before it."""
         for number in range(count):
             name = f"churned-{number}"
             params = SamplingParams(max_tokens=4, ignore_eos=True, seed=1)

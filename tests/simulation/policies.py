@@ -77,7 +77,7 @@ class FairShares(FirstComeFirstServed):
 
 
 class SeededRandom(FirstComeFirstServed):
-    """Random decisions that are the same in every run."""
+    """Makes random decisions from a seed, so that every run makes the same decisions."""
 
     name = "random"
     preemptive = True

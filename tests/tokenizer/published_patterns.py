@@ -78,7 +78,8 @@ STEADY = {
     "a prefix at the start of a text": r"(?<!\n)^",
 }
 SLOW = {
-    # Patterns of models that are correctly refused, because their time grows with the square of the text's length.
+    # Patterns that the server correctly refuses, because splitting takes time that grows with the square of the text's
+    # length.
     "DeepSeek LLM, spaces at the end": r"\s+$",
     "SentencePiece, converted by transformers 5": r"\A +| +\z",
     "SeamlessM4T": " +▁",

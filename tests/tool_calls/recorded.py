@@ -210,7 +210,7 @@ def reader_for(name: str, reasoning: str = "", **options: Any) -> AnswerReader:
 
 
 def split_read(reader: AnswerReader, pieces: list[str]) -> Answer:
-    """Result of reading a text that arrives in these pieces."""
+    """Result of reading a text that arrives in ``pieces``."""
     answer = Answer()
     for piece in pieces:
         answer.add(reader.feed(piece))

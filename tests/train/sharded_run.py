@@ -21,7 +21,7 @@ from tests.train.test_trainer import examples, tiny_model
 
 
 def steps() -> list[list[Pack]]:
-    """Two steps of three packs."""
+    """The data of two steps, with three packs each."""
     return list(PackStream(examples(30), 64, pool=8, step="packs:3").steps())[:2]
 
 

@@ -304,7 +304,7 @@ class Reference:
         self.tokenizer = tiny_tokenizer()
 
     def text_of(self, *parts: str | Image.Image) -> str:
-        """Text of a question that consists of these parts, rendered by the chat template."""
+        """Text of a question that consists of ``parts``, rendered by the chat template."""
         head = ":" if not isinstance(parts[0], str) else ": "
         inner = "".join(each if isinstance(each, str) else "<image>" for each in parts)
         return f"<|im_start|>User{head}{inner}<end_of_utterance>\nAssistant:"

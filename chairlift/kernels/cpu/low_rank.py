@@ -76,8 +76,8 @@ class PackedAdapter:
 
 
 def _fill(a: PackedWeight, b: PackedWeight, parts: Sequence[LowRankPart]) -> npt.NDArray[np.int32]:
-    """Write the parts of one linear layer into ``a`` and ``b``. Returns int32 [panels, 2]: per panel of outputs, the
-    first rank dimension with nonzero values and their number."""
+    """Write the parts of one linear layer into ``a`` and ``b``. Returns int32 [panels, 2]: for each panel of outputs,
+    (first rank dimension that has nonzero values, number of such dimensions)."""
     panels, whole = b.columns().numpy() // PANEL, torch.zeros(b.out_features, b.k)
     begin = np.full(b.panels, np.iinfo(np.int32).max, dtype=np.int64)
     end = np.zeros(b.panels, dtype=np.int64)

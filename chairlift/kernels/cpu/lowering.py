@@ -321,8 +321,8 @@ def _attention(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
 
 
 def _recurrence(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
-    """The operations of a recurrent layer. A cell without a native kernel is computed in plain torch, on the same
-    states."""
+    """The operations of a recurrent layer. A cell without a native kernel is computed in plain torch, which reads and
+    writes the same states."""
     make = _CELLS.get(type(node.attributes["cell"]))
     yield from (None if make is None else make(node, node.attributes["cell"], node.out)) or _call(fuser, node)
 

@@ -90,7 +90,7 @@ class PackedMatrix(abc.ABC):
         self.bias: Tensor | None = None
         """Bias, float32 [panels * 32] in the order of the packed columns; None if there is none."""
         self.site = 0
-        """1 + the layer's column in the table of adapters; 0 if no adapter may change the layer."""
+        """Number of the layer in the table of adapters: 1 + its column; 0 if no adapter may change the layer."""
 
     def pack_rows(self, source: Tensor | GroupedRows, first_row: int = 0, *, mapped: bool = False) -> None:
         """Write ``source`` [rows, in], of any float dtype and device, as the outputs from ``first_row`` on.

@@ -427,7 +427,7 @@ class StepProgram:
         rows[:, op.out.width :] = 0  # matmuls read the padding, which may contain NaN of an earlier row
 
     def _recur(self, node: Node, step: StepBatch, given: Sequence[Tensor]) -> Tensor:
-        """Compute a recurrent layer in plain torch, on the same states that native kernels use."""
+        """Compute a recurrent layer in plain torch. It reads and writes the states that native kernels use, too."""
         layer, cell = node.attributes["layer"], node.attributes["cell"]
         group, span = self._state_layers[layer]
         tables = step.block_tables[group].tolist()

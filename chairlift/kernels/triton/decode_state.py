@@ -235,7 +235,7 @@ class DecodeState:
             self._noted.append(at[new])
 
     def _view(self, name: str) -> Tensor:
-        """Words of ``name`` as a one-dimensional tensor in their dtype."""
+        """The part ``name`` of the state as a one-dimensional tensor, in the part's dtype."""
         starts = [*self._starts.values(), len(self._memory)]
         start = self._starts[name]
         return self._memory[start : min(end for end in starts if end > start)].view(_DTYPES.get(name, torch.int32))

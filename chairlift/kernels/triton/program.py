@@ -32,8 +32,8 @@ from chairlift.kernels.triton.scaled import scaled_linear
 __all__ = ["FUSIONS", "SMALL_ROWS", "PagedKV", "StepTensors", "TritonProgram"]
 
 FUSIONS = frozenset({"add_norm", "linear_add_norm", "linear_heads", "linear_swiglu"})
-"""Names of the groups of recorded operations that a new program computes together. Without them the results have the
-same bits; they exist to be left out in comparisons."""
+"""Names of the fusions: groups of recorded operations that a new program computes together. Without a fusion the
+results have the same bits; fusions are left out only in comparisons."""
 
 SMALL_ROWS = 64
 """Maximum number of rows for the matmul kernel for few rows. On an H200, on the layers of Qwen3-0.6B, it takes 0.7 to
@@ -113,7 +113,8 @@ class TritonProgram:
             if value is not output:
                 self._dead[i].append(value)
         self._fused = {i: fusion for i in range(len(nodes)) if (fusion := self._fusion(i))}
-        """Index of the first of several nodes that are computed together -> their number, and the method."""
+        """Index of the first of several nodes that are computed together -> (number of these nodes, method that
+        computes them)."""
 
     @torch.inference_mode()
     def run(
@@ -238,7 +239,8 @@ class TritonProgram:
         return rotary_table(positions, self._frequencies[node.out], attributes["factor"], attributes["dtype"])
 
     def _gemm_launch(self, x: Tensor, weight: Tensor | Fp8Weight) -> GemmLaunch | None:
-        """Launch of the matmul for few rows; None if torch's library computes this one."""
+        """Launch configuration of the matmul kernel for few rows; None if torch's library multiplies x by this
+        weight."""
         any_rows, values = self._batch_invariant, weight if isinstance(weight, Tensor) else weight.values
         if not any_rows and len(x) > SMALL_ROWS:
             if isinstance(weight, Tensor) or not any(size % 16 for size in values.shape):

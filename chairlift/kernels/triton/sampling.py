@@ -60,7 +60,8 @@ class Kept:
 
 @triton.jit
 def _order(x: tl.tensor) -> tl.tensor:
-    """Sort key of float32 ``x`` as uint32, with the same order. -0 must have been replaced by 0 before."""
+    """Sort key of float32 ``x``: a uint32. Keys have the same order as the numbers. -0 must have been replaced by 0
+    before."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
@@ -90,8 +91,8 @@ def _weight_from(
     bar: tl.tensor, row_ptr: tl.tensor, vocab: tl.tensor, temperature: tl.tensor, kept: tl.tensor, last_id: tl.tensor,
     best: tl.tensor, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """float64: number of ids in a kept set whose sort key is at least ``bar``. With ``WEIGHTED``, the sum of their
-    probabilities relative to the best id's instead."""
+    """float64: number of ids in a kept set whose sort key is at least ``bar``. With ``WEIGHTED``: sum of the
+    probabilities of these ids, each divided by the probability of the best id."""
     parts = tl.zeros([BLOCK], dtype=tl.float64)
     for at in range(0, vocab, BLOCK):
         ids = at + tl.arange(0, BLOCK)

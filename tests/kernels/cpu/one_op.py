@@ -118,7 +118,7 @@ class Codes(NamedTuple):
 
     @property
     def numbers(self) -> Tensor:
-        """Values of the numbers as float64."""
+        """The numbers that the codes stand for, as float64."""
         return self.minimum.double()[..., None] + self.scale.double()[..., None] * self.codes
 
 

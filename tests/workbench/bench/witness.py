@@ -70,8 +70,8 @@ class Sighting:
 
 
 def _stand(port: int, ours: Connection) -> None:
-    """Main function of the proxy's process: forward everything to ``port`` until a message says stop, then send the
-    records."""
+    """Main function of the proxy's process. It forwards everything to ``port`` until it receives a stop message on
+    ``ours``, then sends its records."""
     selector, sightings = selectors.DefaultSelector(), []
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     selector.register(listener, selectors.EVENT_READ)
@@ -98,7 +98,8 @@ def _accept(selector: selectors.BaseSelector, listener: socket.socket, port: int
 
 
 def _pass_on(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-    """Forward bytes. Their time is taken when they are sent on, so that the proxy's own delay is not measured."""
+    """Forward bytes. Their time is taken just before they are sent on, so that the proxy's later work is not
+    measured."""
     sock, (sighting, other, is_reply) = key.fileobj, key.data
     assert isinstance(sock, socket.socket)
     data = b""
