@@ -16,7 +16,8 @@ __all__ = ["SlotSettings", "failures"]
 
 
 class SlotSettings:
-    """Sampling parameters per slot. The entries of a slot change only when a different request gets the slot."""
+    """Sampling parameters per slot, a permanent row of the engine's batch. The entries of a slot change only when a
+    different request gets the slot."""
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -33,7 +34,7 @@ class SlotSettings:
         """[S] whether the kernels apply min-p, top-k or top-p to the slot's row."""
 
     def update(self, slots: Sequence[int], rows: Sequence[SamplingRow]) -> list[int]:
-        """Set the rows of ``slots``. Returns the slots whose row has changed."""
+        """Store the sampling parameters ``rows`` of ``slots``. Returns the slots whose parameters have changed."""
         changed = [slot for slot, row in zip(slots, rows, strict=True) if self._rows[slot] is not row]
         for slot, row in zip(slots, rows, strict=True) if changed else ():
             if self._rows[slot] is not row:

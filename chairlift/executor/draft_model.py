@@ -25,8 +25,8 @@ from chairlift.step_batch import StepBatch
 __all__ = ["DraftModel"]
 
 _MAX_CATCH_UP: Final = 256
-"""Maximum number of tokens per call that are computed for rows with outdated KV. So these rows do not delay a step for
-long."""
+"""Maximum number of tokens per call that the small model computes for rows whose KV in it is not up to date. So these
+rows do not delay a step for long."""
 
 
 class _Part(NamedTuple):
@@ -66,7 +66,8 @@ class DraftModel:
         self._tokens = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
         """Per slot: the tokens of its sequence, followed by its drafts."""
         self._counts = [0] * num_slots
-        """Per slot: number of leading positions whose KV the small model has computed for the tokens in ``_tokens``."""
+        """Per slot: number of leading positions whose KV is valid: the small model has computed it for the tokens that
+        are now in ``_tokens``."""
         self._sure = [0] * num_slots
         """Per slot: number of leading tokens in ``_tokens`` that are known tokens of the request, not drafts."""
         self._owners: list[str | None] = [None] * num_slots
@@ -134,7 +135,7 @@ class DraftModel:
         return drafts
 
     def forget(self, request: Request) -> None:
-        """Forget a request that has ended."""
+        """Forget the small model's state of a request that has ended."""
         self._preempted.pop(request.request_id, None)
         if request.request_id in self._owners:
             self._owners[self._owners.index(request.request_id)] = None
@@ -147,7 +148,8 @@ class DraftModel:
             self._preempted[owner], self._owners[slot] = self._counts[slot], None
 
     def _begin(self, request: Request) -> int:
-        """Read the request's new tokens. Returns the first position that the small model must compute."""
+        """Copy the request's new tokens into ``_tokens``. Returns the first position that the small model must
+        compute."""
         slot, known = request.slot, len(request.token_ids)
         if self._owners[slot] != request.request_id:
             self._owners[slot], self._sure[slot], self._counts[slot] = request.request_id, 0, 0
@@ -161,8 +163,8 @@ class DraftModel:
         return self._counts[slot]
 
     def _pass(self, parts: Sequence[_Part]) -> dict[int, int]:
-        """Compute the tokens of ``parts``. Returns index of a row -> token sampled after the row's last token, for rows
-        whose known tokens are all computed."""
+        """Compute the tokens of ``parts`` in one forward pass. Returns row index -> token sampled after the row's last
+        token. Rows whose known tokens are not all computed yet have no entry."""
         slots = np.array([part.request.slot for part in parts], dtype=np.int32)
         ends = np.array([part.end for part in parts], dtype=np.int32)
         lengths = np.array([part.end - part.start for part in parts], dtype=np.int32)
@@ -194,8 +196,8 @@ class DraftModel:
     def _extend(
         self, parts: Sequence[_Part], drawn: dict[int, int], drafts: list[list[int]], limits: Sequence[int]
     ) -> list[_Part]:
-        """Append the sampled tokens to the drafts. Returns the parts of the next pass: one token of each row that may
-        get more drafts."""
+        """Append each token of ``drawn`` to its row's drafts. Returns the parts of the next forward pass: one token of
+        each row that may get more drafts."""
         next_parts: list[_Part] = []
         for index, request, _, end in parts:
             token = drawn.get(index, -1)

@@ -15,18 +15,19 @@ __all__ = ["DraftTimes", "block_tables", "drawing_batch"]
 _Int32 = npt.NDArray[np.int32]
 
 _MEMORY: Final = 0.1
-"""Weight of the newest measurement in the mean duration of a draft."""
+"""Weight of the newest measurement in the mean seconds per draft; older measurements have the rest."""
 
 
 class DraftTimes:
-    """Mean duration of one draft for each row of a step, by the number of rows."""
+    """Measured mean seconds in which a drafter makes one draft for every row of a step. There is one mean per range of
+    row counts."""
 
     def __init__(self) -> None:
         self.known: dict[int, float] = {}
-        """Bit length of a number of rows -> mean seconds of one draft for each of these rows."""
+        """Bit length of the number of rows -> mean seconds in which one draft for every row is made."""
 
     def seconds(self, num_rows: int) -> float:
-        """Seconds that one draft for each of ``num_rows`` rows takes; 0 before the first measurement."""
+        """Expected seconds in which one draft for each of ``num_rows`` rows is made; 0 before the first measurement."""
         size = num_rows.bit_length()
         nearest = min(self.known, key=lambda each: abs(each - size), default=None)
         return 0.0 if nearest is None else self.known[nearest]

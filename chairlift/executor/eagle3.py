@@ -36,9 +36,10 @@ __all__ = ["Eagle3Drafter"]
 _Int32 = npt.NDArray[np.int32]
 
 _MAX_WAITING: Final = 8
-"""Number of waiting positions of a row at which the layer computes them, although nobody asked for drafts."""
+"""If a row has collected hidden states of this many positions, the drafting layer computes them, even if no drafts are
+needed."""
 _MIN_TOKENS: Final = 256
-"""The layer can compute at least this many tokens in one call."""
+"""Minimum of the number of tokens that the drafting layer can compute in one call."""
 
 
 class _Part(NamedTuple):
@@ -50,8 +51,8 @@ class _Part(NamedTuple):
     table: Sequence[Sequence[int]] | npt.NDArray[np.int32]
     """Block table of the row: block ids per cache group."""
     tapped: int = -1
-    """Index of the hidden state of position ``first`` among the hidden states of the newest step. Below 0: the hidden
-    states of all positions are stored in the drafter."""
+    """Where the hidden state of position ``first`` is: its index among the hidden states of the newest step. Below 0:
+    the hidden states of all positions are in the drafter's own storage."""
     first: int = 0
 
 
@@ -125,19 +126,21 @@ class Eagle3Drafter:
         self._states = memory.tensor(dtype, (num_slots, self._depth, width))
         """Hidden states of the served model at the newest positions of each slot: [slots, positions, width]."""
         self._ends = np.zeros(num_slots, dtype=np.int32)
-        """Per slot: number of leading positions that the served model has computed for known tokens."""
+        """Per slot: number of leading positions with known tokens whose hidden states the served model has computed."""
         self._counts = np.zeros(num_slots, dtype=np.int32)
-        """Per slot: number of leading positions that the layer has computed from the served model's hidden states."""
+        """Per slot: number of leading positions that the drafting layer has computed from the served model's hidden
+        states."""
         self._owners: list[str | None] = [None] * num_slots
-        """Per slot: id of the request to which the other arrays belong."""
+        """Per slot: id of the request to which the slot's entries in the other arrays belong."""
         self._tokens: _Int32 = np.zeros((num_slots, 0), dtype=np.int32)
-        """Tokens of every slot: the engine's own array. The part after the known tokens is free for drafts."""
+        """Token ids [slots, positions] of every slot: the engine's own array. Drafts are written after the known
+        tokens."""
         self._times = DraftTimes()
 
     # -- beside the model ----------------------------------------------------------------------------------------
 
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
-        """Note which rows have new requests."""
+        """Note in which rows of the step the request is new."""
         for row in out.joined:
             self._owners[row.slot] = row.request_id
             self._ends[row.slot] = self._counts[row.slot] = row.num_computed_tokens
@@ -179,7 +182,8 @@ class Eagle3Drafter:
             )
 
     def _prompt_part(self, batch: StepBatch, row: int, end: int) -> _Part:
-        """The positions of a row that are not computed yet, up to the last one whose next token is known."""
+        """The part of a row's prompt that the drafting layer has not computed yet, up to the last position whose next
+        token is known."""
         slot, at = int(batch.slots[row]), int(batch.cu_seqlens[row])
         start = int(self._counts[slot])
         return _Part(slot, start, end - 1, batch.block_tables[:, row], at, int(batch.positions[at]))
@@ -227,7 +231,7 @@ class Eagle3Drafter:
         return drafts
 
     def forget(self, request: Request) -> None:
-        """Do nothing: a new request in the slot begins with its own positions."""
+        """Do nothing: the next request in the slot begins with its own positions."""
 
     def _compute(self, parts: Sequence[_Part], samples: bool = False) -> tuple[Tensor, Tensor]:
         """Compute positions from the served model's hidden states, in several calls if they are too many.
@@ -278,8 +282,8 @@ class Eagle3Drafter:
         return features.clone(), hidden.clone()
 
     def _pass(self, requests: Sequence[Request], number: int, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the position before draft ``number`` of each request, from the layer's own ``features``. Returns the
-        same as :meth:`_compute`."""
+        """Compute the position before draft ``number`` of each request with the drafting layer. Its inputs are
+        ``features``, which the layer itself computed for that position. Returns the same as :meth:`_compute`."""
         slots = np.array([request.slot for request in requests], dtype=np.int32)
         positions = np.array([len(request.token_ids) - 2 + number for request in requests], dtype=np.int32)
         rows = np.arange(len(requests))
@@ -297,7 +301,7 @@ class Eagle3Drafter:
         rows: npt.NDArray[np.intp],
         ends: _Int32,
     ) -> StepBatch:
-        """Input of the layer: the entry of each position is the token after this position."""
+        """Batch for the drafting layer. Its input token at each position is the token after that position."""
         size = self._block_size
         blocks = block_tables(tables, -(-int(ends.max()) // size))
         places = blocks[:, rows, positions // size].astype(np.int64) * size + positions % size

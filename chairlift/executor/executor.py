@@ -20,11 +20,11 @@ OnProgress = Callable[[str, float], None]
 
 
 class PendingTokens(Protocol):
-    """Tokens of a step that may still be computing."""
+    """Tokens of a step that the device may not have computed yet."""
 
     def result(self) -> SampledTokens:
-        """Wait for the tokens. Raises the error of the step, if it failed. Call it once per step, in the order of the
-        steps."""
+        """Wait for the tokens, and return them. Raises the error of the step, if the step failed. Call it once per
+        step, in the order of the steps."""
         ...
 
 
@@ -65,9 +65,9 @@ class AdapterMemory(Protocol):
     adapters."""
 
     def read(self, path: Path, root: Path | None) -> Any:
-        """Read the adapter in a directory. Returns it in the form for :meth:`put`, with a ``digest`` of all files read,
-        and ``nbytes``, its size in memory. Any thread may call this method. With ``root``, all files must be inside it.
-        Raises ModelLoadError."""
+        """Read the adapter in a directory. Returns it in the form that :meth:`put` takes, with two attributes:
+        ``digest`` of all files read, and ``nbytes``, its size in memory. Any thread may call this method. With
+        ``root``, all files must be inside that directory. Raises ModelLoadError."""
         ...
 
     def put(self, adapter_id: int, adapter: Any) -> None:
@@ -83,8 +83,8 @@ class ImageMemory(Protocol):
     """Encoded images for the model. It is the attribute ``images`` of executors and model runners that read images."""
 
     def encode(self, tile: ImageTile) -> Iterator[None]:
-        """Compute the rows of a tile, and yield after each piece. Steps may run between two pieces. When the iterator
-        ends, the memory holds the rows of the tile."""
+        """Compute the embeddings of an image tile in several pieces. The iterator yields after each piece, so that
+        steps may run between two pieces. When the iterator ends, the tile's embeddings are stored."""
         ...
 
     def holds(self, key: bytes) -> bool:
@@ -92,11 +92,11 @@ class ImageMemory(Protocol):
         ...
 
     def size(self, key: bytes) -> int:
-        """Number of bytes of a stored tile's rows."""
+        """Number of bytes of the stored embeddings of the tile with this key."""
         ...
 
     def drop(self, key: bytes) -> None:
-        """Remove the rows of a tile. No later step may use them."""
+        """Remove the embeddings of the tile with this key. No later step may use them."""
         ...
 
 

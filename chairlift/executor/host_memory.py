@@ -43,20 +43,21 @@ def host_memory(nbytes: int, directory: str | None = None) -> npt.NDArray[np.uin
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostMoves:
-    """Blocks of one cache group, and the host block that belongs to each, in ascending order of the host blocks."""
+    """Blocks of one cache group to copy, and for each the host block to or from which it is copied, ascending by host
+    block."""
 
     group: int
     hosts: npt.NDArray[np.int64]
     blocks: npt.NDArray[np.int64]
 
     def parts(self, limit: int) -> list[HostMoves]:
-        """These moves, divided into parts of at most ``limit`` blocks."""
+        """The same copies, divided into objects of at most ``limit`` blocks."""
         starts = range(0, len(self.hosts), limit)
         return [HostMoves(self.group, self.hosts[i : i + limit], self.blocks[i : i + limit]) for i in starts]
 
     def runs(self) -> list[tuple[slice, slice]]:
-        """(range of entries in ``blocks``, range of host blocks) of each run. A run has consecutive host blocks; the
-        number of runs is as small as possible."""
+        """(range of indices in ``blocks``, range of host blocks) of each run of consecutive host blocks. There are as
+        few runs as possible."""
         cuts = [0, *(np.flatnonzero(np.diff(self.hosts) != 1) + 1).tolist(), len(self.hosts)]
         return [
             (slice(begin, end), slice(int(self.hosts[begin]), int(self.hosts[begin]) + end - begin))
@@ -65,7 +66,7 @@ class HostMoves:
 
 
 def host_moves(triples: Iterable[tuple[int, int, int]]) -> list[HostMoves]:
-    """Sort (group, host block, block) triples into one object per cache group."""
+    """One object per cache group, made from triples (group, host block, block)."""
     ordered = sorted(triples)
     return [
         HostMoves(group, *np.array([entry[1:] for entry in entries], dtype=np.int64).T)
@@ -84,13 +85,13 @@ class HostBlocks:
         ]
 
     def swap_out(self, saved: Iterable[tuple[int, int, int]]) -> None:
-        """Save blocks in host memory. ``saved`` has (group, block, host block)."""
+        """Copy cache blocks to host memory. ``saved`` has (group, block, host block) for each block."""
         for moves in host_moves((group, host, block) for group, block, host in saved):
             for cache, host in self._pairs[moves.group]:
                 host[moves.hosts] = cache[moves.blocks]
 
     def swap_in(self, loaded: Iterable[tuple[int, int, int]]) -> None:
-        """Copy saved blocks back to the cache. ``loaded`` has (group, host block, block)."""
+        """Copy saved blocks back to the cache. ``loaded`` has (group, host block, block) for each block."""
         for moves in host_moves(loaded):
             for cache, host in self._pairs[moves.group]:
                 cache[moves.blocks] = host[moves.hosts]

@@ -16,7 +16,7 @@ __all__ = ["ImageBank"]
 
 
 class ImageBank:
-    """Rows of image tiles by key, as bytes in the model's dtype; see
+    """Stored embeddings of image tiles, as bytes in the model's dtype; see
     :class:`~chairlift.executor.executor.ImageMemory`."""
 
     def __init__(self, tower: Tower) -> None:

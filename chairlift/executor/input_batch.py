@@ -25,12 +25,12 @@ class Awaited:
     """Positions in the InputBatch whose tokens are not known yet, because a step still computes them."""
 
     ticket: int
-    """Placeholder (a number below 0) that is stored until the token arrives."""
+    """Placeholder (a number below 0) that is stored in place of each token until the token arrives."""
     slots: _Int32
     ends: _Int32
-    """One entry per sample position: the position of the awaited token in the sequence of its slot."""
+    """Per sample position: index of the awaited token in its sequence."""
     verifies: list[tuple[int, int, Chunk]] = dataclasses.field(default_factory=list)
-    """Rows with drafts, in the form of :attr:`StepBatch.verifies`."""
+    """(first sample position, slot, chunk) of each row with drafts, as in :attr:`StepBatch.verifies`."""
 
 
 class InputBatch:
@@ -77,12 +77,13 @@ class InputBatch:
         self._decodes = np.zeros(0, dtype=np.int32)
         self._steady: StepBatch | None = None
         self._unapplied: list[SchedulerOutput] = []
-        """The newest step. If earlier steps failed before their changes were applied, these steps come before it, and
-        all are applied in order."""
+        """Steps whose changes are not applied yet: the newest step, after any earlier steps that failed before their
+        changes were applied. All are applied in order."""
         self._ticket = 0
 
     def apply(self, out: SchedulerOutput) -> StepBatch:
-        """Update the rows, and return the step's tokens as flat arrays: decode rows first, then the chunks."""
+        """Apply a step's changes to the rows. Returns the step's tokens as flat arrays: decode rows first, then the
+        chunks."""
         self._unapplied.append(out)
         last, self._steady = self._steady, None  # if this step fails, the next one is built from the rows
         while self._unapplied:
@@ -94,7 +95,8 @@ class InputBatch:
         return step
 
     def take(self, out: SchedulerOutput) -> None:
-        """Update the rows to the state after one step. If a call fails, it may be repeated."""
+        """Apply a step's changes to the rows, before the forward pass of the step. If this call fails, it is safe to
+        call it again with the same ``out``."""
         for slot in out.left:
             self._clear(slot)
         for row in out.joined:
@@ -139,7 +141,7 @@ class InputBatch:
             self.num_computed[slot] = end
 
     def _ends(self, step: StepBatch) -> tuple[_Int32, _Int32]:
-        """(slot, position of the row's next token) per sample position, as two arrays."""
+        """(slots, indices of the new tokens in their sequences): two arrays with one entry per sample position."""
         return step.sample_slots, step.seq_lens[step.sample_rows]
 
     def _join(self, row: NewRow) -> None:
@@ -167,8 +169,8 @@ class InputBatch:
         self._shifts[slot] = 0
 
     def _advance(self, step: StepBatch, out: SchedulerOutput) -> StepBatch:
-        """The next step if exactly the rows of ``step`` decode again. It changes ``step`` in place; the result equals
-        that of :meth:`_flatten`."""
+        """Arrays of the next step, if exactly the rows of ``step`` decode again. It changes ``step`` in place, which is
+        faster than :meth:`_flatten` and gives the same arrays."""
         for array in (step.positions, step.seq_lens):
             array += 1
         if step.axes is not None:
@@ -221,7 +223,8 @@ class InputBatch:
         )
 
     def _image_rows(self, chunks: list[Chunk], at: int) -> list[tuple[int, int, bytes, int]]:
-        """See :attr:`StepBatch.image_rows`. ``at`` is the index of the first chunk's first token in the flat batch."""
+        """(index in the flat batch, count, tile key, first row) of the tokens that are image embeddings, as in
+        :attr:`StepBatch.image_rows`. ``at`` is the index of the first chunk's first token in the flat batch."""
         found = []
         for chunk in chunks:
             for span in self.images.get(chunk.slot, ()):
@@ -232,8 +235,9 @@ class InputBatch:
         return found
 
     def _seen_ends(self, chunks: list[Chunk], positions: _Int32, at: int) -> _Int32 | None:
-        """See :attr:`StepBatch.seen_ends`. ``at`` is the index of the first chunk's first token in the flat batch.
-        Raises InvariantError if a chunk cuts a span that must be whole."""
+        """Number of leading positions that each token may attend to, as in :attr:`StepBatch.seen_ends`; None if all
+        tokens are causal. ``at`` is the index of the first chunk's first token in the flat batch. Raises InvariantError
+        if a chunk contains only a part of an image whose tokens must be computed together."""
         found = None
         for chunk in chunks:
             for span in self.images.get(chunk.slot, ()):
@@ -248,7 +252,8 @@ class InputBatch:
         return found
 
     def _token_axes(self, slots: _Int32, positions: _Int32) -> _Int32:
-        """See :attr:`StepBatch.axes`. The tokens are at ``positions`` of the rows in ``slots``."""
+        """[3, T] time, height and width of each token, as in :attr:`StepBatch.axes`. The tokens are at ``positions`` of
+        the rows in ``slots``."""
         found = np.repeat((positions + self._shifts[slots])[None], 3, axis=0)
         for slot, axes in self._axes.items():
             inside = np.flatnonzero((slots == slot) & (positions < axes.shape[1]))
@@ -257,7 +262,7 @@ class InputBatch:
 
     @staticmethod
     def _verifies(chunks: list[Chunk], num_decodes: int) -> list[tuple[int, int, Chunk]]:
-        """See :attr:`StepBatch.verifies`."""
+        """(first sample position, slot, chunk) of each row with drafts, as in :attr:`StepBatch.verifies`."""
         found, position = [], num_decodes
         for chunk in chunks:
             if chunk.drafts:
@@ -266,7 +271,8 @@ class InputBatch:
         return found
 
     def _prompt_rows(self, chunks: list[Chunk], first_row: int) -> list[tuple[int, int, _Int32]]:
-        """See :attr:`StepBatch.prompt_rows`. ``first_row`` is the row of the first chunk."""
+        """(row, first position, prompt tokens) of chunks that need prompt log-probabilities, as in
+        :attr:`StepBatch.prompt_rows`. ``first_row`` is the index of the first chunk's row in the step."""
         found = []
         for index, chunk in enumerate(chunks, first_row):
             row, count = self.sampling[chunk.slot], self.num_prompt_tokens[chunk.slot]
@@ -285,7 +291,8 @@ class InputBatch:
 
 
 def _known(token_ids: list[int]) -> _Int32:
-    """Token ids with 0 instead of -1. A failed row will leave, so its token may be any valid id."""
+    """Token ids with -1 (no token was sampled) replaced by 0. The request of such a row has failed and will leave the
+    batch, so any valid id will do."""
     return np.maximum(np.array(token_ids, dtype=np.int32), 0)
 
 

@@ -58,7 +58,7 @@ class KVPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Number of positions that fit into every group of K and V; 0 if there is no such group."""
+        """Number of tokens whose K and V fit into the cache; 0 if no layer has K and V."""
         sizes = [group.num_blocks - 1 for group in self.groups if group.state_span is None]
         return min(sizes, default=0) * self.block_size
 

@@ -24,14 +24,16 @@ class ModelRunner(Protocol):
 
     cache_groups: list[CacheGroup]
     block_bytes: list[int]
-    """Per cache group: bytes of one block over all its layers."""
+    """Per cache group: bytes of one block over all layers of the group."""
 
     def forward(self, batch: StepBatch) -> Any:
-        """Move blocks, write KV, and attend. Returns the input of :meth:`sample`."""
+        """Compute a step: copy and swap blocks, then run the layers, which write KV and attend. Returns the input of
+        :meth:`sample`."""
         ...
 
     def sample(self, hidden: Any, batch: StepBatch, masks: Masks | None) -> SampledTokens | PendingTokens:
-        """One token per sample position. Pending tokens must be available to the next step on the device."""
+        """Sample one token per sample position. If the tokens are still pending, the next step must be able to read
+        them on the device."""
         ...
 
 
@@ -39,7 +41,7 @@ class Drafter(Protocol):
     """Makes drafts. It is a :class:`~chairlift.spec_decode.adaptive.Proposer` that is also called for every step."""
 
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
-        """Called after the model has computed a step."""
+        """Called after the model has computed a step, before the step's tokens are known."""
         ...
 
     def saw(self, hidden: Any, batch: StepBatch, token_ids: Sequence[int]) -> None:
@@ -49,7 +51,7 @@ class Drafter(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _KnownTokens:
-    """Tokens from a runner that has computed them already."""
+    """A step's tokens from a runner that computes them before it returns."""
 
     tokens: SampledTokens
 
@@ -59,7 +61,7 @@ class _KnownTokens:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Arriving:
-    """Tokens that a device still computes, and the positions in the InputBatch where they belong."""
+    """A step's tokens that a device is still computing, and their positions in the InputBatch."""
 
     pending: PendingTokens
     rows: InputBatch
@@ -94,8 +96,8 @@ class LocalExecutor:
         self.adapters: AdapterMemory | None = getattr(runner, "adapters", None)
         """Memory of the adapters; None if no adapters are served."""
         self.expert_counts: npt.NDArray[np.int64] | None = getattr(runner, "expert_counts", None)
-        """[layers of experts, E] tokens that each expert has computed so far. Steps increase the array in place. None
-        if the model has no expert counts."""
+        """[layers of experts, E] number of tokens that each expert has computed so far. Each step adds its tokens in
+        place. None if the model has no expert counts."""
         self.images: ImageMemory | None = getattr(runner, "images", None)
         """Memory of encoded images; None if the model reads no images."""
         self._runner = runner
@@ -120,7 +122,8 @@ class LocalExecutor:
         return _Arriving(tokens, self._input, self._input.expect(batch))
 
     def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
-        """See :class:`~chairlift.executor.executor.LiveWeights`. Raises ConfigError for a model without weights."""
+        """Replace all weights of the model; see :class:`~chairlift.executor.executor.LiveWeights`. Raises ConfigError
+        for a model without weights."""
         if not isinstance(self._runner, LiveWeights):
             raise ConfigError(
                 f"{type(self._runner).__name__} has no weights to replace; load a model that a directory holds"

@@ -71,7 +71,8 @@ class MedusaHeads:
         self._states = np.zeros((num_slots, len(heads[0].blocks[0][1])), dtype=np.float32)
         """Per slot: hidden state from which the newest token of the slot's row was sampled."""
         self._tokens: np.ndarray = np.zeros((num_slots, 0), dtype=np.int32)
-        """Tokens of every slot: the engine's own array. The part after the known tokens is free for drafts."""
+        """Token ids [slots, positions] of every slot: the engine's own array. Drafts are written after the known
+        tokens."""
         self._times = DraftTimes()
 
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
@@ -141,14 +142,15 @@ class MedusaHeads:
 
 
 def _reads_history(request: Request) -> bool:
-    """Whether the earlier drafts of a row can change the token that a later head draws."""
+    """Whether the token that a head samples can depend on the row's earlier tokens, including drafts (by penalties, for
+    example)."""
     params = request.params
     penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     return bool(penalties or params.bad_words)
 
 
 def load_medusa(folder: Path, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> list[MedusaHead]:
-    """Read the heads for a model with these sizes. Raises ModelLoadError."""
+    """Read Medusa's heads for a model with this vocabulary size, hidden size and dtype. Raises ModelLoadError."""
     count, layers, shares = _sizes(folder)
     found = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if found is None:
@@ -202,7 +204,7 @@ def _sizes(folder: Path) -> tuple[int, int, bool]:
 
 
 def _check(path: Path, found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
-    """Raise ModelLoadError unless the file has exactly these tensors."""
+    """Raise ModelLoadError unless ``found`` (tensor name -> shape in the file) equals ``expected``."""
     if missing := sorted(expected.keys() - found.keys()):
         raise ModelLoadError(f"{path} lacks {missing[0]!r} ({len(missing)} tensors in all); is config.json its own?")
     if surplus := sorted(found.keys() - expected.keys()):

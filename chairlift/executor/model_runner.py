@@ -110,7 +110,8 @@ class TorchModelRunner:
         return self._model.compute_logits(hidden)
 
     def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
-        """See :func:`~chairlift.models.loader.replace_weights`. Raises ModelLoadError for a model from transformers."""
+        """Replace all weights of the model; see :func:`~chairlift.models.loader.replace_weights`. Raises ModelLoadError
+        for a model from transformers."""
         if isinstance(self._model, TransformersLM):
             raise ModelLoadError(
                 f"weights of {self._model.config.model_type!r}, which runs through transformers, cannot be replaced"

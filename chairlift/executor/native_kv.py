@@ -83,7 +83,7 @@ class NativeKV:
 
 
 _ALIGNED = 64
-"""Each array begins at an address that is a multiple of this number of bytes."""
+"""The address of each array is a multiple of this number of bytes."""
 
 
 def _kv_layer(layer: LayerCache, group: int, count: int, region: Memory, plan: KVPlan) -> KVLayer:

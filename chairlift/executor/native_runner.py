@@ -33,7 +33,8 @@ from chairlift.step_batch import Masks, PromptLogprobs, SampledTokens, StepBatch
 __all__ = ["NativeModelRunner"]
 
 _SCRATCH_BYTES = 64 << 20
-"""Maximum number of bytes of stored logits. If a step needs more, its rows are sampled in several calls."""
+"""Maximum size in bytes of the memory for logits. If a step's logits need more, its rows are sampled in several
+calls."""
 
 
 class NativeModelRunner:
@@ -105,7 +106,8 @@ class NativeModelRunner:
 
     @property
     def expert_counts(self) -> npt.NDArray[np.int64] | None:
-        """Number of tokens so far per layer and expert; see :class:`~chairlift.kernels.cpu.program.StepProgram`."""
+        """int64 [layers of experts, E]: number of tokens that each expert has computed so far. None if the model has no
+        experts."""
         return self.program.expert_counts
 
     def forward(self, batch: StepBatch) -> Tensor:
@@ -151,16 +153,17 @@ class NativeModelRunner:
 
     @property
     def tapped(self) -> Tensor:
-        """See :attr:`~chairlift.kernels.cpu.program.StepProgram.tapped`."""
+        """[T, number of taps * width]: hidden states of the newest step at the layers that the drafting layer reads."""
         return self.program.tapped
 
     def embed(self, token_ids: Value) -> Tensor:
-        """Record the look-up of the served model's embeddings [T, D]."""
+        """Record the look-up of ``token_ids`` in the served model's embedding table. The result is [T, D]."""
         embedded: Tensor = self._model.model.embed_tokens(token_ids)
         return embedded
 
     def recorder(self) -> Recorder:
-        """A recorder for another network with the served model's dtype; see :meth:`program_of`."""
+        """A new recorder for the drafting layer, with the served model's dtype; its recording goes to
+        :meth:`program_of`."""
         return Recorder(self._dtype)
 
     def program_of(self, recorder: Recorder, output: Value, max_tokens: int) -> StepProgram:
@@ -174,8 +177,8 @@ class NativeModelRunner:
         return self._head_weight.n
 
     def project(self, states: Tensor, rows: NativeRows, head: PackedMatrix | None) -> None:
-        """Compute the logits of hidden states [R, D] of any dtype with an output head (None: the model's), and sample
-        ``rows``."""
+        """Compute logits from ``states`` [R, D] of any dtype with an output head, and sample a token for each of
+        ``rows``. ``head`` None is the served model's output head."""
         self._head(self._padded(states), np.arange(len(states), dtype=np.int32), rows, head)
 
     def logits(self, states: Tensor, head: PackedMatrix) -> npt.NDArray[np.float32]:
@@ -187,7 +190,7 @@ class NativeModelRunner:
         return stored.numpy()[:, : head.n]
 
     def sample_logits(self, logits: npt.NDArray[np.float32], rows: NativeRows) -> None:
-        """Sample ``rows`` from given logits [R, V rounded up to 32]."""
+        """Sample a token for each of ``rows`` from given logits [R, V rounded up to 32]."""
         self.program.sample(logits, self.vocab_size, rows.records)
 
     def _padded(self, states: Tensor) -> Tensor:
@@ -198,11 +201,8 @@ class NativeModelRunner:
         return padded[:, :width]
 
     def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
-        """See :func:`~chairlift.models.loader.replace_weights`. The weights keep their addresses, so the step program
-        stays valid.
-
-        Raises ConfigError for a model with an image encoder.
-        """
+        """Replace all weights of the model; see :func:`~chairlift.models.loader.replace_weights`. The weights keep
+        their addresses, so the step program stays valid. Raises ConfigError for a model with an image encoder."""
         if self.images is not None:
             raise ConfigError("the weights of a model that reads images cannot be replaced; load the new ones instead")
         replace_weights(self._model, source, progress)

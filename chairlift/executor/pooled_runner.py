@@ -48,7 +48,7 @@ class TorchPooledRunner:
         self._device = device
 
     def hidden(self, batch: StepBatch, token_types: Tensor | None, kept: npt.NDArray[np.intp] | None) -> Tensor:
-        """See :class:`PooledExecutor`."""
+        """Hidden states [K, D] of the tokens with the indices ``kept``; or [T, D] of all tokens if ``kept`` is None."""
         ids, positions = (
             torch.from_numpy(array.astype(np.int64)).to(self._device) for array in (batch.token_ids, batch.positions)
         )
@@ -89,7 +89,7 @@ class NativePooledRunner:
         self.calls: Sequence[str] = self._program.plan.calls
 
     def hidden(self, batch: StepBatch, token_types: Tensor | None, kept: npt.NDArray[np.intp] | None) -> Tensor:
-        """See :class:`PooledExecutor`."""
+        """Hidden states [K, D] of the tokens with the indices ``kept``; or [T, D] of all tokens if ``kept`` is None."""
         self._batch.begin(batch.cu_seqlens.tolist(), token_types)
         batch = _with_blocks(batch, self.num_groups)
         if self.num_groups and kept is not None and np.array_equal(kept, batch.cu_seqlens[1:] - 1):
@@ -99,7 +99,7 @@ class NativePooledRunner:
 
 
 def _with_blocks(batch: StepBatch, num_groups: int) -> StepBatch:
-    """The batch, with consecutive scratch blocks in the block table of each text. Block 0 is unused."""
+    """The same batch, where each text's block table lists consecutive blocks of scratch memory. Block 0 is unused."""
     counts = -(-batch.seq_lens // _BLOCK_SIZE)
     first = np.concatenate(([1], 1 + np.cumsum(counts)[:-1]))
     table = first[:, None] + np.arange(int(counts.max()))

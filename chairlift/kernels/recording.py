@@ -243,13 +243,13 @@ def attention(
     sinks: Tensor | None = None,
     both_ways: bool = False,
 ) -> Tensor:
-    """Attention in one layer, causal or in both directions: heads -> [T, Hq * Dh]. It has no definition in plain torch,
-    because it needs the step's cache."""
+    """Attention in one layer, causal or in both directions: q, k and v, split into heads -> [T, Hq * Dh]. It has no
+    definition in plain torch, because it also reads the KV cache."""
     raise InvariantError("attention has no call-out; see AttentionContext.attend")
 
 
 @operation(_recurrence_width)
 def recurrence(*inputs: Tensor, layer: int, cell: Cell) -> Tensor:
-    """A recurrent layer: rows -> [T, width]. It has no definition in plain torch, because it needs the step's
-    states."""
+    """Computes a recurrent layer: ``inputs``, each [T, columns], give [T, width]. It has no definition in plain torch,
+    because the result also depends on the recurrent states that earlier steps stored."""
     raise InvariantError("a recurrence has no call-out; see AttentionContext.recur")

@@ -102,8 +102,8 @@ class _AdaptedLayer:
 
 
 class NativeAdapters:
-    """Adapters for a model in the native layout that a step program runs. Create this object before the program is
-    recorded.
+    """Adapters for a model whose weights are packed for the native CPU kernels, and whose steps run as a step program.
+    Create this object before the program is recorded.
 
     It has room for ``capacity`` adapters of rank ``max_rank`` or less. Steps have at most ``max_tokens`` tokens.
     """

@@ -310,7 +310,8 @@ def _write(network: Eagle3, files: _Files, folder: Path) -> None:
 
 
 def _target_ids(files: _Files, config: Eagle3Config, folder: Path) -> npt.NDArray[np.int32] | None:
-    """See :attr:`Eagle3.target_ids`."""
+    """Value of :attr:`Eagle3.target_ids`: for each row of the draft's output head, the token id in the served model's
+    vocabulary. None if row i stands for token id i. Raises ModelLoadError."""
     if "d2t" not in files:
         if config.draft_vocab_size != config.layer.vocab_size:
             raise ModelLoadError(f"{folder} lacks 'd2t', the token ids of its {config.draft_vocab_size} rows")

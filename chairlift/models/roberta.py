@@ -25,7 +25,8 @@ roberta_family = functools.partial(
     head_tensors={"head.dense": "classifier.dense", "head.out": "classifier.out_proj"},
     ignored_tensors=r"^(roberta\.)?pooler\.|^lm_head\.|embeddings\.position_ids$",
 )
-"""Function that creates a family with RoBERTa's network from its ``model_type`` and ``defaults``."""
+"""Makes an EncoderFamily for a model type whose network is RoBERTa's. Its arguments are the remaining fields of
+EncoderFamily, such as ``model_type`` and ``defaults``."""
 
 ROBERTA = roberta_family(
     model_type="roberta", defaults={**BERT_DEFAULTS, "vocab_size": 50265, "pad_token_id": 1, "type_vocab_size": 2}

@@ -28,8 +28,8 @@ _PROBE_STEPS = (4, 24)
 have changed: the first number at the beginning and after a right draft. It doubles after each wrong one, up to the
 second."""
 _FIRST_TRY = 4
-"""Number of drafts from a ``prediction`` that are tried first, whatever they cost, because the caller knows the text
-better than the engine."""
+"""Number of drafts that are tried first for a request with a ``prediction``, whatever they cost. The caller who
+supplied the predicted text knows the answer better than the engine."""
 _MAX_DRAFTS = 64
 """Maximum number of drafts in a step. On a CPU, more are never useful."""
 _SIZES_COMPARED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, _MAX_DRAFTS)
@@ -153,7 +153,8 @@ class AdaptiveSpeculator:
         return self.acceptance.chance(name, drafted[name].source), name
 
     def _is_new(self, drafted: _Drafted) -> bool:
-        """Whether the drafts come from an expected text of which no draft was checked yet."""
+        """Whether the drafts come from the predicted output that the request supplied (``prediction``), and no draft of
+        this kind was checked for the request yet."""
         tried = self.acceptance.is_tried(drafted.request.request_id, drafted.source)
         return drafted.source is Source.PREDICTED and not tried
 

@@ -24,16 +24,18 @@ struct SoftmaxState {
   float values[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];  // [rows, head_dim]
 };
 
-// Scratch for attention over a KV cache in 8 bits, for the type that the path multiplies (see kv8.h). Paths that
-// multiply bf16 need room for widened keys, or for some widened columns of the values, of one tile.
+// Scratch for attention over a KV cache in 8 bits. `Multiplied` is the type of the numbers that this instruction set
+// multiplies (see kv8.h). If that is bf16, `widened` holds one tile's keys, or some columns of its values, converted
+// from 8 bits to bf16.
 template <typename Multiplied>
 struct CodeScratch {
   alignas(64) Multiplied widened[MAX_GROUPS * CL_KV_TOKENS * MAX_HEAD_DIM];
   static_assert(KV_TILE <= MAX_HEAD_DIM, "the values of a tile fit in, too");
 };
-// Paths that multiply float32 compute with 16-bit integers instead: rows of queries (q) and of softmax weights as
-// integers times a unit, the sums of the queries' integers, and the part of each row's result that comes from the
-// values' minima.
+// Paths that multiply float32 compute attention over an 8-bit cache with 16-bit integers instead. q and weights: rows
+// of queries and of softmax weights, as integers. q_unit and weight_unit: factor by which each row's integers are
+// multiplied to get the numbers. q_sum: sum of each query's integers. shift: part of each row's result that the minima
+// of the values contribute.
 template <>
 struct CodeScratch<float> {
   int16_t q[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];

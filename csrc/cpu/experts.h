@@ -77,7 +77,8 @@ static int best_of(const float* scores, int count, const bool* taken) {
 
 enum { MOST_EXPERTS = 4096 };
 
-// Turns logits into scores in place. Exponentials are in double, so that they are equal on every path.
+// Turns the router's logits of one token into scores in place. Exponentials are computed in double, so that scores are
+// equal on every instruction set.
 static void score(const cl_experts& experts, float* logits) {
   const int E = experts.num_experts;
   if (experts.scoring == CL_SIGMOID) {

@@ -62,13 +62,14 @@ ROPE_HEADS = 8
 ROPE_WARPS = 1
 SAMPLING_WARPS = 8
 DRAW_CHUNK = 4096
-"""Number of token ids from which one program draws."""
+"""Number of token ids that one program of the sampling kernel compares. It returns the best of them."""
 SEARCH_BLOCK = 2048
-"""Number of token ids that the search for a threshold reads at a time."""
+"""Number of token ids that the search for the sampling threshold (min-p, top-k, top-p) reads at a time."""
 SEARCH_ROOM = 8
-"""Maximum number of candidates that the search copies, in blocks of SEARCH_BLOCK ids."""
+"""Size of the buffer into which the search for a threshold copies candidate ids. The unit is SEARCH_BLOCK ids, so the
+buffer holds SEARCH_ROOM * SEARCH_BLOCK candidates."""
 APPLY_BLOCK = 256
-"""Number of words that one program writes."""
+"""Number of rows or words that one program of a kernel for the decode state processes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
