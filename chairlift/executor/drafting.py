@@ -1,4 +1,5 @@
-"""Functions and classes that several drafters share: measured durations, block tables, and the input of the sampler."""
+"""Functions and classes that several makers of drafts share: measured durations, block tables, and the input of the
+sampler."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ The layer's KV is stored after the served model's layers, in the same blocks and
 copied and swapped blocks contain it too. The entry at position p depends on token p + 1, so the last entry of a shared
 block may belong to another continuation. That can only make a draft worse: every draft is checked.
 
-The served model's hidden states are stored per row until the layer computes them: at the next drafts of the row, or
-when several are waiting, so that rows without drafts do not need a call in each step. KV that drafts wrote is replaced
-when the served model's own hidden states are known.
+The served model's hidden states are collected per row. The layer computes them when the row drafts next, or when
+several states have collected. So the layer need not run in every step for rows without drafts. KV that drafts wrote is
+replaced when the served model's own hidden states are known.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rows of encoded image tiles in the executor's memory, and the encoder that computes them."""
+"""Stores the embeddings of image tiles for the executor, and runs the encoder that computes them."""
 
 from __future__ import annotations
 

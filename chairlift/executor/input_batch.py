@@ -1,5 +1,5 @@
-"""Stores one permanent row per running request. Each step sends only its changes to the rows, and reads the rows as
-flat arrays (vLLM V1's persistent batch)."""
+"""Keeps one permanent row of arrays per running request. The scheduler sends only the changes of each step. They are
+applied to the rows, and the step's flat arrays are read from the rows (vLLM V1's persistent batch)."""
 
 from __future__ import annotations
 

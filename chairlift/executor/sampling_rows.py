@@ -40,21 +40,22 @@ _Int32 = npt.NDArray[np.int32]
 
 @dataclasses.dataclass
 class NativeRows:
-    """Records of R rows for ``cl_head``, and the arrays that the records point to."""
+    """Sampling records of R rows for the native function ``cl_head``, and the arrays to which the records point."""
 
     records: _Records
     """[R] records of type :data:`~chairlift.kernels.cpu.library.SAMPLING_ROW`."""
     needs_logits: npt.NDArray[np.bool_]
     """[R] whether the row's logits must be stored."""
     top_ids: _Int32 | None = None
-    """[R, 1 + maximum number of log-probabilities of a row]; None if no row asked for any."""
+    """int32 [R, 1 + n], where n is the largest number of log-probabilities that a row asked for: ids with the reported
+    log-probabilities. None if no row asked for any."""
     top_logprobs: npt.NDArray[np.float32] | None = None
     kept: list[Any] = dataclasses.field(default_factory=list)
     """Other arrays that the records point to. They must stay alive as long as the records are used."""
 
     @functools.cached_property
     def storing(self) -> npt.NDArray[np.intp]:
-        """Indices of the rows whose logits must be stored."""
+        """Indices of the rows whose logits the kernels must store."""
         return np.flatnonzero(self.needs_logits)
 
     @functools.cached_property
@@ -73,7 +74,7 @@ class NativeRows:
         return rows
 
     def make_room(self) -> None:
-        """Allocate the arrays for log-probabilities, if at least one row asked for log-probabilities."""
+        """Allocate the arrays for the reported log-probabilities, if at least one row asked for log-probabilities."""
         max_logprobs = int(self.records["num_logprobs"].max(initial=-1))
         if max_logprobs < 0:
             return
@@ -111,7 +112,8 @@ class NativeRows:
 
 
 class RowTemplates:
-    """The constant part of every slot's record. It is made when a request gets the slot."""
+    """The part of a slot's sampling record that stays constant, for every slot. It is made when a request gets the
+    slot."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -206,12 +208,12 @@ class RowTemplates:
             rows.needs_logits[i] = _needs_logits(rows.records, i)
 
     def _known(self, token_ids: Sequence[int]) -> _Int32:
-        """The token ids that are inside the vocabulary."""
+        """The given token ids that are below the size of the vocabulary."""
         return np.array([i for i in token_ids if 0 <= i < self._vocab_size], dtype=np.int32)
 
 
 def _blank(count: int) -> _Records:
-    """``count`` records that ask only for the token with the highest logit."""
+    """``count`` sampling records without settings: each asks for the token with the highest logit."""
     records = np.zeros(count, dtype=SAMPLING_ROW)
     records["top_p"] = records["repetition"] = 1
     records["num_logprobs"] = records["target"] = -1

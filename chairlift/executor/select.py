@@ -92,11 +92,9 @@ def _launch_error() -> str:
 
 
 def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torch.device) -> str:
-    """Reason why the Triton kernels cannot run a model (``network`` None: any model), with the remedy; empty if they
-    can.
-
-    On the CPU they run only in Triton's interpreter, which is for tests: it is slow, and correct only for float32.
-    """
+    """Reason why the Triton kernels cannot run a model, with the remedy; empty if they can. With ``network`` None, the
+    reason why they cannot run any model. On the CPU they run only in Triton's interpreter, which is for tests: it is
+    slow, and correct only for float32."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return (
             "they run on a GPU, and device is cpu; use device='cuda', or set TRITON_INTERPRET=1 in the environment to "

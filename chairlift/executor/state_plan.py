@@ -12,8 +12,8 @@ __all__ = ["StatePlan", "plan_states"]
 _PLAIN_INTERVAL = 1024
 """Number of positions between two snapshots in models without K and V. Their cache consists only of states."""
 _STATE_SHARE = 2
-"""If the model also has K and V, this is the divisor of the memory that the states of running requests may take: at
-most 1 / _STATE_SHARE of it."""
+"""Divisor of the memory that recurrent states of running requests may take if the model also has K and V: at most 1 /
+_STATE_SHARE of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,14 +21,14 @@ class StatePlan:
     """Plan of the blocks for recurrent states. A block has one state of every recurrent layer."""
 
     nbytes: int
-    """Bytes of a block."""
+    """Bytes of one block: one state of every recurrent layer."""
     span: int
     """Number of positions between two snapshots; :data:`~chairlift.config.ONE_STATE` means that there are no
     snapshots."""
     num_running: int
     """Number of requests that may run at once."""
     num_rows: int
-    """Number of requests that could run at once with enough memory."""
+    """Number of requests that could run at once if memory were not limited."""
     num_snapshots: int
     """Number of blocks for snapshots in the prefix cache."""
 
@@ -57,7 +57,8 @@ class StatePlan:
         return dataclasses.replace(self, num_snapshots=max(1, -(-num_tokens // self.span)))
 
     def token_bytes(self) -> float:
-        """Bytes of snapshots per position of the cache."""
+        """Bytes of snapshots per token: bytes of one snapshot divided by the number of positions between two
+        snapshots."""
         return self.nbytes / self.span if self.has_snapshots else 0.0
 
     def describe(self) -> str:

@@ -27,7 +27,8 @@ memory is done."""
 
 
 def _host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _HostBuffer:
-    """Host memory whose copies from and to ``device`` are asynchronous, with its event."""
+    """Host memory for asynchronous copies from and to ``device``, and the event that tells when the newest copy is
+    done."""
     pinned = device.type == "cuda"
     event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
     return torch.empty(shape, dtype=dtype, pin_memory=pinned), event
@@ -51,8 +52,8 @@ class StepBuffer:
         self._resize(0)
 
     def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Tensor]:
-        """Copy the arrays to the device. The returned tensors are valid until the next call. The method waits only
-        until the copy before the previous one is done."""
+        """Start to copy the arrays to the device, and return them as tensors there. They are valid until the next call.
+        The method waits only until the copy before the previous one is done."""
         starts = [0, *itertools.accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
         if starts[-1] > len(self._memory):
             self._resize(starts[-1])

@@ -1,4 +1,5 @@
-"""Steps with fixed numbers of rows or tokens, recorded once as a CUDA graph and then replayed with a single launch."""
+"""Steps with fixed numbers of rows or tokens. Each is recorded once as a CUDA graph; later steps of this size replay
+the graph with a single launch."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Graph(Protocol[_T_co]):
 
 
 class GraphMaker(Protocol):
-    """Makes graphs of steps, and counts the graphs and the memory that they take."""
+    """Makes graphs of steps. It counts the graphs, and the bytes of memory that they take."""
 
     num_graphs: int
     num_bytes: int
@@ -48,7 +49,7 @@ class GraphMaker(Protocol):
 
 
 class _EagerGraph(Generic[_T]):
-    """A step that is not captured as a CUDA graph: its operations are launched again each time."""
+    """Replacement of a CUDA graph: each replay launches all operations of the step again."""
 
     def __init__(self, step: Callable[[], _T]) -> None:
         self._step = step
@@ -58,7 +59,7 @@ class _EagerGraph(Generic[_T]):
 
 
 class _CudaGraph(Generic[_T]):
-    """A step that was captured as a CUDA graph."""
+    """A CUDA graph of a step; a replay launches the graph."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, result: _T) -> None:
         self._graph = graph
@@ -70,7 +71,7 @@ class _CudaGraph(Generic[_T]):
 
 
 class EagerSteps:
-    """A graph maker that makes steps without graphs."""
+    """Graph maker without CUDA graphs: each replay launches all operations of the step again."""
 
     num_graphs = 0
     num_bytes = 0

@@ -1,4 +1,4 @@
-"""Host memory for the blocks of PyTorch's KV tensors."""
+"""Host memory to which the KV blocks of preempted requests are copied, for PyTorch's KV tensors."""
 
 from __future__ import annotations
 

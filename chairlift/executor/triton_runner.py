@@ -210,8 +210,8 @@ class TritonModelRunner(TorchModelRunner):
         tokens.logprobs = logprobs if any(entry is not None for entry in logprobs) else None
 
     def _decode(self, batch: StepBatch, size: int, truncates: bool, keep: bool) -> _Outputs:
-        """Compute one token of each row. First the changes of the state are sent to the device. Rows after the rows of
-        ``batch`` are padding."""
+        """Compute and sample one token of each row of ``batch``, padded to ``size`` rows. First the changes of the
+        state are sent to the device."""
         step, state = self._recorded(size, truncates, keep), self._state
         known = batch.token_ids >= 0
         rows = np.full(size, -1, dtype=np.int32)
@@ -240,7 +240,8 @@ class TritonModelRunner(TorchModelRunner):
         return self._decodes[key][1]
 
     def _decode_step(self, inputs: DecodeInputs, launch: AttentionLaunch, truncates: bool, keep: bool) -> _Outputs:
-        """The step that is recorded. It reads and writes the state on the device, without input from the host."""
+        """Decode step that a CUDA graph records. It reads its inputs from the state on the device, and writes the
+        sampled tokens there, so it needs no input from the host."""
         state, slots = self._state, self._state.slots[: len(inputs.token_ids)]
         state.begin_step(inputs)
         tables, mapping = state.block_tables, inputs.slot_mapping.unbind()
@@ -253,7 +254,7 @@ class TritonModelRunner(TorchModelRunner):
         return dataclasses.replace(outputs, logits=self._kept_logits[: len(slots)].copy_(outputs.logits))
 
     def _mixed(self, batch: StepBatch, truncates: bool) -> _Outputs:
-        """Compute a step that does not only decode. Sampling is launched without a graph."""
+        """Compute a step that has prompt chunks. Its sampling is launched without a graph."""
         late = np.flatnonzero(batch.token_ids < 0)
         owners = np.searchsorted(batch.cu_seqlens, late, side="right") - 1
         tokens, sizes = len(batch.token_ids), self._token_sizes
@@ -321,7 +322,7 @@ class TritonModelRunner(TorchModelRunner):
         return StepTensors(token_ids, positions, seq_lens, cu_seqlens, slots, tables, others[:groups]), others[groups:]
 
     def _run_body(self, step: StepTensors, launch: AttentionLaunch) -> Tensor:
-        """Hidden states [T, D] of all tokens."""
+        """Hidden states [T, D] of all tokens of ``step``."""
         return self._body.run({self._token_ids: step.token_ids, self._positions: step.positions}, step, launch)
 
     def _draw(

@@ -11,18 +11,22 @@ from typing import Final
 __all__ = ["Acceptance", "Source"]
 
 _KEPT: Final = 0.95
-"""Factor by which the weight of a request's earlier drafts falls with each new draft."""
+"""Factor by which the weight of a request's earlier drafts falls with each new draft that is checked. So newer drafts
+count more in the estimate."""
 _SHARED_WEIGHTS: Final = (2.0, 8.0, 32.0)
-"""Possible weights of the estimate of the source in a request's own estimate, as a number of drafts."""
+"""Possible weights of a source's shared estimate when it is mixed into a request's own estimate. A weight of 8 counts
+as much as 8 drafts of the request."""
 _LOSS_KEPT: Final = 0.99
-"""Factor by which the weight of earlier errors of these estimates falls with each new draft."""
+"""Factor by which the weight of earlier squared errors falls with each new draft. The errors decide which of
+``_SHARED_WEIGHTS`` is used."""
 _FIRST_WEIGHT: Final = 6.0
-"""Weight of the first estimate of a source, as a number of drafts."""
+"""Weight of a source's initial estimate, as a number of drafts: the initial estimate counts as much as this many
+drafts."""
 _SHARED_MEMORY: Final = 0.005
-"""Minimum weight of each new draft, of any request, in the estimate of a source."""
+"""Minimum weight of each newly checked draft, of any request, in the estimate that a source's requests share."""
 _MAX_CHANCE: Final = 0.98
-"""Maximum of an estimated probability. Without this limit, after many accepted drafts the estimated gain would exceed
-any cost."""
+"""Upper limit of an estimated acceptance probability. Without this limit, after many accepted drafts the estimated gain
+would exceed any cost."""
 
 
 class Source(enum.Enum):
@@ -48,11 +52,12 @@ class Acceptance:
     def __init__(self) -> None:
         self._common = {source: source.value for source in Source}
         self._counts = dict.fromkeys(Source, 0)
-        """Source -> number of its drafts so far."""
+        """Source -> number of drafts from this source that were checked so far."""
         self._losses = {source: [0.0] * len(_SHARED_WEIGHTS) for source in Source}
-        """Source -> squared errors with each of the possible weights, as sums over its drafts."""
+        """Source -> one number per entry of ``_SHARED_WEIGHTS``: sum of the squared errors of the estimates made with
+        this weight."""
         self._weights = dict.fromkeys(Source, _SHARED_WEIGHTS[1])
-        """Source -> the weight in use."""
+        """Source -> the entry of ``_SHARED_WEIGHTS`` that is now used for it."""
         self._own: dict[str, dict[Source, tuple[float, float]]] = {}
         """Request id -> source -> (weight of the right drafts, weight of all drafts)."""
 

@@ -24,9 +24,9 @@ from chairlift.spec_decode.predicted import PredictedText
 __all__ = ["AdaptiveSpeculator", "Proposer", "best_number", "speculator_from_config"]
 
 _PROBE_STEPS = (4, 24)
-"""After this many steps without drafts, one draft is tried although the estimates are against it, because the text may
-have changed: the first number at the beginning and after a right draft. It doubles after each wrong one, up to the
-second."""
+"""(first number, largest number) of steps without drafts after which one draft is tried although the estimates are
+against it, because the text may have changed. The number is the first one at the start and after a right draft. It
+doubles after each wrong draft, up to the largest one."""
 _FIRST_TRY = 4
 """Number of drafts that are tried first for a request with a ``prediction``, whatever they cost. The caller who
 supplied the predicted text knows the answer better than the engine."""
@@ -38,7 +38,8 @@ _MIN_GAIN = 1.02
 """Minimum factor by which drafts must increase the tokens per second before they are used. It is above 1, because the
 estimates are noisy."""
 _MAX_KNOWN = 16
-"""Maximum number of drafts of a row from an expected text or a grammar, unless a setting gives another number."""
+"""Default of the maximum number of drafts of a row in one step, if the drafts come from a predicted output or a
+grammar."""
 
 
 def best_number(num_rows: int, drafts: Sequence[tuple[float, str]], seconds: Callable[[int], float]) -> int:
@@ -86,7 +87,7 @@ class Proposer(Protocol):
 
 
 class _Drafted(NamedTuple):
-    """Candidate drafts of one row. Only some of these drafts may be computed."""
+    """Drafts of one row from which the step may take the first few."""
 
     request: Request
     tokens: Sequence[int]
@@ -120,7 +121,7 @@ class AdaptiveSpeculator:
         """Request id -> source of its newest drafts."""
         self._idle_steps, self._probe_steps = 0, _PROBE_STEPS[0]
         self.only_known = proposer is None
-        """See :class:`~chairlift.scheduler.drafts.Speculator`."""
+        """Whether drafts come only from a request's ``prediction`` or grammar, because there is no proposer."""
 
     def choose(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, budget: int
