@@ -156,7 +156,7 @@ class RowTemplates:
         return rows
 
     def _admit(self, batch: StepBatch, slots: _Int32) -> None:
-        """Make the records of slots that have a new request."""
+        """Make the constant part of the sampling records of slots that have a new request."""
         if len(self._owners) < len(batch.tokens):
             count = len(batch.tokens)
             self._owners = [None] * count

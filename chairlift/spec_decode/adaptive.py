@@ -61,7 +61,7 @@ def best_number(num_rows: int, drafts: Sequence[tuple[float, str]], seconds: Cal
         rows.add(name)
         if (num_rows + gained) / (taken := seconds(number)) <= rate:
             continue
-        # Rows with drafts end after 1 - saved of the steps; then the others are alone.
+        # Rows with drafts end after the fraction 1 - saved of the steps; then the other rows run without them.
         saved = gained / (gained + len(rows))
         rest = seconds(-len(rows)) if len(rows) < num_rows else 0.0
         if (1 - saved) * taken + saved * rest <= alone:
@@ -126,7 +126,8 @@ class AdaptiveSpeculator:
     def choose(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, budget: int
     ) -> Sequence[tuple[Request, Sequence[int]]]:
-        """See :class:`~chairlift.scheduler.drafts.Speculator`."""
+        """Choose the drafts of a step: (request, drafts) for some of ``rows``, with at most ``budget`` drafts in total.
+        ``rows`` has (decoding request, maximum number of its drafts)."""
 
         def seconds(number: int) -> float:
             return self._seconds(step._replace(num_decodes=step.num_decodes + number))
@@ -149,7 +150,8 @@ class AdaptiveSpeculator:
         return [(each.request, each.tokens[: counts[name]]) for name, each in drafted.items() if counts[name]]
 
     def _least_tried(self, drafted: Mapping[str, _Drafted]) -> tuple[float, str]:
-        """(probability, request id) of the request whose drafts were checked least."""
+        """(probability, request id) of the request with the fewest checked drafts. The probability is the estimate for
+        its next draft."""
         name = min(drafted, key=lambda name: self.acceptance.weight(name, drafted[name].source))
         return self.acceptance.chance(name, drafted[name].source), name
 
@@ -222,7 +224,7 @@ class AdaptiveSpeculator:
         return found
 
     def _expected(self, request: Request, limit: int) -> Sequence[int]:
-        """Next tokens, at most ``limit``, of the text that the request expects as its answer."""
+        """Next tokens, at most ``limit``, of the predicted output that the request supplied (``prediction``)."""
         text = self._texts.get(request.request_id)
         if text is None:
             text = self._texts[request.request_id] = PredictedText(request.prediction)
@@ -236,7 +238,7 @@ class AdaptiveSpeculator:
                 yield chance**at, name
 
     def verified(self, request: Request, drafts: Sequence[int], num_accepted: int) -> None:
-        """See :class:`~chairlift.scheduler.drafts.Speculator`."""
+        """Learn from a step that has checked ``drafts``: the first ``num_accepted`` of them were right."""
         self._idle_steps = 0
         self._probe_steps = _PROBE_STEPS[0] if num_accepted else min(2 * self._probe_steps, _PROBE_STEPS[1])
         source = self._sources.get(request.request_id, Source.PROPOSED)
@@ -246,7 +248,7 @@ class AdaptiveSpeculator:
             request.num_rejected_predicted += len(drafts) - num_accepted
 
     def forget(self, request: Request) -> None:
-        """See :class:`~chairlift.scheduler.drafts.Speculator`."""
+        """Remove the state of a request that has ended."""
         self.acceptance.forget(request.request_id)
         self._texts.pop(request.request_id, None)
         if self._proposer is not None:

@@ -71,8 +71,8 @@ int plan_spans(const cl_batch& batch, AttentionSpan* spans, StepPlan& plan) {
   return count;
 }
 
-// Bytes for the results of splits in the layer that needs the most memory; 0 if no layer gives splits of one task to
-// different threads.
+// Bytes of memory for the partial results of attention, in the layer that needs the most. 0 if in every layer each task
+// is computed by one thread.
 size_t split_bytes(const Kernels& kernels, const cl_program& program, const StepPlan& plan) {
   size_t most = 0;
   for (int i = 0; i < program.num_ops; i++) {
@@ -83,7 +83,8 @@ size_t split_bytes(const Kernels& kernels, const cl_program& program, const Step
   return most;
 }
 
-// Allocates every thread's memory before the run, because an error inside a run cannot be reported.
+// Allocates every thread's scratch memory before the run, because an error inside a run cannot be reported. Returns
+// false if memory is short.
 bool reserve(cl_pool& pool, const Kernels& kernels, int dtype, int32_t vocab) {
   const size_t bytes = kernels.scratch_bytes(dtype, vocab);
   for (int thread = 0; thread < pool.num_threads(); thread++)
@@ -193,8 +194,9 @@ struct Read {
   size_t bytes;
 };
 
-// Reads this thread's part of the memory and combines all words by xor, so that no read can be omitted. It uses only
-// instructions that every x86-64 processor has; they are fast enough to use the full memory bandwidth.
+// Reads one thread's part of the memory, to measure bandwidth. It combines all words by xor, so that the compiler
+// cannot omit a read. It uses only instructions that every x86-64 processor has; they are fast enough to use the full
+// memory bandwidth.
 void read_on_thread(void* argument, int thread) {
   typedef long long Words __attribute__((vector_size(16)));
   Read& read = *static_cast<Read*>(argument);

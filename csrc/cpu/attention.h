@@ -55,7 +55,8 @@ struct AttentionScratch {
   int low[MAX_ATTENTION_ROWS], high[MAX_ATTENTION_ROWS];  // each row attends to the positions low <= position < high
 };
 
-// Initial highest score: lower than every real score, but finite, so that the difference of two scores is never NaN.
+// Initial value of a row's highest score: lower than every real score, but finite, so that the difference of two scores
+// is never NaN.
 static const float NO_SCORE = -1e30f;
 
 // Several rows that attend to one KV head of one sequence.
@@ -191,8 +192,9 @@ static void score(const AttentionTask& task, AttentionScratch<T>& s, const Readi
     score_codes<true>(task, s, s.codes, reading, column0);
 }
 
-// Turns the scores of a row in columns [from, to) (multiples of 16) into softmax weights, and updates the row's highest
-// score and sum. s.factor becomes the factor for the values summed so far. `scale` is positive and includes log2(e).
+// Turns a row's scores in columns [from, to) (multiples of 16) into softmax weights, and updates the row's highest
+// score and sum. Afterwards s.factor is the factor by which the row's values summed so far must be multiplied. `scale`
+// is positive and includes log2(e).
 template <typename T>
 static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int from, int to, int tile_start,
                       float scale) {
@@ -410,7 +412,7 @@ __attribute__((noinline, noclone)) static void attend_tokens(const AttentionTask
   }
 }
 
-// Adds the state of a later split to `into`.
+// Adds the softmax state `from` of a later split of the sequence to `into`, the state of all earlier splits.
 static void merge_states(SoftmaxState& into, const SoftmaxState& from, int rows, int dim) {
   for (int row = 0; row < rows; row++) {
     const float a = into.highest[row], b = from.highest[row], highest = a > b ? a : b;
@@ -436,12 +438,12 @@ struct AttentionPiece {
   int position(int row) const {
     return batch.seq_lens[span.row] - (batch.cu_seqlens[span.row + 1] - token(row));
   }
-  // The row attends only to positions below the result.
+  // The row attends only to positions below the returned one.
   int seen_end(int row) const {
     if (op.flags & CL_BOTH_WAYS) return batch.seq_lens[span.row];
     return batch.seen_ends ? batch.seen_ends[token(row)] : position(row) + 1;
   }
-  // The row attends to no position below the result.
+  // The row attends to no position below the returned one.
   int seen_begin(int row) const {
     const int end = position(row) + 1;
     return op.window > 0 && end > op.window ? end - op.window : 0;
@@ -483,8 +485,8 @@ static void load_queries(const AttentionPiece& piece, const T* q, int64_t stride
   round_queries(s, piece.rows, dim, Stored());
 }
 
-// Computes each row again, alone, and reads only the tokens that it attends to. It overwrites the queries in the
-// scratch.
+// Computes the attention of each row again, one row at a time, and reads only the tokens that the row attends to. It
+// overwrites the queries in the scratch.
 template <typename Stored, typename T>
 __attribute__((noinline, cold)) static void attend_alone(AttentionTask task, AttentionScratch<T>& s, SoftmaxState& state,
                                                          int from, int to) {

@@ -168,8 +168,8 @@ static int index_of(const float* values, int count, float value) {
   return count;
 }
 
-// Lane i is the maximum of logits i, i + 16, i + 32, ... of `count` logits. If one is NaN or +inf, `flags` gets SAW_NAN
-// or SAW_INF.
+// Lane i of the result is the maximum of logits i, i + 16, i + 32, ... of `count` logits. If a logit is NaN or +inf,
+// `flags` gets SAW_NAN or SAW_INF.
 CL_INLINE vf lane_maxima(const float* logits, int count, uint32_t& flags) {
   vf top = vset(-INFINITY);
   uint32_t regular = 0xffff;
@@ -190,7 +190,7 @@ static void consider_highest(Best& best, const float* logits, int32_t first_id, 
 }
 
 // Updates `best` with at most GROUP ids, from first_id on. `highest`: the highest logit of these ids, divided by the
-// temperature.
+// row's temperature.
 static void consider_group(Best& best, const float* logits, int32_t first_id, int size, float highest,
                            float temperature, const Philox& philox) {
   const uint32_t bar = lowest_word(bar_of(best.score) - highest);
@@ -203,8 +203,8 @@ static void consider_group(Best& best, const float* logits, int32_t first_id, in
   }
 }
 
-// Computes the noise of the id with the highest logit first. Its score plus noise is a bound that excludes most other
-// ids.
+// Offers the id with the highest logit to `best` first. Its score plus noise is a bound that excludes most other ids,
+// so their noise need not be computed.
 static void begin_with_highest(Best& best, const float* logits, int32_t first_id, int size, float temperature,
                                const Philox& philox) {
   int at = 0;
@@ -225,8 +225,8 @@ static void consider_noisy(Best& best, const float* logits, int32_t first_id, in
   }
 }
 
-// Updates `best` with `count` logits, of the ids from first_id on, which is a multiple of 16. The logits after them, up
-// to a multiple of 16, may have any value.
+// Offers `count` ids, from first_id (a multiple of 16) on, to `best`. The logits after them, up to a multiple of 16,
+// may have any value.
 static void consider(Best& best, const float* logits, int32_t first_id, int32_t count, const cl_sampling_row& row) {
   CL_ASSERT(first_id % LANES == 0 && count >= 0);
   if (row.temperature == 0.0f)

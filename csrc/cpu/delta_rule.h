@@ -5,7 +5,7 @@
 
 namespace CL_NS {
 
-// to = factor * x / sqrt(sum of squares of x + 1e-6).
+// Normalises x to length 1 and multiplies it by `factor`: to = factor * x / sqrt(sum of squares of x + 1e-6).
 template <typename T>
 static void unit(const T* x, int size, float factor, float* to) {
   vf sum = vset(0.0f);

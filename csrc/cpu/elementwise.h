@@ -63,8 +63,9 @@ static void embed(const cl_op& op, const cl_program& program, const cl_batch& ba
   }
 }
 
-// Writes the cosines and sines of each token. An angle is the position times a frequency, both as float32, as in
-// transformers. The C library computes one cosine or sine at a time, so that no value depends on its neighbours.
+// Writes the cosines and sines of each token's rotary angles. An angle is the position times a frequency, both as
+// float32, as in transformers. The C library computes one cosine or sine at a time, so that no value depends on its
+// neighbours.
 static void rotary_table(const cl_op& op, const cl_program& program, const cl_batch& batch, Share share) {
   const float* frequencies = static_cast<const float*>(op.weight);
   const float* axes = batch.axes ? op.bias : nullptr;
@@ -91,7 +92,7 @@ CL_INLINE float sum_of_squares(const T* x, int size) {
   return vsum(vadd(vadd(sum[0], sum[1]), vadd(sum[2], sum[3])));
 }
 
-// RMS norm. A number is normalised, rounded to T, then multiplied by the weight, in the order of Hugging Face models.
+// RMS norm of each row. As in Hugging Face models, a number is normalised, rounded to T, then multiplied by the weight.
 // The padding columns are zero, so the sum of squares may include them.
 template <typename T>
 static void rms_norm(const cl_op& op, const cl_program& program, Share share) {
@@ -126,7 +127,7 @@ CL_INLINE float sum_around(const T* x, int size, float mean) {
   return vsum(vadd(vadd(sum[0], sum[1]), vadd(sum[2], sum[3])));
 }
 
-// Layer norm. Results are rounded to T only once, after weight and bias, as in PyTorch.
+// Layer norm of each row. Results are rounded to T only once, after weight and bias, as in PyTorch.
 template <typename T>
 static void layer_norm(const cl_op& op, const cl_program& program, Share share) {
   const T* in = static_cast<const T*>(program.buffers[op.in]);

@@ -91,7 +91,8 @@ static void score(const cl_experts& experts, float* logits) {
   }
 }
 
-// Chooses the experts of one token, best first, and their weights.
+// Chooses the experts of one token from the router's logits, which are in `scores`. Writes their indices to `chosen`,
+// best first, and the factors of their results to `weights`.
 static void choose_experts(const cl_experts& experts, float* scores, int32_t* chosen, float* weights) {
   const int E = experts.num_experts, K = experts.top_k, groups = experts.groups, size = E / groups;
   bool taken[MOST_EXPERTS] = {};
@@ -134,7 +135,7 @@ static void choose_experts(const cl_experts& experts, float* scores, int32_t* ch
   }
 }
 
-// Sorts the rows by expert, and counts each expert's tokens.
+// Sorts the (token, chosen expert) pairs by expert, and counts the tokens of each expert.
 static void group_rows(const cl_experts& experts, const ExpertScratch& s, int tokens) {
   int32_t begin[MOST_EXPERTS + 1] = {};
   const int64_t rows = int64_t(tokens) * experts.top_k;
@@ -168,7 +169,7 @@ static int last_up_to(const int32_t* first, int count, int32_t value) {
   return low;
 }
 
-// The expert that computes row number `row`, where rows are sorted by expert.
+// The expert that computes row number `row`, where the rows of all tokens are sorted by expert.
 static int expert_of(const ExpertScratch& s, int row) { return s.expert[last_up_to(s.first_row, s.counts[0], row)]; }
 
 // The items for gemm_items: the matrix multiplications of all parts, one part after another.
@@ -198,7 +199,8 @@ struct ExpertItems {
     return found;
   }
 
-  // Number of panels in a chunk of the weight, a multiple of `unit`: the results of `unit` panels belong together.
+  // Number of panels in a chunk of the experts' weight, which a thread takes as one item. It is a multiple of `unit`,
+  // because the results of `unit` panels belong together.
   static int chunk_of(Panels<Weight> weight, const ExpertScratch& s, int unit, int threads) {
     const int parts = s.counts[0], mean = (s.first_row[parts] + parts - 1) / parts;
     weight.count *= parts;
@@ -277,7 +279,7 @@ static void expert_products(cl_pool& pool, int thread, const Panels<Weight>& wei
   gemm_items<Row>(pool, thread, rows, stride, items, weight, chunk, scratch, epilogue, NOTHING, static_cast<KVAhead<Row>*>(nullptr));
 }
 
-// out = weighted sum of the results of a token's experts, best expert first, plus aux times the shared gate.
+// For each token: out = weighted sum of its experts' results, best expert first, plus aux times the shared gate.
 template <typename Row>
 static void sum_experts(const cl_op& op, const cl_program& program, const ExpertScratch& s, int first, Share share) {
   const cl_experts& experts = *op.experts;

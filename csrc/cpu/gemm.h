@@ -21,8 +21,8 @@ CL_INLINE Share share_of(int rows, int share, int shares) {
   return Share{int(int64_t(rows) * share / shares), int(int64_t(rows) * (share + 1) / shares)};
 }
 
-// Block sizes for a pair of types. A thread reads the weight once for each SUPER rows. Inside these rows it computes
-// ROW_BLOCK rows at a time, and K_BLOCK elements of k.
+// Block sizes for multiplying rows of one type by a weight of another. A thread reads the weight once for each SUPER
+// rows. Inside these rows it computes ROW_BLOCK rows at a time, and K_BLOCK elements of k.
 template <typename Row, typename Weight>
 struct Blocking {
   static constexpr bool FLOAT32 = sizeof(Left<Row, Weight>) == sizeof(float), STREAMS = true;
@@ -45,8 +45,8 @@ template <>
 struct Blocking<bf16, bf16> {
   static constexpr bool FLOAT32 = false, WIDENED = false, STREAMS = false;
   static constexpr int ROW_BLOCK = TILE_ROWS, K_BLOCK = 256, SUPER = 256;
-  // Tiles are faster than memory, so all row blocks prefetch. Blocks are whole tiles, because a tile that is half full
-  // takes as long as a full one.
+  // Tiles compute faster than memory delivers, so all row blocks prefetch. Blocks are whole tiles, because a tile that
+  // is half full takes as long as a full one.
   static int fetching(int blocks) { return blocks; }
   static int first_row(int rows, int block, int) { return block * ROW_BLOCK < rows ? block * ROW_BLOCK : rows; }
   static int most_panels(int m, int64_t k) { return m <= 64 ? 1 : k <= 2048 || k % 2048 == 0 ? 8 : 16; }
@@ -83,10 +83,10 @@ struct Panels {
   const Weight* data;
   int count;
   int64_t k;
-  // panel: address of element `from` of k in panel `index`. bytes: size of `k` elements of k in one panel.
+  // panel: address of panel `index`, at element `from` of k. bytes: number of bytes of `k` elements of k in one panel.
   const Weight* panel(int64_t index, int64_t from = 0) const { return data + (index * k + from) * CL_PANEL; }
   static int64_t bytes(int64_t k) { return k * CL_PANEL * int64_t(sizeof(Weight)); }
-  // k may be divided into pieces at multiples of this number.
+  // k may be divided into pieces only at multiples of this number of elements.
   static int64_t unit() { return CL_K_MULTIPLE; }
 };
 
@@ -129,20 +129,20 @@ static void with_weight(const cl_op& op, const Then& then) {
   }
 }
 
-// Address of element `from` of k in a row.
+// Address of a row's element number `from`, counted along k.
 template <typename T>
 CL_INLINE const T* forward(const T* row, int64_t from) { return row + from; }
 template <typename Lane>
 CL_INLINE const RowBlock<Lane>* forward(const RowBlock<Lane>* row, int64_t from) { return row + from / CL_Q_BLOCK; }
 
-// Memory that is needed next. It is prefetched evenly over the steps of a multiplication.
+// Memory that a thread will read next. A multiplication prefetches it evenly over its steps.
 struct Ahead {
   const char* at;
   int64_t bytes;
 };
 static const Ahead NOTHING = {nullptr, 0};
 
-// out[rows, 32] = (accumulate ? out : 0) + a[rows, k] @ panel, with vector instructions. Every path has it.
+// out[rows, 32] = (accumulate ? out : 0) + a[rows, k] @ panel, with vector instructions. Every instruction set has it.
 template <typename Row, typename Weight>
 static void vector_product(int rows, const Left<Row, Weight>* a, int64_t a_stride, const Weight* panel, int64_t k, float* out,
                            int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<Row>* kv) {
@@ -375,7 +375,7 @@ static void gemm_items(cl_pool& pool, int thread, const Source<Row, Weight>* a, 
           const Weight* here = now.weight.panel(first_panel + p, k);
           Ahead ahead = NOTHING;
           if (!B::FLOAT32 && p < next_panels && block < fetching) {
-            // This row block prefetches its part of the lines.
+            // A block of rows prefetches lines [line, end): its part of the lines that all blocks prefetch.
             const int64_t lines = next_bytes / 64, line = lines * block / fetching, end = lines * (block + 1) / fetching;
             ahead = Ahead{next + p * next_stride + line * 64, (end - line) * 64};
           } else if (B::FLOAT32 && (p + 1 < panels ? block == 0 : block + 1 == blocks && next_panels > 0)) {

@@ -41,7 +41,8 @@ static void cap_logits(float* logits, int count, float cap) {
   for (int c = 0; c < count; c += LANES) vstore(logits + c, vmul(vset(cap), vtanh(vdiv(vload(logits + c), vset(cap)))));
 }
 
-// Epilogue of the output head: for each row it updates the best id, or stores the logits.
+// Epilogue of the output head: for each row it updates the best id so far, or stores the logits if sampling needs all
+// of them.
 struct ChooseOrStore {
   const HeadCall& call;
   const HeadShared& shared;
@@ -115,8 +116,8 @@ static void head(cl_pool& pool, int thread, const HeadCall& call) {
     with_weight<float>(*call.product, [&](const auto& weight) { head_of<float>(pool, thread, call, weight); });
 }
 
-// Samples from rows of given logits. It reads them in the same pieces as `head` computes them, so the results are
-// equal.
+// Samples from rows of given logits. It reads the logits in the same pieces in which `head` computes them, so the
+// results are equal.
 static void sample(cl_pool& pool, int thread, const HeadCall& call) {
   void* scratch = pool.scratch(thread, sample_scratch_bytes(call.vocab));
   Turns turns(pool, thread, call.num_rows, Turns::SPREAD);

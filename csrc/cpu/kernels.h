@@ -27,7 +27,7 @@ struct Kernels {
   // Returns the seconds that `rounds` rounds of the path's fastest multiply-add instruction take.
   double (*peak)(int64_t rounds, bool int8);
   double operations_per_round[2];  // index 0: bf16 or float32; index 1: int8
-  // Sizes in bytes that depend on this path's types.
+  // The following functions return sizes in bytes. They differ between instruction sets, because types do.
   size_t (*split_state_bytes)();
   size_t (*scratch_bytes)(int dtype, int32_t vocab);  // per thread; vocab 0: no memory for sampling
   size_t (*head_shared_bytes)(int num_threads, int num_rows, int64_t stride, int dtype, int32_t k);

@@ -13,8 +13,8 @@
 
 namespace CL_NS {
 
-// Makes the processor treat subnormals as zero during a run. Instructions that multiply bf16 always do, so all paths
-// must.
+// Makes the processor treat subnormal numbers as zero during a run. Instructions that multiply bf16 always do so, and
+// all instruction sets must give results of the same kind.
 struct FlushSubnormals {
   const unsigned before = _mm_getcsr();
   FlushSubnormals() { _mm_setcsr(before | 0x8040); }
@@ -99,7 +99,8 @@ static double seconds() {
   return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
 }
 
-// Number of independent sums: enough to hide the latency of the instruction, few enough to fit into the registers.
+// Number of independent sums in the measurement of peak speed: enough to hide the latency of the instruction, few
+// enough to fit into the registers.
 enum { PEAK_CHAINS = GROUPS == 2 ? 24 : 6 };
 
 #if !defined(CL_USE_AMX)

@@ -13,7 +13,7 @@
 
 namespace CL_NS {
 
-// An element of a KV cache in 8 bits.
+// One code of a KV cache that stores K and V in 8 bits.
 struct code8 {
   uint8_t bits;
 };
@@ -44,7 +44,7 @@ CL_INLINE vf numbers_of(__m128i codes) {
   return vf{_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(codes)),
             _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(codes, codes)))};
 }
-// Rounds to nearest even, and limits the results to the range of int16.
+// Rounds x to nearest even as 16-bit integers, and limits the results to the range of int16.
 CL_INLINE __m256i words_of(vf x) {
   return _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)), 0xd8);
 }
@@ -143,7 +143,7 @@ CL_NOINLINE void product_of_codes(const int16_t* a, int64_t a_stride, const code
   for (int r = 0; r < R; r++) finish(r, ifloat(sum[r]));
 }
 
-// Multiplies all rows, in blocks of nearly equal size whose sums fit into the registers.
+// Multiplies all rows by the pieces, in blocks of rows of nearly equal size whose sums fit into the registers.
 template <bool NEAR, typename Finish>
 static void product_of_codes(int rows, const int16_t* a, int64_t a_stride, const code8* const* pieces,
                              const char* const* ahead, int count, int steps, const Finish& finish) {

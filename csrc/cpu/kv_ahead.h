@@ -73,7 +73,7 @@ class KVAhead {
   }
 
  private:
-  // Bytes of a piece: K or V of sixteen tokens and one KV head.
+  // Bytes of a piece of KV, the unit of the prefetch: K or V of sixteen tokens and one KV head.
   int64_t piece_bytes() const {
     return kv_->kind == CL_KV_INT8 ? CL_NS::piece_bytes(kv_->head_dim, code8()) : CL_NS::piece_bytes(kv_->head_dim, T());
   }

@@ -75,7 +75,7 @@ struct StoreResult {
   }
 };
 
-// silu(factor * gate) * up.
+// The gate of SwiGLU: silu(factor * gate) * up.
 struct SiluGate {
   float factor = 1.0f;
   vf operator()(vf gate, vf up) const {
@@ -239,7 +239,8 @@ struct StoreHeads {
     }
   }
 
-  // Address of the K of one KV head, for the 16 tokens whose slots include `slot`. The V of these tokens follows it.
+  // Address of the K of one KV head, for the 16 tokens that share a piece of the cache with `slot`. The V of these
+  // tokens follows it.
   template <typename Stored>
   Stored* keys_of(int64_t slot, int head) const {
     const int64_t block = slot / kv.block_size;
@@ -300,7 +301,7 @@ struct StoreHeads {
   }
 };
 
-// Smallest number of panels whose columns are whole heads.
+// Smallest number of panels whose columns are a whole number of heads of size head_dim.
 CL_INLINE int panels_per_heads(int head_dim) {
   int columns = head_dim;
   while (columns % CL_PANEL) columns += head_dim;

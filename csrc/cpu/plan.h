@@ -10,7 +10,7 @@ enum {
   MAX_SPLIT_ROWS = 64,     // maximum number of rows of a task whose splits may go to different threads
 };
 
-// The block ids of one row of a step in one cache group.
+// Ids of the blocks that hold the sequence of a step's row, in one cache group.
 static inline const int32_t* block_table(const cl_batch& batch, int group, int row) {
   return batch.block_tables + (int64_t(group) * batch.num_rows + row) * batch.table_width;
 }

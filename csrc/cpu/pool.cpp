@@ -11,8 +11,8 @@
 
 namespace {
 
-// Time that a thread spins before it sleeps. It is longer than threads wait for each other inside a step, and far
-// shorter than the pause between two requests of an idle server. The clock measures it, because a pause instruction
+// Time that a thread waits actively before it sleeps. It is longer than threads wait for each other inside a step, and
+// far shorter than the pause between two requests of an idle server. A clock measures it, because a pause instruction
 // takes 40 cycles on one processor and 140 on another.
 constexpr std::chrono::microseconds kSpinning{50};
 constexpr int kPausesPerLook = 32;

@@ -89,7 +89,7 @@ class Turns {
     mine_ = kept_;
   }
 
-  // The first item of a contiguous share.
+  // First item of the contiguous share number `share`.
   static int64_t begin(int64_t items, int64_t share, int64_t threads) { return items * share / threads; }
 
   // Takes the next item and returns it, or `items` if there is none left.
@@ -135,8 +135,8 @@ class Turns {
   const int64_t items_, threads_;
   const Shares shares_;
   int64_t share_, left_;  // index of the share to take from; number of shares that this thread has not found empty
-  // The first item of that share, the distance between its items, its number of items, and the number of items reserved
-  // for the thread that owns it.
+  // The share from which this thread now takes items: its first item, the distance between its items, its number of
+  // items, and the number of items reserved for the thread that owns the share.
   int64_t first_, step_, size_, kept_;
   int64_t mine_;  // number of reserved items of this thread's own share that it has not taken yet
 };

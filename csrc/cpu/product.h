@@ -28,7 +28,7 @@ struct Pair<float, float> {
 template <>
 struct Pair<bf16, bf16> {
   typedef bf16 Source;
-// The AMX path multiplies bf16 with tiles only.
+// On the AMX path, tiles multiply bf16 numbers directly, so they are not widened.
 #if defined(__AVX512BF16__) || defined(CL_USE_AMX)
   typedef bf16 Left;
 #else
@@ -95,8 +95,8 @@ enum { ROWS = 12, GROUPS = 2, MAX_GROUPS = 4, GROUPS_AT_ONCE = 4 };  // at most 
 enum { ROWS = 6, GROUPS = 1, MAX_GROUPS = 2, GROUPS_AT_ONCE = 1 };  // at most 6 pairs of accumulators of 16 registers
 #endif
 
-// With fewer rows there is only time to prefetch the next data, so loops for fewer rows have no code for
-// Prefetch::piece.
+// Minimum number of rows for which loops prefetch the further lines of Prefetch::piece. With fewer rows there is only
+// time to prefetch the next data, so loops for fewer rows have no code for it.
 enum { MANY_ROWS = ROWS / 2 + 1 };
 
 // Loads one part of a step of sixteen columns, in the form that multiply_add multiplies by an element of a row.
@@ -134,7 +134,8 @@ CL_INLINE __m512bh broadcast_part(const bf16* p, int) {
 }
 CL_INLINE vf multiply_add(vf sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, b, a); }
 #elif defined(__AVX512F__)
-// A bf16 is the upper half of a float32.
+// Widens bf16 numbers to float32. A 32-bit word has two of them; a bf16 is the upper half of the float32 with the same
+// value. Part 0 gives the numbers in the lower halves of the words, part 1 those in the upper halves.
 template <int V>
 CL_INLINE vf load_part(const bf16* p, int part) {
   const __m512i both = _mm512_loadu_si512(p), odd = _mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000)));
@@ -150,7 +151,8 @@ CL_INLINE __m256 load_eight(const bf16* p, int part) {
   __asm__("" : "+x"(odd));  // prevents the compiler from replacing the two shifts by a mask in a register
   return _mm256_castsi256_ps(_mm256_slli_epi32(odd, 16));
 }
-// With two groups of columns and three rows there is no free register for a mask, so load_eight shifts instead.
+// Widens part 0 or 1 of 32 bf16 numbers to float32. With V == 1 a mask stays in a register. With V == 2 (two groups of
+// columns and three rows) no register is free for it, so load_eight shifts instead.
 template <int V>
 CL_INLINE vf load_part(const bf16* p, int part) {
   return vf{load_eight<V == 1>(p, part), load_eight<V == 1>(p + LANES, part)};
@@ -162,7 +164,8 @@ CL_INLINE vf load_part(const bf16* p, int part) {
 CL_INLINE vf broadcast_part(const bf16* p, int part) { return vset(to_float(p[part])); }
 #endif
 
-// Makes compilers load data from memory again instead of keeping it in a register, where registers are scarce.
+// Makes the compiler load data from memory again instead of keeping it in a register. Without AVX-512, registers are
+// scarce.
 #if defined(__AVX512F__)
 CL_INLINE void load_anew() {}
 #else

@@ -19,7 +19,7 @@ CL_INLINE int whole_groups(int n) { return (n + GROUP - 1) / GROUP * GROUP; }
 CL_INLINE vf vselect(uint32_t mask, vf x, vf otherwise) { return _mm512_mask_blend_ps(__mmask16(mask), otherwise, x); }
 // Stores the lanes whose bit is set next to each other from p on. It may write all sixteen floats from p on.
 CL_INLINE void vcompress(float* p, uint32_t mask, vf x) { vstore(p, _mm512_maskz_compress_ps(__mmask16(mask), x)); }
-// Lane i has the integer first + i in its bits.
+// Lane i of the result has the integer first + i in its bits.
 CL_INLINE vf lane_ids(int32_t first) {
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_set1_epi32(first), lane));
@@ -120,7 +120,7 @@ struct Members {
   }
 };
 
-// A set of ids: the sum of their weights, and their number.
+// Result of adding up a set of ids: the sum of their weights, and their number.
 struct Amount {
   double mass;
   int64_t count;

@@ -24,7 +24,7 @@ struct RowState {
         span(layer.block_size),
         position(batch.positions[batch.cu_seqlens[row]]) {}
 
-  // The state before the first token of this step; null if that token is the first of its sequence.
+  // Where the state before the row's first token of this step is; null if that token is the first of its sequence.
   template <typename T>
   const T* before() const {
     return position == 0 ? nullptr : at<T>((position - 1) / span);

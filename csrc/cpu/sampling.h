@@ -216,7 +216,8 @@ static void report_token(const float* logits, int32_t vocab, double log_total, c
   row.top_logprobs[0] = float(value - log_total);
 }
 
-// Writes results that mean "no log-probability" for a row whose logits are not valid.
+// Writes results that mean "no log-probability". Called for a row that asked for log-probabilities but whose logits are
+// not valid.
 static void report_nothing(cl_sampling_row& row) {
   if (row.target < 0) return;
   row.rank = 1;

@@ -55,7 +55,8 @@ CL_INLINE vf vsub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 CL_INLINE vf vmul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 CL_INLINE vf vdiv(vf a, vf b) { return _mm512_div_ps(a, b); }
 CL_INLINE vf vfma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
-// If one argument is NaN, vmax and vmin return the second argument. So a NaN is kept only if it is the second argument.
+// Maximum and minimum per lane. If one argument is NaN, vmax and vmin return the second argument. So a NaN is kept only
+// if it is the second argument.
 CL_INLINE vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
 CL_INLINE vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 CL_INLINE vf vabs(vf a) { return _mm512_abs_ps(a); }
@@ -64,7 +65,7 @@ CL_INLINE vf vselect_gt(vf a, vf b, vf x, vf y) { return _mm512_mask_blend_ps(_m
 CL_INLINE vf vround(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // x * 2^n for integers n from -127 to 127 and x below 2. Results that would be subnormal are 0.
 CL_INLINE vf vscale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
-// Lane i is x[i] if low <= i < high, otherwise `fill`.
+// Replaces lanes outside [low, high) by `fill`: lane i is x[i] if low <= i < high.
 CL_INLINE vf vkeep(vf x, int low, int high, float fill) {
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __mmask16 keep = _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(low)) &
