@@ -14,8 +14,8 @@ from chairlift.kernels.recurrent import StatePart
 __all__ = ["GRU", "LSTM"]
 
 _ROWS = 16
-"""Rows per matmul of the hidden states; the last matmul is padded with rows of zeros. A matmul of fixed size adds in a
-fixed order, so a row's bits do not depend on other rows."""
+"""Number of rows of hidden states that one matmul multiplies; the last matmul is padded with rows of zeros. A matmul of
+fixed size adds in a fixed order, so a row's bits do not depend on other rows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -28,13 +28,13 @@ class LSTM:
     """
 
     weight: Tensor
-    """U, the weight [4 H, H] of the hidden state."""
+    """U, the weight [4 H, H] by which the previous hidden state is multiplied."""
     bias: Tensor | None
-    """b, the bias [4 H] of the hidden state; None if there is none."""
+    """b, the bias [4 H] that is added to U h; None if there is none."""
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """Parts of the state: h in the model's dtype, and c in float32."""
+        """Parts of the recurrent state: h in the model's dtype, and c in float32."""
         size = self.weight.shape[1]
         return StatePart((size,)), StatePart((size,), torch.float32)
 
@@ -66,13 +66,13 @@ class GRU:
     """
 
     weight: Tensor
-    """U, the weight [3 H, H] of the hidden state."""
+    """U, the weight [3 H, H] by which the previous hidden state is multiplied."""
     bias: Tensor | None
-    """b, the bias [3 H] of the hidden state; None if there is none."""
+    """b, the bias [3 H] that is added to U h; None if there is none."""
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """The only part of the state: h in float32."""
+        """The only part of the recurrent state: h in float32."""
         return (StatePart((self.weight.shape[1],), torch.float32),)
 
     def width(self, *widths: int) -> int:

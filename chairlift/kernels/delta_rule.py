@@ -17,7 +17,8 @@ from chairlift.kernels.recurrent import StatePart, panel_width
 __all__ = ["DeltaRule"]
 
 _L2_EPS = 1e-6
-"""Number added to the sum of squares of q and of k before the square root, as in Qwen3-Next."""
+"""Number added to the sum of squares of a q or k vector before the square root, so that the length is never 0. The
+value is Qwen3-Next's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +51,7 @@ class DeltaRule:
 
     @property
     def channels(self) -> int:
-        """Number of columns of q, k and v together."""
+        """Number of channels of the convolution: the columns of q, k and v together."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property

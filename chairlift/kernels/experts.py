@@ -55,7 +55,8 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
 
 
 def _within_groups(choice: Tensor, routing: Routing) -> Tensor:
-    """Scores [T, E] with all but the best groups set to minus infinity."""
+    """``choice`` [T, E], the scores by which experts are chosen, with minus infinity for all experts outside the best
+    groups of each token."""
     by_group = choice.reshape(len(choice), routing.groups, -1)
     best = by_group.sort(dim=-1, descending=True, stable=True).values
     totals = best[..., 0] if routing.group_score == "best" else best[..., 0] + best[..., 1]
@@ -147,7 +148,7 @@ def _summed(
     clamp: tuple[float, float] | None = None,
     gated: bool = True,
 ) -> Tensor:
-    """The operation of :func:`experts`, where the router reads ``routed``."""
+    """Computes :func:`experts`, but the router reads ``routed`` instead of ``x``."""
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         raise InvariantError(
             "these experts are laid out for the native kernels, which run them in a step program only; "

@@ -16,7 +16,7 @@ from torch import Tensor
 __all__ = ["E2M1_VALUES", "GROUP", "GroupKind", "GroupedRows", "dequantized"]
 
 GROUP: Final = 32
-"""Number of inputs in the smallest group. Activations are always rounded in groups of this size."""
+"""Number of inputs in the smallest group of a weight's row. Activations are always rounded in groups of this size."""
 
 E2M1_VALUES: Final = tuple(sign * value for sign in (1, -1) for value in (0, 1, 2, 3, 4, 6, 8, 12))
 """Twice the value of each 4-bit float e2m1 (OCP Microscaling Formats, 2023). Doubling makes the values integers."""
@@ -42,7 +42,7 @@ class GroupKind(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Largest possible difference between two values of a group, divided by the group's scale."""
+        """Largest possible difference between two numbers in a group of a weight, divided by the group's scale."""
         return 2 * E2M1_VALUES[7] if self.e2m1 else (1 << self.bits) - 1
 
     @property
@@ -94,12 +94,12 @@ class GroupedRows:
         return len(self.codes)
 
     def __getitem__(self, rows: slice | Tensor) -> GroupedRows:
-        """Rows by slice, or by row index, int64 [n]."""
+        """Select rows of the weight by a slice, or by row indices, int64 [n]."""
         minimums = None if self.minimums is None else self.minimums[rows]
         return GroupedRows(self.kind, self.codes[rows], self.scales[rows], minimums)
 
     def dequantize(self) -> Tensor:
-        """Values of the weight as float32 [R, K]."""
+        """The weight's numbers as float32 [R, K]."""
         scales = self._spread(self.scales)
         if self.kind.e2m1:
             return scales * torch.tensor(E2M1_VALUES, dtype=torch.float32)[self.codes.int()]
@@ -173,5 +173,5 @@ def _nearest_e2m1(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(rows: Tensor | GroupedRows) -> Tensor:
-    """Values of the rows as floats."""
+    """The numbers of a weight's rows as floats; float rows are returned unchanged."""
     return rows.dequantize() if isinstance(rows, GroupedRows) else rows

@@ -13,7 +13,7 @@ from chairlift.kernels.short_conv import ShortConv
 __all__ = ["BLOCK", "Mamba2", "Mamba2Shape"]
 
 BLOCK = 64
-"""Number of tokens that the plain scan processes with one set of matmuls."""
+"""Number of tokens that the scan in plain torch processes with one set of matmuls."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Mamba2Shape:
     head_dim: int
     state_size: int
     groups: int = 1
-    """Number of groups of heads; the heads of a group share B and C."""
+    """Number of groups into which the heads are divided; the heads of a group share B and C."""
     time_limit: tuple[float, float] = (0.0, float("inf"))
     """(minimum, maximum) of a time step. It applies to every token; in transformers it applies only when several tokens
     are computed at once."""
@@ -32,15 +32,15 @@ class Mamba2Shape:
     """Number of groups of channels in the gated norm; each group has its own root mean square."""
     norm_eps: float = 1e-5
     norm_first: bool = False
-    """Whether the norm comes before the gate."""
+    """Whether the norm comes before the gate: norm(y) * silu(gate) instead of norm(y * silu(gate))."""
     gate_factor: float = 1.0
-    """Factor of the gate's input."""
+    """Factor by which the gate is multiplied before silu."""
     step_factor: float = 1.0
     """Factor by which the inputs of time steps are multiplied before the bias is added."""
 
     @property
     def inner(self) -> int:
-        """I: the width of x, of the gate and of the result."""
+        """I: the width of x, of the gate and of the layer's result."""
         return self.heads * self.head_dim
 
     @property
@@ -50,7 +50,7 @@ class Mamba2Shape:
 
     @property
     def columns(self) -> int:
-        """Width of the input: gate, x, B, C, and one time step per head."""
+        """Width of the layer's input: gate, x, B, C, and one time step per head."""
         return self.inner + self.channels + self.heads
 
 

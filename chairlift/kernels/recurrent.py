@@ -20,7 +20,7 @@ __all__ = ["Cell", "Piece", "StatePart", "panel_width", "plan_pieces", "recur_pa
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StatePart:
-    """One tensor of a layer's state."""
+    """One tensor of the state that a recurrent layer keeps for each request."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
@@ -38,7 +38,7 @@ class Cell(Protocol):
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """Parts of one state."""
+        """Parts of which the state of this layer consists, for one request."""
         ...
 
     def width(self, *widths: int) -> int:
@@ -58,9 +58,9 @@ class Piece:
     start: int
     end: int
     read: int
-    """Block that holds the state before the piece; -1 for the first piece of a sequence."""
+    """Index of the block that holds the state before the piece; -1 for the first piece of a sequence."""
     write: int
-    """Block that receives the state after the piece."""
+    """Index of the block that receives the state after the piece."""
     alone: bool = False
     """Whether the piece is the only token of its row in this step."""
 
@@ -108,8 +108,8 @@ def recur_paged(cell: Cell, inputs: tuple[Tensor, ...], states: tuple[Tensor, ..
 
 
 def _kept(part: Tensor, fresh: Tensor) -> Tensor:
-    """States ``part`` [B, ...], with zeros for new sequences (``fresh`` [B]): their memory may still
-    have states of other requests."""
+    """States before a step, [B, ...]: ``part``, with zeros for the sequences that begin in this step (``fresh`` [B] is
+    true). The memory of new sequences may still have states of other requests."""
     return part.masked_fill(fresh.view(-1, *[1] * (part.dim() - 1)), 0)
 
 

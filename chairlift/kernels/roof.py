@@ -28,19 +28,21 @@ _TRIALS, _MOMENT = 3, 0.002
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Roof:
-    """Limits of a machine for some kind of operations: bytes per second from memory, and operations per second."""
+    """Limits of a machine for one kind of operation: the bytes per second that it reads from memory, and the operations
+    per second that it computes."""
 
     bandwidth: float
     peak: float
 
     def seconds(self, nbytes: float, operations: float) -> float:
-        """Minimum time in seconds for this many bytes and operations, if the two overlap perfectly."""
+        """Minimum time in seconds to read ``nbytes`` from memory and to compute ``operations``, if the two overlap
+        perfectly."""
         return max(nbytes / self.bandwidth, operations / self.peak)
 
 
 def product_isa(isa: str, dtype: torch.dtype) -> str:
-    """Path whose matmul instructions a kernel of path ``isa`` uses for ``dtype``. In float32, the bf16 paths use the
-    instructions of a path without bf16."""
+    """Instruction-set path whose matmul instructions the kernels of path ``isa`` use for ``dtype``. In float32, the
+    bf16 paths use the instructions of a path without bf16."""
     if dtype == torch.float32 and isa not in ("avx2", GPU):
         return "avx512"
     return isa

@@ -31,11 +31,13 @@ __all__ = [
 QUERY_TILE = 256
 """Maximum number of query rows that share one mask."""
 SHORT = 64
-"""Maximum length in tokens of segments that may share a call with segments of similar, not equal, length."""
+"""Maximum length of a short segment, in tokens. Short segments of similar length share a call; longer ones share it
+only if their lengths are equal."""
 _STEP = 8
-"""Segments in a shared call have lengths that differ by less than this number of tokens."""
+"""The lengths of the segments that share a call differ by less than this number of tokens."""
 _COPY = 128
-"""Cost of one attention call: the number of rows that could be copied in the same time."""
+"""Cost of one call of torch's attention, given as the number of rows that could be copied in the same time. It decides
+whether rows are copied to save calls."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,11 +48,11 @@ class PagedRow:
     """
 
     start: int
-    """First query row in the flat batch."""
+    """Index of the sequence's first query in the flat batch."""
     num_queries: int
     """Number of queries. They are the newest tokens of the sequence."""
     num_keys: int
-    """Number of keys that the queries need: the whole sequence, except keys before the first query's window."""
+    """Number of keys that the queries need: all keys of the sequence, except those before the first query's window."""
     skip: int
     """Number of keys in the first gathered block that are before the window."""
     block_ids: Tensor
@@ -195,7 +197,7 @@ def bidirectional_attention(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    """How the segments of a batch are divided into calls."""
+    """How the segments of a packed batch are divided into calls of torch's attention."""
 
     calls: list[tuple[int, int]]
     """(number of segments in the call, rows of each segment) per call."""
@@ -213,7 +215,8 @@ class _Plan:
     False
 )  # training may reuse the tensors of a plan that evaluation made, and saves them for gradients
 def _plan(cu_seqlens: tuple[int, ...], window: int | None, device: torch.device) -> _Plan:
-    """Plan with few calls and few copied rows. It is computed once and used by all layers."""
+    """Divide the segments into few calls with few copied rows. The plan is made once per batch and used by all
+    layers."""
     spans = [(start, end) for start, end in itertools.pairwise(cu_seqlens) if end > start]
 
     def kind(span: tuple[int, int], step: int) -> tuple[int, int]:
@@ -252,7 +255,8 @@ class _Reorder(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, filling: Tensor | None) -> Tensor:
-        """``inverse`` selects the gradient's rows for ``x``. The rows ``filling`` are padding and get no gradient."""
+        """Select the rows of ``x`` at ``index``. In the backward pass, the gradient of row i of ``x`` is row
+        ``inverse[i]`` of the result's gradient. The rows ``filling`` of ``x`` are padding, and their gradient is 0."""
         ctx.save_for_backward(inverse, filling)
         return x.index_select(0, index)
 

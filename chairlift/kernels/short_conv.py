@@ -29,8 +29,8 @@ class ShortConv:
     gated: bool = False
     silu: bool = False
     factors: tuple[tuple[int, float], ...] = ()
-    """One (number of channels, factor of their inputs) for each range of neighbouring channels. Empty: there are no
-    factors."""
+    """One (number of channels, factor of the inputs of these channels) for each range of neighbouring channels. Empty:
+    there are no factors."""
 
     @property
     def channels(self) -> int:

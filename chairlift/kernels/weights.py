@@ -38,7 +38,7 @@ class MatrixShape(NamedTuple):
     """Whether the first half of the outputs are gates for the second half. A format may store each gate next to its
     value."""
     kind: GroupKind | None = None
-    """Kind of integer groups in a quantised checkpoint; None for floats."""
+    """Kind of the integer groups in which a quantised checkpoint stores the weight; None if it stores floats."""
     stack: int = 1
     """Number of weights of equal shape, stored one above the other and used separately (experts)."""
 
@@ -85,7 +85,7 @@ class WeightFormat(abc.ABC):
         were replaced."""
 
     def name(self, weight: Any) -> str | None:
-        """Name of the number format, such as ``int4``; None if the weight has the model's dtype."""
+        """Name of the weight's number format, such as ``int4``; None if the weight has the model's dtype."""
         return None
 
     @abc.abstractmethod

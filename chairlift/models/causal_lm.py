@@ -152,7 +152,7 @@ class CausalLM(nn.Module):
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits of the next token, [R, V], for the hidden states of the given rows."""
+        """Logits of the next token, [R, V], computed from hidden states ``hidden`` [R, D]."""
         logits: Tensor = self.lm_head(hidden)
         return logits if self.config.logit_cap is None else ops.soft_cap(logits, self.config.logit_cap)
 

@@ -63,8 +63,8 @@ class CheckpointPart:
         return stored.t() if self.transposed else stored
 
     def stored(self, rows: Tensor) -> Tensor:
-        """Inverse of :meth:`rows_of`: convert ``rows`` of :attr:`shape` to the checkpoint's tensor, in the checkpoint's
-        row order."""
+        """Inverse of :meth:`rows_of`: convert ``rows``, which have the shape :attr:`shape`, to the checkpoint's tensor,
+        in the checkpoint's row order."""
         if not self.transposed:
             return rows.view(self.stored_shape)
         return rows.view(self.stack, -1, rows.shape[1]).transpose(1, 2) if self.stack > 1 else rows.t()

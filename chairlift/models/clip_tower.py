@@ -59,7 +59,8 @@ class ClipTower:
         self._pixels = Pixels(config.image_size, normalise)
 
     def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
-        """Compute an image of uint8 [3, size, size]. Yields None after each piece, and finally the rows."""
+        """Compute the image ``tile``, uint8 [3, size, size], in pieces. Yields None after each piece, and finally the
+        rows."""
         with torch.inference_mode():
             state = self._embed(tile)
         yield None

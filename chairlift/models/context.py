@@ -26,8 +26,8 @@ __all__ = ["AttentionContext", "LayerCache", "LayerState", "PackedContext", "Pag
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerCache:
-    """K and V of one layer per token: K has ``num_kv_heads * head_dim`` elements, and so has V unless ``value_dim`` is
-    set."""
+    """Shape of one attention layer's cache. Per token, K has ``num_kv_heads * head_dim`` elements, and so has V unless
+    ``value_dim`` is set."""
 
     num_kv_heads: int
     head_dim: int
@@ -38,7 +38,8 @@ class LayerCache:
     """Elements of one head of V, if different from ``head_dim``."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's K and V in ``dtype``. In int8, each head also has a float32 scale and minimum."""
+        """Bytes of one token's K and V in this layer, if they are stored as ``dtype``. In int8, each head also has a
+        float32 scale and minimum."""
         extra = 8 if dtype == torch.int8 else 0
         widths = (self.head_dim, self.head_dim if self.value_dim is None else self.value_dim)
         return self.num_kv_heads * sum(width * dtype.itemsize + extra for width in widths)
@@ -57,7 +58,8 @@ class LayerState:
 
 
 class AttentionContext(Protocol):
-    """Attention among the tokens of a flat batch and the cache."""
+    """Interface that a model calls for attention and recurrent layers. It knows which tokens of the flat batch belong
+    to which sequence."""
 
     def attend(
         self,

@@ -161,8 +161,8 @@ class Eagle3(nn.Module):
     """The drafting layer with its output head."""
 
     target_ids: npt.NDArray[np.int32] | None = None
-    """int32 [rows of the output head]: token id of the served model for each row, ascending. None: the ids are the
-    rows."""
+    """int32 [rows of the output head]: for each row, the token id in the served model's vocabulary, ascending. None:
+    row i stands for token id i."""
 
     def __init__(self, config: Eagle3Config, *, own_embedding: bool, own_head: bool) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ def load_eagle3(folder: Path, target: ModelConfig, dtype: torch.dtype) -> Eagle3
 
 
 _Files = Mapping[str, tuple[str, Any]]
-"""Name of a tensor without the prefix of its layer -> (its name in the file, the open file)."""
+"""Name of a tensor without the prefix of its layer -> (name of the tensor in the file, the open file)."""
 
 
 def _own_name(name: str) -> str:
@@ -245,10 +245,10 @@ class _Piece(NamedTuple):
 
     layer: Matrix
     row: int
-    """First row of the layer's weight that the part fills."""
+    """First row that the part fills in the layer's weight."""
     rows: int
     column: int
-    """First column of the stored tensor that belongs to the part."""
+    """First column of the part in the stored tensor."""
     columns: int
 
 

@@ -33,7 +33,7 @@ class EncoderBatch:
     _tables: dict[float, ops.Rotary] = dataclasses.field(default_factory=dict)
 
     def begin(self, cu_seqlens: list[int], token_types: Tensor | None) -> None:
-        """Set the texts for the next pass."""
+        """Set the texts that the next forward pass computes."""
         self.cu_seqlens, self.token_types = cu_seqlens, token_types
         self._tables.clear()
 
@@ -128,8 +128,9 @@ class _Layer(nn.Module):
 
 
 def kernel_attention_cache(config: EncoderConfig) -> LayerCache | None:
-    """Cache for K and V of one pass, shared by all layers, if the native kernels compute attention. None if PyTorch
-    computes attention: heads are rotated, layers have windows, or the head size is not a multiple of 16."""
+    """Shape of the cache for K and V of one pass, shared by all layers, if the native kernels compute attention. None
+    if PyTorch computes attention, because heads are rotated, layers have windows, or the head size is not a multiple of
+    16."""
     if config.layer_thetas or any(config.layer_windows) or config.head_dim % 16 or config.head_dim > _WIDEST_HEAD:
         return None
     return LayerCache(config.num_attention_heads, config.head_dim, None)

@@ -76,9 +76,9 @@ class ExpertLayers:
     layers: tuple[bool, ...]
     """Per layer, whether it has experts."""
     intermediate_size: int
-    """Inner width of an expert."""
+    """Inner width of one expert's MLP."""
     shared_size: int = 0
-    """Inner width of the shared expert, which every token passes; 0 if there is none."""
+    """Inner width of the shared expert's MLP, which every token passes; 0 if there is no shared expert."""
     shared_gate: bool = False
     """Whether the shared expert's output is multiplied by a gate: the sigmoid of a linear layer (Qwen2-MoE)."""
     correction: bool = False
@@ -172,15 +172,16 @@ class Family:
     defaults: Mapping[str, Any]
     """Key of ``config.json`` -> transformers' default, for keys that a file may leave out."""
     models: str = ""
-    """Names of published models, for ``docs/models.md``."""
+    """Names of published models of the family. The text appears in ``docs/models.md``."""
     differences: str = ""
-    """Differences from Llama, for ``docs/models.md``."""
+    """How the network differs from Llama. The text appears in ``docs/models.md``."""
     called_out: str = ""
-    """Operations without a native kernel, which PyTorch computes, for ``docs/models.md``."""
+    """Names of operations for which there is no native kernel, so that PyTorch computes them. The text appears in
+    ``docs/models.md``."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Llama's key of ``config.json`` -> this family's key, where they differ."""
     activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"silu": "swiglu", "swish": "swiglu"})
-    """Values of ``hidden_act`` -> :attr:`ModelConfig.mlp`."""
+    """Value of ``hidden_act`` in a ``config.json`` -> value of :attr:`ModelConfig.mlp`."""
     own_keys: tuple[str, ...] = ()
     """Keys that :attr:`read` uses. They are refused in the ``config.json`` of other families."""
     known_code: tuple[str, ...] = ()
@@ -192,7 +193,7 @@ class Family:
     rope_types: Mapping[str, str] = dataclasses.field(default_factory=lambda: ROPE_TYPES)
     """Value of ``rope_type`` -> its name in this package."""
     rope_keys: tuple[str, ...] = ()
-    """Keys of rotary parameters that only this family has."""
+    """Keys of a file's rotary parameters that only this family has."""
     rope_sections: tuple[int, ...] = ()
     """Number of rotary frequencies for each of the positions in time, height and width. ``mrope_section`` in a file
     replaces them. Empty: a token has only one position."""

@@ -35,7 +35,7 @@ class Metadata(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFamily:
-    """Properties of one value of ``general.architecture``."""
+    """What the reader knows about GGUF files with one value of ``general.architecture``."""
 
     model_type: str
     read: Callable[[Metadata, Mapping[str, Any]], Mapping[str, Any]] = lambda metadata, raw: {}
@@ -50,11 +50,12 @@ class GGUFFamily:
     norm_offset: float = 0.0
     """Number that llama.cpp added to the weights of norms when it wrote the file."""
     windows: bool = False
-    """Whether it is known to which layers the file's ``sliding_window`` applies."""
+    """Whether the reader knows to which layers the file's ``sliding_window`` applies. If not, a file with this key is
+    refused."""
     partial_rotary: bool = False
     """Whether the model may rotate only some of a head's dimensions."""
     long_rope: bool = False
-    """Whether :data:`ROPE_FACTORS` are read."""
+    """Whether the file's LongRoPE divisors are read, from the tensors in :data:`ROPE_FACTORS`."""
 
 
 def _llama(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:

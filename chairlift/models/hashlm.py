@@ -28,7 +28,7 @@ _MASK = (1 << 64) - 1
 HASHLM_POSITION_BYTES = 16
 """Bytes per KV position, and also per recurrent state: two words of 64 bits."""
 STATE = 0
-"""Marks a group of recurrent states in a list of windows."""
+"""Entry in a list of windows, one per cache group, for a group that stores recurrent states."""
 _BASE = 0x9E3779B97F4A7C15  # odd, so that its powers never vanish modulo 2**64
 _TOKEN, _PLACE, _TAG = 0xD6E8FEB86659FD93, 0xA0761D6478BD642F, 0xE7037ED1A0B428DB
 _STATE = 0x8EBC6AF09C88C6E3
@@ -71,7 +71,8 @@ class HashLM:
         self._offsets = np.arange(block_size, dtype=np.int64)
 
     def forward(self, batch: StepBatch) -> list[int]:
-        """Write the step's words. Returns, per sample position, the hash of everything that it attends to."""
+        """Write the step's words into the cache. Returns a hash per sample position: it covers everything that the
+        position attends to."""
         sizes = self._places
         for group, block, host in batch.swap_out:
             _copy(self._words[group], block, self._host_words[group], host, sizes[group])
@@ -254,7 +255,7 @@ def _reach(words: list[int], powers: list[int], place: int, windows: Sequence[in
 
 
 def _state(words: list[int]) -> int:
-    """Recurrent state after all tokens with these ``words``."""
+    """Recurrent state of HashLM after it has read all tokens, which have these ``words``."""
     state = 0
     for word in words:
         state = _mix_one(state * _STATE + word & _MASK)

@@ -212,7 +212,7 @@ class Checkpoint:
     """Checkpoint tensors by Hugging Face's names, in the order of ``model.named_parameters()``."""
     _tensors: Mapping[str, Any]
     _stored: Mapping[CheckpointPart, CheckpointPart]
-    """Part with Hugging Face's tensor name -> the same part with the tensor's name in the files."""
+    """Part whose tensor has Hugging Face's name -> the same part with the name that the files use."""
 
     def kind(self, part: CheckpointPart) -> GroupKind | None:
         """Kind of integer groups in which the checkpoint stores this part; None if it stores floats."""
@@ -328,7 +328,7 @@ def _check_finite(
 
 
 def _by_layer(parts: list[CheckpointPart]) -> dict[str, list[CheckpointPart]]:
-    """Name of a layer -> its parts: weight and bias."""
+    """Name of a layer -> its checkpoint parts: the weight and, if there is one, the bias."""
     grouped: dict[str, list[CheckpointPart]] = {}
     for part in parts:
         grouped.setdefault(part.parameter.rpartition(".")[0], []).append(part)
@@ -372,8 +372,8 @@ def _write(
 
 
 def _of_kind(rows: Tensor | GroupedRows, kind: GroupKind | None) -> Tensor | GroupedRows:
-    """``rows`` in the form that a layer of ``kind`` can hold. They become floats if the layer holds floats, or if its
-    kind cannot hold these codes exactly."""
+    """``rows`` in the form that a layer with a weight of ``kind`` stores. They become floats if the layer stores
+    floats, or if ``kind`` cannot represent their codes exactly."""
     if isinstance(rows, Tensor) or kind is None:
         return rows
     return rows.to(kind) if rows.kind | kind == kind else rows.dequantize()
@@ -396,7 +396,7 @@ def _pieces(
 
 
 class _InMemory:
-    """A tensor in memory with the interface of a tensor in a safetensors file."""
+    """A tensor in memory, wrapped so that it looks like a tensor in a safetensors file."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -415,7 +415,7 @@ class _InMemory:
 
 
 class _RowsInMemory(StoredRows):
-    """Integers in groups in memory, with the interface of a tensor in a safetensors file."""
+    """Integers in groups in memory, wrapped so that they look like a tensor in a safetensors file."""
 
     def __init__(self, rows: GroupedRows) -> None:
         self._rows, self.kind = rows, rows.kind
@@ -460,7 +460,7 @@ def _is_mapped(tensors: Mapping[str, Any], part: CheckpointPart) -> bool:
 
 
 def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor | StoredRows:
-    """View of the part's tensor in its memory-mapped file."""
+    """The part's tensor as a view of its memory-mapped file."""
     try:
         stored = tensors[part.name]
         if isinstance(stored, StoredRows):

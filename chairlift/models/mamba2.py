@@ -67,7 +67,7 @@ def _time_limit(fields: Fields) -> tuple[float, float]:
 
 
 _INFINITY = dict.fromkeys((str({"__float__": "Infinity"}), "Infinity"), math.inf)
-"""Ways in which JSON files write infinity -> infinity."""
+"""Texts that mean infinity in JSON files -> infinity."""
 
 
 _KEYS = Mamba2Keys(

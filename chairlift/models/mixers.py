@@ -8,8 +8,8 @@ import math
 __all__ = ["CellConfig", "DeltaNetConfig", "Mamba2Config", "MixerConfig", "ShortConvConfig", "StoredPart"]
 
 StoredPart = tuple[int, tuple[int, ...]]
-"""(number of rows, row order) of one checkpoint tensor. The row order has, for each row in this package, the index of
-the row in the tensor; empty if the order is the same."""
+"""(number of rows, row order) of one tensor in a checkpoint. The row order lists, for each of this package's rows, the
+index of the row in the tensor. It is empty if the order is the same."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +56,12 @@ class Mamba2Config:
 
     @property
     def inner(self) -> int:
-        """Width of the scan's result."""
+        """Width of the scan's result: number of heads times head size."""
         return self.heads * self.head_dim
 
     @property
     def channels(self) -> int:
-        """Number of channels of the convolution."""
+        """Number of channels of the convolution, which covers x, B and C."""
         return self.inner + 2 * self.groups * self.state_size
 
     def products(self, hidden: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -94,7 +94,7 @@ class DeltaNetConfig:
 
     @property
     def channels(self) -> int:
-        """Number of columns of q, k and v together."""
+        """Number of channels of the convolution: the columns of q, k and v together."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def products(self, hidden: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

@@ -76,7 +76,7 @@ def _read_experts(fields: Fields, kinds: list[str]) -> ExpertLayers:
 
 
 def _kinds(fields: Fields) -> list[str]:
-    """Per layer, its type, such as ``moe``."""
+    """One entry per layer: the type of the layer, such as ``moe``."""
     listed, pattern = fields.get("layers_block_type"), fields.get("hybrid_override_pattern")
     listed = fields.get("layer_types") if listed is None else listed
     if listed is None and pattern is None:

@@ -91,7 +91,8 @@ class PatchTower:
         self._frequencies = 1.0 / config.rope_theta ** (torch.arange(0, size, 2).float() / size)
 
     def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
-        """Compute an image of uint8 [3, height, width]. Yields None after each piece, and finally the rows."""
+        """Compute the image ``tile``, uint8 [3, height, width], in pieces. Yields None after each piece, and finally
+        the rows."""
         config = self.config
         with torch.inference_mode():
             order, sizes = self._windows(tile.grid)

@@ -24,7 +24,7 @@ from chairlift.models.pooling import PooledConfig
 __all__ = ["PooledNetwork"]
 
 _SHORTEST = 1e-12
-"""Minimum divisor when an embedding is divided by its length, so that a length of 0 causes no error."""
+"""Minimum divisor when an embedding is divided by its Euclidean length, so that a length of 0 causes no error."""
 
 
 class _Head(nn.Module):

@@ -55,7 +55,7 @@ class PooledConfig:
     """Hidden state from which a text's vector is made: ``LAST`` (last token), ``CLS`` (first token) or ``MEAN`` (mean
     over all tokens)."""
     normalize: bool = True
-    """Whether an embedding is divided by its length, so that its length becomes 1."""
+    """Whether an embedding is divided by its Euclidean length, so that it becomes a unit vector."""
     labels: tuple[str, ...] = ()
     """Names of the classes; empty for a model that computes embeddings."""
     activation: str = "softmax"

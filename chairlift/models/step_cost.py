@@ -20,7 +20,7 @@ __all__ = ["ExpertCost", "ModelCost"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertCost:
-    """Cost of the experts in a group of layers of equal shape."""
+    """Memory and arithmetic that the experts of some layers of equal shape need in a step."""
 
     layers: int
     in_tail: bool
@@ -48,7 +48,8 @@ class ExpertCost:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelCost:
-    """Cost of a model's steps, as a function of the tokens in the step and of the cached tokens."""
+    """Memory reads and arithmetic of a model's step, as a function of the number of tokens in the step and of the
+    cached tokens that they attend to."""
 
     body_params: int
     """Number of weights that every token passes through. The embedding is not counted, because it is only looked up."""
@@ -56,7 +57,7 @@ class ModelCost:
     """Number of weights that only sampled tokens pass through: all that follow the keys and values of the last
     layer."""
     itemsize: int
-    """Bytes of a weight, and of an element of K and V, before the savings of a quantised format."""
+    """Bytes of one weight, and of one element of K and V, before the savings of a quantised format."""
     kv_bytes: tuple[tuple[int | None, int], ...]
     """(window, bytes per token) for each window size: the K and V of all layers with that window. None means full
     attention."""
@@ -140,7 +141,7 @@ class ModelCost:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Mixing:
-    """Cost of one layer's attention, recurrent mixer, or both."""
+    """Weights of one layer's attention, recurrent mixer, or both, as they count in the cost of a step."""
 
     params: int
     tail_params: int
@@ -189,14 +190,15 @@ def _attention(network: ModelConfig) -> _Mixing:
 
 
 def _state_bytes(network: ModelConfig, layer: int, dtype: torch.dtype) -> int:
-    """Bytes of a layer's recurrent state; 0 if it has none."""
+    """Bytes of one request's recurrent state in this layer; 0 if the layer has none."""
     with torch.device("meta"):
         mixer = make_mixer(network, layer)
     return 0 if mixer is None else sum(mixer.state.part_bytes(dtype))
 
 
 def _mlp_params(network: ModelConfig, layer: int) -> int:
-    """Number of weights that every token passes through after attention, without norms."""
+    """Number of weights after attention that every token passes through: those of the MLP, or of the router and the
+    shared expert. Norms are not counted."""
     if not network.has_mlp(layer):
         return 0
     hidden, inner, products = network.hidden_size, network.intermediate_size, 3 if network.gated else 2

@@ -47,7 +47,7 @@ def _by_expert(file: Any, stored: str, prefix: str, parts: tuple[str, ...]) -> d
 
 
 class _Renamed:
-    """A tensor that the file stores under another name."""
+    """A tensor whose name in the file differs from its usual name."""
 
     def __init__(self, file: Any, name: str) -> None:
         self._file, self._name = file, name

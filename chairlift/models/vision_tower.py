@@ -40,12 +40,14 @@ class Tower(Protocol):
     """Interface of an image encoder."""
 
     def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
-        """Compute a tile. Yields None after each piece, and finally the rows, [rows, row size]."""
+        """Compute a tile of an image in pieces. Yields None after each piece, and finally the tile's embeddings [rows,
+        row size]."""
         ...
 
 
 def in_pieces(rows: Tensor, compute: Callable[[Tensor], Tensor], size: int = PIECE) -> Generator[None, None, Tensor]:
-    """``compute(rows)`` in pieces of ``size`` rows. Yields after each piece. Returns the results together."""
+    """Compute ``compute(rows)`` in pieces of ``size`` rows. Yields after each piece. Returns the results of all pieces,
+    joined."""
     found = []
     for part in torch.split(rows, size):
         with torch.inference_mode():
@@ -198,7 +200,7 @@ class VisionTower:
         self._pixels = Pixels(config.image_size, normalise)
 
     def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
-        """Compute a tile of uint8 [3, size, size]. Yields None after each piece, and finally the rows."""
+        """Compute ``tile``, uint8 [3, size, size], in pieces. Yields None after each piece, and finally the rows."""
         with torch.inference_mode():
             weight, bias = self._patches
             pixels = self._pixels(tile).to(self.dtype)

@@ -145,7 +145,7 @@ class KVLayer(ctypes.Structure):
 
 
 KV_KINDS = {torch.float32: 0, torch.bfloat16: 0, torch.int8: 1}
-"""Dtype of K and V -> value of ``cl_kv_kind``."""
+"""Dtype of K and V -> value of ``cl_kv_kind``: how a layer's K and V are stored."""
 STATE_KIND = 2
 """Value of ``cl_kv_kind`` for recurrent states."""
 
@@ -318,7 +318,8 @@ def _load() -> tuple[Library | None, str]:
 
 
 def load() -> Library | None:
-    """The CPU kernels, loaded once. None if they are missing; :func:`why_unavailable` then returns the reason."""
+    """The library with the CPU kernels, loaded once. None if it is missing; :func:`why_unavailable` then returns the
+    reason."""
     return _load()[0]
 
 
@@ -328,7 +329,7 @@ def why_unavailable() -> str:
 
 
 def require() -> Library:
-    """The CPU kernels. Raises OSError with the reason if they are missing."""
+    """The library with the CPU kernels. Raises OSError with the reason if it is missing."""
     library, reason = _load()
     if library is None:
         raise OSError(reason)
@@ -343,7 +344,7 @@ def supported_isas() -> tuple[str, ...]:
 
 
 def best_isa() -> str | None:
-    """Fastest of :func:`supported_isas`; None without the kernels."""
+    """The fastest instruction-set path that this machine can run; None if the kernels are missing."""
     return (supported_isas() or (None,))[-1]
 
 
@@ -439,7 +440,7 @@ class Pool:
         return self._handle
 
     def close(self) -> None:
-        """End the threads. No call may be using them. A second :meth:`close` does nothing."""
+        """End the pool's threads. No call may be using them. A second :meth:`close` does nothing."""
         self._finalizer()
 
 

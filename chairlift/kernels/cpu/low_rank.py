@@ -19,12 +19,12 @@ from chairlift.kernels.cpu.packing import PANEL, PackedMatrix, PackedWeight, pac
 __all__ = ["LowRankPart", "LowRankTable", "PackedAdapter"]
 
 _SPARE = 16
-"""Padding between two rows of scratch memory, in elements. Without padding, the rows would share a few sets of the
+"""Number of unused elements between two rows of scratch memory. Without them, the rows would share a few sets of the
 cache."""
 
 _PAIR = 2
-"""Number of rank dimensions that the 16-bit kernels multiply at once. Slices of the rank begin and end at multiples of
-it."""
+"""Number of rank dimensions that the bf16 kernels multiply at once. Each range of the rank begins and ends at a
+multiple of it."""
 
 
 class LowRankPart(NamedTuple):

@@ -76,13 +76,14 @@ class Activation(enum.IntEnum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class FusedOp:
-    """One operation as ``cl_op`` describes it, but without addresses. ``fields`` are its numeric members, by the
-    header's names."""
+    """One operation of a step program, as the C struct ``cl_op`` describes it, but without addresses. ``fields`` are
+    the numeric members of the struct, by name."""
 
     kind: OpKind
     out: Value
     inputs: tuple[Value, ...]
-    """Activations that the operation reads: ``in``, then ``aux``. For a call-out: all arguments."""
+    """Activations that the operation reads: ``in`` of ``cl_op``, then ``aux``. For an operation that Python computes:
+    all arguments."""
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     weight: Tensor | PackedMatrix | None = None
     bias: Tensor | None = None
@@ -185,7 +186,7 @@ class _Fuser:
 
 
 def _call(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
-    """An operation without a kernel. The native run stops before it, and Python computes it."""
+    """An operation without a native kernel. The native run stops before it, and Python computes it."""
     yield FusedOp(OpKind.CALL, node.out, node.inputs, call=node)
 
 
@@ -389,7 +390,7 @@ def _delta_rule(node: Node, cell: DeltaRule, out: Value) -> list[FusedOp]:
 
 
 MOST_TAPS = 8
-"""Maximum number of taps of the convolution kernel: ``MOST_TAPS`` of ``csrc/cpu/recurrent.h``."""
+"""Maximum number of tokens that the convolution kernel spans: ``MOST_TAPS`` of ``csrc/cpu/recurrent.h``."""
 LANES, MOST_STATE = 16, 256
 """Vector width and maximum state size of the scan kernels: ``LANES`` and ``MOST_STATE`` of ``csrc/cpu/scan.h``."""
 
@@ -404,7 +405,7 @@ _GATED: dict[Op[..., Any], OpKind] = {
     ops.gelu_tanh_and_mul: OpKind.LINEAR_GELU,
     ops.silu_and_mul: OpKind.LINEAR_SILU,
 }
-"""Gated activation -> kind of the fused operation of the linear layer and this activation."""
+"""Gated activation -> kind of the fused operation that computes a linear layer and then this activation."""
 
 _ACTIVATIONS: dict[Op[..., Any], Activation] = {
     ops.gelu: Activation.GELU,
@@ -420,7 +421,7 @@ _CLAIMED: dict[Op[..., Any], tuple[Op[..., Any], ...]] = {
     ops.sigmoid_gate: (ops.columns,),
     **dict.fromkeys((*_GATED, *_ACTIVATIONS), (ops.native_linear,)),
 }
-"""Operation -> operations that can be fused into it."""
+"""Operation -> operations that can be fused into it if they compute its input. Both are then one fused operation."""
 
 _KERNELS: dict[Op[..., Any], Callable[[_Fuser, Node], Iterable[FusedOp]]] = {
     add: _add,

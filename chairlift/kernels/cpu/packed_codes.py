@@ -22,9 +22,9 @@ __all__ = ["PackedCodes", "code_format", "packed_code_bytes"]
 _FORMATS: Final = {(8, False): 1, (4, False): 2, (8, True): 3, (4, True): 4}
 """(bits, whether there are minimums) -> value of ``cl_format``."""
 _E2M1: Final = 5
-"""Value of ``CL_E2M1`` in ``cl_format``: 4-bit floats."""
+"""Value of ``cl_format`` for weights of 4-bit floats: ``CL_E2M1``."""
 _UNIT: Final = 256.0
-"""Value of ``CL_SCALE_UNIT``: the factor of stored scales."""
+"""Factor by which scales are multiplied when they are stored: ``CL_SCALE_UNIT`` of the C header."""
 
 
 def code_format(kind: GroupKind) -> int:

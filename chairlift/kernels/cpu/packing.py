@@ -37,7 +37,8 @@ PANEL: Final = 32
 """Number of outputs per panel. The number of inputs is rounded up to a multiple of it, too."""
 
 _SLICE_BYTES: Final = 4 << 20
-"""Maximum number of source bytes that one thread converts at a time. Only this part is in memory in both layouts."""
+"""Maximum number of bytes of the source weight that one thread converts at a time. Only these bytes are in memory in
+both layouts."""
 
 _MAX_THREADS: Final = 8
 
@@ -63,7 +64,7 @@ class PackedMatrix(abc.ABC):
     """
 
     format = 0
-    """Value of ``cl_format``."""
+    """Value of ``cl_format``: the number format in which the weight is stored."""
     group = 0
     """Number of inputs per group, in formats with groups; otherwise 0."""
 
@@ -84,13 +85,14 @@ class PackedMatrix(abc.ABC):
         self.k = in_features
         """Number of input columns, without padding."""
         self.panels = padded // PANEL
-        """Number of panels in the packed weight."""
+        """Number of panels, of 32 outputs each, in the packed weight."""
         self.memory = Memory(nbytes) if memory is None else memory
         """Memory that holds the panels. The first panel begins at the first byte of the memory."""
         self.bias: Tensor | None = None
         """Bias, float32 [panels * 32] in the order of the packed columns; None if there is none."""
         self.site = 0
-        """Number of the layer in the table of adapters: 1 + its column; 0 if no adapter may change the layer."""
+        """Number by which the table of adapters knows this layer: 1 + its column; 0 if no adapter may change the
+        layer."""
 
     def pack_rows(self, source: Tensor | GroupedRows, first_row: int = 0, *, mapped: bool = False) -> None:
         """Write ``source`` [rows, in], of any float dtype and device, as the outputs from ``first_row`` on.
@@ -125,7 +127,7 @@ class PackedMatrix(abc.ABC):
         self.bias[self.columns()] = bias.float()
 
     def point(self, op: Op) -> None:
-        """Make ``op`` point to this weight and its bias. Both must outlive it."""
+        """Make the operation ``op`` use this weight and its bias. Both must outlive the operation."""
         op.weight, op.format, op.group = self.memory.address, self.format, self.group
         op.bias = None if self.bias is None else self.bias.data_ptr()
         op.site = self.site
@@ -141,7 +143,7 @@ class PackedMatrix(abc.ABC):
         """Write rows into panels ``first_panel``, ``first_panel + panel_step`` and so on."""
 
     def columns(self) -> Tensor:
-        """int64 [out]: index of the packed column that holds each output."""
+        """int64 [out]: for each output of the layer, the index of the packed column that holds it."""
         each, outputs = self.out_features // self.stack, torch.arange(self.out_features)
         base, outputs = outputs // each * (self.panels // self.stack * PANEL), outputs % each
         if not self.interleaved:

@@ -64,15 +64,16 @@ class StepProgram:
         self._adapter_rows: npt.NDArray[np.int32] | None = None
         self._pool, self._max_tokens = pool, max_tokens
         self._step: StepBatch | None = None
-        """Step to whose arrays ``_batch`` points."""
+        """The step whose arrays the struct ``_batch`` points to; None before the first step."""
         self._batch = lib.Batch()
         self._recorder, self._states, self._parts = recorder, states or {}, parts or {}
         self._state_layers = {layer: (kv_layers[layer].group, kv_layers[layer].block_size) for layer in self._states}
         self.plan = lower(recorder.nodes, output)
         self._referenced: list[Any] = []
-        """Objects to which a struct points; the list keeps them alive."""
+        """Objects to which structs of the program point. The list keeps the objects alive."""
         self._converted: list[tuple[Tensor, Tensor, float]] = []
-        """(copy of a weight in another dtype, source weight, number added to it), for each copy."""
+        """For each converted copy of a weight: (copy in another dtype, source weight, number that was added to the
+        source)."""
         capacity = max_tokens + SPARE_ROWS
         strides = [_stride(width, recorder.dtype.itemsize) for width in self.plan.widths]
         self._buffers = [_buffer(capacity, stride, recorder.dtype) for stride in strides]
@@ -279,7 +280,7 @@ class StepProgram:
             copy.copy_(weight).add_(offset)
 
     def _op(self, op: FusedOp) -> lib.Op:
-        """Struct of an operation. The objects to which it points are kept alive."""
+        """The C struct of a fused operation. The objects to which it points are kept alive."""
         buffers = [self.plan.buffer_of.get(value, -1) for value in op.inputs] if op.call is None else []
         source, aux = [*buffers, -1, -1][:2]
         struct = lib.Op(

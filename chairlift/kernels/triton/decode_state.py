@@ -33,8 +33,8 @@ _NAMES_32 = ("tokens", "num_computed", "slots", "top_k", "temperature", "log_min
 _DTYPES = {"seeds": torch.int64, "top_p": torch.float64, "temperature": torch.float32, "log_min_p": torch.float32}
 _NUMPY = {torch.int64: np.int64, torch.float64: np.float64, torch.float32: np.float32, torch.int32: np.int32}
 _UNKNOWN = -(2**31)
-"""Marks words in the host's copy whose value only the device knows. It is neither a valid token id nor a valid
-length."""
+"""Marks a word in the host's copy of the state whose value only the device knows. It is neither a valid token id nor a
+valid length."""
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -89,9 +89,9 @@ class DecodeInputs:
     """Inputs of a decode step with B rows: buffers at fixed addresses, which :meth:`DecodeState.begin_step` fills."""
 
     token_ids: Tensor
-    """int32 [B], input token of each row; 0 in padding rows."""
+    """int32 [B], the token that each row computes in this step; 0 in padding rows."""
     positions: Tensor
-    """int32 [B], position of that token; 0 in padding rows."""
+    """int32 [B], the position of each row's token in its sequence; 0 in padding rows."""
     seq_lens: Tensor
     """int32 [B], number of tokens in each sequence after this step, which is also the index of the next token; 0 in
     padding rows."""
@@ -141,8 +141,8 @@ class DecodeState:
         table_starts = [starts[f"table{group}"] for group in range(num_groups)]
         self._table_starts = torch.tensor(table_starts, dtype=torch.int64, device=device)
         self._mirror = np.zeros(length, dtype=np.int32)
-        """Contents of the device memory after all noted differences have been sent; :data:`_UNKNOWN` where only the
-        device knows the value."""
+        """The host's copy of the device memory, as it will be after all noted differences have been sent;
+        :data:`_UNKNOWN` where only the device knows the value."""
         self._mirror[starts["slots"] : starts["slots"] + num_slots] = -1
         self._noted: list[npt.NDArray[np.int64]] = []
         self._most = most_differences
@@ -235,7 +235,7 @@ class DecodeState:
             self._noted.append(at[new])
 
     def _view(self, name: str) -> Tensor:
-        """The part ``name`` of the state as a one-dimensional tensor, in the part's dtype."""
+        """The part of the device memory that holds ``name``, as a one-dimensional tensor in this part's dtype."""
         starts = [*self._starts.values(), len(self._memory)]
         start = self._starts[name]
         return self._memory[start : min(end for end in starts if end > start)].view(_DTYPES.get(name, torch.int32))

@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 PROGRAMS_PER_MULTIPROCESSOR = 3
-"""Number of programs per multiprocessor in a small launch. Several are needed so that every multiprocessor always has
-loads in flight."""
+"""Number of programs per multiprocessor that a small launch aims at. Several are needed so that every multiprocessor
+always has loads in flight."""
 INTERPRETED_MULTIPROCESSORS = 2
 """Number of multiprocessors that the interpreter simulates. It is low to save time, but high enough that small batches
 still split their keys."""
@@ -48,17 +48,18 @@ FEW_PROGRAMS = 8
 the longest sequences would otherwise run at the end while the other multiprocessors are idle."""
 
 GEMM_BLOCK_M = 16
-"""Rows of x in a tile of the matmul for few rows: the minimum for tensor cores."""
+"""Number of rows of x in a tile of the matmul for few rows: the minimum for tensor cores."""
 ANY_ROWS_BLOCK = 64
-"""Rows, and also outputs, in a tile of the matmul for any number of rows."""
+"""Number of rows of x in a tile of the matmul for any number of rows. It is also the number of outputs in the tile."""
 _BLOCK_N = 32
-"""Outputs in a tile of the matmul for few rows."""
+"""Number of outputs in a narrow tile of the matmul for few rows."""
 _WIDE = 24
-"""Number of outputs per multiprocessor from which tiles of 64 outputs still give enough programs."""
+"""Minimum number of outputs per multiprocessor for tiles of 64 outputs. Layers with fewer outputs get tiles of 32, so
+that there are enough programs."""
 GEMM_ADD_BLOCK = 512
-"""Number of outputs for which one program adds the parts of a split sum."""
+"""Number of outputs that one program computes when the sum of a matmul was split: it adds the parts of each sum."""
 ROPE_HEADS = 8
-"""Number of heads that one program rotates and writes."""
+"""Number of heads of one token that one program rotates and writes."""
 ROPE_WARPS = 1
 SAMPLING_WARPS = 8
 DRAW_CHUNK = 4096

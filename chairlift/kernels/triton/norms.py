@@ -24,8 +24,8 @@ def add_parts(
     parts_ptr: tl.tensor, bias_ptr: tl.tensor, row: tl.tensor, n: tl.tensor, inside: tl.tensor, num_rows: tl.tensor,
     num_out: tl.tensor, NUM_SPLITS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Columns ``n`` of a row of a matmul whose sum was split: its parts, in order, and its bias, all in float32. The
-    parts are [NUM_SPLITS, num_rows, num_out]."""
+    """Columns ``n`` of a row of a matmul's result whose sum was split into NUM_SPLITS parts. It adds the parts, in
+    order, and the bias, all in float32. The parts are [NUM_SPLITS, num_rows, num_out]."""
     total = tl.zeros(n.shape, dtype=tl.float32)
     for split in tl.static_range(NUM_SPLITS):
         total += tl.load(parts_ptr + (split * num_rows + row) * num_out + n, mask=inside, other=0.0)

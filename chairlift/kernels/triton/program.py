@@ -53,16 +53,16 @@ class StepTensors:
     cu_seqlens: Tensor | None
     """int32 [N + 1], offsets of the rows in the flat batch; None if every row has one token."""
     table_rows: Tensor
-    """int32 [N], the index of each row's line in the block tables."""
+    """int32 [N], for each row of the step, the index of its row in the block tables."""
     block_tables: Sequence[Tensor]
-    """Per cache group, the block tables, int32 [lines, M]."""
+    """Block tables, one per cache group: int32 [number of table rows, M]."""
     slot_mapping: Sequence[Tensor]
     """Per cache group, int64 [T], the slot where each token's K and V are written; -1: nothing is written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PagedKV:
-    """The KV caches of a model."""
+    """The KV cache of a model: the tensors of all layers."""
 
     caches: Sequence[tuple[Tensor, ...]]
     """Per layer, K and V, each [num_blocks, block_size, Hkv, Dh]."""
@@ -239,8 +239,8 @@ class TritonProgram:
         return rotary_table(positions, self._frequencies[node.out], attributes["factor"], attributes["dtype"])
 
     def _gemm_launch(self, x: Tensor, weight: Tensor | Fp8Weight) -> GemmLaunch | None:
-        """Launch configuration of the matmul kernel for few rows; None if torch's library multiplies x by this
-        weight."""
+        """Launch configuration with which the matmul kernel for few rows multiplies ``x`` by ``weight``; None if
+        torch's library does it."""
         any_rows, values = self._batch_invariant, weight if isinstance(weight, Tensor) else weight.values
         if not any_rows and len(x) > SMALL_ROWS:
             if isinstance(weight, Tensor) or not any(size % 16 for size in values.shape):

@@ -36,9 +36,9 @@ class SamplingSettings:
     """Sampling parameters of S slots: one-dimensional tensors, which may be views of the decode state."""
 
     seeds: Tensor
-    """int64 [S], the seeds; the bits are those of unsigned seeds."""
+    """int64 [S], the seed of each slot; its bits are those of the unsigned 64-bit seed."""
     temperature: Tensor
-    """float32 [S]; 0 means arg max, and the other parameters are then ignored."""
+    """float32 [S], the temperature; 0 means arg max, and the other parameters of the slot are then ignored."""
     log_min_p: Tensor
     """float32 [S], ``log(min_p)``; -inf: min-p is off."""
     top_k: Tensor
@@ -68,14 +68,14 @@ def _order(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _unorder(order: tl.tensor) -> tl.tensor:
-    """The float32 whose sort key (see :func:`_order`) is ``order``."""
+    """The float32 number that :func:`_order` maps to the sort key ``order``."""
     bits = order.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ -2147483648, ~bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _scores(raw: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """Scores: float32 logits divided by the temperature, with IEEE rounding. No score is -0."""
+    """Scores of the raw logits: float32 logits divided by the temperature, with IEEE rounding. No score is -0."""
     scores = tl.div_rn(raw, temperature)
     return tl.where(scores == 0.0, 0.0, scores)
 
@@ -145,8 +145,8 @@ def _gather(
     few_ptr: tl.tensor, few_ids_ptr: tl.tensor, bar: tl.tensor, row_ptr: tl.tensor, vocab: tl.tensor,
     temperature: tl.tensor, BLOCK: tl.constexpr, ROOM: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Copy the logits whose sort key is at least ``bar``, in ascending order of ids, until the buffer is full. Returns
-    the number of such logits, even if not all of them fit."""
+    """Copy the logits with a sort key of at least ``bar`` into a buffer, in ascending order of their ids, until it is
+    full. Returns the number of such logits in the row, even if not all of them fit."""
     count = tl.full([], 0, dtype=tl.int32)
     for at in range(0, vocab, BLOCK):
         ids = at + tl.arange(0, BLOCK)
@@ -242,11 +242,8 @@ def _words(seed: tl.tensor, position: tl.tensor, first_id: tl.tensor, NUM_IDS: t
 
 @triton.jit
 def _rough_noise(words: tl.tensor) -> tl.tensor:
-    """Gumbel noise in float32 with an error below 1e-4.
-
-    For u near 1, ``-log(u)`` is computed as a series in ``v = 1 - u``, because rounding u would cause too large an
-    error.
-    """
+    """Approximate Gumbel noise in float32, with an error below 1e-4, from random ``words``. For u near 1, ``-log(u)``
+    is computed as a series in ``v = 1 - u``, because rounding u would cause too large an error."""
     u = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     v = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * (0.2 + v * 0.16666667)))))

@@ -53,7 +53,7 @@ class Call:
 
 
 class Attends(Protocol):
-    """Computes the attention calls of a forward pass: [T, Hq, Dv] each."""
+    """Interface of an object that computes the attention calls of a forward pass; the result of each is [T, Hq, Dv]."""
 
     def attend(self, call: Call) -> Tensor: ...
 
@@ -203,7 +203,7 @@ class TransformersLM(nn.Module):
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits of the next token, [R, V], for the hidden states of the given rows."""
+        """Logits of the next token, [R, V], computed from hidden states ``hidden`` [R, D]."""
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         with attending(hidden[None]):
             logits: Tensor = self.hf(input_ids=ids, use_cache=False).logits[0]

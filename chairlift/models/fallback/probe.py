@@ -27,17 +27,18 @@ _NUM_PROBED: Final = 5
 _MOST_POSITIONS: Final = 1 << 20
 """Number of positions at which an attention mask is tested. No trained model has a longer window."""
 _LENGTHS: Final = (17, 9)
-"""Lengths in tokens of the two requests in the comparison."""
+"""Number of tokens of each of the two requests whose results are compared with transformers' own attention."""
 _STEPS: Final = (((0, 8), (0, 6)), ((8, 15), (6, 7)), ((15, 16), (7, 8)), ((16, 17), (8, 9)))
-"""Per step, the token range (first, end) of each of the two requests in the flat batch: a chunk and a prompt, a chunk
-and a decode, then decodes."""
+"""One entry per step of the comparison: the token range (first, end) of each of the two requests in this step's flat
+batch. The steps are a chunk and a prompt, a chunk and a decode, then decodes."""
 _BLOCK: Final = 4
 _FLOORS: Final = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
-"""Dtype -> difference of logits, relative to their spread, that rounding causes in any model."""
+"""Dtype -> difference of logits, relative to their spread, that is always allowed, because rounding causes it in any
+model."""
 _AMPLIFIED: Final = 4.0
-"""Allowed difference, as a multiple of the change that one rounding of the embeddings causes. In tests, tiny random
-models of many families differed by 0.3 to 1.2 times this change. A mixture of experts may have more, if rounding
-changes the choice of experts."""
+"""Largest allowed difference of logits, as a multiple of the change that one rounding of the embeddings causes. In
+tests, tiny random models of many families differed by 0.3 to 1.2 times this change. A mixture of experts may differ by
+more, if rounding changes the choice of experts."""
 
 
 _MORE: Final = "is more than causal"
@@ -142,7 +143,7 @@ def probe_layers(hf: Any, network_positions: int) -> list[LayerCache]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """Difference between the flat batches and transformers' eager attention."""
+    """Result of comparing a model's logits in flat batches with its logits under transformers' eager attention."""
 
     difference: float
     """Mean difference of logits, relative to the spread of the logits: the maximum of the first step's mean and the
@@ -196,7 +197,8 @@ def _version() -> str:
 
 
 def _distance(difference: Tensor, spread: Tensor) -> Tensor:
-    """Root mean square of the difference over the vocabulary, per token, divided by the token's spread."""
+    """Difference of each token's logits: root mean square over the vocabulary, divided by the spread of the token's
+    logits."""
     return difference.square().mean(-1).sqrt() / spread
 
 
@@ -207,7 +209,8 @@ def _eager(hf: Any, ids: Tensor) -> Tensor:
 
 
 def _shaken(hf: Any, ids: Tensor) -> Tensor:
-    """Logits of the model after its embeddings were changed by one rounding step."""
+    """Logits of the model after its embeddings were changed by about one rounding step. They show how much rounding can
+    change logits."""
 
     def shake(module: Any, args: Any, out: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(0)

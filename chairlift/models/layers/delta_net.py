@@ -39,7 +39,7 @@ class DeltaNetMixer(nn.Module):
 
     @property
     def state(self) -> LayerState:
-        """Shape of the recurrent state that each request has in this layer."""
+        """Shape of the recurrent state that this layer keeps for each request."""
         return LayerState(self._cell().parts)
 
     def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:

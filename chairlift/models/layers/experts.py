@@ -15,11 +15,9 @@ __all__ = ["MixtureOfExperts"]
 
 
 class _Gate(nn.Module):
-    """Weight [out, in] of the router. Its matmul is computed in float32, and the weight is never packed.
-
-    With ``biased`` there is a bias [out]. With ``corrected`` there is a float32 bias that only affects which experts
-    are chosen.
-    """
+    """The router of experts: its weight [out, in] is never packed, and its matmul is computed in float32. With
+    ``biased`` it has a bias [out]. With ``corrected`` it has a float32 bias that only affects which experts are
+    chosen."""
 
     float32_parameters = ("e_score_correction_bias",)
     bias: nn.Parameter | None

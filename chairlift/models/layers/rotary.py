@@ -33,7 +33,7 @@ class RotaryEmbedding(nn.Module):
             self._axes = torch.tensor(rope.axes) if rope.axes else None
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Radians per position of each pair of dimensions, float32 [Dh/2]."""
+        """Radians by which each pair of dimensions is rotated per position, float32 [Dh/2]."""
         frequencies = self._frequencies.get(device)
         if frequencies is None:
             frequencies = next(iter(self._frequencies.values())).to(device)

@@ -10,7 +10,7 @@ from chairlift.models.quantized_checkpoints.layer import FLOATS, FloatRows, Stor
 __all__ = ["float8_rows"]
 
 _ONE = ((), (1,), (1, 1))
-"""Possible shapes of a tensor that holds a single number."""
+"""Shapes that a tensor with a single number may have."""
 
 
 def float8_rows(layer: StoredLayer, scale: str, block: tuple[int, int] | None) -> FloatRows:

@@ -31,8 +31,8 @@ class _Gptq:
     reordered: bool
     """Whether the columns of a group may be scattered (``desc_act``). If so, ``g_idx`` gives each column's group."""
     zero_shift: int
-    """Number that must be added to a stored zero point to get the zero point. Version 1 of the format stores zero
-    points minus one."""
+    """Number to add to a stored zero point. It is 1 for version 1 of the format, which stores zero points minus one,
+    otherwise 0."""
     marks: frozenset[str] = frozenset({"qweight", "qzeros", "scales", "g_idx"})
     companions: frozenset[str] = frozenset()
 

@@ -27,13 +27,13 @@ __all__ = [
 ]
 
 FLOATS: Final = ("F32", "F16", "BF16")
-"""Allowed dtypes of scales."""
+"""Dtypes, by safetensors' names, that a tensor of scales may have."""
 _Read = Callable[[int, int], Tensor]
 """Function from (first row, row after the last) to the values of these rows."""
 
 
 class Method(Protocol):
-    """A ``quant_method`` together with its settings."""
+    """A ``quant_method`` of ``config.json`` together with its settings: it reads the weights of quantised layers."""
 
     @property
     def marks(self) -> frozenset[str]:
@@ -145,7 +145,7 @@ class IntegerRows(StoredRows):
 
 
 class FloatRows(StoredRows):
-    """A weight whose rows are converted to float32 as they are read."""
+    """A quantised weight whose rows are converted to float32 when they are read."""
 
     def __init__(self, shape: tuple[int, int], read: _Read) -> None:
         self._shape, self._read = shape, read

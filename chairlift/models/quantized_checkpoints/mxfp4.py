@@ -16,7 +16,7 @@ from chairlift.models.stored_rows import StoredRows
 __all__ = ["method"]
 
 _BIAS = 127
-"""Bias of an 8-bit exponent (e8m0). The value is 2 ** (exponent - bias)."""
+"""Number that is subtracted from a stored 8-bit exponent (e8m0): the value is 2 ** (exponent - _BIAS)."""
 
 
 class _Stack(StoredRows):
