@@ -75,8 +75,9 @@ def host_moves(triples: Iterable[tuple[int, int, int]]) -> list[HostMoves]:
 
 
 class HostBlocks:
-    """Copies blocks between the KV cache and host memory. Per group, ``caches`` are arrays [number of blocks, bytes of
-    a block], and ``hosts`` is one array whose rows have the bytes of all of them one after another."""
+    """Copies blocks between the KV cache and host memory. ``caches`` has, per cache group, arrays [number of blocks,
+    bytes of a block], one per layer or part. ``hosts`` has one array per cache group. Each of its rows is a host block:
+    the block's bytes in all arrays of the group, one after another."""
 
     def __init__(self, caches: Sequence[Sequence[_Bytes]], hosts: Sequence[_Bytes]) -> None:
         self._pairs = [

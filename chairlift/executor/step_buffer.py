@@ -80,16 +80,16 @@ class StepBuffer:
 
 
 class ReturnBuffers:
-    """Host memory for results of at most the shape ``shape``. A buffer is in use until its result has been read, so
-    there are as many buffers as unread results."""
+    """Host memory to which results of at most the shape ``shape`` are copied. A buffer is in use until its result has
+    been read, so there are as many buffers as unread results."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._kind = shape, dtype, device
         self._free: list[_HostBuffer] = []
 
     def fetch(self, result: Tensor) -> Callable[[], npt.NDArray[Any]]:
-        """Start to copy ``result`` to the host; later launches may overwrite it. The returned function waits until the
-        copy is complete, and returns it. Call the returned function once."""
+        """Start to copy ``result`` to the host; later launches may overwrite it. Returns a function that waits until
+        the copy is complete, and returns the copied array. Call this function once."""
         host, copied = piece = self._free.pop() if self._free else _host_buffer(*self._kind)
         host[: len(result)].copy_(result, non_blocking=True)
         if copied is not None:

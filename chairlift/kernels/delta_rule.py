@@ -60,14 +60,14 @@ class DeltaRule:
 
     @property
     def panel(self) -> int:
-        """Number of columns of a state matrix that are stored together: [value_heads, value_dim / panel, key_dim,
-        panel]."""
+        """Number of columns of a state matrix that are stored together. The matrices are stored as [value_heads,
+        value_dim / panel, key_dim, panel]."""
         return panel_width(self.value_dim)
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """Parts of the state: the last K - 1 inputs of the convolution, oldest first, and the state matrices, which are
-        float32 in any model."""
+        """Parts of the recurrent state: the last K - 1 inputs of the convolution, oldest first, and the matrix S of
+        each head, in float32 in any model."""
         memory = (self.value_heads, self.value_dim // self.panel, self.key_dim, self.panel)
         return (StatePart((self.taps - 1, self.channels)), StatePart(memory, torch.float32))
 

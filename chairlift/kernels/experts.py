@@ -184,7 +184,7 @@ def _row_by_row(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Experts(NamedTuple):
-    """Weights of a layer's experts, each [E, ...]."""
+    """Weights of all experts of one layer, each tensor [E, ...]."""
 
     gate_ups: Tensor
     downs: Tensor

@@ -12,7 +12,7 @@ from chairlift.kernels.cpu.packing import by_slices
 __all__ = ["FP8_LARGEST", "FP8_MIN_SCALE", "Fp8Weight", "fp8_linear", "quantize"]
 
 FP8_LARGEST: Final = 448.0
-"""Largest value that float8_e4m3fn can represent."""
+"""Largest number that the 8-bit float format float8_e4m3fn can represent."""
 FP8_MIN_SCALE: Final = torch.finfo(torch.float32).tiny
 """Minimum scale of a row. It avoids a division by 0 for rows of zeros."""
 

@@ -23,7 +23,7 @@ E2M1_VALUES: Final = tuple(sign * value for sign in (1, -1) for value in (0, 1, 
 
 
 class GroupKind(NamedTuple):
-    """Kind of integer groups in which a weight is stored."""
+    """Number format of a quantised weight: bits per code, size of the groups, and what a code means."""
 
     bits: int
     """Bits per code: 8 or 4."""

@@ -76,7 +76,8 @@ class Mamba2:
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """Parts of the state: the last inputs of the convolution, and S per head, in panels of columns."""
+        """Parts of the recurrent state: the last inputs of the convolution, and the matrix S of each head, in panels of
+        columns."""
         shape, panel = self.shape, panel_width(self.shape.head_dim)
         states = (shape.heads, shape.head_dim // panel, shape.state_size, panel)
         return (*self.conv.parts, StatePart(states, torch.float32))

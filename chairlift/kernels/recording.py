@@ -123,7 +123,7 @@ def operation(
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
-    """One recorded call of an operation."""
+    """One recorded call of an operation in a model's code."""
 
     op: Op[Any, Any]
     inputs: tuple[Value, ...]

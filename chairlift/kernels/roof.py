@@ -18,7 +18,7 @@ from chairlift.kernels.cpu.library import ISA_NAMES, Memory, Pool, require
 __all__ = ["ASSUMED_L3", "GPU", "Roof", "l3_bytes", "product_isa", "quick_roof"]
 
 GPU: Final = "gpu"
-"""Stands for the GPU where a function expects the name of an instruction-set path; its number of threads is then 1."""
+"""Used for the GPU where a function expects the name of an instruction-set path. The number of threads is then 1."""
 
 ASSUMED_L3: Final = 64 << 20
 """Size of the L3 cache in bytes that is assumed if the system does not report it."""

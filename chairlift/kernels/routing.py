@@ -31,9 +31,9 @@ class Routing:
     normalise: bool = False
     """Whether the weights are divided by their sum."""
     epsilon: float = 0.0
-    """Number added to the sum by which the weights are divided."""
+    """Number added to the sum of a token's weights before the weights are divided by it."""
     scale: float = 1.0
-    """Factor of the weights, applied last."""
+    """Factor by which the weights are multiplied at the end."""
     groups: int = 1
     """Number of groups of equal size into which neighbouring experts are divided (DeepSeek-V2)."""
     kept_groups: int = 1
@@ -60,5 +60,5 @@ class Routing:
 
     @property
     def words(self) -> str:
-        """Description of the routing for messages, such as ``32 experts, 4 chosen``."""
+        """Short description of the routing for messages, such as ``32 experts, 4 chosen``."""
         return f"{self.num_experts} experts, {self.top_k} chosen"

@@ -42,7 +42,7 @@ class ShortConv:
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """Part of the state: the last K - 1 inputs of the convolution, oldest first."""
+        """The only part of the recurrent state: the last K - 1 inputs of the convolution, oldest first."""
         return (StatePart((self.taps - 1, self.channels)),)
 
     def channel_factors(self, device: torch.device) -> Tensor | None:

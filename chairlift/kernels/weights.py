@@ -52,17 +52,17 @@ class WeightFormat(abc.ABC):
 
     @property
     def head(self) -> WeightFormat:
-        """Format of the output head in a model of this format."""
+        """Format of the output head in a model whose other layers have this format."""
         return self
 
     @property
     def stacked(self) -> WeightFormat:
-        """Format of stacked weights in a model of this format."""
+        """Format of stacked weights (experts) in a model whose other layers have this format."""
         return self
 
     def fitting(self, dtype: torch.dtype, device: torch.device) -> WeightFormat:
-        """Return this format, or a replacement that works for ``dtype`` and ``device``. Raises ConfigError if there is
-        none."""
+        """This format, or a similar one that works for a model of ``dtype`` on ``device``. Raises ConfigError if there
+        is none."""
         return self
 
     @abc.abstractmethod
@@ -118,7 +118,8 @@ class Plain(WeightFormat):
 
 
 class _OneDnnWeight:
-    """A weight [out, in]. It is in ``rows`` while rows are written, then in ``packed`` in oneDNN's layout."""
+    """A weight [out, in] in oneDNN's format. While its rows are written, it is in ``rows``; afterwards it is in
+    ``packed``, in oneDNN's own layout."""
 
     packed: Tensor
 

@@ -22,7 +22,7 @@ __all__ = ["NativeAdapters", "TorchAdapters"]
 
 
 class _Held:
-    """An adapter in the form that the bank stores, and its digest."""
+    """An adapter as :meth:`TorchAdapters.put` or :meth:`NativeAdapters.put` takes it, with the digest of its files."""
 
     def __init__(self, adapter: Adapter, held: Any, nbytes: int) -> None:
         self.digest, self.rank, self.held, self.nbytes = adapter.digest, adapter.rank, held, nbytes
@@ -53,7 +53,8 @@ class TorchAdapters:
 
     @property
     def tokens(self) -> list[tuple[int, Tensor]]:
-        """(adapter number, int64 indices of its tokens), for each adapter that this step uses."""
+        """One (adapter number, int64 indices of its tokens in the flat batch) for each adapter that the current step
+        uses."""
         return self._tokens
 
     def begin(self, adapters: npt.NDArray[np.int32] | None) -> None:
@@ -87,7 +88,7 @@ class TorchAdapters:
 
 
 class _AdaptedLayer:
-    """Low-rank terms that the adapters add to the result of one layer."""
+    """Adds the low-rank terms of the adapters in use to the result of one layer."""
 
     def __init__(self, bank: TorchAdapters) -> None:
         self.bank = bank

@@ -67,11 +67,11 @@ class Adapter:
     digest: str
     """Digest of all data that was read. Different adapters have different digests."""
     rank: int
-    """Largest rank of any part."""
+    """Largest rank of any low-rank part of the adapter."""
 
     @property
     def numbers(self) -> int:
-        """Number of values in all matrices."""
+        """Number of values in all matrices of the adapter."""
         return sum(part.a.numel() + part.b.numel() for parts in self.layers.values() for part in parts)
 
 

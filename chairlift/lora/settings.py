@@ -51,7 +51,7 @@ tensors."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """Rank and scale of each low-rank part."""
+    """Settings from which the rank and the scale of each low-rank part follow."""
 
     rank: int
     alpha: float
@@ -67,7 +67,8 @@ class AdapterSettings:
         return int(_matching(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """Factor of the low-rank term: alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski, 2023)."""
+        """Factor by which the low-rank term of ``module`` is multiplied: alpha / r, or alpha / sqrt(r) with rsLoRA
+        (Kalajdzievski, 2023)."""
         rank, alpha = self.rank_of(module), _matching(self.alpha_pattern, module, self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 

@@ -25,7 +25,8 @@ class Sites:
     family: str
     """The model's ``model_type``."""
     transposed: bool
-    """Whether some of the layers' weights are stored as [in, out]. PEFT sets ``fan_in_fan_out`` for them."""
+    """Whether the checkpoint stores the weights of some of these layers as [in, out]. PEFT sets ``fan_in_fan_out`` for
+    such layers."""
     parts: dict[str, CheckpointPart]
     """Name of a module in transformers' model -> its rows in a layer of this package."""
     prefix: str = ""

@@ -122,7 +122,7 @@ class TrainableAdapter:
 
     @property
     def scale(self) -> float:
-        """Factor of the low-rank term."""
+        """Factor by which the low-rank terms are multiplied."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
     @property
@@ -142,8 +142,8 @@ class TrainableAdapter:
             attach(self._model, name, product)
 
     def settings(self) -> dict[str, Any]:
-        """Settings that must be equal to continue training with this adapter's matrices: scale and base model, as plain
-        data."""
+        """Settings of this adapter as plain data: rank, scale and base model. Training with saved matrices may continue
+        only if the settings are the same."""
         return {"r": self.r, "alpha": float(self.alpha), "rslora": self.rslora, "base": self._base_digest}
 
     @functools.cached_property
@@ -199,7 +199,7 @@ def _target_modules(names: list[str], sites: Sites, config: ModelConfig) -> list
 
 
 class _AdaptedLayer:
-    """Computes one layer's result plus the adapter's low-rank terms."""
+    """Computes one layer's result plus the low-rank terms of one trainable adapter."""
 
     def __init__(
         self, layer: nn.Module, parts: list[tuple[int, nn.Parameter, nn.Parameter]], scale: float, dropout: float

@@ -54,7 +54,7 @@ class TrainableAdapters:
 
     @property
     def dropout(self) -> float:
-        """The largest dropout of an adapter."""
+        """Largest dropout fraction among the adapters."""
         return max(adapter.dropout for adapter in self.adapters.values())
 
     def route(self, rows: Sequence[int]) -> None:
@@ -63,7 +63,8 @@ class TrainableAdapters:
         self._rows[:] = rows
 
     def settings(self) -> dict[str, Any]:
-        """Settings that must be equal to continue training with the matrices of these adapters, as plain data."""
+        """Settings of all adapters as plain data. Training with saved matrices may continue only if the settings are
+        the same."""
         found: dict[str, Any] = {"adapters": list(self.names)}
         for name, adapter in self.adapters.items():
             own = adapter.settings()
@@ -78,7 +79,7 @@ class TrainableAdapters:
 
 
 class _SharedLayer:
-    """Forward pass of a layer that several adapters may change."""
+    """Computes one layer's result plus the low-rank terms of several adapters, each for its own rows."""
 
     def __init__(self, products: Sequence[Adapted | None], rows: Sequence[int]) -> None:
         self._products, self._rows = products, rows

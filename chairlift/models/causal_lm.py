@@ -45,7 +45,7 @@ class Decoder(nn.Module):
         self.rounds_scale = config.rounds_embedding_scale
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Embeddings of the tokens, the input of the first layer: [T, D]."""
+        """Input of the first layer: the embeddings of the tokens, [T, D]."""
         hidden: Tensor = self.embed_tokens(token_ids)
         if self.project_in is not None:
             hidden = self.project_in(hidden)

@@ -34,11 +34,11 @@ class CheckpointPart:
     parameter: str
     """Our parameter's name, as in ``model.named_parameters()``."""
     start: int
-    """First row of the parameter that this tensor fills."""
+    """First row that this tensor fills in our parameter."""
     shape: tuple[int, ...]
-    """Shape of the parameter's rows that this tensor fills; ``shape[0]`` is their number."""
+    """Shape of the rows that this tensor fills in our parameter; ``shape[0]`` is the number of rows."""
     transposed: bool = False
-    """Whether the checkpoint stores the transpose."""
+    """Whether the checkpoint stores this tensor transposed."""
     order: tuple[int, ...] = ()
     """Order of the rows within each head of q or k: row i of our head is row ``order[i]`` of the same head in the
     checkpoint. Empty if the order is the same."""

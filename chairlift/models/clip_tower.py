@@ -59,8 +59,8 @@ class ClipTower:
         self._pixels = Pixels(config.image_size, normalise)
 
     def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
-        """Compute the image ``tile``, uint8 [3, size, size], in pieces. Yields None after each piece, and finally the
-        rows."""
+        """Compute the embeddings of the image ``tile``, uint8 [3, size, size], in pieces. Yields None after each piece,
+        and finally the embeddings."""
         with torch.inference_mode():
             state = self._embed(tile)
         yield None

@@ -27,11 +27,11 @@ class EncoderConfig:
     num_attention_heads: int
     norm_eps: float
     max_model_len: int
-    """Maximum number of tokens in a text that the encoder accepts."""
+    """Maximum length of a text in tokens."""
     num_positions: int = 0
     """Number of rows in the table of learned positions; 0 if q and k are rotated instead."""
     position_offset: int = 0
-    """Row of the position table that belongs to the first token of a text."""
+    """Row of the position table for the first token of a text."""
     num_token_types: int = 0
     """Number of rows in the table of token types; 0 if the network has no such table."""
     pre_norm: bool = False

@@ -119,7 +119,7 @@ class ModelConfig:
     in code."""
 
     model_impl: ClassVar[str] = "native"
-    """Name of the code that computes the layers: Chairlift's own."""
+    """Name of the implementation that computes the layers."""
 
     model_type: str
     vocab_size: int
@@ -188,7 +188,7 @@ class ModelConfig:
     learned_positions: bool = False
     """Whether a learned vector per position is added to the embedding."""
     first_position_row: int = 0
-    """Row of the table of learned positions that belongs to position 0."""
+    """Row of the position table that belongs to position 0."""
     embedding_width: int | None = None
     """Width of the embedding and of the head's input, if linear layers convert it to ``hidden_size`` and back;
     otherwise None."""
@@ -256,7 +256,7 @@ class ModelConfig:
 
     @property
     def norm_offset(self) -> float:
-        """Number that is added to the weights of each RMSNorm before they are multiplied with activations."""
+        """Number added to the weights of an RMSNorm."""
         return 1.0 if self.norm == "rms_offset" else 0.0
 
     @property
@@ -280,8 +280,8 @@ class ModelConfig:
 
     @property
     def rotates_apart(self) -> bool:
-        """Whether the rotation of q and k is an operation of its own, instead of part of the split into heads. This is
-        the case if a norm follows the rotation, or if the rotation scales only the rotated dimensions."""
+        """Whether the rotation is a separate operation. This is the case if a norm follows the rotation, or if the
+        rotation scales only the rotated dimensions."""
         ropes = [rope for rope in self.layer_ropes if rope is not None]
         scaled = any(rope.dim is not None and rope.rope_type in ("longrope", "yarn") for rope in ropes)
         return scaled or (self.qk_norm == "rotated" and bool(ropes))

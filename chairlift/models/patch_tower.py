@@ -91,8 +91,8 @@ class PatchTower:
         self._frequencies = 1.0 / config.rope_theta ** (torch.arange(0, size, 2).float() / size)
 
     def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
-        """Compute the image ``tile``, uint8 [3, height, width], in pieces. Yields None after each piece, and finally
-        the rows."""
+        """Compute the embeddings of the image ``tile``, uint8 [3, height, width], in pieces. Yields None after each
+        piece, and finally the embeddings."""
         config = self.config
         with torch.inference_mode():
             order, sizes = self._windows(tile.grid)
@@ -116,7 +116,8 @@ class PatchTower:
         yield rows
 
     def _pixels(self, tile: ImageTile) -> Tensor:
-        """Normalised values of each patch, [patches, 3 * patch_size ** 2], in the order of squares."""
+        """Normalised pixel values of each patch, [patches, 3 * patch_size ** 2]. Patches are ordered square by
+        square."""
         size, (rows, columns) = self.config.patch_size, tile.grid
         with torch.inference_mode():
             pixels = torch.frombuffer(bytearray(tile.pixels), dtype=torch.uint8).view(3, rows * size, columns * size)
@@ -145,7 +146,7 @@ class PatchTower:
         return patches.view(rows // side, side, columns // side, side, width).transpose(1, 2).reshape(-1, width)
 
     def _rotation(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines per patch, each [patches, head size]."""
+        """Cosines and sines of each patch's rotary angles, each [patches, head size]."""
         rows, columns = torch.meshgrid(*(torch.arange(count) for count in grid), indexing="ij")
         places = self._squares(torch.stack([rows, columns], -1)).float()
         angles = (places[..., None] * self._frequencies).flatten(1)

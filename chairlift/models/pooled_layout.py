@@ -23,7 +23,7 @@ _OLD_NAMES = {"weight": "gamma", "bias": "beta"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledLayout:
-    """The tensors that a checkpoint of a pooled network must contain."""
+    """Tensors that a checkpoint must contain for a network of embeddings, scores or classes."""
 
     parts: list[CheckpointPart]
     ignored: str

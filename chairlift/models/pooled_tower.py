@@ -56,8 +56,8 @@ class PooledTower:
         self._pixels = Pixels(config.image_size, normalise)
 
     def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
-        """Compute the image ``tile``, uint8 [3, size, size], in pieces. Yields None after each piece, and finally the
-        rows."""
+        """Compute the embeddings of the image ``tile``, uint8 [3, size, size], in pieces. Yields None after each piece,
+        and finally the embeddings."""
         weight, bias = self._patches
         # A row of patches at a time, because the image has up to 4,096 patches.
         with torch.inference_mode():

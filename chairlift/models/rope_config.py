@@ -50,7 +50,7 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     divisors: tuple[float, ...] = ()
-    """One divisor for each rotary frequency, [rotated dimensions / 2], if the file lists divisors; otherwise empty."""
+    """Divisor of each rotary frequency, [rotated dimensions / 2], if the file lists divisors; otherwise empty."""
     short_divisors: tuple[float, ...] = ()
     """Divisors for texts of at most ``original_max_position_embeddings`` tokens, if the file has two lists (LongRoPE);
     otherwise empty."""

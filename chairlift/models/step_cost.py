@@ -24,11 +24,11 @@ class ExpertCost:
 
     layers: int
     in_tail: bool
-    """Whether only tokens that are sampled from pass through these experts (true for the last layer)."""
+    """Whether only the tokens at sample positions pass through these experts (true for the last layer)."""
     count: int
     top_k: int
     params: int
-    """Number of weights of one expert."""
+    """Number of weights that one expert has."""
     nbytes: int
     """Bytes of the weights of one expert."""
 

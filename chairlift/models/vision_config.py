@@ -96,7 +96,7 @@ class SquareConfig:
     """Length of an image's side in pixels."""
     patch_size: int
     text_width: int
-    """Width of an output row: the width of the text model's embeddings."""
+    """Width of an output row. It equals the width of the text model's embeddings."""
     image_token_id: int
 
     @property
@@ -132,7 +132,7 @@ class LlavaConfig(SquareConfig):
     keeps_class: bool
     """Whether the class embedding's row is an output row, before the rows of patches."""
     projector_activation: str
-    """Activation between the projector's two linear layers: ``gelu``, ``gelu_tanh`` or ``quick_gelu``."""
+    """Activation between the projector's linear layers, with the same values as :attr:`activation`."""
     projector_bias: bool
 
     @property
@@ -165,7 +165,7 @@ class PatchConfig:
     window: int = 0
     """Side of an attention window, in output rows; 0 if there are no windows."""
     full_layers: tuple[int, ...] = ()
-    """Indices of the encoder layers with full attention. All others have windows, if :attr:`window` is not 0."""
+    """Layers with full attention. All others have windows, if :attr:`window` is not 0."""
     levels: tuple[int, ...] = ()
     """Indices of encoder layers whose results are added to the hidden states of image tokens after the first layers of
     the text model."""
@@ -178,7 +178,7 @@ class PooledConfig(SquareConfig):
     """Shape of SigLIP with a projector that averages squares of patches (Gemma 3)."""
 
     rows_per_side: int
-    """Number of output rows along one side of the image: their number in all is its square."""
+    """Square root of the number of output rows."""
     begin_token_id: int
     """Token before the rows of an image, which is also the marker of an image in a prompt."""
     end_token_id: int

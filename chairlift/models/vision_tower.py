@@ -200,7 +200,8 @@ class VisionTower:
         self._pixels = Pixels(config.image_size, normalise)
 
     def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
-        """Compute ``tile``, uint8 [3, size, size], in pieces. Yields None after each piece, and finally the rows."""
+        """Compute the embeddings of ``tile``, uint8 [3, size, size], in pieces. Yields None after each piece, and
+        finally the embeddings."""
         with torch.inference_mode():
             weight, bias = self._patches
             pixels = self._pixels(tile).to(self.dtype)

@@ -29,7 +29,7 @@ class NgramIndex:
     def __init__(self, size: int) -> None:
         self._size = size
         self._ends: dict[tuple[int, ...], int] = {}
-        """N-gram -> index of the token after its last occurrence."""
+        """N-gram -> index in the text of the token after the n-gram's last occurrence."""
         self._num_indexed = 0
         """Number of leading tokens of the text whose n-grams are in the index."""
 
@@ -48,7 +48,7 @@ class NgramIndex:
         return found
 
     def _index(self, token_ids: Sequence[int]) -> None:
-        """Add the n-grams that end before the last token of the text. The token after each of these n-grams is
+        """Add all n-grams to the index that end before the last token of the text. For these n-grams the next token is
         known."""
         size, ends = self._size, self._ends
         last = min(len(token_ids) - 1, self._num_indexed + _MAX_PER_CALL)
@@ -73,7 +73,7 @@ class NgramProposer:
         return len(self._indexes)
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
-        """Tokens that followed an earlier occurrence of each row's last tokens."""
+        """Drafts for each row: the tokens that followed an earlier occurrence of the row's last tokens."""
         return [self._index(request).propose(request.token_ids, limit) for request, limit in rows]
 
     def seconds(self, num_rows: int) -> float:

@@ -18,7 +18,8 @@ _MIN_MATCH: Final = 2
 """After a difference between answer and text, at least this many last tokens must match to find the position in the
 expected text again."""
 _MAX_MATCH: Final = 16
-"""Maximum number of tokens that are compared; longer matches are not better."""
+"""Maximum number of tokens that are compared to find the position in the expected text; longer matches are not
+better."""
 _MAX_COMPARED: Final = 64
 """Maximum number of positions in the expected text that are compared in each direction, nearest first. A long text may
 have many positions with the same last tokens."""
@@ -60,9 +61,9 @@ class PredictedText:
         return () if self._place is None else text[self._place : self._place + limit]
 
     def _find(self, token_ids: Sequence[int], num_prompt_tokens: int) -> int | None:
-        """Index after the longest match of the answer's last tokens; None if there is no match. Of equally long
-        matches, the first one after the position where the answer left the text is taken, otherwise the nearest one
-        before it."""
+        """Index in the expected text after the longest match of the answer's last tokens; None if there is no match. Of
+        equally long matches, the first one after the position where the answer left the text is taken, otherwise the
+        nearest one before it."""
         if self._num_seen < _MIN_MATCH:
             return None
         if self._ends is None:
@@ -76,7 +77,7 @@ class PredictedText:
         return max(near, key=lambda end: self._match(answer, end), default=None)  # of equal ones the first
 
     def _match(self, answer: Sequence[int], end: int) -> int:
-        """Number of last tokens of ``answer`` that equal the tokens of the text before index ``end``."""
+        """Number of last tokens of ``answer`` that equal the last tokens before index ``end`` of the expected text."""
         limit = min(len(answer), end)
         for count in range(_MIN_MATCH, limit):
             if answer[-count - 1] != self._text[end - count - 1]:

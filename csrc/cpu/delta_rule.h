@@ -42,7 +42,8 @@ struct DeltaRule {
     vstore(tokens.decays, vexp(vmul(vsoftplus(vload(steps)), vset(-fade))));
   }
 
-  // Each output is the sum over the even rows of the state plus the sum over its odd rows, in this order.
+  // Computes token `t` of one head for V vectors of columns: reads the state at `from`, writes the new state to `to`,
+  // and the output to `y`. A sum over the rows of the state is the sum of its even rows plus the sum of its odd rows.
   template <int V>
   CL_INLINE void step(const cl_op& op, int, const Tokens& tokens, int t, const float* from, float* to, const vf* v,
                              vf* y) {

@@ -27,8 +27,9 @@ template <typename Row, typename Weight>
 struct Blocking {
   static constexpr bool FLOAT32 = sizeof(Left<Row, Weight>) == sizeof(float), STREAMS = true;
   static constexpr bool WIDENED = sizeof(Row) < sizeof(Left<Row, Weight>);
-  // Multiplying float32 is slow, so computing one block of rows takes longer than prefetching its next weights. Pieces
-  // of k and their rows stay in L2. Rows that were widened to float32 are used for several panels.
+  // Multiplying float32 is slow: computing one block of rows takes longer than prefetching the weights for the next
+  // block. A piece of a weight (K_BLOCK elements of k) and the rows to multiply stay in L2. Rows that were widened to
+  // float32 are used for several panels.
   static constexpr int ROW_BLOCK = FLOAT32 ? MAX_ROW_BLOCK / ROWS * ROWS : int(ROWS), K_BLOCK = FLOAT32 ? 1024 : 4096;
   static constexpr int SUPER = 384;
   static int most_panels(int, int64_t) { return WIDENED ? 4 : 1; }
@@ -272,8 +273,8 @@ static GemmItems<Row, Weight> items_of(const Panels<Weight>& weight, int chunk_p
   return GemmItems<Row, Weight>(weight, chunk_panels, m);
 }
 
-// One item: the number of its chunk of panels, and the number of its block (`super` of `supers`) of the m rows from
-// first_row on.
+// One item of a matrix multiplication, which one thread computes: chunk number `chunk` of the weight's panels, times
+// block number `super` of `supers` blocks of m rows. The rows begin at first_row.
 template <typename Weight>
 struct GemmItem {
   Panels<Weight> weight;

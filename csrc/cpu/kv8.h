@@ -113,8 +113,8 @@ static void widen_values(const code8* from, int groups, const float* scales, bf1
     }
 }
 
-// Largest absolute value of a query or softmax weight that is rounded to 16 bits. So a sum of 256 products with 8-bit
-// codes fits into 32 bits.
+// Queries and softmax weights are rounded to integers of at most this absolute value. So a sum of 256 products with
+// 8-bit codes fits into 32 bits.
 enum { INT16_MOST = 32767 };
 
 // Multiplies R rows a[R, 2 * steps * count] by `count` pieces, each with columns [steps][16][2], and sums over all

@@ -97,7 +97,8 @@ struct ClampedGate {
   }
 };
 
-// Epilogue: out = opened(gate, up). Even panels of the tile are gate, odd panels are up.
+// Epilogue of a layer with a gate: out = opened(gate, up), where `opened` is a gate function, for example that of
+// SwiGLU. Even panels of the tile are gate, odd panels are up.
 template <typename T, typename Gate>
 struct StoreGated {
   T* out;

@@ -35,7 +35,8 @@ struct MambaRule {
     vstore(tokens.decays, vexp(vmul(step, vset(-rate))));
   }
 
-  // Each output is the sum over the even rows of the state plus the sum over its odd rows, in this order.
+  // Computes token `t` of one head for V vectors of columns: reads the state at `from`, writes the new state to `to`,
+  // and the output to `y`. The sum in an output adds the even rows of the state, then the odd rows.
   template <int V>
   CL_INLINE void step(const cl_op& op, int head, const Tokens& tokens, int t, const float* from, float* to,
                              const vf* x, vf* y) {

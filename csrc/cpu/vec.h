@@ -220,8 +220,8 @@ CL_INLINE __m256 round_power(__m256 x) {
 CL_INLINE void store_power(float* p, vf x, bf16) { vstore(p, join(round_power(lower_half(x)), round_power(upper_half(x)))); }
 #endif
 
-// Lane 0; the sum of all lanes; the maximum of all lanes. Sum and maximum halve the number of lanes in each step, in
-// the same order on every path.
+// vfirst: lane 0. vsum: sum of all lanes. vhighest: maximum of all lanes. vsum and vhighest halve the number of lanes
+// in each step, in the same order on every instruction set.
 CL_INLINE float vfirst(vf x) { return _mm256_cvtss_f32(lower_half(x)); }
 CL_INLINE float vsum(vf x) {
   __m256 eight = _mm256_add_ps(lower_half(x), upper_half(x));

@@ -434,7 +434,7 @@ class Pool:
 
     @property
     def handle(self) -> int:
-        """Address of the ``cl_pool``. Raises ValueError after :meth:`close`."""
+        """Address of the C struct ``cl_pool``. Raises ValueError after :meth:`close`."""
         if not self._finalizer.alive:
             raise ValueError("the thread pool is closed")
         return self._handle

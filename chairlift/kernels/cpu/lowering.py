@@ -98,7 +98,7 @@ class FusedOp:
     part: int = 0
     """Index of the part of the layer's recurrent states that the operation reads and writes."""
     experts: dict[str, Any] | None = None
-    """Attributes of an ``ops.experts`` node; None for other operations."""
+    """Arguments of the ``ops.experts`` operation that is fused here; None for other operations."""
     call: Node | None = None
 
 
@@ -114,7 +114,7 @@ class Plan:
 
     @property
     def calls(self) -> list[str]:
-        """Names of the operations that run in plain torch."""
+        """Names of the operations without a native kernel, which plain torch computes."""
         return list(dict.fromkeys(op.call.label for op in self.ops if op.call is not None))
 
 

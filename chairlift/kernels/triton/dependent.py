@@ -25,7 +25,8 @@ __all__ = ["dependent_launch", "wait_for_inputs"]
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr) -> None:
-    """Wait until the previous kernel has ended. After this call the next kernel may start."""
+    """Wait until the previous kernel has ended. The next kernel may start after this call. Without ``PDL`` nothing is
+    done."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -94,7 +94,7 @@ class TritonProgram:
         self._multiprocessors = num_multiprocessors
         self._batch_invariant = batch_invariant
         self.calls = list(dict.fromkeys(node.label for node in nodes if node.op not in _KERNELS))
-        """Names of the operations that run in plain torch."""
+        """Names of the operations without a Triton kernel, which PyTorch computes."""
         if batch_invariant and self.calls:
             raise ConfigError("batch_invariant is on, but PyTorch computes a part of this model; leave it off")
         tables = [node for node in nodes if node.op is ops.rotary_table]

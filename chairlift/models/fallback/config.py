@@ -40,7 +40,7 @@ class TransformersConfig:
     model_impl: ClassVar[str] = "transformers"
     model_type: str
     architecture: str
-    """Name of the class in transformers that implements the model."""
+    """Name of the model class in transformers."""
     raw: Mapping[str, Any] = dataclasses.field(hash=False)
     """``config.json`` without its quantisation settings, because quantised weights are converted to floats as they are
     read."""

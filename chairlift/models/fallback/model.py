@@ -49,7 +49,8 @@ class Call:
     sinks: Tensor | None
     mask: Tensor | None
     window: int | None
-    """Sliding window that the layer passes as an argument. Some layers pass no window although their mask has one."""
+    """Sliding window that the layer passes as an argument, in tokens. Some layers pass no window although their mask
+    has one."""
 
 
 class Attends(Protocol):

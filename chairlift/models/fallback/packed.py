@@ -44,7 +44,7 @@ def pack_linears(hf: Any) -> int:
 
 @torch.inference_mode()
 def _called(hf: Any) -> list[nn.Linear]:
-    """Linear layers that a forward pass of two tokens calls, each listed once."""
+    """Linear layers of the model that a forward pass of two tokens calls, each listed once."""
     found: dict[int, nn.Linear] = {}
 
     def note(module: nn.Module, _: Any) -> None:

@@ -45,7 +45,8 @@ _MORE: Final = "is more than causal"
 
 
 class _Probe:
-    """Computes attention within one sequence, and records the arguments of each layer."""
+    """Attention function of the probing forward pass: it computes attention within one sequence, and records each
+    layer's arguments."""
 
     def __init__(self, positions: int) -> None:
         self.calls: list[Call] = []
@@ -149,7 +150,7 @@ class Comparison:
     """Mean difference of logits, relative to the spread of the logits: the maximum of the first step's mean and the
     later steps' mean."""
     tolerance: float
-    """Maximum difference between the logits that rounding can explain."""
+    """Maximum difference of the logits that rounding can explain."""
     seconds: float
 
 

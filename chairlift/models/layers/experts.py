@@ -1,4 +1,4 @@
-"""Experts instead of one MLP."""
+"""The layer of experts that replaces the MLP in some models."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class ShortConvMixer(nn.Module):
 
     @property
     def state(self) -> LayerState:
-        """Shape of the recurrent state that each request has in this layer."""
+        """Shape of the recurrent state that this layer keeps for each request."""
         return LayerState(self._cell().parts)
 
     def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
@@ -102,7 +102,7 @@ class Mamba2Mixer(nn.Module):
 
     @property
     def state(self) -> LayerState:
-        """Shape of the recurrent state that each request has in this layer."""
+        """Shape of the recurrent state that this layer keeps for each request."""
         return LayerState(self._cell().parts)
 
     def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
@@ -138,7 +138,7 @@ class CellMixer(nn.Module):
 
     @property
     def state(self) -> LayerState:
-        """Shape of the recurrent state that each request has in this layer."""
+        """Shape of the recurrent state that this layer keeps for each request."""
         return LayerState(self._cell().parts)
 
     def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:

@@ -1,4 +1,4 @@
-"""The feed-forward block."""
+"""The MLP (feed-forward block) of a decoder layer."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _Read = Callable[[int, int], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class _Weights:
-    """Format of the weights in all quantised layers."""
+    """How the weights of all quantised layers are stored: bits per number, zero points, numbers per scale."""
 
     bits: int
     symmetric: bool
@@ -160,7 +160,8 @@ strategies)."""
 
 
 def method(settings: Settings) -> Method:
-    """Read the settings. Raises ModelLoadError for settings that this package cannot compute correctly."""
+    """Read the settings of compressed-tensors. Raises ModelLoadError for settings that this package cannot compute
+    correctly."""
     settings.absent("kv_cache_scheme", "transform_config")
     if (sparsity := settings.part("sparsity_config")) is not None:
         sparsity.one_of("format", ("dense",), "dense")  # older versions write it for weights without sparsity

@@ -37,7 +37,7 @@ class Method(Protocol):
 
     @property
     def marks(self) -> frozenset[str]:
-        """Last parts of tensor names that only quantised layers have. A layer with such a tensor counts as
+        """Last parts of names of tensors that only quantised layers have. A layer with such a tensor counts as
         quantised."""
 
     @property
@@ -50,7 +50,7 @@ class Method(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in an open safetensors file."""
+    """A tensor in an open safetensors file. It is read on demand."""
 
     name: str
     file: Any

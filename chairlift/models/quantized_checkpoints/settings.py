@@ -39,7 +39,7 @@ class Settings:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """A boolean value."""
+        """Value of ``key``, which must be true or false; ``default`` if the key is missing."""
         return bool(self.one_of(key, (True, False), default))
 
     def absent(self, *keys: str) -> None:
