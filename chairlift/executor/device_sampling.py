@@ -31,7 +31,7 @@ class SlotSettings:
         """[S] whether the kernels support all parameters of the slot's row: no penalties, no bias, no
         log-probabilities."""
         self.truncates = np.zeros(num_slots, dtype=np.bool_)
-        """[S] whether the kernels apply min-p, top-k or top-p to the slot's row."""
+        """[S] whether the kernels apply min-p, top-k or top-p when they sample the slot's row."""
 
     def update(self, slots: Sequence[int], rows: Sequence[SamplingRow]) -> list[int]:
         """Store the sampling parameters ``rows`` of ``slots``. Returns the slots whose parameters have changed."""

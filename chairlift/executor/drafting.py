@@ -34,7 +34,7 @@ class DraftTimes:
         return 0.0 if nearest is None else self.known[nearest]
 
     def note(self, num_rows: int, seconds: float) -> None:
-        """Learn from a draft for ``num_rows`` rows that took ``seconds``."""
+        """Learn from a measurement: one draft for each of ``num_rows`` rows took ``seconds``."""
         size = num_rows.bit_length()
         self.known[size] = seconds + (self.known.get(size, seconds) - seconds) * (1 - _MEMORY)
 

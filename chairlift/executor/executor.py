@@ -16,7 +16,7 @@ __all__ = ["AdapterMemory", "Executor", "ImageMemory", "LiveWeights", "OnProgres
 WeightSource = str | Path | Mapping[str, Any]
 """A directory with safetensors, or a mapping from the weight names of a Hugging Face checkpoint to tensors."""
 OnProgress = Callable[[str, float], None]
-"""Function that is called with (label, fraction done from 0 to 1)."""
+"""Function that reports progress: it is called with (label of the current work, fraction done from 0 to 1)."""
 
 
 class PendingTokens(Protocol):
@@ -34,9 +34,9 @@ class Executor(Protocol):
     before the failure is known."""
 
     cache_groups: list[CacheGroup]
-    """Cache groups of the KV cache."""
+    """Cache groups: the layers of a group use the same block table for each request."""
     block_size: int
-    """Number of tokens per block."""
+    """Number of tokens whose K and V one block of the KV cache holds."""
     block_bytes: list[int]
     """Per cache group: bytes of one block over all its layers. A copy of the block to host memory copies this number of
     bytes."""
@@ -56,7 +56,7 @@ class Executor(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Free all resources."""
+        """Free all resources of the executor."""
         ...
 
 
@@ -75,7 +75,7 @@ class AdapterMemory(Protocol):
         ...
 
     def drop(self, adapter_id: int) -> None:
-        """Remove an adapter. No later step may use it."""
+        """Remove the adapter with this number. No later step may use it."""
         ...
 
 

@@ -64,11 +64,11 @@ class KVPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory for the KV of preempted requests."""
+        """Bytes of host memory in which the KV of preempted requests is stored."""
         return sum(group.num_host_blocks * size for group, size in zip(self.groups, self.block_bytes, strict=True))
 
     def describe(self, max_model_len: int) -> str:
-        """The plan as a text for the user."""
+        """Text for the user that describes the plan: sizes in bytes, and how many tokens and requests fit."""
         if self.states is None:
             return self._describe_tokens(max_model_len)
         states = f"{self.states.describe()}: {self.state_bytes / 2**30:.2f} GiB"
@@ -79,7 +79,7 @@ class KVPlan:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all recurrent states."""
+        """Bytes of all blocks for recurrent states; 0 if the model has none."""
         return 0 if self.states is None else self.states.nbytes * self.states.num_blocks
 
     def _describe_tokens(self, max_model_len: int) -> str:

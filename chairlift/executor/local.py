@@ -94,12 +94,12 @@ class LocalExecutor:
         self.drafter = drafter
         """Small model, layer or heads that make drafts; None without drafts. See ``speculative_config``."""
         self.adapters: AdapterMemory | None = getattr(runner, "adapters", None)
-        """Memory of the adapters; None if no adapters are served."""
+        """Adapters that the model runner holds in memory; None if no adapters are served."""
         self.expert_counts: npt.NDArray[np.int64] | None = getattr(runner, "expert_counts", None)
         """[layers of experts, E] number of tokens that each expert has computed so far. Each step adds its tokens in
         place. None if the model has no expert counts."""
         self.images: ImageMemory | None = getattr(runner, "images", None)
-        """Memory of encoded images; None if the model reads no images."""
+        """Encoded images that the model runner holds in memory; None if the model reads no images."""
         self._runner = runner
         spans = [group.state_span for group in runner.cache_groups]
         self._input = InputBatch(num_slots, max_model_len, block_size, len(spans), spans)

@@ -45,9 +45,9 @@ class MedusaHead:
     """Weights of one Medusa head."""
 
     blocks: Sequence[tuple[Tensor, Tensor]]
-    """(weight [D, D], bias [D]) of each block, in float32."""
+    """(weight [D, D], bias [D]) of each block of the head, in float32."""
     head: PackedMatrix | None
-    """Output matrix [V, D]; None: the model's output matrix."""
+    """Output matrix [V, D] of the head; None: the head uses the model's output matrix."""
 
 
 class MedusaHeads:
@@ -67,7 +67,7 @@ class MedusaHeads:
         self._blocks = [
             (torch.stack(weights).mT.contiguous(), torch.stack(biases)[:, None]) for weights, biases in layers
         ]
-        """Per layer: (transposed weights [heads, D, D], biases [heads, 1, D])."""
+        """Weights of all heads, per block: (transposed weights [heads, D, D], biases [heads, 1, D])."""
         self._states = np.zeros((num_slots, len(heads[0].blocks[0][1])), dtype=np.float32)
         """Per slot: hidden state from which the newest token of the slot's row was sampled."""
         self._tokens: np.ndarray = np.zeros((num_slots, 0), dtype=np.int32)
@@ -98,7 +98,7 @@ class MedusaHeads:
         return self._times.seconds(num_rows)
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
-        """Drafts for each row, one per head, at most the given number."""
+        """Drafts for each row: one per Medusa head, and at most the number given with the row."""
         drafts: list[list[int]] = [[] for _ in rows]
         slots = np.array([request.slot for request, _ in rows], dtype=np.int32)
         known = np.array([len(request.token_ids) for request, _ in rows], dtype=np.int32)
@@ -120,7 +120,7 @@ class MedusaHeads:
         return drafts
 
     def forget(self, request: Request) -> None:
-        """Do nothing: a new request in the slot gets its own hidden state."""
+        """Do nothing: the next request in the slot gets its own hidden state."""
 
     def _draw(
         self, numbers: range, states: Tensor, slots: np.ndarray, known: np.ndarray, sampling: list[object]

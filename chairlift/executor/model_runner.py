@@ -78,7 +78,7 @@ class TorchModelRunner:
 
     @torch.inference_mode()
     def sample(self, hidden: Any, batch: StepBatch, masks: Masks | None) -> SampledTokens | PendingTokens:
-        """Compute the logits of the sample positions, and sample."""
+        """Compute the logits of the sample positions, and sample a token from each."""
         tokens = SampledTokens([])
         if len(batch.sample_tokens):
             logits = self._compute_logits(hidden.index_select(0, self._to_device(batch.sample_tokens)))
@@ -90,7 +90,7 @@ class TorchModelRunner:
         return tokens
 
     def _score_prompts(self, hidden: Tensor, batch: StepBatch, tokens: SampledTokens) -> None:
-        """Add prompt log-probabilities for the rows that asked for them."""
+        """Add the log-probabilities of prompt tokens to ``tokens``, for the rows that asked for them."""
         for row, first, known in batch.prompt_rows:
             start, count = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
             count = min(count, len(known) - 1 - first)

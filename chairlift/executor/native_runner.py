@@ -63,7 +63,7 @@ class NativeModelRunner:
         images: ImageBank | None = None,
     ) -> None:
         self.images = images
-        """Encoded images; None if the model reads only texts."""
+        """Stored embeddings of images; None if the model reads only texts."""
         self.cache_groups, self.block_bytes = plan.groups, plan.block_bytes
         self._model = model
         spec = model.kv_cache_spec()
@@ -82,7 +82,7 @@ class NativeModelRunner:
         how: dict[str, Any] = {"isa": isa, "max_tokens": max_tokens, "states": states, "adapters": table}
         self.program = StepProgram(recorder, hidden, layers, pool, parts=self._kv.parts, taps=tapped, **how)
         self.calls = self.program.plan.calls
-        """Names of the operations that PyTorch computes."""
+        """Names of the operations without a native kernel, which PyTorch computes."""
         body = len(recorder.nodes)
         model.compute_logits(hidden)
         head = recorder.nodes[body:]
@@ -121,9 +121,9 @@ class NativeModelRunner:
         return self.program.run(batch, _needed(batch), None if self.images is None else self.images.rows)
 
     def sample(self, hidden: Tensor, batch: StepBatch, masks: Masks | None) -> SampledTokens:
-        """Compute the logits of the sample positions and sample, in one call."""
-        # ``at``: for each row, index of its first hidden state. ``hidden_rows``: for each sample position, index of its
-        # hidden state.
+        """Compute the logits of the sample positions and sample their tokens, in one call of the native library."""
+        # Indices in ``hidden``. In ``at``: the first hidden state of each row. In ``hidden_rows``: the hidden state of
+        # each sample position.
         at, hidden_rows = batch.cu_seqlens, self.sample_places(batch)
         if (needed := _needed(batch)) is not None:
             at = np.searchsorted(needed, at).astype(np.int32)
@@ -173,7 +173,7 @@ class NativeModelRunner:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens in the vocabulary."""
+        """Number of tokens in the served model's vocabulary."""
         return self._head_weight.n
 
     def project(self, states: Tensor, rows: NativeRows, head: PackedMatrix | None) -> None:

@@ -117,7 +117,7 @@ class PooledExecutor:
         self._model = model
         self._runner = runner
         self.calls = tuple(runner.calls)
-        """Names of the operations that PyTorch computes between native kernels."""
+        """Names of the operations without a native kernel, which PyTorch computes."""
 
     @torch.inference_mode()
     def run(

@@ -32,7 +32,7 @@ _REASONS = {
     4: shaped_reason(-math.inf),
     5: shaped_reason(math.inf),
 }
-"""``cl_sample_status`` -> reason why the row has no token."""
+"""Value of ``cl_sample_status`` for a row -> reason why no token could be sampled."""
 
 _Records = np.ndarray[Any, np.dtype[np.void]]
 _Int32 = npt.NDArray[np.int32]
@@ -121,7 +121,7 @@ class RowTemplates:
         self._records = _blank(0)
         self._needs_logits = np.zeros(0, dtype=np.bool_)
         self._changing = np.zeros(0, dtype=np.bool_)
-        """Per slot: whether the masked ids of its request depend on the output."""
+        """Per slot: whether the set of masked token ids depends on the tokens generated so far."""
         self._kept: list[list[Any]] = []
         self._filled: tuple[list[Any], NativeRows] | None = None
         """(list of sampling parameters of a step, the step's rows). If the next step has the same list, only the
@@ -181,7 +181,7 @@ class RowTemplates:
             fields["num_logprobs"] = min(params.logprobs, self._vocab_size)
         if not params.greedy:
             fields |= {"temperature": params.temperature, "min_p": params.min_p}
-            # The kernels read subnormal numbers as 0.
+            # The kernels read subnormal numbers as 0, so top_p must not be subnormal.
             fields |= {"top_k": max(params.top_k, 0), "top_p": max(params.top_p, 1e-300)}
         arrays: list[Any] = []
         if params.allowed_token_ids:

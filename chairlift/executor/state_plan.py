@@ -26,11 +26,11 @@ class StatePlan:
     """Number of positions between two snapshots; :data:`~chairlift.config.ONE_STATE` means that there are no
     snapshots."""
     num_running: int
-    """Number of requests that may run at once."""
+    """Number of requests whose states fit into memory, and which may therefore run at once."""
     num_rows: int
     """Number of requests that could run at once if memory were not limited."""
     num_snapshots: int
-    """Number of blocks for snapshots in the prefix cache."""
+    """Number of blocks reserved for snapshots of states in the prefix cache."""
 
     @property
     def has_snapshots(self) -> bool:
@@ -62,7 +62,7 @@ class StatePlan:
         return self.nbytes / self.span if self.has_snapshots else 0.0
 
     def describe(self) -> str:
-        """The plan as a text for the user."""
+        """Description of the plan for the user."""
         each = f"{self.nbytes / 2**20:.2f} MiB" if self.nbytes >= 1 << 20 else f"{self.nbytes / 2**10:.1f} KiB"
         room = f"recurrent states: {each} a request, so {self.num_running:,} requests may run at once"
         if self.num_running < self.num_rows:

@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Outputs:
     hidden: Tensor
-    """Hidden states [T, D]."""
+    """Hidden states of the step's tokens, [T, D]."""
     logits: Tensor | None
     """Logits [P, V] if the full sampler may be needed for a row; otherwise None."""
     drawn: Tensor | None
@@ -99,7 +99,7 @@ class TritonModelRunner(TorchModelRunner):
         if device.index is not None:
             torch.cuda.set_device(device)
         self.runs_ahead = cuda
-        """Whether the device computes while the host prepares the next step."""
+        """Whether the device computes a step while the host prepares the next one."""
         self._multiprocessors = num_multiprocessors(device)
         recorder = recording.Recorder(dtype)
         self._token_ids, self._positions = recorder.token_ids, recorder.positions
@@ -112,7 +112,7 @@ class TritonModelRunner(TorchModelRunner):
         self._body = TritonProgram(recorder.nodes[:body], hidden, *how)
         self._head = TritonProgram(recorder.nodes[body:], logits, *how)
         self.calls = list(dict.fromkeys((*self._body.calls, *self._head.calls)))
-        """Names of the operations that PyTorch computes."""
+        """Names of the operations without a Triton kernel, which PyTorch computes."""
         self._settings = SlotSettings(num_slots, model.config.vocab_size)
         max_blocks = -(-max_model_len // plan.block_size)
         self._state = DecodeState(num_slots, max_blocks, len(plan.groups), plan.block_size, device)
@@ -123,7 +123,7 @@ class TritonModelRunner(TorchModelRunner):
         self._decodes: dict[tuple[int, bool, bool], tuple[DecodeInputs, Graph[_Outputs]]] = {}
         self._bodies: dict[int, tuple[StepBuffer, Graph[Tensor]]] = {}
         self._token_sizes = token_sizes(max_tokens)
-        # With offsets, decode rows and chunks use the same compiled kernel.
+        # With offsets, decode rows use the same compiled attention kernel as chunks.
         self._offsets = torch.arange(num_slots + 1, dtype=torch.int32, device=device) if batch_invariant else None
         self._kept_logits = torch.empty(0, dtype=dtype, device=device)
         if batch_invariant and model.config.vocab_size % 4:
@@ -273,7 +273,7 @@ class TritonModelRunner(TorchModelRunner):
         return self._draw(hidden, hidden.index_select(0, wanted), *sampling, truncates=truncates, keep=True)
 
     def _recorded_body(self, size: int) -> tuple[StepBuffer, Graph[Tensor]]:
-        """(input buffer, graph) for steps of up to ``size`` tokens."""
+        """(buffer for the inputs, graph that computes them) of steps of up to ``size`` tokens."""
         largest = self._token_sizes[-1]
         if not self._bodies and size != largest and isinstance(self.graphs, CudaGraphs):
             self._recorded_body(largest)  # smaller graphs reuse its memory

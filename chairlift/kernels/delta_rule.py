@@ -38,11 +38,11 @@ class DeltaRule:
     conv: Tensor
     """Weight [channels, 1, K] of the convolution; the last of the K taps belongs to the current token."""
     decay_log: Tensor
-    """Logarithm of the decay factor, [value_heads]."""
+    """Logarithms of the factors in the decay's exponent, one per value head: [value_heads]."""
     step_bias: Tensor
-    """Number added to column a, [value_heads]."""
+    """Numbers added to column a before softplus, one per value head: [value_heads]."""
     norm: Tensor
-    """Weight of the norm, [value_dim]."""
+    """Weight of the norm of each head's output, [value_dim]."""
     eps: float
     key_heads: int
     value_heads: int
@@ -116,7 +116,7 @@ class DeltaRule:
         return q, k, v.reshape(*y.shape[:2], self.value_heads, self.value_dim), whole[:, count:]
 
     def _rates(self, rates: Tensor) -> tuple[Tensor, Tensor]:
-        """(rate b, decay g) of each token, each [B, n, value_heads]."""
+        """(rate b, decay g) of each token and value head, each [B, n, value_heads]."""
         b, a = rates.float().chunk(2, dim=-1)
         step = torch.nn.functional.softplus(a + self.step_bias.float())
         return torch.sigmoid(b), torch.exp(-self.decay_log.float().exp() * step)

@@ -66,13 +66,13 @@ class Mamba2:
     shape: Mamba2Shape
     conv: ShortConv
     a_log: Tensor
-    """Logarithm of the decay rate, [H]."""
+    """Logarithm of each head's decay rate, [H]."""
     dt_bias: Tensor
-    """Number added to the time steps' inputs, [H]."""
+    """Number that is added to each head's time step before softplus, [H]."""
     skip: Tensor
-    """D, the factor of x that is added to the output, [H]."""
+    """D, the factor by which x is multiplied before it is added to a head's output, [H]."""
     norm: Tensor | None
-    """Weight [I] of the gated norm; None if there is only a gate."""
+    """Weight [I] of the norm; None if the layer has a gate but no norm."""
 
     @property
     def parts(self) -> tuple[StatePart, ...]:

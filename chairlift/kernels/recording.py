@@ -110,7 +110,7 @@ class Op(Generic[_P, _R]):
 
     @functools.cached_property
     def parameters(self) -> list[inspect.Parameter]:
-        """Parameters of the reference function, in order."""
+        """Parameters of the function ``reference``, in order."""
         return list(inspect.signature(self.reference).parameters.values())
 
 
@@ -139,7 +139,7 @@ class Node:
 
     @property
     def label(self) -> str:
-        """Name of the operation in messages."""
+        """Name of the node's operation in messages."""
         role = self.inputs[0].role
         return self.op.name if role == "rows" else f"{self.op.name} of {role}"
 

@@ -24,7 +24,7 @@ class StatePart:
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
-    """Dtype of the part; None means the model's dtype."""
+    """Dtype in which this part of the state is stored; None means the model's dtype."""
 
 
 def panel_width(columns: int) -> int:

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 QUERY_TILE = 256
-"""Maximum number of query rows that share one mask."""
+"""Maximum number of query rows for which one attention mask is made."""
 SHORT = 64
 """Maximum length of a short segment, in tokens. Short segments of similar length share a call; longer ones share it
 only if their lengths are equal."""
@@ -56,7 +56,7 @@ class PagedRow:
     skip: int
     """Number of keys in the first gathered block that are before the window."""
     block_ids: Tensor
-    """int64 [blocks], the blocks that hold needed keys."""
+    """int64 [blocks], ids of the blocks that hold the keys that the queries need."""
 
 
 def plan_rows(

@@ -25,7 +25,7 @@ class ShortConv:
     weight: Tensor
     """Weight [W, 1, K]; the last of the K taps belongs to the current token."""
     bias: Tensor | None
-    """Bias [W], or None."""
+    """Bias [W] of the channels; None if there is none."""
     gated: bool = False
     silu: bool = False
     factors: tuple[tuple[int, float], ...] = ()

@@ -67,7 +67,7 @@ class WeightFormat(abc.ABC):
 
     @abc.abstractmethod
     def nbytes(self, shape: MatrixShape, dtype: torch.dtype) -> int:
-        """Bytes of a weight in a model of ``dtype``."""
+        """Bytes of a weight of this format, with the given shape, in a model of ``dtype``."""
 
     @abc.abstractmethod
     def empty(self, shapes: Sequence[MatrixShape], dtype: torch.dtype, device: torch.device) -> list[Any]:
@@ -178,7 +178,7 @@ class Native(WeightFormat):
 
     kind: GroupKind | None = None
     floats: bool = False
-    """Whether all codes are converted to floats."""
+    """Whether integer codes of a quantised checkpoint are converted to floats."""
 
     embeds = True
 

@@ -60,7 +60,7 @@ class LowRank:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adapter:
-    """The matrices of an adapter, in memory."""
+    """The low-rank matrices of one adapter, in memory."""
 
     layers: dict[str, list[LowRank]]
     """Layer name in this package -> the layer's low-rank parts, ordered by their first row."""

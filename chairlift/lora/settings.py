@@ -63,7 +63,7 @@ class AdapterSettings:
     """Value of ``fan_in_fan_out``: the base model's weights are stored as [in, out]."""
 
     def rank_of(self, module: str) -> int:
-        """Rank of the module with this name in the base model."""
+        """Rank of the matrices for ``module``, a module name in the base model."""
         return int(_matching(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:

@@ -34,7 +34,7 @@ class Sites:
 
     @property
     def layers(self) -> dict[str, tuple[int, int]]:
-        """Layer name in this package -> (inputs, outputs)."""
+        """Name of each layer in this package -> (number of inputs, number of outputs)."""
         sizes: dict[str, tuple[int, int]] = {}
         for part in self.parts.values():
             name = layer_of(part)
@@ -44,7 +44,7 @@ class Sites:
 
 
 def layer_of(part: CheckpointPart) -> str:
-    """Name of the layer that contains a part."""
+    """Name of the layer that contains the rows of ``part``."""
     return part.parameter.rpartition(".")[0]
 
 

@@ -117,7 +117,7 @@ class TrainableAdapter:
 
     @property
     def model(self) -> CausalLM:
-        """The model that the adapter is for."""
+        """The model whose layers the adapter changes."""
         return self._model
 
     @property

@@ -125,7 +125,7 @@ class CausalLM(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the model's hidden states."""
+        """Dtype of the hidden states that the model computes."""
         ends = ("norm.weight", "mixer.recurrent")  # the latter in models without norms; both are never packed
         return next(value.dtype for name, value in self.named_parameters() if name.endswith(ends))
 

@@ -35,7 +35,7 @@ class LayerCache:
     """Number of newest tokens that a query attends to, itself included (sliding window); None: all earlier tokens.
     Blocks with older tokens may be reused."""
     value_dim: int | None = None
-    """Elements of one head of V, if different from ``head_dim``."""
+    """Number of elements of one head of V, if it differs from ``head_dim``."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one token's K and V in this layer, if they are stored as ``dtype``. In int8, each head also has a

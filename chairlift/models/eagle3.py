@@ -46,7 +46,7 @@ _MAX_TAPS: Final = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """Shape of the drafting layer."""
+    """Shape of the drafting layer, and how it is connected to the served model."""
 
     layer: ModelConfig
     """Config of a Llama model with one layer, and the served model's vocabulary."""

@@ -24,7 +24,7 @@ class EncoderBatch:
     """Texts in a flat batch. One object serves all passes; :meth:`begin` sets its fields before each pass."""
 
     cu_seqlens: list[int] = dataclasses.field(default_factory=lambda: [0])
-    """[N + 1] offsets of the texts in the flat batch."""
+    """[N + 1] offsets of the N texts in the flat batch."""
     token_types: Tensor | None = None
     """int64 [T], the token type ids; None if all are 0."""
     recorder: Recorder | None = None

@@ -74,7 +74,7 @@ class ExpertLayers:
 
     routing: Routing
     layers: tuple[bool, ...]
-    """Per layer, whether it has experts."""
+    """One entry per layer: whether the layer has experts."""
     intermediate_size: int
     """Inner width of one expert's MLP."""
     shared_size: int = 0
@@ -189,9 +189,9 @@ class Family:
     that computes the same as transformers' own class. Code from a checkpoint is never run; for any other value, a note
     at load says this."""
     rotary: bool = True
-    """Whether q and k are rotated."""
+    """Whether the attention layers rotate q and k."""
     rope_types: Mapping[str, str] = dataclasses.field(default_factory=lambda: ROPE_TYPES)
-    """Value of ``rope_type`` -> its name in this package."""
+    """Value of ``rope_type`` in a file -> name of this rotation in this package."""
     rope_keys: tuple[str, ...] = ()
     """Keys of a file's rotary parameters that only this family has."""
     rope_sections: tuple[int, ...] = ()

@@ -207,7 +207,7 @@ class Checkpoint:
     """Stored tensors of a model. Their names, shapes and dtypes have been checked, but no tensor is in memory yet."""
 
     model: CausalLM
-    """The model on the meta device."""
+    """The model without weights in memory (on torch's meta device)."""
     parts: list[CheckpointPart]
     """Checkpoint tensors by Hugging Face's names, in the order of ``model.named_parameters()``."""
     _tensors: Mapping[str, Any]

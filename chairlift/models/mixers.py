@@ -40,7 +40,7 @@ class Mamba2Config:
     state_size: int
     groups: int
     taps: int
-    """Number of tokens that the convolution spans."""
+    """Number of tokens that the convolution covers."""
     conv_bias: bool = True
     bias: bool = False
     """Whether the linear layers have biases."""
@@ -87,7 +87,7 @@ class DeltaNetConfig:
     key_dim: int
     value_dim: int
     taps: int
-    """Number of tokens that the convolution of q, k and v spans."""
+    """Number of tokens that the convolution of q, k and v covers."""
     by_key_head: bool
     """How a checkpoint stores the rows of q, k, v, the gate and the rates. True: ordered by key head, in shared tensors
     (Qwen3-Next). False: one after the other, or in separate tensors (Qwen3.5)."""
@@ -139,9 +139,9 @@ class CellConfig:
     """Settings of an LSTM or GRU layer, whose state has the model's hidden size."""
 
     kind: str = "lstm"
-    """Type of the cell: ``lstm`` or ``gru``."""
+    """Type of the recurrent cell: ``lstm`` or ``gru``."""
     bias: bool = True
-    """Whether both linear layers have a bias."""
+    """Whether the layer's two linear layers have biases."""
 
     @property
     def gates(self) -> int:

@@ -12,9 +12,9 @@ __all__ = ["NEMOTRON_H"]
 
 _OURS, _THEIRS = "model.layers.*", "backbone.layers.*"
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-"""Letter of ``hybrid_override_pattern`` -> type of layer."""
+"""Letter of ``hybrid_override_pattern`` in ``config.json`` -> type of layer."""
 _KINDS = {**{name: name for name in _LETTERS.values()}, "mamba": "linear_attention", "attention": "full_attention"}
-"""Name in ``layers_block_type`` -> type of layer."""
+"""Name in ``layers_block_type`` of ``config.json`` -> type of layer."""
 _PRODUCTS = ("up_proj", "down_proj")
 _DEFAULT = ["linear_attention", "moe", "full_attention", "mlp"]
 

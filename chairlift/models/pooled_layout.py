@@ -15,7 +15,7 @@ from chairlift.models.registry import FAMILIES
 __all__ = ["SCORES", "PooledLayout", "pooled_layout"]
 
 SCORES = "score.weight"
-"""Name of the classifier weight [L, D] of a decoder."""
+"""Name of the weight [L, D] with which a decoder classifies a text."""
 
 _OLD_NAMES = {"weight": "gamma", "bias": "beta"}
 """Name of a parameter of LayerNorm -> its name in checkpoints that were converted from TensorFlow."""

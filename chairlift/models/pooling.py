@@ -70,7 +70,7 @@ class PooledConfig:
     """Sizes to which an embedding may be shortened (Matryoshka; Kusupati et al., 2022). Empty: any size. None: it
     cannot be shortened."""
     notes: tuple[str, ...] = ()
-    """Notes for the user, one per line."""
+    """Notes about the model that the user sees, one per line."""
     answers: tuple[int, ...] = ()
     """Rows of the output head that form a reranker's classifier: the token ids of its answers, such as yes and no."""
 

@@ -1,4 +1,4 @@
-"""Maps Hugging Face's ``model_type`` to a family."""
+"""Maps Hugging Face's ``model_type`` to the family that implements it."""
 
 from __future__ import annotations
 

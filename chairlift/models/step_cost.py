@@ -30,7 +30,7 @@ class ExpertCost:
     params: int
     """Number of weights that one expert has."""
     nbytes: int
-    """Bytes of the weights of one expert."""
+    """Bytes that the weights of one expert take."""
 
     def distinct(self, tokens: int) -> float:
         """Expected number of distinct experts in a layer that this many tokens choose, if all are equally likely."""

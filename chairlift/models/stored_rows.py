@@ -29,7 +29,7 @@ class StoredRows(abc.ABC):
 
     @abc.abstractmethod
     def get_shape(self) -> list[int]:
-        """The shape, outermost dimension first."""
+        """Shape of the tensor, outermost dimension first."""
 
     @abc.abstractmethod
     def __getitem__(self, rows: slice) -> Tensor | GroupedRows: ...

@@ -37,7 +37,7 @@ use the weights better: an image of 100 patches took 6 % longer with 64 than wit
 
 
 class Tower(Protocol):
-    """Interface of an image encoder."""
+    """Interface of an image encoder, which turns tiles of images into embeddings."""
 
     def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
         """Compute a tile of an image in pieces. Yields None after each piece, and finally the tile's embeddings [rows,

@@ -36,7 +36,7 @@ class Source(enum.Enum):
     """Drafts from a grammar that allows only one text now. The text is certain, but the model may divide it into other
     tokens."""
     PREDICTED = 0.9
-    """Drafts from the text that the caller expects (``prediction``)."""
+    """Drafts from the predicted output that the request supplied (``prediction``)."""
     PROPOSED = 0.5
     """Drafts from the engine's proposer: n-grams, a small model or heads."""
 
@@ -62,11 +62,11 @@ class Acceptance:
         """Request id -> source -> (weight of the right drafts, weight of all drafts)."""
 
     def __len__(self) -> int:
-        """Number of requests that have their own estimate."""
+        """Number of requests that have their own estimate of the acceptance probability."""
         return len(self._own)
 
     def chance(self, request_id: str, source: Source) -> float:
-        """Probability that a draft of this request from this source is right."""
+        """Estimated probability that a draft of this request from this source is accepted."""
         common, own = self._common[source], self._own.get(request_id)
         if own is None or source not in own:
             return min(common, _MAX_CHANCE)
@@ -97,5 +97,5 @@ class Acceptance:
         self._weights[source] = _SHARED_WEIGHTS[losses.index(min(losses))]
 
     def forget(self, request_id: str) -> None:
-        """Remove the estimates of a request that has ended."""
+        """Remove a request's own estimates, because it has ended."""
         self._own.pop(request_id, None)

@@ -31,7 +31,7 @@ _FIRST_TRY = 4
 """Number of drafts that are tried first for a request with a ``prediction``, whatever they cost. The caller who
 supplied the predicted text knows the answer better than the engine."""
 _MAX_DRAFTS = 64
-"""Maximum number of drafts in a step. On a CPU, more are never useful."""
+"""Maximum number of drafts in a step, over all rows. On a CPU, more are never useful."""
 _SIZES_COMPARED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, _MAX_DRAFTS)
 """Numbers of drafts that :meth:`AdaptiveSpeculator._may_pay` compares."""
 _MIN_GAIN = 1.02
@@ -78,7 +78,7 @@ class Proposer(Protocol):
         ...
 
     def seconds(self, num_rows: int) -> float:
-        """Seconds that one draft for each of ``num_rows`` rows takes."""
+        """Expected seconds in which one draft for each of ``num_rows`` rows is made."""
         ...
 
     def forget(self, request: Request) -> None:
@@ -118,7 +118,7 @@ class AdaptiveSpeculator:
         self.acceptance = Acceptance()
         self._texts: dict[str, PredictedText] = {}
         self._sources: dict[str, Source] = {}
-        """Request id -> source of its newest drafts."""
+        """Request id -> source of the drafts that the request got last."""
         self._idle_steps, self._probe_steps = 0, _PROBE_STEPS[0]
         self.only_known = proposer is None
         """Whether drafts come only from a request's ``prediction`` or grammar, because there is no proposer."""

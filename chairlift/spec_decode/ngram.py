@@ -69,7 +69,7 @@ class NgramProposer:
         self._indexes: dict[str, NgramIndex] = {}
 
     def __len__(self) -> int:
-        """Number of requests that have an index."""
+        """Number of requests for which an n-gram index exists."""
         return len(self._indexes)
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
@@ -87,5 +87,5 @@ class NgramProposer:
         return index
 
     def forget(self, request: Request) -> None:
-        """Remove the index of a request that has ended."""
+        """Remove the n-gram index of a request that has ended."""
         self._indexes.pop(request.request_id, None)

@@ -59,7 +59,7 @@ struct AttentionScratch {
 // is never NaN.
 static const float NO_SCORE = -1e30f;
 
-// Several rows that attend to one KV head of one sequence.
+// Several query rows of one sequence that attend to the same KV head.
 struct AttentionTask {
   const cl_op& op;
   const cl_kv_layer& kv;
@@ -141,7 +141,7 @@ static void score(const AttentionTask& task, AttentionScratch<T>& s, const Readi
                        Prefetch{ahead, groups, 64, task.far});
   }
 }
-// Scores for keys in 8 bits, which are widened to bf16 first.
+// Computes the scores for keys in 8 bits: widens the keys to bf16, then multiplies.
 template <bool NEAR, typename T>
 static void score_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<bf16>& codes,
                         const Reading<code8>& reading, int column0) {
@@ -223,7 +223,7 @@ static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int 
   state.highest[row] = highest;
 }
 
-// Replaces each score in columns [from, to) by tanh(score * factor).
+// Applies the score cap: replaces each score in columns [from, to) by tanh(score * factor).
 template <typename T>
 static void cap_scores(AttentionScratch<T>& s, int rows, int from, int to, float factor) {
   for (int row = 0; row < rows; row++) {

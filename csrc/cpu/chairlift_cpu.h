@@ -188,8 +188,8 @@ typedef struct {
 typedef struct {
   const void* a;          // [rank, k]; null: this adapter does not change the matmul
   const void* b;          // [n, rank], its columns in the order of the matmul's weight
-  // [panels of n][2]: (first, count) of the only ranks whose numbers in this panel of b are not all zero. Both are
-  // multiples of 32
+  // Two numbers for each panel of n, (first, count): in this panel of b, only the `count` ranks from `first` on have
+  // numbers other than zero
   const int32_t* slices;
   int32_t rank;           // a multiple of 32
   int32_t reserved;
@@ -225,9 +225,9 @@ typedef struct {
   const int32_t* axes;
   // [T]: index of each token's adapter in cl_program's table `lora`, negative without one; or null if no token has one
   const int32_t* adapters;
-  // [T]: number of leading positions of its sequence that a token may attend to. It is larger than its position plus one
-  // for a token of an image that attends both ways, never decreases within a row, and is at most the row's seq_lens. Null
-  // if every token is causal
+  // Number of leading positions of its sequence that each token may attend to, [T]. It is larger than the token's
+  // position plus one inside an image that attends both ways, never decreases within a row, and is at most the row's
+  // seq_lens. Null if every token is causal
   const int32_t* seen_ends;
   int32_t num_tokens, num_rows, num_groups, table_width;
 } cl_batch;

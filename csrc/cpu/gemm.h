@@ -208,7 +208,7 @@ static void panel_product(const Panels<Code<B, M>>& weight, int rows, const Left
   }
 }
 
-// Whether all `rows` rows are computed while the weight is read once.
+// Whether all `rows` rows can be multiplied while the weight is read only once.
 template <typename Weight>
 CL_INLINE bool one_pass(const Panels<Weight>&, int rows) {
   const int groups = groups_at_once(rows, CL_PANEL / LANES);
@@ -281,7 +281,7 @@ struct GemmItem {
   int first_row, m, chunk, super, supers;
 };
 
-// All items of one matrix multiplication: m rows by one weight.
+// All items of a matrix multiplication of m rows by one weight.
 template <typename Row, typename Weight>
 struct OneWeight {
   const Panels<Weight>& weight;

@@ -7,7 +7,7 @@
 
 namespace CL_NS {
 
-// Memory that the threads of one call share.
+// Memory that all threads of one call of the output head share.
 struct HeadShared {
   void* rows;       // the R hidden rows that sample, one after another
   Best* best;       // [threads, R]: best id of each row among the ids that the thread computed

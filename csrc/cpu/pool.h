@@ -34,7 +34,7 @@ struct cl_pool {
   // runs, but its contents may change.
   void* scratch(int thread, size_t bytes);
 
-  // Memory that all threads of a run use. Call this before the run.
+  // Memory that all threads of a run share. Call this before the run starts.
   void* shared(size_t bytes) { return grown(shared_, bytes); }
   void* plan_memory(size_t bytes) { return grown(plan_, bytes); }
 

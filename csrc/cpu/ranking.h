@@ -260,7 +260,7 @@ static void apply_cut(const Cut& cut, float* values, int size) {
   }
 }
 
-// Sum of exp(value - highest) in a fixed order.
+// Sum of exp(value - highest) over all values, added in a fixed order.
 static double sum_exp(const float* values, int size, float highest) {
   double total = 0.0;
   for (int i = 0; i < size; i += SPAN * LANES) {

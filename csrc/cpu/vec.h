@@ -60,7 +60,7 @@ CL_INLINE vf vfma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 CL_INLINE vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
 CL_INLINE vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 CL_INLINE vf vabs(vf a) { return _mm512_abs_ps(a); }
-// Lane i is x[i] if a[i] > b[i], otherwise y[i].
+// Selects per lane: lane i is x[i] if a[i] > b[i], otherwise y[i].
 CL_INLINE vf vselect_gt(vf a, vf b, vf x, vf y) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x); }
 CL_INLINE vf vround(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // x * 2^n for integers n from -127 to 127 and x below 2. Results that would be subnormal are 0.

@@ -60,7 +60,7 @@ ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx")
 """Names of the instruction-set paths, in the order of ``cl_isa``, slowest first."""
 
 MAX_THREADS = 256
-"""Maximum number of threads in a pool."""
+"""Maximum number of threads in a pool of compute threads."""
 
 LIBRARY_PATH = Path(__file__).with_name("libchairlift_cpu.so")
 

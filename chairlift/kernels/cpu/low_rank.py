@@ -32,9 +32,9 @@ class LowRankPart(NamedTuple):
 
     start: int
     a: Tensor
-    """Matrix [r, in]."""
+    """Matrix A of the low-rank product, [r, in]."""
     b: Tensor
-    """Matrix [rows, r]. It changes ``rows`` outputs of the layer."""
+    """Matrix B of the low-rank product, [rows, r]. It changes ``rows`` outputs of the layer."""
 
 
 class PackedAdapter:

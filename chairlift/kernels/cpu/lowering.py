@@ -93,7 +93,7 @@ class FusedOp:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     norm_offset: float = 0.0
-    """Number that is added to a norm's weights."""
+    """Number that is added to a norm's weights before they are multiplied."""
     rotary: Value | None = None
     part: int = 0
     """Index of the part of the layer's recurrent states that the operation reads and writes."""

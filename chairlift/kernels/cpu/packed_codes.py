@@ -20,7 +20,7 @@ from chairlift.kernels.grouped import GROUP, GroupedRows, GroupKind
 __all__ = ["PackedCodes", "code_format", "packed_code_bytes"]
 
 _FORMATS: Final = {(8, False): 1, (4, False): 2, (8, True): 3, (4, True): 4}
-"""(bits, whether there are minimums) -> value of ``cl_format``."""
+"""(bits per code, whether groups have minimums) -> value of ``cl_format``."""
 _E2M1: Final = 5
 """Value of ``cl_format`` for weights of 4-bit floats: ``CL_E2M1``."""
 _UNIT: Final = 256.0

@@ -45,9 +45,9 @@ class StepTensors:
     """A step's inputs on the device: N rows with T tokens in all. See :class:`~chairlift.step_batch.StepBatch`."""
 
     token_ids: Tensor
-    """int32 [T], the token ids."""
+    """int32 [T], the ids of the tokens to compute."""
     positions: Tensor
-    """int32 [T], the position of each token."""
+    """int32 [T], the position of each token in its sequence."""
     seq_lens: Tensor
     """int32 [N], the number of tokens in each sequence after this step; 0 in padding rows."""
     cu_seqlens: Tensor | None
@@ -191,7 +191,7 @@ class TritonProgram:
         kernel = _KERNELS.get(node.op)
         if kernel is not None:
             return kernel(self, node, *given)
-        # Functions of token ids and positions expect int64.
+        # Functions of token ids and positions expect int64 tensors; the device has int32.
         out: Tensor = node.compute(
             *(x if v.role == "rows" else x.long() for x, v in zip(given, node.inputs, strict=True))
         )

@@ -40,11 +40,11 @@ class SamplingSettings:
     temperature: Tensor
     """float32 [S], the temperature; 0 means arg max, and the other parameters of the slot are then ignored."""
     log_min_p: Tensor
-    """float32 [S], ``log(min_p)``; -inf: min-p is off."""
+    """float32 [S], ``log(min_p)``; -inf means that the slot does not use min-p."""
     top_k: Tensor
-    """int32 [S]; 0: top-k is off."""
+    """int32 [S], top-k; 0 means that the slot does not use it."""
     top_p: Tensor
-    """float64 [S]; 1: top-p is off."""
+    """float64 [S], top-p; 1 means that the slot does not use it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Kept:
     up to ``last_id``."""
 
     bar: Tensor
-    """float32 [R], the lowest kept score."""
+    """float32 [R], the lowest score that is kept in each row."""
     last_id: Tensor
     """int32 [R], the last kept id among ids with the lowest kept score."""
 

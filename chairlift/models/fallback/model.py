@@ -66,7 +66,7 @@ D]."""
 
 @contextlib.contextmanager
 def attending(who: Attends | Tensor) -> Iterator[None]:
-    """Use ``who`` to compute the attention calls inside the block."""
+    """Inside the ``with`` block, use ``who`` to compute the attention calls."""
     token = _NOW.set(who)
     try:
         yield

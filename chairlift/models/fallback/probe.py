@@ -179,7 +179,7 @@ def compare_with_eager(model: TransformersLM) -> Comparison:
         firsts.append(away[:first])
         laters.append(away[first:])
         noises.append(noise)
-    # max() returns NaN if one of the values is NaN.
+    # max() returns NaN if one of the values is NaN, so NaN in the logits is noticed.
     difference = float(torch.stack([torch.cat(firsts).mean(), torch.cat(laters).mean()]).max())
     tolerance = max(_FLOORS[model.dtype], _AMPLIFIED * float(torch.cat(noises).mean()))
     if not difference <= tolerance:

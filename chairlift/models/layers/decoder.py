@@ -1,4 +1,4 @@
-"""A decoder layer."""
+"""A decoder layer: attention or a recurrent mixer, then an MLP or experts."""
 
 from __future__ import annotations
 

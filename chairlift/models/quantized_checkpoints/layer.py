@@ -57,7 +57,7 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def read(self) -> Tensor:
-        """View of the tensor in the file."""
+        """The tensor as a view of the memory-mapped file."""
         try:
             tensor: Tensor = self.file.get_tensor(self.name)
         except (SafetensorError, OSError, RuntimeError) as error:
