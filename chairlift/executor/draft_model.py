@@ -107,7 +107,7 @@ class DraftModel:
     # -- drafts --------------------------------------------------------------------------------------------------
 
     def seconds(self, num_rows: int) -> float:
-        """Seconds that one draft for each of ``num_rows`` rows takes; 0 before the first drafts."""
+        """Expected seconds in which one draft for each of ``num_rows`` rows is made; 0 before the first drafts."""
         return self._times.seconds(num_rows)
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:

@@ -94,7 +94,7 @@ class MedusaHeads:
         self._states[slots] = hidden[torch.from_numpy(hidden_rows.astype(np.int64))].float().numpy()
 
     def seconds(self, num_rows: int) -> float:
-        """Seconds that one draft for each of ``num_rows`` rows takes; 0 before the first drafts."""
+        """Expected seconds in which one draft for each of ``num_rows`` rows is made; 0 before the first drafts."""
         return self._times.seconds(num_rows)
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:

@@ -45,7 +45,7 @@ class NativeRows:
     records: _Records
     """[R] records of type :data:`~chairlift.kernels.cpu.library.SAMPLING_ROW`."""
     needs_logits: npt.NDArray[np.bool_]
-    """[R] whether the row's logits must be stored."""
+    """[R] whether the kernels must store the row's logits, because sampling needs all of them."""
     top_ids: _Int32 | None = None
     """int32 [R, 1 + n], where n is the largest number of log-probabilities that a row asked for: ids with the reported
     log-probabilities. None if no row asked for any."""

@@ -82,7 +82,7 @@ class TorchAdapters:
             self._layers[name].parts[adapter_id] = parts
 
     def drop(self, adapter_id: int) -> None:
-        """Remove an adapter. No later step uses it."""
+        """Remove the adapter with this number. No later step uses it."""
         for layer in self._layers.values():
             layer.parts.pop(adapter_id, None)
 
@@ -132,7 +132,7 @@ class NativeAdapters:
         self.table.put(adapter_id, adapter.held)
 
     def drop(self, adapter_id: int) -> None:
-        """Remove an adapter. No later step uses it."""
+        """Remove the adapter with this number. No later step uses it."""
         self.table.drop(adapter_id)
 
 

@@ -23,7 +23,7 @@ class Sites:
     """The layers of a model that adapters may change."""
 
     family: str
-    """The model's ``model_type``."""
+    """``model_type`` of the model that the layers belong to."""
     transposed: bool
     """Whether the checkpoint stores the weights of some of these layers as [in, out]. PEFT sets ``fan_in_fan_out`` for
     such layers."""
@@ -56,7 +56,7 @@ def sites_of(model: CausalLM) -> Sites:
 
 
 def sites_in(config: ModelConfig) -> Sites:
-    """Linear layers of every model with this config."""
+    """The layers that adapters may change in a model with this config."""
     with torch.device("meta"):
         blank = CausalLM(config)
     linear = {name for name, module in blank.named_modules() if isinstance(module, Linear) and name != _HEAD}

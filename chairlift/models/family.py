@@ -233,7 +233,7 @@ class Family:
     """``model_type`` of ``text_config``, which holds the text model's keys. Empty: ``config.json`` itself holds
     them."""
     flat_text: bool = False
-    """Whether older files have the text model's keys at top level, next to ``vision_config``."""
+    """Whether older ``config.json`` files have the text model's keys at top level, next to ``vision_config``."""
     other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Prefix of tensor names in checkpoints of other versions -> the prefix that :attr:`tensors` uses."""
     ignored_tensors: str = r"rotary_emb\.inv_freq"

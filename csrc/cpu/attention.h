@@ -32,10 +32,10 @@ struct CodeScratch {
   alignas(64) Multiplied widened[MAX_GROUPS * CL_KV_TOKENS * MAX_HEAD_DIM];
   static_assert(KV_TILE <= MAX_HEAD_DIM, "the values of a tile fit in, too");
 };
-// Paths that multiply float32 compute attention over an 8-bit cache with 16-bit integers instead. q and weights: rows
-// of queries and of softmax weights, as integers. q_unit and weight_unit: factor by which each row's integers are
-// multiplied to get the numbers. q_sum: sum of each query's integers. shift: part of each row's result that the minima
-// of the values contribute.
+// Instruction sets that multiply float32 compute attention over an 8-bit cache with 16-bit integers instead. q and
+// weights: rows of queries and of softmax weights, as integers. q_unit and weight_unit: factor by which each row's
+// integers are multiplied to get the numbers. q_sum: sum of each query's integers. shift: part of each row's result
+// that the minima of the values contribute.
 template <>
 struct CodeScratch<float> {
   int16_t q[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];
@@ -279,7 +279,7 @@ static void seen_scales(const float* scales, float* into, int first, int low, in
   }
 }
 
-// state.values += weights @ values in 8 bits, which are widened to bf16 first. `scales`: the results of seen_scales for
+// state.values += weights @ values, for values in 8 bits, widened to bf16 first. `scales`: the results of seen_scales for
 // each group of sixteen tokens of the current tile.
 template <bool NEAR, typename T>
 static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<bf16>& codes, SoftmaxState& state,
@@ -301,7 +301,7 @@ static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScr
   }
 }
 
-// state.values += weights @ values in 8 bits, computed with integers. Each weight is multiplied by its value's scale
+// state.values += weights @ values, for values in 8 bits, with integers. Each weight is multiplied by its value's scale
 // first. A value's minimum adds weight * minimum to all columns of a row.
 template <bool NEAR, typename T>
 static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<float>& codes, SoftmaxState& state,

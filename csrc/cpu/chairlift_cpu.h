@@ -189,7 +189,7 @@ typedef struct {
   const void* a;          // [rank, k]; null: this adapter does not change the matmul
   const void* b;          // [n, rank], its columns in the order of the matmul's weight
   // Two numbers for each panel of n, (first, count): in this panel of b, only the `count` ranks from `first` on have
-  // numbers other than zero
+  // numbers other than zero. Both numbers are even
   const int32_t* slices;
   int32_t rank;           // a multiple of 32
   int32_t reserved;
@@ -199,7 +199,7 @@ typedef struct {
 typedef struct {
   const cl_op* ops;
   void* const* buffers;
-  // elements between rows of each buffer; a multiple of 32, with zeros in the padding columns
+  // For each buffer, the number of elements from one row to the next: a multiple of 32. Padding columns are zero
   const int64_t* strides;
   float* const* rotary;          // tables [capacity, head_dim]: cosines, then sines
   const cl_kv_layer* kv_layers;

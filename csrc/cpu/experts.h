@@ -172,7 +172,7 @@ static int last_up_to(const int32_t* first, int count, int32_t value) {
 // The expert that computes row number `row`, where the rows of all tokens are sorted by expert.
 static int expert_of(const ExpertScratch& s, int row) { return s.expert[last_up_to(s.first_row, s.counts[0], row)]; }
 
-// The items for gemm_items: the matrix multiplications of all parts, one part after another.
+// Items of work for gemm_items: the matrix multiplications of all experts in use, one expert after another.
 template <typename Row, typename Weight>
 struct ExpertItems {
   enum { SUPER = Blocking<Row, Weight>::SUPER };

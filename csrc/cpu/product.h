@@ -16,8 +16,8 @@ struct Packed {
 enum { STEP_BYTES = 4 * LANES };  // bytes of one step of sixteen columns
 
 // Types for multiplying rows of one type by columns of another. Each step of k takes PARTS multiply-add instructions.
-// Rows are stored as `Source` and multiplied as `Left`, which is the same type, or float32 on paths that multiply only
-// float32. Each supported pair of types has a specialisation.
+// Rows are stored as `Source` and multiplied as `Left`: the same type, or float32 on instruction sets that multiply
+// only float32. Each supported pair of types has a specialisation.
 template <typename Row, typename Weight>
 struct Pair;
 template <>

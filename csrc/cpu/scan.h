@@ -14,8 +14,8 @@ namespace CL_NS {
 // MOST_STATE: maximum number of rows k of a head's state. SCAN_TOKENS: number of tokens whose inputs are read together.
 enum { MOST_STATE = 256, SCAN_TOKENS = LANES };
 
-// ln(1 + e^x) = max(x, 0) + ln(1 + u) with u = e^-|x|, and ln(1 + u) = 2 artanh(u / (2 + u)). The relative error is
-// below 5e-7.
+// Softplus, computed as ln(1 + e^x) = max(x, 0) + ln(1 + u) with u = e^-|x|, and ln(1 + u) = 2 artanh(u / (2 + u)). The
+// relative error is below 5e-7.
 CL_INLINE vf vsoftplus(vf x) {
   const vf u = vexp(vsub(vset(0.0f), vabs(x))), s = vdiv(u, vadd(vset(2.0f), u)), q = vmul(s, s);
   vf p = vset(1.0f / 15.0f);

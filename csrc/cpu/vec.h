@@ -155,8 +155,8 @@ CL_INLINE __m256 upper_half(vf x) { return x.hi; }
 CL_INLINE vf join(__m256 lo, __m256 hi) { return vf{lo, hi}; }
 #endif
 
-// Conversions to bf16: round to nearest even; NaN stays NaN. Subnormals become zero on every path, because the
-// instruction that converts to bf16 makes them zero.
+// Conversions to bf16: round to nearest even; NaN stays NaN. Subnormals become zero on every instruction set, because
+// the instruction that converts to bf16 makes them zero.
 #if defined(__AVX512BF16__)
 CL_INLINE void vstore(bf16* p, vf x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
 CL_INLINE bf16 to_bf16(float x) {

@@ -59,7 +59,8 @@ class PackedAdapter:
         """Size in bytes of all packed panels of the adapter."""
         self._memory, offset = Memory(max(self.nbytes, 1)), 0
         self.products: dict[int, tuple[PackedWeight, PackedWeight, npt.NDArray[np.int32]]] = {}
-        """``site`` of the layer's weight -> (packed a, packed b, slices of the rank for ``cl_lora``)."""
+        """Number of a layer (``site`` of its weight) -> (packed A, packed B, ``slices`` of ``cl_lora``: the ranks that
+        are not zero in each panel of B)."""
         for index, (name, parts) in enumerate(layers.items()):
             weight, rank = weights[name], ranks[name]
             first, second = sizes[2 * index], sizes[2 * index + 1]

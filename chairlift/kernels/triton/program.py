@@ -32,7 +32,7 @@ from chairlift.kernels.triton.scaled import scaled_linear
 __all__ = ["FUSIONS", "SMALL_ROWS", "PagedKV", "StepTensors", "TritonProgram"]
 
 FUSIONS = frozenset({"add_norm", "linear_add_norm", "linear_heads", "linear_swiglu"})
-"""Names of the fusions: groups of recorded operations that a new program computes together. Without a fusion the
+"""Names of the fusions: groups of recorded operations that a TritonProgram computes together. Without a fusion the
 results have the same bits; fusions are left out only in comparisons."""
 
 SMALL_ROWS = 64

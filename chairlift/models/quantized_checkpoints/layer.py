@@ -42,7 +42,7 @@ class Method(Protocol):
 
     @property
     def companions(self) -> frozenset[str]:
-        """Last parts of further tensor names that a quantised layer may have."""
+        """Last parts of the names of other tensors that a quantised layer may have."""
 
     def rows(self, layer: StoredLayer) -> StoredRows:
         """The layer's weight [out, in]. Raises ModelLoadError for tensors that do not fit together."""
