@@ -279,8 +279,8 @@ static void seen_scales(const float* scales, float* into, int first, int low, in
   }
 }
 
-// state.values += weights @ values, for values in 8 bits, widened to bf16 first. `scales`: the results of seen_scales for
-// each group of sixteen tokens of the current tile.
+// state.values += weights @ values, for values in 8 bits, widened to bf16 first. `scales`: the results of seen_scales
+// for each group of sixteen tokens of the current tile.
 template <bool NEAR, typename T>
 static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<bf16>& codes, SoftmaxState& state,
                       const Sixteens<code8>& at, const float* scales, const char* const* ahead, int column0) {
