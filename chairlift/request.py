@@ -191,7 +191,7 @@ class Request:
         self.prediction = prediction
         """Token ids that the answer is expected to repeat. They do not change the answer."""
         self.images = images
-        """Positions of the prompt whose inputs are rows of encoded images."""
+        """Spans of the prompt whose input vectors come from an encoded image instead of token embeddings."""
         self.source = source
         """Another request with the same prompt (``n > 1``), whose blocks are shared as long as it exists."""
         self.may_share = may_share
@@ -259,7 +259,8 @@ class Request:
         self.num_ever_computed = 0
         """Largest number of positions computed before a preemption discarded some of them."""
         self.due_at = -1
-        """Tick of the decode clock at which the scheduler must check this request next."""
+        """Tick of the decode clock at which the request needs a new KV block or computes its last token. -1: no such
+        tick is known."""
         self.refused_at: tuple[int, int, float] = NOT_REFUSED
         """(state of the KV cache, reserve, watermark) when the request last did not fit. It is tried again only after a
         change."""

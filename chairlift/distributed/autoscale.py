@@ -19,8 +19,8 @@ _MIN_ENDED: Final = 10
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """Load of a fleet at one moment (waiting and running requests, replicas), from which the number of replicas is
-    decided."""
+    """Demand for replicas at one moment: waiting and running requests of a fleet, and its replicas. The number of
+    replicas is decided from this object."""
 
     num_replicas: int
     """Number of replicas that serve or are starting."""

@@ -129,7 +129,8 @@ class CoreOutputs:
     """(sequence, first position, one record per position). After a recompute, earlier records may be repeated."""
     finished: list[FinishedSequence] = dataclasses.field(default_factory=list)
     decoding: list[tuple[str, dict[str, float], DecodeSeconds]] = dataclasses.field(default_factory=list)
-    """Sequences that began to decode; see :attr:`CauseLedger.decoding`."""
+    """Sequences with stop strings that began to decode: (id, cause -> seconds charged so far, totals of the cause
+    ledger at that time)."""
     decode_seconds: DecodeSeconds = (0.0, 0.0, 0.0)
     """Totals of the cause ledger at the time when the step's tokens were known."""
     progress: list[Progress] = dataclasses.field(default_factory=list)
@@ -162,7 +163,7 @@ class _Flight:
     pending: PendingTokens | Exception
     start: float
     grammars: Sequence[SamplePlace]
-    """Sample positions of requests with a grammar or a thinking budget."""
+    """Sample positions of requests that have a grammar or a thinking budget."""
     known: SampledTokens | None = None
 
     def tokens(self) -> SampledTokens:
@@ -534,8 +535,8 @@ class EngineCore(EngineClient):
         }
 
     def _note_shares(self) -> None:
-        """Update the numbers of rows per class, of adapters in use, and the difference between tenants. They are not
-        updated in every step, so that steady decoding stays cheap."""
+        """Update three statistics: running requests per class of service, adapters in use, and the largest difference
+        in service between tenants. They are not updated in every step, so that steady decoding stays cheap."""
         now, running = self.clock.now(), self.scheduler.running
         if running and now < self._shares_noted + _SHARES_SECONDS:
             return

@@ -228,13 +228,13 @@ class _SpelledStops:
         self._matcher = _StopMatcher(stops)
         self._longest = max(map(len, stops))
         self._length = 0
-        """Number of characters so far in the second version of the text."""
+        """Number of characters so far in the text with spelled special tokens."""
         self._special: list[tuple[int, int, int]] = []
-        """(begin, end, length in the visible text) of each special token near the end. Begin and end are offsets in the
-        second version of the text."""
+        """One entry per special token near the end: (begin, end, length of the visible text there). Begin and end are
+        offsets in the text with spelled special tokens."""
         self._excess = 0
-        """Number of characters that the second version of the text has in addition to the visible text, because of
-        earlier special tokens."""
+        """Number of characters by which the text with spelled special tokens is longer than the visible text, because
+        of earlier special tokens."""
         self.safe = 0
         """Number of leading characters of the visible text that no stop string can cut off any more."""
 

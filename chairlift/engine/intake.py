@@ -273,8 +273,9 @@ class Intake:
                 self._unforeseen.add(each)
             elif each.lane is not None and self._levels:  # without classes the engine has no lanes
                 lanes.setdefault(each.lane, []).append(self._starts[name])
-        # The forecast includes one new request of the tenant that has the most requests. For other tenants it includes
-        # only the requests that wait.
+        # The forecast has the start of a new request only for the tenant with the most requests, and for a tenant
+        # without requests. For other tenants, expected_wait() computes it from the last start in the lane and the time
+        # between starts.
         self._lane_ends = {
             lane: (max(all_), max(0.0, max(all_) - made_at) / len(all_))
             for lane, all_ in lanes.items()

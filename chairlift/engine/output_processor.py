@@ -56,9 +56,10 @@ class _Answer:
         self.progress: tuple[Progress, float] | None = None
         """(newest progress report of the sequence, time of this report); None before the first."""
         self.weight_versions = [(0, 0)]
-        """(index of the first token, version of the weights), as in :attr:`CompletionOutput.weight_versions`."""
+        """One entry per version of the weights: (index of the first token that it sampled, version)."""
         self.predicted = (0, 0)
-        """(accepted drafts, rejected drafts): numbers of drafts from the request's ``prediction``."""
+        """(number of accepted drafts, number of rejected drafts). Only drafts from the request's ``prediction``
+        count."""
 
     def read(self, stop_terminated: bool = False) -> str | None:
         """Let the detokenizer read the new tokens. Returns the stop string that ends the answer, or None."""

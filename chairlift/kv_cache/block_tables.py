@@ -28,7 +28,7 @@ class BlockTables:
         self.layout, self.block_size = layout, layout.block_size
         self.pools = [BlockPool(group.num_blocks) for group in layout.groups]
         self.reservations = Reservations(layout, self.pools)
-        # Attributes of each cache kind that are needed for every new block. They are looked up once.
+        # The attributes of each cache kind that every new block needs are looked up once, here.
         self._spans = [kind.span for kind in layout.kinds]
         self._counts = [int(kind.stores_positions) for kind in layout.kinds]
         self._releasing = [group for group, kind in enumerate(layout.kinds) if kind.releases]

@@ -286,7 +286,8 @@ class Batch:
         self.epoch += 1
 
     def remove(self, request: Request, now: float) -> None:
-        """Remove a request for good, in any of the four states."""
+        """Remove a request for good, whether it waits in the queue, runs, waits for its source request, or is not
+        ready."""
         if request.slot >= 0:
             self.vacate(request)
         elif request in self.waiting:
@@ -302,8 +303,8 @@ class Batch:
         self.release_siblings(request, now)
 
     def release_siblings(self, request: Request, now: float) -> None:
-        """Queue the requests that wait until this request has computed their common prompt. They can now share its
-        blocks, or never."""
+        """Queue the requests that wait until this request has computed their common prompt. They can share its blocks
+        now, unless it has ended."""
         for sibling in request.siblings:
             self.wait(sibling, now)
         request.siblings = []

@@ -43,7 +43,8 @@ _REFIT_EVERY = 64
 _SWEEPS = 30
 _MIN_SECONDS = 1e-9
 _OUTLIER = 2.0
-"""An observed error counts as an outlier, and is damped, if it is larger than this multiple of the typical error."""
+"""If an observed error is larger than this multiple of the typical error, the step counts as an outlier and gets a
+smaller weight."""
 
 
 class StepFeatures(NamedTuple):
@@ -88,7 +89,7 @@ class Roofline:
     """Cost of a token that is not sampled from, as a fraction of ``token_seconds``. Such a token skips the output
     head."""
     context_seconds: float = 3e-7
-    """Typical relative error of a prediction: a running median."""
+    """Seconds for a decode row to attend to one position."""
     pair_seconds: float = 1e-7
     """Seconds for a prompt token to attend to one position."""
     step_seconds: float = 0.0005

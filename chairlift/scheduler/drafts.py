@@ -83,7 +83,7 @@ class Drafts:
         """Request id -> request that has a ``prediction`` or follows a grammar."""
 
     def added(self, request: Request) -> None:
-        """Note that a request was added."""
+        """Note that a request was added to the scheduler."""
         if request.prediction or request.is_guided:
             self._known[request.request_id] = request
 
@@ -180,7 +180,7 @@ class Drafts:
         return found
 
     def _take(self, request: Request, right: Sequence[int], sampled: list[Request | None], position: int) -> None:
-        """Append tokens to the request, up to a token that ends it."""
+        """Append ``right`` tokens to the request, up to the first token that ends it."""
         count = 0
         for token in right:
             request.token_ids.append(token)

@@ -38,7 +38,7 @@ class VirtualTokenCounters:
         self._waiting: dict[str, set[str]] = {}
         """Tenant -> ids of its waiting requests."""
         self._last = ""
-        """Tenant that most recently had waiting requests."""
+        """Name of the tenant that most recently had waiting requests."""
 
     def __getitem__(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)

@@ -203,7 +203,7 @@ def tokens_for_throughput(seen: Observation, costs: Costs, limit: int) -> int:
 
 @dataclasses.dataclass(slots=True)
 class _Round:
-    """Sums over all observations since the correction factor was last changed."""
+    """Sums of the observations since the governor last changed its correction factor."""
 
     finished: int = 0
     preempted: int = 0
@@ -228,8 +228,8 @@ class RuleGovernor:
         """Factor by which the forecast number of rows is multiplied."""
         self._round = _Round()
         self._slack = 1.0
-        """Limit for the time of a step with prompts, as a multiple of the target. It is above 1 when steps without
-        prompts are faster than the target."""
+        """Limit for the time of a step with prompts, as a multiple of the target time per token. It is above 1 while
+        requests wait and the measured time per token is below its target."""
 
     def decide(self, now: float, seen: Observation) -> Proposal | None:
         upper, target = self._bounds.most, self._targets.tpot

@@ -139,7 +139,8 @@ class Window:
         steps, computed = sorted(self._steps), self._tokens + self._prefill
         oldest = scheduler.waiting.oldest_arrival if waiting else now
         kv, length = scheduler.kv, max(1, round(self._prompts.value() + self._answers.value()))
-        # A sliding window releases blocks, so a longer request does not need more blocks.
+        # Number of positions per block, for each cache group. A sliding window releases blocks, so a longer request
+        # does not need more blocks.
         per_block = [max(kv.block_size, length / kv.layout.blocks_for(group, length)) for group in range(len(kv.pools))]
         seen = Observation(
             settings=settings,

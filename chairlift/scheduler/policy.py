@@ -95,7 +95,8 @@ class Policy(Protocol):
         ...
 
     def may_stay(self, request: Request) -> bool:
-        """Whether a waiting request that may not be preempted any more may join now."""
+        """Whether a waiting request that was preempted the maximum number of times may join now. It then keeps its row
+        to the end."""
         ...
 
     def late(self, now: float) -> Iterable[Request]:

@@ -19,7 +19,7 @@ class Step:
 
     out: SchedulerOutput
     carried: float
-    """Value that :attr:`PromptShare.carried` had before this step."""
+    """Rounding remainder :attr:`PromptShare.carried` as it was before this step."""
     runs_decodes: bool = False
     sampled: Sequence[Request | None] = ()
     appends: Sequence[Callable[[int], Any]] = ()
