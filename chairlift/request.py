@@ -201,7 +201,7 @@ class Request:
         """Whether the request may be admitted. False while its grammar is compiled or its adapter is read."""
         self.finish_reason: FinishReason | None = None
         self.sequence = 0
-        """Order of arrival, set by the scheduler."""
+        """Number of the request in the order of arrival, set by the scheduler."""
         self.size = SIZE_UNKNOWN
         """Number of tokens to compute at admission. While the request waits: an estimate."""
         self.slot = -1
@@ -257,7 +257,8 @@ class Request:
         self.short_of_blocks = False
         """Whether the request keeps its row, but lost its last blocks and waits for new blocks."""
         self.num_ever_computed = 0
-        """Largest number of positions computed before a preemption discarded some of them."""
+        """Largest number of positions that were computed before a preemption discarded some of them. If the request
+        computes these positions again, the tokens count as recomputed."""
         self.due_at = -1
         """Tick of the decode clock at which the request needs a new KV block or computes its last token. -1: no such
         tick is known."""

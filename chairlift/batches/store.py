@@ -399,7 +399,8 @@ class BatchStore:
         return bool(changed)
 
     def finalize(self, batch_id: str, now: int) -> None:
-        """Mark a batch whose requests all have results. Its files are written next."""
+        """Set the status ``finalizing`` for a batch whose requests all have results. Its output files are written
+        next."""
         with self._transaction() as db:
             db.execute(
                 "UPDATE batches SET status = 'finalizing', finalizing_at = ? WHERE id = ? AND status = 'in_progress'",

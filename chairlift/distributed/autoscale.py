@@ -19,8 +19,8 @@ _MIN_ENDED: Final = 10
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """Demand for replicas at one moment: waiting and running requests of a fleet, and its replicas. The number of
-    replicas is decided from this object."""
+    """Demand for replicas of a fleet at one moment: load, forecast wait, and present number of replicas. The autoscaler
+    decides from it."""
 
     num_replicas: int
     """Number of replicas that serve or are starting."""

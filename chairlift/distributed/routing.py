@@ -286,7 +286,7 @@ ROUTINGS: Final[dict[str, Callable[[], Router]]] = {
     "prefix": _Prefix,
     "forecast": _Forecast,
 }
-"""Name -> class of the router."""
+"""Name of a router, as in the setting ``routing`` -> its class."""
 
 
 def router_from_name(name: str) -> Router:

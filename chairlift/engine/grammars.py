@@ -372,8 +372,7 @@ class Grammars:
 
 
 def _fill(todo: Sequence[SamplePlace]) -> dict[int, npt.NDArray[np.uint32]]:
-    """Fill the masks. Returns sample position -> mask. For a row with drafts, the matcher consumes each draft to make
-    the mask after it, and then goes back."""
+    """Fill the masks of allowed tokens for these sample positions. Returns sample position -> mask."""
     masks: dict[int, npt.NDArray[np.uint32]] = {}
     for first, row, drafts in todo:
         matcher, begin = row.matcher, row.matcher.num_consumed

@@ -72,7 +72,7 @@ class _Crowd:
             del self.lanes[each.lane]
 
     def before(self, level: int) -> int:
-        """Number of requests at this level and at more urgent levels."""
+        """Number of requests at this priority level and at more urgent levels."""
         return sum(count for each, count in self.levels.items() if each <= level)
 
 
@@ -123,8 +123,8 @@ class Intake:
         the lane)."""
         self._started: deque[float] = deque()
         self._line_since = 0.0
-        """Time at which the queue last became non-empty. Earlier starts show only how many requests arrived, not how
-        fast the engine is."""
+        """Time at which the queue last became non-empty. The rate of starts is measured from then on, because earlier
+        starts show only how many requests arrived, not how fast the engine is."""
         self._came: deque[tuple[float, int]] = deque()
         """(time, priority level) of each arrival in the last 30 seconds."""
 

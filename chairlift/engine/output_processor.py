@@ -488,7 +488,8 @@ class OutputProcessor:
         state.metrics.num_preemptions += ended.num_preemptions
 
     def _count_end(self, state: RequestState, now: float) -> None:
-        """Record the end of a request. An error here is only logged, so that its output is still delivered."""
+        """Count the end of a request in the statistics. An error in this method is only logged, so that the request's
+        output is still delivered."""
         try:
             self._note_end(state.metrics, now)
             if self._stats is not None:

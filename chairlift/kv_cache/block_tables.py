@@ -36,8 +36,8 @@ class BlockTables:
         self.held_blocks = 0
         """Number of entries in all block tables of groups with K and V. A shared block counts once per table."""
         self.deferred: deque[tuple[int, int, list[int]]] = deque()
-        """(index of the last step that uses the blocks, group, blocks). The blocks are released when that step has
-        ended."""
+        """One entry per release that must wait: (index of the last step that uses the blocks, cache group, blocks). The
+        blocks are released when that step has ended."""
         self.num_deferred = [0] * len(self.pools)
         self.done_step = 0  # steps count from 1
         self.journal: list[TableChange] | None = None

@@ -90,7 +90,7 @@ def _own_part(job: _Job) -> int:
 
 
 class _FlowReplica:
-    """A replica in the flow model. Its times are those of the last call."""
+    """A replica in the flow model. Its state is the state at the time of the last call."""
 
     def __init__(self, view: Replica, cost: CostModel, *, budget: int, rows: int, capacity: int, cached: int) -> None:
         self.view = view

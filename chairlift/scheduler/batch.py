@@ -57,7 +57,8 @@ class Batch:
         self.watermark = watermark
         """Fraction of each block pool that stays free at admissions, in addition to reserved blocks."""
         self.prompt_share = PromptShare(1.0 if membership.closed else policy_share)
-        """Divides the prompt tokens. A closed batch (static batching, the baseline) computes them in policy order."""
+        """Divides each step's prompt tokens between requests in policy order and the smallest requests. A closed batch
+        (static batching, the baseline) uses policy order only."""
         self.preemption = preemption
         self.max_preemptions = 0 if preemption.never else max_preemptions
         self.max_loras = max_loras

@@ -66,7 +66,7 @@ class StepFeatures(NamedTuple):
     def of(
         cls, num_decodes: int, context_tokens: int, chunks: Iterable[Chunk], adapter_bytes: float = 0.0
     ) -> StepFeatures:
-        """Features of a step as the scheduler describes it."""
+        """Features of a step, from its number of decode rows, the context of these rows, and its prompt chunks."""
         tokens, context = 0, 0.0
         for chunk in chunks:
             if chunk.drafts:

@@ -52,7 +52,7 @@ class Guide(Protocol):
     """Knows which tokens may come next in answers that follow a grammar (:attr:`Request.is_guided`)."""
 
     def num_allowed(self, request: Request, drafts: Sequence[int]) -> int:
-        """Number of leading ``drafts`` that may come next and after which the answer continues."""
+        """Number of leading ``drafts`` that the grammar allows and that do not end the answer."""
         ...
 
     def forced(self, request: Request, most: int) -> Sequence[int]:
@@ -165,7 +165,8 @@ class Drafts:
         return True
 
     def accept(self, flight: Step, tokens: Sequence[int], sampled: Sequence[Request | None]) -> list[Request | None]:
-        """Store the right tokens of rows with drafts. Returns ``sampled`` with the requests of these rows filled in."""
+        """Store the tokens that rows with drafts got: the right drafts, and one more token each. Returns ``sampled``
+        with the requests of these rows filled in."""
         found = list(sampled)
         position = len(tokens) - sum(chunk.samples for _, chunk in flight.verifies)
         for request, chunk in flight.verifies:

@@ -225,7 +225,7 @@ class RuleGovernor:
     def __init__(self, bounds: Bounds, targets: Targets, costs: Costs) -> None:
         self._bounds, self._targets, self._costs = bounds, targets, costs
         self._factor = 1.0
-        """Factor by which the forecast number of rows is multiplied."""
+        """Factor by which the forecast number of rows is multiplied, to correct errors of the forecast."""
         self._round = _Round()
         self._slack = 1.0
         """Limit for the time of a step with prompts, as a multiple of the target time per token. It is above 1 while

@@ -81,7 +81,8 @@ class _Ratio:
             self._lower = self._memory
 
     def value(self, prior: float = 0.0) -> float:
-        """The ratio, after ``prior`` was added to the denominator."""
+        """The ratio. ``prior`` is added to the denominator, so that the ratio stays small while there are few
+        values."""
         lower = self._lower + prior
         return self._upper / lower if lower else 0.0
 

@@ -112,6 +112,6 @@ class GuardRails:
 
 
 def _differ(one: Settings, other: Settings) -> bool:
-    """Whether two settings differ so much that the change is more than fine-tuning."""
+    """Whether a change from ``one`` to ``other`` counts as large, that is, as more than fine-tuning."""
     ratios = (one.running / other.running, one.tokens / other.tokens)
     return any(not 0.8 < ratio < 1.25 for ratio in ratios) or abs(one.watermark - other.watermark) > 0.1

@@ -92,7 +92,8 @@ class SchedulerOutput:
     block). Applied after ``copies``, because a block may be the source of a copy and also the destination of a
     swap-in."""
     decode_slots: tuple[int, ...] | None = None
-    """Rows that compute their newest token and sample, in this step and later steps. None: the same rows as before."""
+    """Rows that compute their newest token and sample the next one, in this step and in later steps. None: the same
+    rows as in the previous step."""
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     num_decodes: int = 0
     num_tokens: int = 0

@@ -35,8 +35,9 @@ class Preemptor:
         self.swap_out: list[tuple[int, int, int]] = []
         """One entry per block that the next step must save in host memory: (cache group, block, host block)."""
         self._refused_state: tuple[int, int] | None = None
-        """(number of changes of the queue, number of vacated rows) at the last comparison, if the first waiting request
-        outranked no running request then; otherwise None."""
+        """(number of changes of the queue, number of vacated rows) when the first waiting request last outranked no
+        running request. While both numbers stay the same, the comparison is skipped for some steps. None: compare
+        again."""
         self._compared_at = 0
         """Index of the step in which waiting requests were last compared with a full batch."""
 

@@ -273,10 +273,11 @@ class PromptBudget:
         return True
 
     def _uncut(self, request: Request, num_tokens: int, step: Step) -> int:
-        """Number of the request's next tokens, near ``num_tokens``. It cuts no image whose positions attend both ways.
+        """Number of the request's next tokens to compute: about ``num_tokens``, but the chunk must not end inside an
+        image whose positions attend both ways.
 
-        An image at the end of the chunk is computed whole if the step has room for it, even beyond its budget for
-        prompts. Otherwise the chunk ends before the image, and has perhaps no token.
+        If the chunk would end inside such an image, the whole image is computed if the step has room for it, even
+        beyond its budget for prompts. Otherwise the chunk ends before the image, and has perhaps no token.
         """
         start = request.num_computed_tokens
         span = cut_by(request.images, start + num_tokens) if request.images else None

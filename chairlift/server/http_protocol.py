@@ -173,8 +173,9 @@ class HttpProtocol(HttpToolsProtocol):
         or since the last part of its body."""
         self._header_bytes = self._num_headers = 0
         self._framing: list[tuple[bytes, bytes]] = []
-        """Length headers of a request that also offers a protocol upgrade. The parser would read the body of such a
-        request as another protocol, so it is parsed again with these headers only."""
+        """Headers with the length of the body (Content-Length, Transfer-Encoding), for a request that also offers a
+        protocol upgrade. The parser would read the body of such a request as another protocol, so it is parsed again
+        with these headers only."""
         self._discards = False
         """Whether received data is discarded from now on."""
         self._ignored = 0
