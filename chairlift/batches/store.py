@@ -116,7 +116,7 @@ class BatchStore:
         return db
 
     def _remove_leftovers(self) -> None:
-        """Delete contents that have no record because the process was killed."""
+        """Delete the contents of files that have no record, because the process was killed."""
         known = {name for (name,) in self._db.execute("SELECT id FROM files")}
         for path in self._files.iterdir():
             if path.name not in known:
@@ -144,7 +144,8 @@ class BatchStore:
     # -- files ---------------------------------------------------------------------------------------------------
 
     def part(self) -> Path:
-        """Temporary path for writing a content before :meth:`add_file` or a similar method adds it."""
+        """Temporary path for writing the content of a file, before :meth:`add_file` or a similar method adds the
+        file."""
         return self._files / f"{secrets.token_hex(16)}.part"
 
     def path(self, file_id: str) -> Path:
@@ -170,7 +171,7 @@ class BatchStore:
     def _flushed(
         self, file: BinaryIO, filename: str, purpose: str, owner: str, now: int, expires_at: int | None
     ) -> FileRecord:
-        """Flush a written content to the disk, and return its record."""
+        """Flush a written file to the disk, and return its record."""
         file.flush()
         os.fsync(file.fileno())
         return FileRecord(
@@ -184,7 +185,7 @@ class BatchStore:
         )
 
     def _move_content(self, part: Path, record: FileRecord) -> None:
-        """Move a content from its temporary path to its final path."""
+        """Move the content of a file from its temporary path to its final path."""
         os.replace(part, self.path(record.id))
         folder = os.open(self._files, os.O_RDONLY)
         try:

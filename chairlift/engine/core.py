@@ -259,8 +259,8 @@ class EngineCore(EngineClient):
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
         self.masks_of: Callable[[SchedulerOutput], Masks | None] | None = None
-        """Function that returns the masks of a step; called while the model computes the step. None if no request has a
-        mask. When it is called, the tokens of steps in flight are not known."""
+        """Function that returns a step's masks of allowed tokens; called while the model computes the step. None if no
+        request has a mask. When it is called, the tokens of steps in flight are not known."""
         self.floor: FloorShare | None = None
         """Compares step times with the limits of this machine; None if the limits were not measured."""
         self.config, self.executor = config, executor

@@ -312,7 +312,8 @@ class Intake:
         return self._wait(service_class, lane, now, self._unforeseen, free_rows)
 
     def heard(self, now: float, busy: bool) -> None:
-        """Note a message about a step. ``busy`` says that the engine had work since the previous message."""
+        """Note the time of the engine's message about a step. ``busy`` says that the engine had work since the previous
+        message."""
         self._longest_step = max(now - self.heard_at if busy else 0.0, 0.9 * self._longest_step)
         self.heard_at = now
 

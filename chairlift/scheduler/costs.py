@@ -18,8 +18,8 @@ _STEADY = 8
 _MEMORY = 0.1
 _PACE_MEMORY = 0.01
 _MAX_PACE = 16.0
-"""Maximum pause between two steps that is learned, as a multiple of the step time. A longer pause says nothing about
-later pauses."""
+"""Limit for learning the pause between two steps, as a multiple of the step time. A longer pause counts as this long,
+because it says nothing about later pauses."""
 
 
 class Costs:

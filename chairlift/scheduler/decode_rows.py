@@ -36,7 +36,7 @@ class DecodeRows:
         self._wheel: dict[int, list[Request]] = {}
         """Tick of the decode clock -> requests that need a new KV block, or compute their last token, at this tick."""
         self.retiring: list[Request] = []
-        """Requests whose last step is in flight. They are not in the wheel."""
+        """Requests whose last step is in flight. They are not in the timing wheel any more."""
         self.stale = False
         """Whether a request was added or removed, so that :meth:`rebuild` must run before the lists are used."""
         self.count = 0

@@ -95,7 +95,7 @@ class Observation:
     oldest_wait: float
     """Waiting time of the oldest waiting request."""
     kv_use: float
-    """Largest fraction of the KV blocks that requests used at once."""
+    """Largest fraction of the KV blocks that requests used at once during the interval."""
     capacity_tokens: int
     """Number of positions that fit into the KV cache, for requests of recent lengths."""
     preemption_rate: float

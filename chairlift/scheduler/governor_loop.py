@@ -43,7 +43,7 @@ class Decision:
     before: Settings
     after: Settings
     applied: bool
-    """Whether the settings were applied; false in shadow mode."""
+    """Whether the settings were applied. False in shadow mode, in which decisions are only logged."""
     why: str
     seen: Observation
 

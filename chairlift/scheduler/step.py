@@ -25,7 +25,7 @@ class Step:
     appends: Sequence[Callable[[int], Any]] = ()
     chunks: list[tuple[Request, Chunk]] = dataclasses.field(default_factory=list)
     verifies: list[tuple[Request, Chunk]] = dataclasses.field(default_factory=list)
-    """Chunks with drafts. They are the last entries of ``chunks``."""
+    """(request, chunk) of each row with drafts. These pairs are the last entries of ``chunks``."""
     passed: list[Request] = dataclasses.field(default_factory=list)
     """Waiting requests that were tried in this step and did not fit."""
     blocked: list[Request] = dataclasses.field(default_factory=list)
