@@ -176,7 +176,8 @@ class _StopMatcher:
 
     def find(self, piece: str, counts: bool) -> tuple[str, int] | None:
         """(stop string, offset in ``piece`` after its last character) of the stop string that ends first inside
-        ``piece``; None if none does. ``counts`` says whether a match counts now."""
+        ``piece``; None if none does. ``counts``: whether a match counts, because ``min_tokens`` tokens were generated
+        before."""
         if counts:
             text, old = self._tail + piece, len(self._tail)
             ends = [(at + len(stop), -len(stop), stop) for stop in self.stops if (at := self._at(text, stop, old)) >= 0]

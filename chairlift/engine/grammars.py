@@ -355,8 +355,8 @@ class Grammars:
 
     @staticmethod
     def _follow(row: GrammarRow, drawn: Sequence[int]) -> bool:
-        """Advance the matcher to the newest token. ``drawn`` are tokens after the request's known tokens. Returns False
-        if no token may follow."""
+        """Advance the matcher to the newest token. ``drawn`` are tokens that steps in flight have sampled after the
+        request's known tokens. Returns False if no token may follow."""
         request, matcher = row.request, row.matcher
         begin, own = request.num_prompt_tokens, request.num_output_tokens
         known = own + len(drawn)

@@ -28,7 +28,8 @@ _MAX_FUTURE_SHARE: Final = 0.8
 """Maximum fraction of future starts that is assumed to go to more urgent requests, which have not arrived yet. So a
 forecast wait grows at most five times."""
 _WRONG_REFUSALS: Final = 0.1
-"""Target for refusals by forecast: fraction of the refused requests that would have started in time."""
+"""Target for the fraction of wrong refusals: requests that are refused because of the forecast, although they would
+have started in time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -70,8 +70,8 @@ class _Answer:
         return self._ended_by(self.detokenizer.update(fresh, stop_terminated))
 
     def close(self, ended: FinishedSequence, eos: frozenset[int]) -> None:
-        """Read all tokens and set the finish reason. A stop string found in the last tokens takes precedence over
-        ``ended``."""
+        """End the answer: let the detokenizer read all tokens, and set the finish reason. A stop string found in the
+        last tokens takes precedence over the reason in ``ended``."""
         if self.only_scores:
             good = ended.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
             self.finish_reason = FinishReason.LENGTH if good else ended.finish_reason
