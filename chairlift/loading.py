@@ -162,7 +162,7 @@ class LoadedExecutor:
         )
 
     def _speculation(self, config: EngineConfig) -> dict[str, Any]:
-        """Fields of :class:`EngineInfo` about drafts."""
+        """Name -> value, for the fields of :class:`EngineInfo` about speculative decoding."""
         has_states = any(group.state_span is not None for group in self.executor.cache_groups)
         verifies = config.scheduler.takes_drafts(self.executor.num_lookahead_steps, has_states)
         speculation = config.scheduler.speculation if verifies else None

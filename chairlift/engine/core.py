@@ -275,7 +275,8 @@ class EngineCore(EngineClient):
         self._kv_events = self._publish(None if cache is None else cache.kv_events_endpoint)
 
     def _publish(self, endpoint: str | None) -> KVEventPublisher | None:
-        """Publish the changes of the prefix cache on this address, if there is one. Raises ConfigError."""
+        """Publish the changes of the prefix cache on the address ``endpoint``; None: publish nothing. Raises
+        ConfigError."""
         if endpoint is None or self.kv.prefix_cache is None:
             return None
         # Imported here because it needs msgspec, which an engine without a server does not need.
@@ -344,8 +345,8 @@ class EngineCore(EngineClient):
         return self._end(sequence_ids, FinishReason.ABORT)
 
     def stop(self, sequence_ids: Sequence[str]) -> list[FinishedSequence]:
-        """End sequences because of their text. Returns the sequences that leave now. In a static batch none or several
-        may leave."""
+        """End sequences whose text contains a stop string. Returns the sequences that leave now. In a static batch none
+        or several may leave."""
         return self._end(sequence_ids, FinishReason.STOP)
 
     def fail(self, sequence_id: str, reason: str) -> list[FinishedSequence]:

@@ -362,7 +362,7 @@ def replay_flow(
     """Simulate a trace on a fleet with the flow model. Equal arguments give identical reports.
 
     Raises ConfigError for what the model does not have: failures, updates, a changing number of replicas, a delay of
-    the door, and static batches.
+    messages to the router, and static batches.
     """
     for name, is_given in (
         ("failures", bool(plan.failures)),

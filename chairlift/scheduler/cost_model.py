@@ -253,8 +253,8 @@ class CostModel:
         for at in range(_NUM_KNOTS):
             if not self._gram[at][0]:
                 continue
-            # A step in this segment has the whole increase of all earlier segments and a fraction of this segment's
-            # increase.
+            # The time of a step in this segment contains the whole increase of all earlier segments, and a fraction of
+            # this segment's increase.
             spread = [list(range(at + 1)), [at + 1], *([size - _NUM_PRICES + price] for price in range(_NUM_PRICES))]
             for one, value in enumerate(self._target[at]):
                 for i in spread[one]:

@@ -56,7 +56,7 @@ class GuardRails:
             return ""
         (speed, share), (was, share_was) = self._mean(), self._before
         self._before = None
-        # Different traffic has a different speed, so it is not compared. With many preemptions it is not compared
+        # Throughput is not compared between different kinds of traffic. With many preemptions it is not compared
         # either: avoiding them costs throughput, and the configured settings would preempt more.
         unlike = abs(share - share_was) > 0.1 or seen.preemption_rate > UNHEALTHY
         if unlike or speed >= was * (1 - self._worst_drop) or seen.settings == self.configured:
