@@ -1,9 +1,9 @@
 """Files and batches in a directory: contents of files as files, all other data in a SQLite database.
 
-The store stays consistent if the process is killed at any time, because of the order of changes. A content is complete
-and in its final path before the transaction that adds its record. A transaction that removes a record is committed
-before the content is deleted. So after a kill there may be a content without a record, but never a record without its
-content. Such contents are deleted when the store is opened.
+The store stays consistent if the process is killed at any time, because of the order of changes. The content of a file
+is complete and in its final path before the transaction that adds the file's record. A transaction that removes a
+record is committed before the content is deleted. So after a kill there may be content without a record, but never a
+record without its content. Content without a record is deleted when the store is opened.
 
 Each response is stored in one transaction, which has no effect if the request already has a response. So a request
 gets exactly one response, even if it was sent several times. The database uses a write-ahead log (WAL) that is flushed

@@ -67,7 +67,7 @@ class Images:
         self._ready: list[Request] = []
         self._failed: list[tuple[Request, str]] = []
         self.num_encoded = self.num_hits = 0
-        """Counters: tiles that were encoded; tiles of requests that were encoded already or were in the queue."""
+        """Counters: tiles that were encoded; tiles that a new request found encoded already, or in the queue."""
 
     @property
     def is_encoding(self) -> bool:

@@ -65,7 +65,7 @@ class Policy(Protocol):
 
     def victim(self, candidates: Iterable[Request]) -> Request | None:
         """Choose the request to preempt; None: preempt none. ``candidates`` include the running request that needs
-        blocks. If the result is None or that request, it waits."""
+        blocks. If the result is None or the request that needs blocks, that request waits."""
         ...
 
     def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> Iterable[tuple[Request, int]]:
