@@ -12,7 +12,7 @@ __all__ = ["entry_point"]
 def entry_point() -> None:
     """Entry point of the installed ``chairlift`` script. Exits the process; does not return."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    # Signals that the parent set to be ignored stay ignored.
+    # A signal that the parent process set to be ignored stays ignored.
     handled = [number for number, usually in usual.items() if signal.getsignal(number) is usually]
     # Importing main() takes a while. Until then, Python's own handlers would print a traceback on Ctrl-C; as process 1
     # of a container the process would not react to SIGTERM at all.

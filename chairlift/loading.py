@@ -75,16 +75,16 @@ class LoadedExecutor:
     """Whether requests may have images."""
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """See :attr:`EngineInfo.notes`."""
+    """Notes for the user on how the model is served, one per line."""
     model_impl: str = "native"
-    """See :attr:`EngineInfo.model_impl`."""
+    """Implementation of the model's layers: ``native`` or ``transformers``."""
     calls: tuple[str, ...] = ()
     """Names of the model's operations without a kernel. PyTorch computes these operations between the kernels."""
     block_bytes: int = 0
     """Size in bytes of one KV block in all layers of its cache group. With several cache groups, the mean of their
     sizes."""
     quantization: str | None = None
-    """See :attr:`EngineInfo.quantization`."""
+    """Formats of the quantised weights, such as ``int4+int8``; None if all weights have the model's data type."""
     weight_bytes: int = 0
     kv_cache_dtype: str | None = None
     """Data type of K and V, if it differs from the model's data type."""
@@ -162,7 +162,7 @@ class LoadedExecutor:
         )
 
     def _speculation(self, config: EngineConfig) -> dict[str, Any]:
-        """Fields of :class:`EngineInfo` about drafts."""
+        """Name -> value, for the fields of :class:`EngineInfo` about speculative decoding."""
         has_states = any(group.state_span is not None for group in self.executor.cache_groups)
         verifies = config.scheduler.takes_drafts(self.executor.num_lookahead_steps, has_states)
         speculation = config.scheduler.speculation if verifies else None

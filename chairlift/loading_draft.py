@@ -119,7 +119,8 @@ def load_draft_model(
 
 
 def _heads_of(model: str, model_dir: Path) -> Path:
-    """Directory of the heads that come with a model."""
+    """Directory of the Medusa heads that come with ``model``, for settings that name no heads. Raises ConfigError for a
+    model without heads."""
     if model == BUNDLED_MODEL and (model_dir / "medusa").is_dir():
         return model_dir / "medusa"
     raise ConfigError(

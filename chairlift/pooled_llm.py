@@ -30,8 +30,8 @@ class PooledCall(Generic[_Result]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledCalls:
-    """Makes the calls of :class:`~chairlift.llm.LLM`, which documents the arguments. Every method raises
-    RequestError."""
+    """Checks the arguments of ``embed``, ``classify`` and ``score``, and makes a :class:`PooledCall`.
+    :class:`~chairlift.llm.LLM` documents the arguments. Every method raises RequestError."""
 
     inputs: PoolingInputs
 

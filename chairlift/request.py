@@ -48,7 +48,7 @@ LEGAL_TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Service:
-    """Class, tenant and deadlines of a request. Times are seconds on the engine's clock."""
+    """Class of service, tenant and deadlines of a request. Times are seconds on the engine's clock."""
 
     service_class: str = "default"
     tenant: str = ""
@@ -58,8 +58,8 @@ class Service:
     seconds_per_token: float = math.inf
     """Maximum mean time per token in the decode phase, in seconds."""
     retention: int = 0
-    """Rank of the request's blocks in the prefix cache after it leaves, 0 to 2. Blocks of a higher rank are evicted
-    later."""
+    """Rank of the request's blocks in the prefix cache after the request has left the batch: 0, 1 or 2. Blocks of a
+    higher rank are evicted later."""
 
     @property
     def has_deadline(self) -> bool:
@@ -191,7 +191,7 @@ class Request:
         self.prediction = prediction
         """Token ids that the answer is expected to repeat. They do not change the answer."""
         self.images = images
-        """Positions of the prompt whose inputs are rows of encoded images."""
+        """Spans of the prompt whose input vectors come from an encoded image instead of token embeddings."""
         self.source = source
         """Another request with the same prompt (``n > 1``), whose blocks are shared as long as it exists."""
         self.may_share = may_share
@@ -201,7 +201,7 @@ class Request:
         """Whether the request may be admitted. False while its grammar is compiled or its adapter is read."""
         self.finish_reason: FinishReason | None = None
         self.sequence = 0
-        """Order of arrival, set by the scheduler."""
+        """Number of the request in the order of arrival, set by the scheduler."""
         self.size = SIZE_UNKNOWN
         """Number of tokens to compute at admission. While the request waits: an estimate."""
         self.slot = -1
@@ -236,7 +236,8 @@ class Request:
         self.last_node: PrefixNode | None = None
         """The prefix-cache node of the last published block."""
         self.retention = self.service.retention
-        """Rank of the request's blocks in the prefix cache after it leaves, 0 to 2. A higher rank stays longer."""
+        """Rank of the request's blocks in the prefix cache after the request has left the batch: 0, 1 or 2. Blocks of a
+        higher rank are evicted later."""
         self.num_cached_tokens = 0
         """Prompt tokens read from the prefix cache at first admission."""
         self.waits_for = ""
@@ -257,12 +258,14 @@ class Request:
         self.short_of_blocks = False
         """Whether the request keeps its row, but lost its last blocks and waits for new blocks."""
         self.num_ever_computed = 0
-        """Largest number of positions computed before a preemption discarded some of them."""
+        """Largest number of positions that were computed before a preemption discarded some of them. If the request
+        computes these positions again, the tokens count as recomputed."""
         self.due_at = -1
-        """Tick of the decode clock at which the scheduler must check this request next."""
+        """Tick of the decode clock at which the request needs a new KV block or computes its last token. -1: no such
+        tick is known."""
         self.refused_at: tuple[int, int, float] = NOT_REFUSED
-        """(state of the KV cache, reserve, watermark) when the request last did not fit. It is tried again only after a
-        change."""
+        """(change counter of the KV cache, number of positions to get blocks for, watermark) when the request last did
+        not fit. It is tried again only after one of the three has changed."""
         self.times_passed = 0
         """Number of later requests that were admitted before this one."""
         self._computed = 0

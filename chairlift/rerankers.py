@@ -11,8 +11,8 @@ __all__ = ["RERANKERS", "Reranker"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reranker:
-    """A family of rerankers. The prompt is ``before``, ``instruction`` with its text, ``query`` with its text,
-    ``document`` with its text, ``behind``."""
+    """A family of rerankers. The prompt joins ``before``, ``instruction`` and the text of the instruction, ``query``
+    and the query, ``document`` and the document, and ``behind``."""
 
     before: str
     instruction: str

@@ -58,13 +58,13 @@ class StepBatch:
     """[3, T] position of each token in time, height and width, for rotary embeddings with three axes. None if all three
     equal ``positions``."""
     adapters: _Int32 | None = None
-    """[T] number of each token's adapter, 0 for no adapter. None if no token has an adapter."""
+    """[T] ``adapter_id`` of each token, 0 for no adapter. None if no token has an adapter."""
     seen_ends: _Int32 | None = None
     """[T] number of leading positions that each token may attend to. It is larger than the token's position plus one
     inside an image that attends both ways. None if all tokens are causal."""
     image_rows: list[tuple[int, int, bytes, int]] = dataclasses.field(default_factory=list)
-    """(index in the flat batch, count, key, first row): ``count`` tokens whose inputs are rows of an encoded image
-    tile."""
+    """One entry per run of tokens whose input vectors are rows of an encoded image tile: (index of the first token in
+    the flat batch, number of tokens, key of the tile, first row of the tile)."""
     slots: _Int32 = dataclasses.field(default_factory=_none)
     """[N] for each row of the step, its permanent row in the InputBatch."""
     tokens: _Int32 = dataclasses.field(default_factory=_none)
@@ -78,15 +78,18 @@ class StepBatch:
     sample_tokens: _Int32 = dataclasses.field(default_factory=_none)
     """[P] index of each sample position in the flat batch, ascending. The last one of a row is the row's last token."""
     swap_out: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, block, host block) to save in host memory before all other work of the step."""
+    """One entry per block to save in host memory before all other work of the step: (cache group, block, host
+    block)."""
     copies: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, source block, destination block) to copy after ``swap_out``, before the step writes KV."""
+    """One entry per block to copy after ``swap_out``, before the step writes KV: (cache group, source block,
+    destination block)."""
     swap_in: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, host block, block) to load from host memory after ``copies``."""
+    """One entry per block to load from host memory after ``copies``: (cache group, host block, block)."""
     verifies: list[tuple[int, int, Any]] = dataclasses.field(default_factory=list)
-    """(first sample position, slot, chunk) of rows with drafts. The tokens of the chunk after the first are drafts."""
+    """One entry per row with drafts: (first sample position, slot of the row, chunk). The tokens of the chunk after the
+    first are drafts."""
     prompt_rows: list[tuple[int, int, _Int32]] = dataclasses.field(default_factory=list)
-    """(row, first position, prompt tokens) of chunks whose request asked for prompt log-probabilities."""
+    """One entry per chunk whose request asked for prompt log-probabilities: (row, first position, prompt tokens)."""
 
     @property
     def sample_slots(self) -> _Int32:

@@ -32,7 +32,7 @@ class Name:
     why: str
     """Reason why accepted values have no effect, for the log line."""
     instead: str = ""
-    """What to do instead, for the error message about another value."""
+    """Part of the error message for a value that is not accepted: what to do instead."""
 
 
 NAMES: Final[dict[str, Name]] = {

@@ -1,9 +1,9 @@
 """Files and batches in a directory: contents of files as files, all other data in a SQLite database.
 
-The store stays consistent if the process is killed at any time, because of the order of changes. A content is complete
-and in its final path before the transaction that adds its record. A transaction that removes a record is committed
-before the content is deleted. So after a kill there may be a content without a record, but never a record without its
-content. Such contents are deleted when the store is opened.
+The store stays consistent if the process is killed at any time, because of the order of changes. The content of a file
+is complete and in its final path before the transaction that adds the file's record. A transaction that removes a
+record is committed before the content is deleted. So after a kill there may be content without a record, but never a
+record without its content. Content without a record is deleted when the store is opened.
 
 Each response is stored in one transaction, which has no effect if the request already has a response. So a request
 gets exactly one response, even if it was sent several times. The database uses a write-ahead log (WAL) that is flushed
@@ -116,7 +116,7 @@ class BatchStore:
         return db
 
     def _remove_leftovers(self) -> None:
-        """Delete contents that have no record because the process was killed."""
+        """Delete the contents of files that have no record, because the process was killed."""
         known = {name for (name,) in self._db.execute("SELECT id FROM files")}
         for path in self._files.iterdir():
             if path.name not in known:
@@ -144,7 +144,8 @@ class BatchStore:
     # -- files ---------------------------------------------------------------------------------------------------
 
     def part(self) -> Path:
-        """Temporary path for writing a content before :meth:`add_file` or a similar method adds it."""
+        """Temporary path for writing the content of a file, before :meth:`add_file` or a similar method adds the
+        file."""
         return self._files / f"{secrets.token_hex(16)}.part"
 
     def path(self, file_id: str) -> Path:
@@ -170,7 +171,7 @@ class BatchStore:
     def _flushed(
         self, file: BinaryIO, filename: str, purpose: str, owner: str, now: int, expires_at: int | None
     ) -> FileRecord:
-        """Flush a written content to the disk, and return its record."""
+        """Flush a written file to the disk, and return its record."""
         file.flush()
         os.fsync(file.fileno())
         return FileRecord(
@@ -184,7 +185,7 @@ class BatchStore:
         )
 
     def _move_content(self, part: Path, record: FileRecord) -> None:
-        """Move a content from its temporary path to its final path."""
+        """Move the content of a file from its temporary path to its final path."""
         os.replace(part, self.path(record.id))
         folder = os.open(self._files, os.O_RDONLY)
         try:
@@ -399,7 +400,8 @@ class BatchStore:
         return bool(changed)
 
     def finalize(self, batch_id: str, now: int) -> None:
-        """Mark a batch whose requests all have results. Its files are written next."""
+        """Set the status ``finalizing`` for a batch whose requests all have results. Its output files are written
+        next."""
         with self._transaction() as db:
             db.execute(
                 "UPDATE batches SET status = 'finalizing', finalizing_at = ? WHERE id = ? AND status = 'in_progress'",

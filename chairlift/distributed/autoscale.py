@@ -19,8 +19,8 @@ _MIN_ENDED: Final = 10
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """Load of a fleet at one moment (waiting and running requests, replicas), from which the number of replicas is
-    decided."""
+    """Demand for replicas of a fleet at one moment: load, forecast wait, and present number of replicas. The autoscaler
+    decides from it."""
 
     num_replicas: int
     """Number of replicas that serve or are starting."""

@@ -241,7 +241,7 @@ class Fleet(RemoteCore):
         return max(known) if known and len(known) == len(silent) else None
 
     def shown(self) -> list[ReplicaStats]:
-        """State of each replica."""
+        """State of each replica, for the metrics and for /v1/replicas."""
         return [member.shown() for member in self._members]
 
     async def start(self) -> EngineInfo:

@@ -44,7 +44,7 @@ class NodeFacts:
     machine."""
 
     address: tuple[str, int]
-    """Host and port on which the replica waits for the door's connection."""
+    """Host and port on which the replica waits for the connection from the server (the door)."""
     version: str
     """Version of Chairlift on the machine."""
     processors: list[int]
@@ -58,7 +58,7 @@ class NodeFacts:
 
 
 class NodeReplica:
-    """Starts an engine process on this machine for a door on another machine.
+    """Starts an engine process on this machine, for a server (the door) on another machine.
 
     The methods must be called in order (listen, start, wait), in one thread: the operating system ends the engine when
     this thread ends.
@@ -87,9 +87,10 @@ class NodeReplica:
         )
 
     def start(self, processors: list[int]) -> int:
-        """Wait for the door's connection, and start the engine process. Returns the id of the process.
+        """Wait for the connection from the server (the door), and start the engine process. Returns the id of the
+        process.
 
-        The engine runs on these ``processors``; if the list is empty, on all. Raises EngineDeadError if the door does
+        The engine runs on these ``processors``; if the list is empty, on all. Raises EngineDeadError if the server does
         not connect in time.
         """
         with self._accept() as sock:

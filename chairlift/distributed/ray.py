@@ -170,10 +170,11 @@ class _Replica(NodeReplica):
     """The Ray actor of a replica."""
 
     def open(self, secret: bytes, door: str) -> tuple[str, NodeFacts]:
-        """Listen for the door's connection. Returns (Ray's id of this machine, facts about this machine).
+        """Listen for the connection from the server (the door). Returns (Ray's id of this machine, facts about this
+        machine).
 
-        The actor listens on this machine's address in the cluster. If the door is on the same machine (``door`` is
-        Ray's id of the door's machine), it listens on the loopback address only.
+        The actor listens on this machine's address in the cluster. If the server is on the same machine (``door`` is
+        Ray's id of the server's machine), it listens on the loopback address only.
         """
         import ray
 

@@ -36,8 +36,8 @@ PREFIX_BLOCK: Final = 128
 """Number of prompt tokens in a block. A prompt has one prefix key per block."""
 _OVER_MEAN: Final = 1.25
 _MORE_REQUESTS: Final = 2
-"""A replica with more than ``_OVER_MEAN`` times the mean number of requests, plus ``_MORE_REQUESTS``, gets no further
-requests because of its cache."""
+"""A replica counts as overloaded if its number of requests is above ``_OVER_MEAN`` times the mean plus
+``_MORE_REQUESTS``. The router then does not prefer it for its cached prefixes."""
 _FADING: Final = 0.99
 _LONGEST_STEP: Final = 60.0
 """Maximum duration of a step in seconds. A longer time is ignored: the process was stopped for a while."""
@@ -286,7 +286,7 @@ ROUTINGS: Final[dict[str, Callable[[], Router]]] = {
     "prefix": _Prefix,
     "forecast": _Forecast,
 }
-"""Name -> class of the router."""
+"""Name of a router, as in the setting ``routing`` -> its class."""
 
 
 def router_from_name(name: str) -> Router:

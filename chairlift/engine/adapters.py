@@ -192,7 +192,7 @@ class Adapters:
         known.reading = self._thread.submit(work)
 
     def _take(self, known: _Known) -> None:
-        """Handle the result of a finished read."""
+        """Handle the end of reading an adapter's files: store the adapter, or note the error."""
         future, known.reading = known.reading, None
         first = not known.digest
         try:

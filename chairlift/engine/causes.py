@@ -78,10 +78,11 @@ class _Account:
     step: int = -1
     """Index of the step in which the sequence joined or was preempted. Results of earlier steps are ignored."""
     stalled: bool = False
-    """Whether the sequence pauses during decoding, because it lacks blocks. The previous step may still be in
-    flight."""
+    """Whether the sequence pauses during decoding, because it lacks blocks. Its newest token may still be computed by a
+    step in flight."""
     back_at: int = 0
-    """Number of positions that were computed when the sequence was preempted."""
+    """Number of positions that were computed before the preemption. The sequence counts as preempted until as many are
+    computed again."""
     seconds: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     preempted_by: list[str] = dataclasses.field(default_factory=list)
     preempted_during: list[tuple[float, float]] = dataclasses.field(default_factory=list)

@@ -129,7 +129,8 @@ class CoreOutputs:
     """(sequence, first position, one record per position). After a recompute, earlier records may be repeated."""
     finished: list[FinishedSequence] = dataclasses.field(default_factory=list)
     decoding: list[tuple[str, dict[str, float], DecodeSeconds]] = dataclasses.field(default_factory=list)
-    """Sequences that began to decode; see :attr:`CauseLedger.decoding`."""
+    """Sequences with stop strings that began to decode: (id, cause -> seconds charged so far, totals of the cause
+    ledger at that time)."""
     decode_seconds: DecodeSeconds = (0.0, 0.0, 0.0)
     """Totals of the cause ledger at the time when the step's tokens were known."""
     progress: list[Progress] = dataclasses.field(default_factory=list)
@@ -162,7 +163,7 @@ class _Flight:
     pending: PendingTokens | Exception
     start: float
     grammars: Sequence[SamplePlace]
-    """Sample positions of requests with a grammar or a thinking budget."""
+    """Sample positions of requests that have a grammar or a thinking budget."""
     known: SampledTokens | None = None
 
     def tokens(self) -> SampledTokens:
@@ -258,8 +259,8 @@ class EngineCore(EngineClient):
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
         self.masks_of: Callable[[SchedulerOutput], Masks | None] | None = None
-        """Function that returns the masks of a step; called while the model computes the step. None if no request has a
-        mask. When it is called, the tokens of steps in flight are not known."""
+        """Function that returns a step's masks of allowed tokens; called while the model computes the step. None if no
+        request has a mask. When it is called, the tokens of steps in flight are not known."""
         self.floor: FloorShare | None = None
         """Compares step times with the limits of this machine; None if the limits were not measured."""
         self.config, self.executor = config, executor
@@ -274,7 +275,8 @@ class EngineCore(EngineClient):
         self._kv_events = self._publish(None if cache is None else cache.kv_events_endpoint)
 
     def _publish(self, endpoint: str | None) -> KVEventPublisher | None:
-        """Publish the changes of the prefix cache on this address, if there is one. Raises ConfigError."""
+        """Publish the changes of the prefix cache on the address ``endpoint``; None: publish nothing. Raises
+        ConfigError."""
         if endpoint is None or self.kv.prefix_cache is None:
             return None
         # Imported here because it needs msgspec, which an engine without a server does not need.
@@ -343,8 +345,8 @@ class EngineCore(EngineClient):
         return self._end(sequence_ids, FinishReason.ABORT)
 
     def stop(self, sequence_ids: Sequence[str]) -> list[FinishedSequence]:
-        """End sequences because of their text. Returns the sequences that leave now. In a static batch none or several
-        may leave."""
+        """End sequences whose text contains a stop string. Returns the sequences that leave now. In a static batch none
+        or several may leave."""
         return self._end(sequence_ids, FinishReason.STOP)
 
     def fail(self, sequence_id: str, reason: str) -> list[FinishedSequence]:
@@ -534,8 +536,8 @@ class EngineCore(EngineClient):
         }
 
     def _note_shares(self) -> None:
-        """Update the numbers of rows per class, of adapters in use, and the difference between tenants. They are not
-        updated in every step, so that steady decoding stays cheap."""
+        """Update three statistics: running requests per class of service, adapters in use, and the largest difference
+        in service between tenants. They are not updated in every step, so that steady decoding stays cheap."""
         now, running = self.clock.now(), self.scheduler.running
         if running and now < self._shares_noted + _SHARES_SECONDS:
             return

@@ -176,7 +176,8 @@ class _StopMatcher:
 
     def find(self, piece: str, counts: bool) -> tuple[str, int] | None:
         """(stop string, offset in ``piece`` after its last character) of the stop string that ends first inside
-        ``piece``; None if none does. ``counts`` says whether a match counts now."""
+        ``piece``; None if none does. ``counts``: whether a match counts, because ``min_tokens`` tokens were generated
+        before."""
         if counts:
             text, old = self._tail + piece, len(self._tail)
             ends = [(at + len(stop), -len(stop), stop) for stop in self.stops if (at := self._at(text, stop, old)) >= 0]
@@ -228,13 +229,13 @@ class _SpelledStops:
         self._matcher = _StopMatcher(stops)
         self._longest = max(map(len, stops))
         self._length = 0
-        """Number of characters so far in the second version of the text."""
+        """Number of characters so far in the text with spelled special tokens."""
         self._special: list[tuple[int, int, int]] = []
-        """(begin, end, length in the visible text) of each special token near the end. Begin and end are offsets in the
-        second version of the text."""
+        """One entry per special token near the end: (begin, end, length of the visible text there). Begin and end are
+        offsets in the text with spelled special tokens."""
         self._excess = 0
-        """Number of characters that the second version of the text has in addition to the visible text, because of
-        earlier special tokens."""
+        """Number of characters by which the text with spelled special tokens is longer than the visible text, because
+        of earlier special tokens."""
         self.safe = 0
         """Number of leading characters of the visible text that no stop string can cut off any more."""
 

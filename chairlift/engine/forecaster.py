@@ -24,8 +24,7 @@ _PAUSE_OF_THE_FAILED: Final = 60.0
 
 
 class Forecaster:
-    """Updates the forecast in small parts. ``priorities`` maps a class of service to the priority of its new requests.
-    The engine schedules ``depth`` steps ahead."""
+    """Updates the forecast of the waiting queue, a few simulated steps at a time."""
 
     def __init__(
         self,

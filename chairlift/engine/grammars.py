@@ -355,8 +355,8 @@ class Grammars:
 
     @staticmethod
     def _follow(row: GrammarRow, drawn: Sequence[int]) -> bool:
-        """Advance the matcher to the newest token. ``drawn`` are tokens after the request's known tokens. Returns False
-        if no token may follow."""
+        """Advance the matcher to the newest token. ``drawn`` are tokens that steps in flight have sampled after the
+        request's known tokens. Returns False if no token may follow."""
         request, matcher = row.request, row.matcher
         begin, own = request.num_prompt_tokens, request.num_output_tokens
         known = own + len(drawn)
@@ -372,8 +372,7 @@ class Grammars:
 
 
 def _fill(todo: Sequence[SamplePlace]) -> dict[int, npt.NDArray[np.uint32]]:
-    """Fill the masks. Returns sample position -> mask. For a row with drafts, the matcher consumes each draft to make
-    the mask after it, and then goes back."""
+    """Fill the masks of allowed tokens for these sample positions. Returns sample position -> mask."""
     masks: dict[int, npt.NDArray[np.uint32]] = {}
     for first, row, drafts in todo:
         matcher, begin = row.matcher, row.matcher.num_consumed

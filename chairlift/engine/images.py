@@ -27,7 +27,8 @@ _log = logging.getLogger(__name__)
 _BUSY_FRACTION: Final = 0.4
 """Fraction of a decode step's time that the encoder may compute between two steps while requests run."""
 _IDLE_SECONDS: Final = 0.05
-"""Seconds that the encoder computes in one turn while no request runs. A new request waits at most for one turn."""
+"""Seconds for which the encoder computes without a pause while no request runs. A new request waits at most this
+long."""
 _KEPT_BYTES: Final = 256 << 20
 """Maximum number of bytes of encoded rows that no request uses."""
 
@@ -53,7 +54,8 @@ class Images:
         self._clock = clock or SystemClock()
         self._kept_bytes = kept_bytes
         self._overrun = 0.0
-        """Seconds by which earlier turns exceeded their time limit. Later turns are shortened by this time."""
+        """Seconds by which the encoder exceeded its time limit in earlier calls of :meth:`work`. Later calls get less
+        time."""
         self._users: dict[bytes, int] = {}
         self._unused: OrderedDict[bytes, int] = OrderedDict()
         """Key of an encoded tile that no request uses -> bytes of its rows; least recently used first."""
@@ -65,7 +67,7 @@ class Images:
         self._ready: list[Request] = []
         self._failed: list[tuple[Request, str]] = []
         self.num_encoded = self.num_hits = 0
-        """Counters: tiles that were encoded; tiles of requests that were encoded already or were in the queue."""
+        """Counters: tiles that were encoded; tiles that a new request found encoded already, or in the queue."""
 
     @property
     def is_encoding(self) -> bool:

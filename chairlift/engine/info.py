@@ -136,7 +136,7 @@ class EngineInfo:
     takes_images: bool = False
     """Whether requests may have images."""
     pooling: PoolingInfo | None = None
-    """Facts about pooling; None for a model that generates."""
+    """Facts about a model for embeddings, scores or classes; None for a model that generates text."""
     weights: str = ""
     """Directory of the newest weights; empty if the weights were never replaced."""
     weight_version: int = 0

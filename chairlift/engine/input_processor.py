@@ -75,7 +75,7 @@ class PreparedRequest:
     after these tokens: the next token gets the same position, seed and penalties as if one engine had computed it
     all."""
     image_spans: tuple[ImageSpan, ...] = ()
-    """Positions of the prompt whose inputs are rows of encoded images."""
+    """Spans of the prompt whose input vectors come from an encoded image instead of token embeddings."""
     image_tiles: tuple[ImageTile, ...] = ()
     """Image tiles to which ``image_spans`` refer, each tile once."""
 

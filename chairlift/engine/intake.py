@@ -28,7 +28,8 @@ _MAX_FUTURE_SHARE: Final = 0.8
 """Maximum fraction of future starts that is assumed to go to more urgent requests, which have not arrived yet. So a
 forecast wait grows at most five times."""
 _WRONG_REFUSALS: Final = 0.1
-"""Target for refusals by forecast: fraction of the refused requests that would have started in time."""
+"""Target for the fraction of wrong refusals: requests that are refused because of the forecast, although they would
+have started in time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class _Crowd:
             del self.lanes[each.lane]
 
     def before(self, level: int) -> int:
-        """Number of requests at this level and at more urgent levels."""
+        """Number of requests at this priority level and at more urgent levels."""
         return sum(count for each, count in self.levels.items() if each <= level)
 
 
@@ -123,8 +124,8 @@ class Intake:
         the lane)."""
         self._started: deque[float] = deque()
         self._line_since = 0.0
-        """Time at which the queue last became non-empty. Earlier starts show only how many requests arrived, not how
-        fast the engine is."""
+        """Time at which the queue last became non-empty. The rate of starts is measured from then on, because earlier
+        starts show only how many requests arrived, not how fast the engine is."""
         self._came: deque[tuple[float, int]] = deque()
         """(time, priority level) of each arrival in the last 30 seconds."""
 
@@ -273,8 +274,9 @@ class Intake:
                 self._unforeseen.add(each)
             elif each.lane is not None and self._levels:  # without classes the engine has no lanes
                 lanes.setdefault(each.lane, []).append(self._starts[name])
-        # The forecast includes one new request of the tenant that has the most requests. For other tenants it includes
-        # only the requests that wait.
+        # The forecast has the start of a new request only for the tenant with the most requests, and for a tenant
+        # without requests. For other tenants, expected_wait() computes it from the last start in the lane and the time
+        # between starts.
         self._lane_ends = {
             lane: (max(all_), max(0.0, max(all_) - made_at) / len(all_))
             for lane, all_ in lanes.items()
@@ -311,7 +313,8 @@ class Intake:
         return self._wait(service_class, lane, now, self._unforeseen, free_rows)
 
     def heard(self, now: float, busy: bool) -> None:
-        """Note a message about a step. ``busy`` says that the engine had work since the previous message."""
+        """Note the time of the engine's message about a step. ``busy`` says that the engine had work since the previous
+        message."""
         self._longest_step = max(now - self.heard_at if busy else 0.0, 0.9 * self._longest_step)
         self.heard_at = now
 

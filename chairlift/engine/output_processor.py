@@ -56,9 +56,10 @@ class _Answer:
         self.progress: tuple[Progress, float] | None = None
         """(newest progress report of the sequence, time of this report); None before the first."""
         self.weight_versions = [(0, 0)]
-        """(index of the first token, version of the weights), as in :attr:`CompletionOutput.weight_versions`."""
+        """One entry per version of the weights: (index of the first token that it sampled, version)."""
         self.predicted = (0, 0)
-        """(accepted drafts, rejected drafts): numbers of drafts from the request's ``prediction``."""
+        """(number of accepted drafts, number of rejected drafts). Only drafts from the request's ``prediction``
+        count."""
 
     def read(self, stop_terminated: bool = False) -> str | None:
         """Let the detokenizer read the new tokens. Returns the stop string that ends the answer, or None."""
@@ -69,8 +70,8 @@ class _Answer:
         return self._ended_by(self.detokenizer.update(fresh, stop_terminated))
 
     def close(self, ended: FinishedSequence, eos: frozenset[int]) -> None:
-        """Read all tokens and set the finish reason. A stop string found in the last tokens takes precedence over
-        ``ended``."""
+        """End the answer: let the detokenizer read all tokens, and set the finish reason. A stop string found in the
+        last tokens takes precedence over the reason in ``ended``."""
         if self.only_scores:
             good = ended.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
             self.finish_reason = FinishReason.LENGTH if good else ended.finish_reason
@@ -487,7 +488,8 @@ class OutputProcessor:
         state.metrics.num_preemptions += ended.num_preemptions
 
     def _count_end(self, state: RequestState, now: float) -> None:
-        """Record the end of a request. An error here is only logged, so that its output is still delivered."""
+        """Count the end of a request in the statistics. An error in this method is only logged, so that the request's
+        output is still delivered."""
         try:
             self._note_end(state.metrics, now)
             if self._stats is not None:

@@ -71,7 +71,7 @@ class PooledRequests:
             self._drop(ids, client)
 
     def begun(self, message: PassBegun) -> None:
-        """Note that a forward pass with these texts has begun."""
+        """Note that a forward pass has begun, with the texts that ``message`` names."""
         now = time.monotonic()
         self._stats.engine.num_running = len(message.request_ids)
         for request_id in message.request_ids:

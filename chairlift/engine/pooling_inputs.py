@@ -72,8 +72,8 @@ class PoolingInputs:
     def text(
         self, request_id: str, ids: Sequence[int], truncate: int | None = None, added: tuple[int, int] = (0, 0)
     ) -> PooledText:
-        """Check token ids, and truncate them if ``truncate`` allows it. Truncation keeps the beginning and the
-        ``added`` special tokens."""
+        """Check the token ids of a text, and truncate them if ``truncate`` allows it. Truncation keeps the beginning of
+        the text and the ``added`` special tokens."""
         limit = self._limit(truncate)
         if limit is not None and len(ids) > limit:
             num_after = min(added[1], limit)

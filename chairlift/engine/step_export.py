@@ -50,7 +50,7 @@ class Recording:
     """The contents of a recording."""
 
     about: dict[str, Any]
-    """Sizes and settings of the engine, from the first line."""
+    """Sizes and settings of the recorded engine, from the first line of the recording."""
     lines: list[dict[str, Any]]
     requests: dict[int, RecordedRequest]
     """Number that a request has in the lines -> the request."""
@@ -290,6 +290,6 @@ class _Writer:
         return "" if found is None else found.request_id
 
     def close(self) -> None:
-        """End the events of all rows that still decode; they end with their last step."""
+        """End the trace event of each row that still decodes, at the end of the row's last step."""
         for slot in list(self._rows):
             self._stop(slot)

@@ -104,7 +104,7 @@ class StepRecord:
 
 
 def _accepted(out: SchedulerOutput, result: StepResult) -> dict[str, int]:
-    """Request id -> number of tokens, as in :attr:`StepRecord.accepted`."""
+    """Request id -> number of tokens that its row with drafts got: accepted drafts plus one."""
     found: dict[str, int] = {}
     position = len(result.sampled)
     for name, chunk in zip(reversed(out.chunk_ids), reversed(out.chunks), strict=True):

@@ -53,7 +53,7 @@ class StepRecorder:
         self._count = 0
         self._ended: deque[str] = deque()
         self._started: dict[str, float] = {}
-        """Request id -> time at which the request first joined, for unfinished requests."""
+        """Request id -> time at which the request first joined the batch, for unfinished requests."""
         self._changes: list[_Change] = []
         """Changes of the batch since the last line was written, or since the last step was scheduled."""
         self._flights: dict[int, list[_Change]] = {}
@@ -88,7 +88,8 @@ class StepRecorder:
         self.close()
 
     def take(self) -> bytes:
-        """Lines since the last call. If there is a snapshot, it comes first, and a new reader may begin there."""
+        """Lines recorded since the last call. If they contain a snapshot, it comes first, and a new reader may begin
+        there."""
         self._end_idle()
         lines, self._lines, self._num_bytes = self._lines, [], 0
         now = self._core.clock.now()

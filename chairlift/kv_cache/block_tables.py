@@ -28,7 +28,7 @@ class BlockTables:
         self.layout, self.block_size = layout, layout.block_size
         self.pools = [BlockPool(group.num_blocks) for group in layout.groups]
         self.reservations = Reservations(layout, self.pools)
-        # Attributes of each cache kind that are needed for every new block. They are looked up once.
+        # The attributes of each cache kind that every new block needs are looked up once, here.
         self._spans = [kind.span for kind in layout.kinds]
         self._counts = [int(kind.stores_positions) for kind in layout.kinds]
         self._releasing = [group for group, kind in enumerate(layout.kinds) if kind.releases]
@@ -36,8 +36,8 @@ class BlockTables:
         self.held_blocks = 0
         """Number of entries in all block tables of groups with K and V. A shared block counts once per table."""
         self.deferred: deque[tuple[int, int, list[int]]] = deque()
-        """(index of the last step that uses the blocks, group, blocks). The blocks are released when that step has
-        ended."""
+        """One entry per release that must wait: (index of the last step that uses the blocks, cache group, blocks). The
+        blocks are released when that step has ended."""
         self.num_deferred = [0] * len(self.pools)
         self.done_step = 0  # steps count from 1
         self.journal: list[TableChange] | None = None
@@ -147,7 +147,8 @@ class BlockTables:
 
     def num_remaining(self, request: Request, num_blocks: int, limit: int) -> int:
         """Number of leading positions, at most ``limit``, whose KV remains if each group loses the last ``num_blocks``
-        blocks of the request's table. A multiple of whole blocks; below 1 if nothing would remain."""
+        blocks of the request's table. The result is a multiple of the block size; it is below 1 if nothing would
+        remain."""
         kinds = self.layout.kinds
         ends = [(len(t) - num_blocks) * kind.span for t, kind in zip(request.block_ids, kinds, strict=True)]
         unit = max(self.block_size, self.layout.share_unit)

@@ -55,8 +55,8 @@ class CacheKind:
         return 0 if self.reach is None else max(0, position - self.reach + 1) // self.span
 
     def continues_at(self, position: int, num_computed: int) -> bool:
-        """Whether the table of a request with ``num_computed`` computed positions has the right content for the token
-        at ``position``. Released entries are not considered."""
+        """Whether the token at ``position`` would read the right content from the table of a request with
+        ``num_computed`` computed positions. Released entries are not considered."""
         return True
 
     def last_block(self, entry: int, block_size: int) -> int:

@@ -36,7 +36,7 @@ class CacheLayout:
         self.block_size = block_size
         self.max_step_tokens = max_step_tokens
         self.kinds = tuple(_kind_of(group, block_size) for group in groups)
-        """Kind of cache, per group."""
+        """One entry per cache group: the kind of cache."""
         self.share_unit = max(kind.share_unit for kind in self.kinds)
         """Two requests may share only prefixes whose length is a multiple of this number."""
 

@@ -58,7 +58,8 @@ class PrefixCache:
     ) -> None:
         self.block_size = block_size
         kinds = [CacheKind(block_size)] * len(pools) if kinds is None else kinds
-        # None for a kind whose entries are single blocks: there, entry and block have the same index.
+        # One entry per cache kind. None: its table entries are single blocks, so that entry and block have the same
+        # index.
         self._kinds = [None if kind.span == block_size else kind for kind in kinds]
         self._host_pool = host_pool
         if host_pool is not None:

@@ -22,14 +22,14 @@ class NewBlocks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Admission:
-    """KV that a request starts with after its admission."""
+    """Result of an admission: the KV with which the request starts."""
 
     num_computed_tokens: int
     """Number of leading positions whose KV is computed already."""
     copies: list[tuple[int, int, int]]
-    """(group, source block, destination block) to copy before the step's first write."""
+    """One entry per block to copy before the step's first write: (cache group, source block, destination block)."""
     swap_in: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, host block, block) to copy from host memory before the step's first write."""
+    """One entry per block to copy from host memory before the step's first write: (cache group, host block, block)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ _HISTOGRAMS: Final = (
     ("request_preemptions", "request_num_preemptions", "Preemptions per request."),
     ("step_tokens", "iteration_tokens_total", "Tokens computed per step."),
 )
-"""(field of RequestStats, name of the metric, description of the metric)."""
+"""One entry per histogram: (field of RequestStats, name of the metric, description of the metric)."""
 
 
 class CacheInfo(Protocol):
@@ -150,7 +150,7 @@ def render(
 
 
 class _Families(Collector):
-    """A collector that returns metrics that were made before. Some functions of the Prometheus library need a
+    """A collector that returns metrics which exist already. Some functions of the Prometheus library accept only a
     collector."""
 
     def __init__(self, families: list[Metric]) -> None:

@@ -45,7 +45,7 @@ class FleetSize:
 
     @property
     def replicas(self) -> int | None:
-        """Number of replicas for the whole traffic, without a spare replica."""
+        """Number of replicas that the whole traffic needs, without a spare replica."""
         return None if self.chosen is None else self.parts * self.chosen.replicas
 
     @property

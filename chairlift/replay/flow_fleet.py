@@ -90,7 +90,7 @@ def _own_part(job: _Job) -> int:
 
 
 class _FlowReplica:
-    """A replica in the flow model. Its times are those of the last call."""
+    """A replica in the flow model. Its state is the state at the time of the last call."""
 
     def __init__(self, view: Replica, cost: CostModel, *, budget: int, rows: int, capacity: int, cached: int) -> None:
         self.view = view
@@ -362,7 +362,7 @@ def replay_flow(
     """Simulate a trace on a fleet with the flow model. Equal arguments give identical reports.
 
     Raises ConfigError for what the model does not have: failures, updates, a changing number of replicas, a delay of
-    the door, and static batches.
+    messages to the router, and static batches.
     """
     for name, is_given in (
         ("failures", bool(plan.failures)),

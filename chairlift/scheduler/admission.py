@@ -27,8 +27,8 @@ class _Lane:
         self.keys: list[_Key] = []
         self.requests: list[Request] = []
         self.by_size: list[tuple[_Key, Request]] = []
-        """All requests of the lane as (sort key, request). They are sorted by standing, then preempted requests last,
-        then by size."""
+        """Entries (sort key, request) for all requests of the lane. The order is: :meth:`Policy.standing`; requests
+        that were not preempted before preempted ones; size."""
         self.served_at = 0.0
         """Time at which a request of this lane last joined the batch."""
 
@@ -77,7 +77,7 @@ class WaitingQueue:
         at = bisect.bisect_right(lane.keys, key)
         lane.keys.insert(at, key)
         lane.requests.insert(at, request)
-        # A preempted request goes first in policy order. In order of size it goes last: it may need many blocks for few
+        # Policy order puts a preempted request first. Order of size puts it last: it may need many blocks for few
         # tokens, and the requests after it would have to wait until it fits.
         preempted = float(request.status is not RequestStatus.WAITING)
         size_key = (*self.policy.standing(request), preempted, request.size, request.sequence)
@@ -125,13 +125,13 @@ class WaitingQueue:
                 del passed[name]
 
     def size_order(self, request: Request) -> _Key:
-        """Sort key by which the smallest requests get their part of a step's tokens: standing, then size, then
-        arrival."""
+        """Sort key for giving a part of each step's tokens to the smallest requests: :meth:`Policy.standing`, then
+        size, then arrival."""
         return (*self.policy.standing(request), request.size, request.sequence)
 
     def smallest(self, now: float) -> Iterator[Request]:
-        """Yield the smallest request of each lane. Lanes are skipped if their standing differs from that of the first
-        lane."""
+        """Yield the smallest request of each lane. Lanes whose requests have another :meth:`Policy.standing` than the
+        first lane are skipped."""
         names = list(self._lanes)
         if len(names) > 1:
             names.sort(key=lambda name: self._rank(name, 0, now))
@@ -143,13 +143,15 @@ class WaitingQueue:
                 yield request
 
     def catch_up(self, original: WaitingQueue) -> None:
-        """Copy the ages of the lanes from ``original``, of which this queue is a copy with copied requests."""
+        """Copy, for each lane, the time at which a request of the lane last joined the batch. This queue holds copies
+        of the requests in ``original``."""
         for name, lane in self._lanes.items():
             if name in original._lanes:
                 lane.served_at = original._lanes[name].served_at
 
     def may_pass(self, passed: list[Request]) -> bool:
-        """Whether requests after those in ``passed`` may be tried. The requests in ``passed`` did not fit."""
+        """Whether the requests after those in ``passed`` may be tried. The requests in ``passed`` were tried and did
+        not fit."""
         return len(passed) <= self.look_ahead and passed[-1].times_passed < self.max_times_passed
 
     def _rank(self, name: Hashable, at: int, now: float) -> _Key:

@@ -13,7 +13,8 @@ from chairlift.request import Request
 __all__ = ["AnswerLengths"]
 
 _MIN_ANSWERS: Final = 20
-"""Minimum number of ended answers for an estimate. A class with fewer uses the answers of all classes."""
+"""Minimum number of ended answers that an estimate needs. For a class of service with fewer answers, the estimate uses
+the answers of all classes."""
 
 
 class AnswerLengths:

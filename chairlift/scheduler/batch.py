@@ -57,7 +57,8 @@ class Batch:
         self.watermark = watermark
         """Fraction of each block pool that stays free at admissions, in addition to reserved blocks."""
         self.prompt_share = PromptShare(1.0 if membership.closed else policy_share)
-        """Divides the prompt tokens. A closed batch (static batching, the baseline) computes them in policy order."""
+        """Divides each step's prompt tokens between requests in policy order and the smallest requests. A closed batch
+        (static batching, the baseline) uses policy order only."""
         self.preemption = preemption
         self.max_preemptions = 0 if preemption.never else max_preemptions
         self.max_loras = max_loras
@@ -286,7 +287,8 @@ class Batch:
         self.epoch += 1
 
     def remove(self, request: Request, now: float) -> None:
-        """Remove a request for good, in any of the four states."""
+        """Remove a request for good, whether it waits in the queue, runs, waits for its source request, or is not
+        ready."""
         if request.slot >= 0:
             self.vacate(request)
         elif request in self.waiting:
@@ -302,8 +304,8 @@ class Batch:
         self.release_siblings(request, now)
 
     def release_siblings(self, request: Request, now: float) -> None:
-        """Queue the requests that wait until this request has computed their common prompt. They can now share its
-        blocks, or never."""
+        """Queue the requests that wait until this request has computed their common prompt. They can share its blocks
+        now, unless it has ended."""
         for sibling in request.siblings:
             self.wait(sibling, now)
         request.siblings = []

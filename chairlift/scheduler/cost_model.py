@@ -43,7 +43,8 @@ _REFIT_EVERY = 64
 _SWEEPS = 30
 _MIN_SECONDS = 1e-9
 _OUTLIER = 2.0
-"""An observed error counts as an outlier, and is damped, if it is larger than this multiple of the typical error."""
+"""If an observed error is larger than this multiple of the typical error, the step counts as an outlier and gets a
+smaller weight."""
 
 
 class StepFeatures(NamedTuple):
@@ -65,7 +66,7 @@ class StepFeatures(NamedTuple):
     def of(
         cls, num_decodes: int, context_tokens: int, chunks: Iterable[Chunk], adapter_bytes: float = 0.0
     ) -> StepFeatures:
-        """Features of a step as the scheduler describes it."""
+        """Features of a step, from its number of decode rows, the context of these rows, and its prompt chunks."""
         tokens, context = 0, 0.0
         for chunk in chunks:
             if chunk.drafts:
@@ -88,7 +89,7 @@ class Roofline:
     """Cost of a token that is not sampled from, as a fraction of ``token_seconds``. Such a token skips the output
     head."""
     context_seconds: float = 3e-7
-    """Typical relative error of a prediction: a running median."""
+    """Seconds for a decode row to attend to one position."""
     pair_seconds: float = 1e-7
     """Seconds for a prompt token to attend to one position."""
     step_seconds: float = 0.0005
@@ -252,8 +253,8 @@ class CostModel:
         for at in range(_NUM_KNOTS):
             if not self._gram[at][0]:
                 continue
-            # A step in this segment has the whole increase of all earlier segments and a fraction of this segment's
-            # increase.
+            # The time of a step in this segment contains the whole increase of all earlier segments, and a fraction of
+            # this segment's increase.
             spread = [list(range(at + 1)), [at + 1], *([size - _NUM_PRICES + price] for price in range(_NUM_PRICES))]
             for one, value in enumerate(self._target[at]):
                 for i in spread[one]:

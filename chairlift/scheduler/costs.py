@@ -18,8 +18,8 @@ _STEADY = 8
 _MEMORY = 0.1
 _PACE_MEMORY = 0.01
 _MAX_PACE = 16.0
-"""Maximum pause between two steps that is learned, as a multiple of the step time. A longer pause says nothing about
-later pauses."""
+"""Limit for learning the pause between two steps, as a multiple of the step time. A longer pause counts as this long,
+because it says nothing about later pauses."""
 
 
 class Costs:
@@ -46,8 +46,8 @@ class Costs:
         return bool(out.chunks or out.swap_out) or out.step % _STEADY == 0
 
     def num_copied(self, out: SchedulerOutput) -> float:
-        """Number of blocks that a step copies to or from host memory. One block of every cache group together counts as
-        1."""
+        """Number of blocks that a step copies to or from host memory, weighted by their size. One block from each cache
+        group, together, counts as 1."""
         moved = sum(self._block_bytes[group] for group, _, _ in (*out.swap_out, *out.swap_in))
         return moved / self._bytes if moved else 0.0
 

@@ -13,7 +13,8 @@ from chairlift.request import Request
 __all__ = ["Deadlines", "Estimate", "EstimateOf"]
 
 _URGENT_SHARE = 0.5
-"""A request may preempt others for its deadline when this fraction of its slack has passed."""
+"""A request may preempt others for its deadline after this fraction of its slack has passed. The slack is the time from
+its arrival to the latest start that meets the deadline."""
 
 
 class Estimate(NamedTuple):

@@ -16,7 +16,7 @@ __all__ = ["DecodeRows", "receivers"]
 
 
 def _drop(token: int) -> None:
-    """Discard a token that belongs to no request."""
+    """Discard the token of a row whose request has ended."""
 
 
 def receivers(requests: Iterable[Request | None]) -> tuple[list[Request | None], list[Callable[[int], Any]]]:
@@ -34,9 +34,9 @@ class DecodeRows:
         self._block_size = block_size
         self._clock = DecodeClock()
         self._wheel: dict[int, list[Request]] = {}
-        """Tick of the decode clock -> requests that the scheduler must check at this tick."""
+        """Tick of the decode clock -> requests that need a new KV block, or compute their last token, at this tick."""
         self.retiring: list[Request] = []
-        """Requests whose last step is in flight. They are not in the wheel."""
+        """Requests whose last step is in flight. They are not in the timing wheel any more."""
         self.stale = False
         """Whether a request was added or removed, so that :meth:`rebuild` must run before the lists are used."""
         self.count = 0
@@ -44,14 +44,15 @@ class DecodeRows:
         rows."""
         self.requests: list[Request] = []
         self.sampled: list[Request | None] = []
-        """Same as ``requests``, but None for held rows of a static batch, whose tokens are dropped."""
+        """Same list as ``requests``, but with None for each request that has ended and holds its row until its static
+        batch ends. The row's tokens are dropped."""
         self.appends: list[Callable[[int], Any]] = []
-        """Per row: function that stores the row's next token."""
+        """One entry per row: function that stores the row's next token."""
         self.slots: tuple[int, ...] = ()
         self.ids: tuple[tuple[str, int], ...] = ()
-        """(request id, slot) of every row."""
+        """One entry per row: (request id, slot of the row)."""
         self.adapters: frozenset[int] = frozenset()
-        """Adapters of all rows; 0 may be among them."""
+        """``adapter_id`` of every request in a row; 0 stands for no adapter."""
 
     @property
     def num_held(self) -> int:
@@ -59,7 +60,8 @@ class DecodeRows:
         return len(self.sampled) - len(list(filter(None, self.sampled))) if None in self.sampled else 0
 
     def due(self) -> list[Request]:
-        """Requests that the scheduler must check before the decode clock advances by one tick."""
+        """Requests that need a new KV block, or compute their last token, at the next tick. They are removed from the
+        timing wheel."""
         return self._wheel.pop(self._clock.count, [])
 
     def tick(self) -> None:
@@ -84,8 +86,8 @@ class DecodeRows:
         self.stale = True
 
     def watch(self, request: Request, position: int, ticks: int) -> None:
-        """Put the request into the timing wheel, at the tick at which it needs a new block or ends. It computes
-        ``position`` after ``ticks`` ticks."""
+        """Put the request into the timing wheel, at the tick at which it needs a new block or computes its last token.
+        After ``ticks`` more ticks, its next position to compute is ``position``."""
         wait = min(-position % self._block_size, request.limit - 1 - position)
         own_end = request.max_total_tokens - 2 - position
         request.due_at = self._clock.count + ticks + (min(wait, own_end) if own_end >= 0 else wait)

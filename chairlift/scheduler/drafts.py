@@ -52,7 +52,7 @@ class Guide(Protocol):
     """Knows which tokens may come next in answers that follow a grammar (:attr:`Request.is_guided`)."""
 
     def num_allowed(self, request: Request, drafts: Sequence[int]) -> int:
-        """Number of leading ``drafts`` that may come next and after which the answer continues."""
+        """Number of leading ``drafts`` that the grammar allows and that do not end the answer."""
         ...
 
     def forced(self, request: Request, most: int) -> Sequence[int]:
@@ -83,7 +83,7 @@ class Drafts:
         """Request id -> request that has a ``prediction`` or follows a grammar."""
 
     def added(self, request: Request) -> None:
-        """Note that a request was added."""
+        """Note that a request was added to the scheduler."""
         if request.prediction or request.is_guided:
             self._known[request.request_id] = request
 
@@ -165,7 +165,8 @@ class Drafts:
         return True
 
     def accept(self, flight: Step, tokens: Sequence[int], sampled: Sequence[Request | None]) -> list[Request | None]:
-        """Store the right tokens of rows with drafts. Returns ``sampled`` with the requests of these rows filled in."""
+        """Store the tokens that rows with drafts got: the right drafts, and one more token each. Returns ``sampled``
+        with the requests of these rows filled in."""
         found = list(sampled)
         position = len(tokens) - sum(chunk.samples for _, chunk in flight.verifies)
         for request, chunk in flight.verifies:
@@ -180,7 +181,7 @@ class Drafts:
         return found
 
     def _take(self, request: Request, right: Sequence[int], sampled: list[Request | None], position: int) -> None:
-        """Append tokens to the request, up to a token that ends it."""
+        """Append ``right`` tokens to the request, up to the first token that ends it."""
         count = 0
         for token in right:
             request.token_ids.append(token)

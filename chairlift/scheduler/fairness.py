@@ -14,9 +14,10 @@ from chairlift.request import Request
 __all__ = ["DECODE_WEIGHT", "PREFILL_WEIGHT", "VirtualTokenCounters"]
 
 PREFILL_WEIGHT = 1.0
-"""Service charged per token of a chunk. A chunk is a part of a prompt, or of a recompute after a preemption."""
+"""Service that a tenant is charged per token of a chunk. A chunk is a part of a prompt, or of a recompute after a
+preemption."""
 DECODE_WEIGHT = 2.0
-"""Service charged per generated token."""
+"""Service that a tenant is charged per generated token."""
 _MAX_IDLE = 10_000
 
 
@@ -38,7 +39,7 @@ class VirtualTokenCounters:
         self._waiting: dict[str, set[str]] = {}
         """Tenant -> ids of its waiting requests."""
         self._last = ""
-        """Tenant that most recently had waiting requests."""
+        """Name of the tenant that most recently had waiting requests."""
 
     def __getitem__(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)

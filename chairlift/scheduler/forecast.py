@@ -198,7 +198,8 @@ def _add_newcomers(twin: Scheduler, classes: dict[str, int], busiest: str, now: 
 
 
 def _like(request: Request, lengths: AnswerLengths) -> Request:
-    """Copy a request with the same size and order, and with an answer of expected length."""
+    """Copy a request for the simulation: same number of tokens, same place in the order, and an answer of expected
+    length."""
     # An ended request that is held in its static batch is also held in the copy, and gets no more tokens.
     num_tokens = request.num_output_tokens + 1 if request.finish_reason else lengths.expected(request)
     copy = Request(

@@ -95,7 +95,7 @@ class Observation:
     oldest_wait: float
     """Waiting time of the oldest waiting request."""
     kv_use: float
-    """Largest fraction of the KV blocks that requests used at once."""
+    """Largest fraction of the KV blocks that requests used at once during the interval."""
     capacity_tokens: int
     """Number of positions that fit into the KV cache, for requests of recent lengths."""
     preemption_rate: float
@@ -203,7 +203,7 @@ def tokens_for_throughput(seen: Observation, costs: Costs, limit: int) -> int:
 
 @dataclasses.dataclass(slots=True)
 class _Round:
-    """Sums over all observations since the correction factor was last changed."""
+    """Sums of the observations since the governor last changed its correction factor."""
 
     finished: int = 0
     preempted: int = 0
@@ -225,11 +225,11 @@ class RuleGovernor:
     def __init__(self, bounds: Bounds, targets: Targets, costs: Costs) -> None:
         self._bounds, self._targets, self._costs = bounds, targets, costs
         self._factor = 1.0
-        """Factor by which the forecast number of rows is multiplied."""
+        """Factor by which the forecast number of rows is multiplied, to correct errors of the forecast."""
         self._round = _Round()
         self._slack = 1.0
-        """Limit for the time of a step with prompts, as a multiple of the target. It is above 1 when steps without
-        prompts are faster than the target."""
+        """Limit for the time of a step with prompts, as a multiple of the target time per token. It is above 1 while
+        requests wait and the measured time per token is below its target."""
 
     def decide(self, now: float, seen: Observation) -> Proposal | None:
         upper, target = self._bounds.most, self._targets.tpot

@@ -43,7 +43,7 @@ class Decision:
     before: Settings
     after: Settings
     applied: bool
-    """Whether the settings were applied; false in shadow mode."""
+    """Whether the settings were applied. False in shadow mode, in which decisions are only logged."""
     why: str
     seen: Observation
 
@@ -81,7 +81,8 @@ class _Ratio:
             self._lower = self._memory
 
     def value(self, prior: float = 0.0) -> float:
-        """The ratio, after ``prior`` was added to the denominator."""
+        """The ratio. ``prior`` is added to the denominator, so that the ratio stays small while there are few
+        values."""
         lower = self._lower + prior
         return self._upper / lower if lower else 0.0
 
@@ -139,7 +140,8 @@ class Window:
         steps, computed = sorted(self._steps), self._tokens + self._prefill
         oldest = scheduler.waiting.oldest_arrival if waiting else now
         kv, length = scheduler.kv, max(1, round(self._prompts.value() + self._answers.value()))
-        # A sliding window releases blocks, so a longer request does not need more blocks.
+        # Number of positions per block, for each cache group. A sliding window releases blocks, so a longer request
+        # does not need more blocks.
         per_block = [max(kv.block_size, length / kv.layout.blocks_for(group, length)) for group in range(len(kv.pools))]
         seen = Observation(
             settings=settings,

@@ -56,7 +56,7 @@ class GuardRails:
             return ""
         (speed, share), (was, share_was) = self._mean(), self._before
         self._before = None
-        # Different traffic has a different speed, so it is not compared. With many preemptions it is not compared
+        # Throughput is not compared between different kinds of traffic. With many preemptions it is not compared
         # either: avoiding them costs throughput, and the configured settings would preempt more.
         unlike = abs(share - share_was) > 0.1 or seen.preemption_rate > UNHEALTHY
         if unlike or speed >= was * (1 - self._worst_drop) or seen.settings == self.configured:
@@ -112,6 +112,6 @@ class GuardRails:
 
 
 def _differ(one: Settings, other: Settings) -> bool:
-    """Whether two settings differ so much that the change is more than fine-tuning."""
+    """Whether a change from ``one`` to ``other`` counts as large, that is, as more than fine-tuning."""
     ratios = (one.running / other.running, one.tokens / other.tokens)
     return any(not 0.8 < ratio < 1.25 for ratio in ratios) or abs(one.watermark - other.watermark) > 0.1

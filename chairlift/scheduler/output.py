@@ -33,7 +33,7 @@ class NewRow:
     adapter_id: int = 0
     """Number of the request's adapter; 0 for no adapter."""
     images: tuple[ImageSpan, ...] = ()
-    """Positions of the prompt whose inputs are rows of encoded images."""
+    """Spans of the prompt whose input vectors come from an encoded image instead of token embeddings."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,16 +81,19 @@ class SchedulerOutput:
     """Rows from which requests were removed since the previous step."""
     joined: list[NewRow] = dataclasses.field(default_factory=list)
     new_blocks: list[tuple[int, NewBlocks]] = dataclasses.field(default_factory=list)
-    """(slot, blocks appended to the slot's block table)."""
+    """One entry per block table that grows: (slot of the row, blocks appended to its table)."""
     swap_out: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, block, host block) to save in host memory, before this step writes anything."""
+    """One entry per block to save in host memory before this step writes anything: (cache group, block, host block)."""
     copies: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, source block, destination block) to copy before this step writes anything else."""
+    """One entry per block to copy before this step writes anything else: (cache group, source block, destination
+    block)."""
     swap_in: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, host block, block) to copy back from host memory before this step computes anything. Applied after
-    ``copies``, because a block may be the source of a copy and also the destination of a swap-in."""
+    """One entry per block to copy back from host memory before this step computes anything: (cache group, host block,
+    block). Applied after ``copies``, because a block may be the source of a copy and also the destination of a
+    swap-in."""
     decode_slots: tuple[int, ...] | None = None
-    """Rows that compute their newest token and sample, in this step and later steps. None: the same rows as before."""
+    """Rows that compute their newest token and sample the next one, in this step and in later steps. None: the same
+    rows as in the previous step."""
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     num_decodes: int = 0
     num_tokens: int = 0
@@ -128,7 +131,7 @@ class SchedulerOutput:
     unused_slots: int = 0
     """Number of positions in allocated blocks that are not computed (internal fragmentation)."""
     padding_avoided: int = 0
-    """Number of tokens that an engine with padding would compute for the rows of this step in addition."""
+    """Number of additional tokens that an engine with padding would compute for the rows of this step."""
 
 
 @dataclasses.dataclass(slots=True)

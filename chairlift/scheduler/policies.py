@@ -33,8 +33,8 @@ def policy_from_config(config: SchedulerConfig, estimate: EstimateOf | None = No
 
 
 def load_policy(path: str) -> Policy:
-    """Make the policy ``module:Class``, without arguments. Raises ConfigError; it names a member that the class
-    lacks."""
+    """Create an object of the policy class ``module:Class``. Raises ConfigError if this fails, or if the class lacks a
+    member that policies need."""
     members = [name for name in dir(type(FCFS)) if not name.startswith("_")]
     base = "chairlift.scheduler.policy.FirstComeFirstServed"
     return cast(Policy, load_plugin("scheduling_policy", path, lambda owner: owner(), members, base))

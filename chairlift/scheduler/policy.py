@@ -65,7 +65,7 @@ class Policy(Protocol):
 
     def victim(self, candidates: Iterable[Request]) -> Request | None:
         """Choose the request to preempt; None: preempt none. ``candidates`` include the running request that needs
-        blocks. If the result is None or that request, it waits."""
+        blocks. If the result is None or the request that needs blocks, that request waits."""
         ...
 
     def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> Iterable[tuple[Request, int]]:
@@ -95,7 +95,8 @@ class Policy(Protocol):
         ...
 
     def may_stay(self, request: Request) -> bool:
-        """Whether a waiting request that may not be preempted any more may join now."""
+        """Whether a waiting request that was preempted the maximum number of times may join now. It then keeps its row
+        to the end."""
         ...
 
     def late(self, now: float) -> Iterable[Request]:

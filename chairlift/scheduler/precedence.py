@@ -20,7 +20,8 @@ _OWED_SHARE = 0.75
 preempt each other without end."""
 
 _STARVING = 8
-"""Number of ageing periods after which a lane without any admission also takes precedence over deadlines."""
+"""If no request of a lane (group of waiting requests) was admitted for this many ageing periods, the lane also goes
+before requests with deadlines."""
 
 
 class Precedence(FirstComeFirstServed):
@@ -82,14 +83,14 @@ class Precedence(FirstComeFirstServed):
         self._running: Iterable[Request] = ()
         self._settled = self._counted = True
         self._blocks: Counter[str] = Counter()
-        """Class of service -> number of KV blocks that its running requests hold in the cache group where the class
-        holds most. See :meth:`_used`."""
+        """Class of service -> number of KV blocks that its running requests hold. For a request in several cache
+        groups, only the group with its longest block table counts."""
         self._reserves_blocks = any(each.min_blocks for each in classes.values())
         self._reserves_tokens = any(each.min_step_tokens for each in classes.values())
         self._known: set[str] = set()
         self._starving: set[str] = set()
-        """Ids of requests that go first because their lane waited too long: the first requests of such lanes, and
-        requests that joined for this reason."""
+        """Ids of requests that go first because no request of their lane was admitted for a long time: the first
+        request of each such lane, and requests that joined for this reason."""
 
     def fork(self) -> Precedence:
         twin = Precedence(

@@ -33,10 +33,11 @@ class Preemptor:
         """Id of a request preempted since the newest step -> id of the request that needed its blocks or row; "" if
         there is none."""
         self.swap_out: list[tuple[int, int, int]] = []
-        """(group, block, host block) to save in host memory in the next step."""
+        """One entry per block that the next step must save in host memory: (cache group, block, host block)."""
         self._refused_state: tuple[int, int] | None = None
-        """(number of changes of the queue, number of vacated rows) at the last comparison, if the first waiting request
-        outranked no running request then; otherwise None."""
+        """(number of changes of the queue, number of vacated rows) when the first waiting request last outranked no
+        running request. While both numbers stay the same, the comparison is skipped for some steps. None: compare
+        again."""
         self._compared_at = 0
         """Index of the step in which waiting requests were last compared with a full batch."""
 
@@ -205,7 +206,6 @@ class Preemptor:
         The blocks that it keeps need no recompute. Returns False if no block would remain, or if none may be taken.
         """
         done = self._computed_before(request, step)
-        # One known token stays uncomputed, so that the next token can be sampled. Results of steps in flight are
         # The last known token must be computed again, so that the next token can be sampled. Results of steps in flight
         # are dropped.
         remaining = self.kv.tables.num_remaining(request, num_blocks, min(done, len(request.token_ids) - 1))

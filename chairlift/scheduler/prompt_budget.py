@@ -63,7 +63,7 @@ class PromptBudget:
         reserved = reserved_tokens(needs)
 
         def kept(number: int) -> int:
-            """Number of tokens of the budget that are kept for the rows after the first ``number`` rows."""
+            """Number of tokens of the budget to keep for the rows that come after the first ``number`` rows."""
             return max(0, min(budget, reserved - reserved_tokens(needs[:number]))) if budget and reserved else 0
 
         later = kept(len(rows))
@@ -124,8 +124,8 @@ class PromptBudget:
         return budget
 
     def _smallest_newcomer(self, step: Step) -> Request | None:
-        """The smallest waiting request that may join and has the same standing as the first request in policy order;
-        None if there is none."""
+        """The smallest waiting request that may join and has the same :meth:`Policy.standing` as the first request in
+        policy order; None if there is none."""
         if step.out.preempted or not self.waiting or not self.batch.free_rows:
             return None
         may_pass, joins = self._may_pass(step), self._adapters_that_may_join(step)
@@ -186,10 +186,9 @@ class PromptBudget:
 
     @staticmethod
     def _upto(request: Request, num_tokens: int) -> int:
-        """Number of leading positions that need blocks before the next ``num_tokens`` tokens are computed.
-
-        A request that lost blocks resumes only with blocks for all its known tokens, as if it joined again.
-        """
+        """Number of leading positions for which the request needs blocks before its next ``num_tokens`` tokens are
+        computed. A request that lost blocks resumes only with blocks for all its known tokens, as if it joined
+        again."""
         return request.num_tokens if request.short_of_blocks else request.num_computed_tokens + num_tokens
 
     def _run_chunks(self, step: Step, budget: int, rows: list[Request]) -> int:
@@ -274,10 +273,11 @@ class PromptBudget:
         return True
 
     def _uncut(self, request: Request, num_tokens: int, step: Step) -> int:
-        """Number of the request's next tokens, near ``num_tokens``. It cuts no image whose positions attend both ways.
+        """Number of the request's next tokens to compute: about ``num_tokens``, but the chunk must not end inside an
+        image whose positions attend both ways.
 
-        An image at the end of the chunk is computed whole if the step has room for it, even beyond its budget for
-        prompts. Otherwise the chunk ends before the image, and has perhaps no token.
+        If the chunk would end inside such an image, the whole image is computed if the step has room for it, even
+        beyond its budget for prompts. Otherwise the chunk ends before the image, and has perhaps no token.
         """
         start = request.num_computed_tokens
         span = cut_by(request.images, start + num_tokens) if request.images else None

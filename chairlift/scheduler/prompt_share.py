@@ -12,8 +12,8 @@ DEFAULT_POLICY_SHARE = 0.75
 """Default of ``policy_share``, measured with ``benchmarks/fair_share.py`` (see benchmarks/README.md)."""
 
 _ROWS_PER_RESERVED = 32
-"""Number of rows per row that is reserved for short requests. A batch with fewer rows than this reserves no row,
-because a reserved row would cost throughput."""
+"""One of this many rows is reserved for short requests. A batch with fewer rows reserves no row, because a reserved row
+would cost throughput."""
 _BLOCK_RESERVE = 1 / 64
 """Fraction of the blocks that only short requests may take when they join. In a cache of default size, these blocks
 hold a few short prompts."""

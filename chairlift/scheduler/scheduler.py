@@ -106,9 +106,10 @@ class Scheduler:
         self._arrivals = 0
 
     def twin(self, kv: KVCacheManager, policy: Policy) -> Scheduler:
-        """Return an empty scheduler that uses another KV cache and has the settings before the steps in flight.
+        """Return an empty scheduler with the same limits and rules, for another KV cache.
 
-        The new scheduler does not swap, and its prefill mode is ``mixed``.
+        Its division of the prompt budget starts as it was before the steps in flight. It does not swap, and its prefill
+        mode is ``mixed``.
         """
         batch, waiting = self.batch, self.waiting
         twin = Scheduler(

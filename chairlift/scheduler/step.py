@@ -19,13 +19,13 @@ class Step:
 
     out: SchedulerOutput
     carried: float
-    """Value that :attr:`PromptShare.carried` had before this step."""
+    """Rounding remainder :attr:`PromptShare.carried` as it was before this step."""
     runs_decodes: bool = False
     sampled: Sequence[Request | None] = ()
     appends: Sequence[Callable[[int], Any]] = ()
     chunks: list[tuple[Request, Chunk]] = dataclasses.field(default_factory=list)
     verifies: list[tuple[Request, Chunk]] = dataclasses.field(default_factory=list)
-    """Chunks with drafts. They are the last entries of ``chunks``."""
+    """(request, chunk) of each row with drafts. These pairs are the last entries of ``chunks``."""
     passed: list[Request] = dataclasses.field(default_factory=list)
     """Waiting requests that were tried in this step and did not fit."""
     blocked: list[Request] = dataclasses.field(default_factory=list)

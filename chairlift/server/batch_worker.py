@@ -164,8 +164,8 @@ class BatchWorker:
         _log.info("batch %s: %s", batch.id, end)
 
     async def _more(self, batch: BatchRecord, work: _Work) -> bool:
-        """Load further requests of a batch from the store into its queue. Returns whether the batch has a request to
-        send."""
+        """Load further requests of a batch from the store into the batch's queue. Returns whether the batch has a
+        request to send."""
         if not work.queue:
             reached = work.reached
             found = await self.call(lambda store: store.pending(batch.id, reached, _LOADED_AT_ONCE))

@@ -58,7 +58,7 @@ class ChatRun:
     """Whether ``max_tokens`` was reduced because prompt and output together would exceed the model's maximum length."""
 
     def head(self, prefix: str) -> dict[str, Any]:
-        """First fields of chat completion responses and chunks."""
+        """Fields with which the responses and chunks of a chat completion begin."""
         return reply_head(prefix, self.model, self.info, self.streams)
 
     def reading(self) -> AnswerReading:

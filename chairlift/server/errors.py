@@ -125,8 +125,8 @@ def to_api_error(error: Exception, state: ServerState, request_id: str, *, chat:
 
 
 def _field(message: str, chat: bool) -> str | None:
-    """Name of the request field that a message is about. Such a message begins with the field's name, as in ``ttft_ms
-    is 5.0, but ...``. None if the message does not begin with a field."""
+    """Name of the request field that an error message is about. Such a message begins with the field's name, as in
+    ``ttft_ms is 5.0, but ...``. None if the message does not begin with a field."""
     number = _PROMPT_NUMBER.match(message)
     message = message[number.end() :] if number else message
     if message.startswith("the messages") or (chat and _OF_PROMPT.match(message)):

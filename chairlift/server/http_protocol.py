@@ -40,7 +40,8 @@ _PIECE: Final = 2048
 limit."""
 
 _MIN_READ: Final = 1 << 16
-"""Minimum number of bytes that a client must read in each ``stall_timeout`` while more are waiting."""
+"""Minimum number of bytes that a client must read in each ``stall_timeout``, if at least this many wait for the
+client."""
 
 _NUM_CHECKS: Final = 4
 """Number of checks of a client's reading per ``stall_timeout``. With few checks a slow client would get much more time
@@ -168,12 +169,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._task: asyncio.Task[None] | None = None
         self._in_head = True
         self._overhead = 0
-        """Number of bytes received since the request began, or since the last part of its body: headers, chunk sizes
-        and trailers."""
+        """Number of bytes outside the body (headers, chunk sizes, trailers) that have arrived since the request began,
+        or since the last part of its body."""
         self._header_bytes = self._num_headers = 0
         self._framing: list[tuple[bytes, bytes]] = []
-        """Length headers of a request that also offers a protocol upgrade. The parser would read the body of such a
-        request as another protocol, so it is parsed again with these headers only."""
+        """Headers with the length of the body (Content-Length, Transfer-Encoding), for a request that also offers a
+        protocol upgrade. The parser would read the body of such a request as another protocol, so it is parsed again
+        with these headers only."""
         self._discards = False
         """Whether received data is discarded from now on."""
         self._ignored = 0

@@ -75,7 +75,7 @@ class Stop:
         self._code = ExitCode.ANSWERED
 
     def signal(self) -> None:
-        """Handle SIGTERM or SIGINT: the first drains, the second stops."""
+        """Handle SIGTERM or SIGINT: the first signal starts the drain, the second stops the server at once."""
         (self.now if self.drain.is_set() else self.drain).set()
 
     def fail(self, code: ExitCode) -> None:

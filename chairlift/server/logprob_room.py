@@ -17,14 +17,14 @@ from chairlift.server.state import ServerState
 __all__ = ["release_logprobs", "reserve_logprobs"]
 
 _ALWAYS_ALLOWED: Final = 1 << 20
-"""Number of log-probabilities that any request may ask for, even if the model's length is small. It is enough for 64
-prompts of 2,700 tokens with 5 log-probabilities per token, which take 12 MB."""
+"""Number of log-probabilities that any request may ask for, even if the model's context length is small. It is enough
+for 64 prompts of 2,700 tokens with 5 log-probabilities per token, which take 12 MB."""
 _ANSWERS: Final = 4
-"""Maximum number of log-probabilities of one request, as a multiple of those of a full output: the model's maximum
-length times the maximum per token."""
+"""Maximum number of log-probabilities of one request, as a multiple of the number for one output of maximum length (the
+model's context length times the maximum per token)."""
 _IN_FLIGHT: Final = 16
-"""Maximum number of log-probabilities of all running requests together, as a multiple of those of a full output (or of
-``_ALWAYS_ALLOWED``, if this number is larger)."""
+"""Maximum number of log-probabilities of all running requests together, as a multiple of the number for one output of
+maximum length (or of ``_ALWAYS_ALLOWED``, if that is larger)."""
 _MAX_PER_TOKEN: Final = SamplingLimits().max_logprobs + 1
 
 

@@ -189,7 +189,7 @@ class RerankReply(msgspec.Struct, kw_only=True):
 
 
 class _Call:
-    """One call of any of these endpoints."""
+    """One call of an endpoint for embeddings, classes or scores."""
 
     def __init__(self, request: Request, payload: PooledRequest, ignored: list[str], task: str) -> None:
         self.state: ServerState = request.app.state.server

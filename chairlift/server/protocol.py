@@ -661,8 +661,8 @@ def _inner(kind: Any, field: str) -> Any:
 
 
 def _first_bad_name(kind: Any, value: Any) -> tuple[str, str] | None:
-    """(first name in ``value`` that the type does not allow, description of allowed names); None if all names are
-    allowed."""
+    """(first invalid name in the object ``value``, description of the names that its type ``kind`` allows); None if all
+    names are valid."""
     for option in getattr(kind, "types", (kind,)):
         if isinstance(option, msgspec.inspect.DictType) and isinstance(option.key_type, msgspec.inspect.StrType):
             pattern = option.key_type.pattern or ""

@@ -154,7 +154,7 @@ def _keeper(request: Request, payload: ResponsesRequest, earlier: _Items) -> _Ke
 
 
 def _item(item: Any) -> dict[str, Any]:
-    """An output item, converted to an input item."""
+    """Convert an item of the output to an input item, for a later request that continues the response."""
     if isinstance(item, OutputMessage):
         texts = [{"type": "output_text", "text": part.text} for part in item.content]
         return {"type": "message", "role": "assistant", "content": texts}

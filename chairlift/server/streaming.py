@@ -324,7 +324,7 @@ def _check_end(output: RequestOutput, answer: CompletionOutput) -> None:
 
 
 def reply_head(prefix: str, model: str, info: EngineInfo, streams: Sequence[OutputStream]) -> dict[str, Any]:
-    """First fields of responses and chunks. All outputs of one response have the same class of service."""
+    """Fields with which responses and chunks begin. All outputs of one response have the same class of service."""
     return {
         "id": f"{prefix}-{secrets.token_hex(16)}",
         "created": int(time.time()),

@@ -45,7 +45,8 @@ class Names:
 
     @contextlib.contextmanager
     def translated_errors(self, state: ServerState, request_id: str) -> Iterator[None]:
-        """Context manager: convert errors about the chat into ApiErrors about the client's fields."""
+        """Context manager: replace errors that name fields of the translated chat request by ApiErrors that name the
+        fields of the client's own request."""
         try:
             yield
         except (ApiError, RequestError, TemplateError) as error:
