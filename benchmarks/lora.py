@@ -190,7 +190,7 @@ def engines(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 class Seen(NamedTuple):
-    """Measurements of one request of ``many``."""
+    """Measurements of one request of the benchmark ``many``."""
 
     arrival: float
     first: float

@@ -82,7 +82,7 @@ class Fixed(AdaptiveSpeculator):
     """Speculator that always computes a fixed number of drafts, regardless of their cost."""
 
     def choose(self, rows: Any, step: Any, budget: int) -> Any:
-        """See :class:`~chairlift.scheduler.drafts.Speculator`."""
+        """Propose the fixed number of drafts for every row, or fewer if the row's limit is lower."""
         proposals = self._proposer.propose([(request, min(most, self.most)) for request, most in rows])  # type: ignore[union-attr]
         return [(request, drafts) for (request, _), drafts in zip(rows, proposals, strict=True) if drafts]
 

@@ -183,7 +183,7 @@ class _CompiledGrammar:
         self.width, self.vocab_size, self.eos = width, vocab_size, eos
 
     def matcher(self, stop_token_ids: Sequence[int] = ()) -> Matcher:
-        """See :class:`Compiled`."""
+        """A matcher at the beginning of an output. ``stop_token_ids`` are allowed wherever the output may end."""
         with self._lock:
             return _LLMatcher(self._base.deep_copy(), self, stop_token_ids)
 

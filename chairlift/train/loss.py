@@ -142,8 +142,8 @@ class StepLoss:
         return float(self._total)
 
     def normaliser(self, batches: Sequence[Batch]) -> float:
-        """Compute Z of a step, summed over the group. Every rank must call this method with its own ``batches`` of the
-        step."""
+        """Compute Z of a step, the constant that its losses are divided by, summed over the group. Every rank must call
+        this method with its own ``batches`` of the step."""
         own = own_normaliser(batches, self.reduce)
         return float(sum_over_group(torch.tensor([own], dtype=torch.float64), self.group))
 
@@ -165,7 +165,7 @@ class StepLoss:
 
 
 def own_normaliser(batches: Sequence[Batch], reduce: Reduce) -> float:
-    """This rank's part of Z: the sum over its ``batches``."""
+    """This rank's part of Z, the constant that the losses of a step are divided by: the sum over ``batches``."""
     cpu = torch.device("cpu")
     return sum(float(_targets(batch, reduce, cpu, torch.float64).normaliser) for batch in batches)
 
@@ -332,7 +332,8 @@ def _targets(batch: Batch, reduce: Reduce, device: torch.device, dtype: torch.dt
 
 
 def _known(batch: Batch, reduce: Reduce) -> float:
-    """Z over all ranks, as a stream has stored it in a pack. 0 if it is unknown."""
+    """Z, the constant that the losses of a step are divided by, as a stream has stored it in a pack. 0 if it is
+    unknown."""
     name = {"token": "step_weight", "sequence": "step_sequences"}.get(reduce, "")
     return float((getattr(batch, name, 0.0) if isinstance(batch, Pack) else batch.get(name)) or 0.0)
 

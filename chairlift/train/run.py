@@ -182,8 +182,7 @@ def _evaluation_openers(config: TrainConfig, encode: Encode) -> dict[str, Callab
 
 
 def _encode_for(config: TrainConfig, encode: Encode, source: str | None) -> Encode:
-    """``encode`` for the records of a source. If there are several adapters, every item gets the name of its
-    adapter."""
+    """Wrap ``encode`` for the records of ``source``. With several adapters, every encoded item names its adapter."""
     names = list(config.lora.by_name) if config.lora is not None else []
     if not names:
         return encode

@@ -13,7 +13,8 @@ __all__ = ["Cut", "Delay", "StreamMeter", "StreamStats"]
 _HORIZON = 4096
 """Approximate number of recent sequences over which mean lengths are compared."""
 _EXACT = 64
-"""Delays below this number are counted exactly. Longer delays are rounded down by at most 1/32."""
+"""Delays (numbers of packs or sequences) below this number are counted exactly. Longer delays are rounded down by at
+most 1/32."""
 _MAX_SOURCES = 64
 """Maximum number of sources that are counted by name. All other sources are counted together."""
 _OTHERS = "(others)"

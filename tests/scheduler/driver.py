@@ -19,7 +19,8 @@ BLOCK = 4
 
 
 def request(name: str, prompt: int | list[int], max_tokens: int = 4, **settings: Any) -> Request:
-    """Create a request. ``prompt`` is token ids, or their number. Generated ids differ between requests."""
+    """Create a request. ``prompt`` is token ids, or their number. Given a number, the function makes token ids that
+    differ between requests."""
     ids = [100 * ord(name[-1]) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     return Request(name, ids, max_tokens=max_tokens, **settings)
 

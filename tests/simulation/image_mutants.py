@@ -238,7 +238,8 @@ def lost_blocks_begin_inside_an_image_that_must_be_whole(patch: Patch) -> None:
 
 @mutant
 def image_that_must_be_whole_waits_for_ever(patch: Patch) -> None:
-    """An image is never computed beyond the budget for prompts."""
+    """Bug: an image that must be computed in one step may not exceed the prompt budget, so a large image waits for
+    ever."""
 
     def wrong(self: PromptBudget, request: Request, num_tokens: int, step: Step) -> int:
         start = request.num_computed_tokens

@@ -58,7 +58,7 @@ class Machine(NamedTuple):
 
     @property
     def pair(self) -> int:
-        """Number of adjacent elements in packed layouts (``P`` in the header)."""
+        """Number of adjacent elements in packed layouts (``P`` in the C header)."""
         return 4 // self.dtype.itemsize
 
 
