@@ -154,7 +154,8 @@ async def serve_echo(tokens: int) -> Callable[[], AsyncIterator[int]]:
 
 
 async def echo_loop(ask: Callable[[], AsyncIterator[int]], streams: int, each: int, tokens: int) -> tuple[float, float]:
-    """The loop of :func:`closed_loop` with the echo. Returns (median seconds to the first number, numbers/s)."""
+    """Run ``streams`` clients that each call ``ask`` (the echo of Ray Serve) ``each`` times. Returns (median seconds to
+    the first number, numbers/s)."""
     firsts: list[float] = []
 
     async def client() -> None:

@@ -72,7 +72,7 @@ Lengths = tuple[LogNormal, LogNormal]
 
 @dataclasses.dataclass
 class Run:
-    """Result of one setting on one trace."""
+    """Result of serving one trace with one setting of the engine."""
 
     served: ServedTrace
     timings: list[RequestTiming]

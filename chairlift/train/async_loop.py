@@ -183,7 +183,7 @@ class AsyncLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of :meth:`state_dict` in a new loop. The generator must have the weights of that
+        """Continue from a state of :meth:`state_dict` in a new loop. The generator must have the weights of the saved
         version.
 
         Rollouts that were running start again, with the weights of that version; see :meth:`drain`. The prompts that

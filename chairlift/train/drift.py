@@ -100,7 +100,8 @@ class _Source:
     """Number of observed losses since the last change of the source."""
     changes: int = 0
     reward: float = 0.0
-    """Reward of this source for the bandit: running mean of loss divided by probability."""
+    """Reward of this source for ``mixing="bandit"``: running mean of the loss divided by the probability of the source.
+    """
 
 
 _NUMBERS = ("live", "drawn", "start", "seen_until", "observations", "changes", "reward")

@@ -263,8 +263,8 @@ class ExpertCounts:
             self._num_tokens = 0.0
 
     def __call__(self, router_logits: Sequence[Tensor], batch: Batch) -> Tensor:
-        """This row's part of the step's loss, as a scalar. ``router_logits`` has a tensor [T, E] for each layer;
-        padding is ignored."""
+        """This row's part of the step's loss, as a scalar. ``router_logits`` has a tensor [tokens, experts] for each
+        layer; padding is ignored."""
         if not self._num_tokens:
             raise ConfigError("an ExpertCounts is called inside `with experts.step(batches, forward):`")
         if not self.exact:
@@ -285,14 +285,14 @@ class ExpertCounts:
 
     @property
     def fractions(self) -> Tensor:
-        """float64 [layers, E] fraction of the tokens that each layer routes to each expert. Each row adds up to
+        """float64 [layers, experts] fraction of the tokens that each layer routes to each expert. Each row adds up to
         ``top_k``."""
         if self._counts is None:
             raise ConfigError("no routing was counted yet")
         return self._counts / max(1.0, self._counted)
 
     def _routings(self, router_logits: Any, batch: Batch) -> Tensor:
-        """float64 [layers, E] on the CPU: number of tokens routed to each expert."""
+        """float64 [layers, experts] on the CPU: number of tokens routed to each expert."""
         layers = getattr(router_logits, "router_logits", router_logits)
         chosen = [logits[: _num_tokens(batch)].detach().topk(self.top_k, -1).indices for logits in layers]
         return torch.stack([layer.flatten().bincount(minlength=self.num_experts).cpu() for layer in chosen]).double()

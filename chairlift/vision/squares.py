@@ -35,7 +35,7 @@ class SquareSettings:
     resample: int
     """Pillow's number of the filter that resizes images."""
     rows: int
-    """Number of prompt positions of an image."""
+    """Number of rows that the encoder makes of an image: one for each prompt position of the image."""
     image_token_id: int
     around: tuple[int, int] = (-1, -1)
     """Ids of the tokens before and after an image's rows, in models that have these tokens (Gemma 3); otherwise

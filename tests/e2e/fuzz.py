@@ -65,7 +65,7 @@ _FINE: Final = frozenset({200, 400, 404, 413})
 
 
 class Finding(AssertionError):
-    """Error: the server behaved wrongly."""
+    """Raised when the server behaves wrongly."""
 
 
 @dataclasses.dataclass

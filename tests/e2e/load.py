@@ -48,7 +48,7 @@ __all__ = [
 
 
 class Violation(AssertionError):
-    """Error: the server has broken a rule of the test."""
+    """Raised when the server breaks a rule of the test."""
 
 
 class End(enum.StrEnum):

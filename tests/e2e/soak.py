@@ -49,7 +49,7 @@ GOLDEN = [Ask(prompt=f"golden {i}", max_tokens=60, seed=i, chat=i % 2 == 0, n=1 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """Measurements of one minute."""
+    """Measurements of the server in one minute of a soak test."""
 
     requests: int
     """Number of requests served since the start."""

@@ -67,7 +67,8 @@ class Driver:
             self.scheduler.add(one)
 
     def step(self, *, fail: bool = False) -> SchedulerOutput:
-        """Run the loop once. With ``fail``, the step that is scheduled now fails."""
+        """Schedule one step, and update the scheduler with an earlier step. With ``fail``, the newly scheduled step
+        fails."""
         out = self.scheduler.schedule(self.now)
         if out.num_tokens:
             self.flights.append((out, self._tokens(out)))

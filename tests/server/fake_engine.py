@@ -164,7 +164,7 @@ class FakeEngine:
         self.names: list[str] = []
         self.room_asked: list[tuple[int, str]] = []
         self.tokens_asked: list[int] = []
-        """Number of prompt tokens in each check for room."""
+        """Number of prompt tokens in each call that checks whether a prompt has room."""
         self.words_asked: list[tuple[str, ...]] = []
         """Bad words in each call that tokenizes them."""
         self.full = False

@@ -198,8 +198,8 @@ class Batch:
 class Cache:
     """K and V of one layer for sequences of at most ``lengths`` tokens, in random blocks.
 
-    The cache is NaN at first, and block 0 always is: table entries that must not be read point to it. ``first`` is, per
-    sequence, the first position whose block exists.
+    The cache is NaN at first. Block 0 remains NaN, because block-table entries that must not be read point to it.
+    ``first`` is, per sequence, the first position whose block exists.
     """
 
     def __init__(
