@@ -108,7 +108,7 @@ CASES = (
 
 
 def deployment(case: Case) -> Deployment:
-    """The model of a case on the machine of the case."""
+    """Description of what to simulate: the model of the case on the machine of the case."""
     return deploy(case.machine, shape_from_name(case.model))
 
 

@@ -35,7 +35,7 @@ class Pack:
     """Calibration samples that form one flat batch."""
 
     token_ids: Tensor
-    """int64 [T], the token ids."""
+    """Token ids of all samples, int64 [T]."""
     cu_seqlens: list[int]
     """Offsets of the samples in the batch; the last is T."""
 

@@ -69,7 +69,7 @@ class Outcome:
     finished: bool
     """Whether the schedule or the data has ended. False after an interruption."""
     last: StepResult | None
-    """Result of the last step of this process. None if no step was left."""
+    """Result of the last step of this process. None if this process ran no step."""
     skipped: int = 0
     """Number of skipped records. A record is counted once, even if the files are read several times."""
     best: tuple[int, float] | None = None

@@ -148,8 +148,9 @@ class StreamMeter:
     ) -> None:
         """Count a closed pack with sequences of these lengths.
 
-        For each sequence, ``packs`` and ``arrivals`` have the number of packs closed and of sequences read since it was
-        read. ``filled`` is the number of padding tokens that ``align`` added.
+        For each sequence of the pack, ``packs`` has the number of packs that were closed since the sequence was read,
+        and ``arrivals`` the number of sequences that were read after it. ``filled`` is the number of padding tokens
+        that ``align`` added.
         """
         self.packs += 1
         self.tokens -= filled

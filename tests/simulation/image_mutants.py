@@ -181,7 +181,7 @@ def later_answers_of_a_prompt_do_not_wait(patch: Patch) -> None:
 
 @mutant
 def ready_requests_told_only_once_all_are_encoded(patch: Patch) -> None:
-    """Bug: a request waits for other requests' images too, and for ever if one of them is lost."""
+    """Bug: a request waits for other requests' images too, and waits for ever if one of these images is lost."""
     take_ready = Images.take_ready
 
     def wrong(self: Images) -> Any:

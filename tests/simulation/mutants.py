@@ -1,4 +1,4 @@
-"""Typical bugs of such engines, injected one at a time. The simulator must detect each of them.
+"""Typical bugs of inference engines, injected one at a time. The simulator must detect each of them.
 
 Each bug is a function that takes ``patch(owner, name, value)``; its name describes the failure.
 """
