@@ -113,7 +113,7 @@ def deployment(case: Case) -> Deployment:
 
 
 def serve(case: Case, trace: list[TracedRequest], **settings: Any) -> dict[str, Any]:
-    """Run one simulation. Returns the values that are compared."""
+    """Run one simulation. Returns the values that the benchmark compares."""
     flat = {"num_kv_blocks": case.kv_tokens // 16, "governor_ttft_ms": case.ttft_ms, "governor_tpot_ms": case.tpot_ms}
     core, limits = simulated_core(deployment(case), EngineConfig.from_flat(flat | settings))
     served = serve_trace(core, trace, limits)

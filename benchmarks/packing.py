@@ -441,8 +441,8 @@ def g2(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def h1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Drift detectors compared with river's ADWIN on the same streams, and how much of the old domain replay
-    preserves."""
+    """Drift detectors compared with river's ADWIN on the same streams, and how well replay keeps a model from
+    forgetting old data."""
     streams = importlib.import_module("tests.train.drift_streams")
     detectors = importlib.import_module("chairlift.train.detectors")
     seeds = range(10 * args.rounds)

@@ -184,7 +184,8 @@ def scripted(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def useless(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Case without repetitions: n-gram drafts with random weights at a temperature above 0."""
+    """Measure n-gram drafts where they are useless: outputs of random weights at a temperature above 0 have no
+    repetitions."""
     llm = LLM(args.model, skip_tokenizer_init=True, max_num_seqs=64, num_kv_blocks=1024, enable_prefix_caching=False)
     seconds, records, rng = llm.engine.core.costs.model.step_seconds, [], random.Random(2)
     for rows in args.rows:

@@ -330,7 +330,7 @@ def _json_options(compact: bool) -> Any:
 
 
 def readable(message: str) -> str:
-    """Error message for the caller, from a message of llguidance: the error and the keyword."""
+    """Error message for the caller: the error and the keyword, taken from llguidance's ``message``."""
     if found := _UNIMPLEMENTED.search(message):
         names = found[1].replace('\\"', '"')
         several = "keywords" if "," in names else "keyword"

@@ -403,7 +403,8 @@ def _contents(folder: Path) -> tuple[Path, bytes, dict[str, Any]]:
         beside = _read_object(folder / "special_tokens_map.json") | _read_object(folder / "tokenizer_config.json")
         return file, data, beside
     if (model := find_gguf(folder)) is not None:
-        # The import is here because these modules need numpy, which is slow to import and not needed for most models.
+        # The GGUF modules are imported here, because they need numpy, which is slow to import and not needed for most
+        # models.
         from chairlift.gguf.reader import GGUFModel
         from chairlift.tokenizer.gguf_tokenizer import gguf_tokenizer
 

@@ -40,7 +40,7 @@ _ROWS: Final = 500
 
 
 def export_files(to: str, output: Path) -> list[Path]:
-    """Paths of the files that a writer may create. Raises ConfigError if ``output`` has a wrong suffix."""
+    """Paths of the files that the writer for ``to`` may create. Raises ConfigError if ``output`` has a wrong suffix."""
     suffixes = {"megatron": ("",), "nemo": (".parquet", ".pq", ".npy"), "trl": (".parquet", ".pq", ".jsonl")}[to]
     if to == "megatron":
         if output.suffix in (".bin", ".idx"):

@@ -46,7 +46,8 @@ class ImageSpan:
     height and a width (see :func:`axes_of`); otherwise zeros."""
 
     whole: bool = False
-    """Whether the positions attend to each other both ways. They are then computed in the same step."""
+    """Whether the positions of the span attend to each other in both directions. They are then computed in the same
+    step."""
 
     @property
     def end(self) -> int:

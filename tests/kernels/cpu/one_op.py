@@ -392,8 +392,8 @@ def run(
     tables: Sequence[Tensor] = (),
     **fields: Any,
 ) -> None:
-    """Run one operation. Tensors in ``fields`` are passed by address. Fields that name a buffer are its index, -1 by
-    default."""
+    """Run one operation. Tensors in ``fields`` are passed by address. A field that refers to a buffer has the index of
+    the buffer; -1 by default."""
     numbers = {"in_": -1, "out": -1, "aux": -1, "rotary": -1}
     plain = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in fields.items()}
     op = lib.Op(kind=kind, **{**numbers, **plain})
