@@ -71,7 +71,7 @@ class Scripted:
         return found
 
     def seconds(self, num_rows: int) -> float:
-        """0, because the outputs are known in advance."""
+        """Estimated seconds to propose drafts: 0, because the outputs are known in advance."""
         return 0.0
 
     def forget(self, request: Request) -> None:

@@ -88,7 +88,7 @@ class SquareProcessor(ImageProcessor):
 
 
 class FramedProcessor(SquareProcessor):
-    """Images of Gemma 3: blank lines and two tokens frame the rows, which attend to each other both ways.
+    """Images of Gemma 3: blank lines and two tokens frame the rows, which attend to each other in both directions.
 
     The blank lines are joined with the lines of the text before and after an image, as if the whole text had been
     tokenized at once.

@@ -86,7 +86,8 @@ def byte_tokenizer(begins: bool = False) -> Tokenizer:
 
 
 class FakeStream:
-    """Yields scripted outputs. If the engine fails before they have ended, it raises the failure."""
+    """Yields scripted outputs. If the engine fails before the outputs have ended, the stream raises the engine's
+    failure."""
 
     def __init__(
         self,

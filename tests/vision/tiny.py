@@ -295,7 +295,7 @@ def picture(seed: int, width: int = 40, height: int = 24) -> Image.Image:
 
 
 class Reference:
-    """transformers' own processing and model for a model directory."""
+    """transformers' own processor and model, loaded from a model directory."""
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForImageTextToText.from_pretrained(

@@ -169,8 +169,8 @@ def packed_bias(bias: Tensor, *, gated: bool = False) -> Tensor:
 
 
 class Batch:
-    """A ragged batch. Rows are (new tokens, context length including them); each cache has its own block table and slot
-    mapping."""
+    """A ragged batch. Each row is (number of new tokens, context length including the new tokens). Each cache has its
+    own block table and slot mapping."""
 
     def __init__(self, rows: Sequence[tuple[int, int]], caches: Sequence[Cache] = (), token_ids: Tensor | None = None):
         self.rows = list(rows)
