@@ -133,7 +133,8 @@ class Soak:
         return "; ".join(f"golden question {s.ask.seed}: {s.end} {s.reason}" for s in asks if s.end is not End.ANSWERED)
 
     async def rest(self, before: Held | None = None) -> Held:
-        """Wait until nothing runs, and then for the time that connections linger. Returns the held resources."""
+        """Wait at most a minute until nothing runs and the server holds no more than ``before``. Returns the held
+        resources."""
         found = Held(0, 0, 0, 0)
 
         async def quiet() -> bool:

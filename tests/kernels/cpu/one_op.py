@@ -126,10 +126,10 @@ class Codes(NamedTuple):
 
 
 class Buffer:
-    """A buffer of a program with an activation [count, width] in ``rows``, which is NaN or ``values``. The padding
-    columns are zeros.
+    """A buffer of a program. Its ``rows`` are an activation [count, width], which is NaN or ``values`` at first. The
+    padding columns are zeros.
 
-    The rows after ``count`` are NaN. Kernels may read them, but must neither use nor write them.
+    The rows after ``count`` are NaN. Kernels may load these rows, but must neither use their values nor write to them.
     """
 
     def __init__(self, rng: random.Random, machine: Machine, count: int, width: int, values: Tensor | None = None):
