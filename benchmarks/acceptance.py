@@ -76,7 +76,7 @@ def at_least(name: str, values: Sequence[float] | float, bound: float, unit: str
 
 
 def context(name: str, values: Sequence[float] | float, unit: str = "", note: str = "") -> Figure:
-    """A figure without a bound."""
+    """Create a figure that has no bound and is shown for context."""
     return Figure(name, _values(values), None, "", unit, note)
 
 

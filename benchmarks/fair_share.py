@@ -77,7 +77,7 @@ def _read(path: Path, lines: list[str]) -> list[TracedRequest]:
 
 @dataclasses.dataclass
 class Figures:
-    """Results of one fraction over all rounds. Times are in seconds."""
+    """Results of all rounds with one fraction of the prompt budget in policy order. Times are in seconds."""
 
     ttft: list[float] = dataclasses.field(default_factory=list)
     e2e: list[float] = dataclasses.field(default_factory=list)

@@ -154,7 +154,8 @@ async def serve_echo(tokens: int) -> Callable[[], AsyncIterator[int]]:
 
 
 async def echo_loop(ask: Callable[[], AsyncIterator[int]], streams: int, each: int, tokens: int) -> tuple[float, float]:
-    """The loop of :func:`closed_loop` with the echo. Returns (median seconds to the first number, numbers/s)."""
+    """Run ``streams`` clients that each call ``ask`` (the echo of Ray Serve) ``each`` times. Returns (median seconds to
+    the first number, numbers/s)."""
     firsts: list[float] = []
 
     async def client() -> None:
@@ -170,8 +171,8 @@ async def echo_loop(ask: Callable[[], AsyncIterator[int]], streams: int, each: i
 
 
 async def with_ray(rounds: int) -> dict[str, Any]:
-    """Compare an engine without a router, one replica in a process, and one as an actor of Ray; beside them, an echo of
-    Ray Serve, which does nothing else."""
+    """Compare an engine without a router, a replica in a process, and a replica as an actor of Ray. An echo of Ray
+    Serve, which only sends numbers, is measured for comparison."""
     from chairlift.distributed.ray import ray_replicas
 
     streams, each, tokens = 32, 3, 64

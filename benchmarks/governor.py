@@ -108,12 +108,12 @@ CASES = (
 
 
 def deployment(case: Case) -> Deployment:
-    """The model of a case on the machine of the case."""
+    """Description of what to simulate: the model of the case on the machine of the case."""
     return deploy(case.machine, shape_from_name(case.model))
 
 
 def serve(case: Case, trace: list[TracedRequest], **settings: Any) -> dict[str, Any]:
-    """Run one simulation. Returns the values that are compared."""
+    """Run one simulation. Returns the values that the benchmark compares."""
     flat = {"num_kv_blocks": case.kv_tokens // 16, "governor_ttft_ms": case.ttft_ms, "governor_tpot_ms": case.tpot_ms}
     core, limits = simulated_core(deployment(case), EngineConfig.from_flat(flat | settings))
     served = serve_trace(core, trace, limits)

@@ -66,7 +66,7 @@ def prompts(count: int, length: int) -> list[list[int]]:
 
 
 def window(llm: LLM, adapters: Adapters, tokens: int) -> float:
-    """Median seconds of the steps in which all rows decode and no prompt is computed."""
+    """Run one window: a call of ``generate``. Returns the median seconds of the steps in which all rows decode."""
     rows, first = len(adapters), llm.engine.scheduler.step
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     llm.generate(prompts(rows, 8), params, lora_request=adapters)
@@ -190,7 +190,7 @@ def engines(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 class Seen(NamedTuple):
-    """Measurements of one request of ``many``."""
+    """Measurements of one request of the benchmark ``many``."""
 
     arrival: float
     first: float

@@ -44,7 +44,7 @@ POOL = 256
 
 
 def a1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Padding with a pool of 256 sequences."""
+    """Padding of packs that are formed from a pool of 256 pending sequences."""
     for name in MIXES:
         draws = [mix(name, args.count, seed) for seed in range(args.rounds)]
         values = [waste(lengths, len(pack_indices(lengths, C, pool=POOL))) for lengths in draws]
@@ -97,7 +97,8 @@ def a3(args: argparse.Namespace) -> Iterator[Figure]:
             yield at_least(f"{label} / {kind}: least of four mixes", min(each), 1.0, "x")
             fewer = sum(theirs[name] > packs[name] for name in MIXES)
             text = f"{label} / {kind}: mixes with fewer packs"
-            # A packer that sees the whole data set also reaches the lower bound on most mixes.
+            # A packer labelled 100k sees the whole data set. It then also reaches the lower bound on most mixes, so
+            # this value has no bound here.
             yield context(text, fewer) if "100k" in label else at_least(text, fewer, 3)
 
 
@@ -440,8 +441,8 @@ def g2(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def h1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Drift detectors compared with river's ADWIN on the same streams, and how much of the old domain replay
-    preserves."""
+    """Drift detectors compared with river's ADWIN on the same streams, and how well replay keeps a model from
+    forgetting old data."""
     streams = importlib.import_module("tests.train.drift_streams")
     detectors = importlib.import_module("chairlift.train.detectors")
     seeds = range(10 * args.rounds)

@@ -35,7 +35,7 @@ from chairlift.train.stream import PackStream
 from chairlift.train.varlen import attend, patch_hf
 
 SMALL = 4096
-"""Size of the small vocabulary."""
+"""Number of token ids of the small vocabulary."""
 CASES = (
     (2048, SMALL, torch.float32, (2.5, 1.8, 1.1)),
     (2048, SMALL, torch.bfloat16, (2.5, 1.8, 1.1)),

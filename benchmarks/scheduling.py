@@ -72,7 +72,7 @@ Lengths = tuple[LogNormal, LogNormal]
 
 @dataclasses.dataclass
 class Run:
-    """Result of one setting on one trace."""
+    """Result of serving one trace with one setting of the engine."""
 
     served: ServedTrace
     timings: list[RequestTiming]
@@ -208,7 +208,7 @@ def against_best(rounds: Sequence[dict[str, float]], kind: str, ours: str, fixed
 
 
 def interval(values: Sequence[float]) -> dict[str, float]:
-    """Mean and its 95 % interval, by bootstrap."""
+    """Mean of ``values`` and its 95 % interval, by bootstrap."""
     rng = random.Random(0)
     means = sorted(statistics.fmean(rng.choices(values, k=len(values))) for _ in range(2000))
     return {"mean": statistics.fmean(values), "low": means[50], "high": means[-50]}
@@ -218,8 +218,8 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def priority(bench: Bench, seed: int) -> dict[str, float]:
-    """(a) p99 TTFT of urgent work at 5 times the capacity, divided by the p99 TTFT without other work plus two p99
-    steps; and the loss of throughput."""
+    """Scenario a: p99 TTFT of urgent work at 5 times the capacity, divided by the p99 TTFT without other work plus two
+    p99 steps; and the loss of throughput."""
     count = bench.args.count
     rate = bench.capacity(CHAT, count)
     seconds = count / rate
@@ -246,8 +246,8 @@ def priority(bench: Bench, seed: int) -> dict[str, float]:
 
 
 def tenants(bench: Bench, seed: int) -> dict[str, float]:
-    """(b) p99 TTFT of the small tenant while another tenant sends ten times as much, the loss of throughput, and the
-    difference of the tenants' service while both want more than half."""
+    """Scenario b: p99 TTFT of the small tenant while another tenant sends ten times as much, the loss of throughput,
+    and the difference of the tenants' service while both want more than half."""
     count = bench.args.count
     rate = bench.capacity(CHAT, count)
     few = max(20, count // 10)
@@ -305,7 +305,8 @@ def service_gap(timings: Sequence[RequestTiming]) -> float:
 
 
 def memory(bench: Bench, seed: int) -> dict[str, float]:
-    """(c) each mode of preemption with a peak demand of 1.2 times the KV cache, and with a permanent backlog."""
+    """Scenario c: results of each preemption mode, with a peak demand of 1.2 times the KV cache, and with a permanent
+    backlog."""
     count = bench.args.count
     lengths = (LogNormal(5.0, 0.5, 32, 512), LogNormal(5.5, 0.4, 64, 512))
     rate = bench.capacity(lengths, count)
@@ -327,7 +328,7 @@ def memory(bench: Bench, seed: int) -> dict[str, float]:
 
 
 def prompts(bench: Bench, seed: int) -> dict[str, float]:
-    """(d) Throughput of prompt-dominated traffic in each prefill mode, and the delay of the ends of outputs."""
+    """Scenario d: throughput of prompt-dominated traffic in each prefill mode, and the delay of the ends of outputs."""
     figures: dict[str, float] = {}
     for kind, lengths in bench.traffic(PROMPTS).items():
         count, lengths = max(16, bench.args.count // 4), bench.fitting(lengths)
@@ -341,8 +342,8 @@ def prompts(bench: Bench, seed: int) -> dict[str, float]:
 
 
 def governor(bench: Bench, seed: int) -> dict[str, float]:
-    """(e) Throughput of the rules, and of the best fixed number of rows with fewer than 2 % preemptions. All rows
-    together need twice the available memory."""
+    """Scenario e: throughput of the rules, and of the best fixed number of rows with fewer than 2 % preemptions. All
+    rows together need twice the available memory."""
     figures: dict[str, float] = {}
     for kind, (lengths, shape) in bench.traffic(GOVERNED).items():
         count, lengths = bench.args.count, bench.fitting(lengths)
@@ -364,8 +365,8 @@ def fixed_rows(bench: Bench) -> list[int]:
 
 
 def deadlines(bench: Bench, seed: int) -> dict[str, float]:
-    """(f) Fraction of requests that met their deadlines: least slack first, with and without dropping late requests,
-    and FCFS."""
+    """Scenario f: fraction of requests that met their deadlines: least slack first, with and without dropping late
+    requests, and FCFS."""
     count = bench.args.count
     rate = bench.capacity(CHAT, count)
     lone = bench.run(draw(CHAT, Gamma(0.1 * rate), 20, 77)).served

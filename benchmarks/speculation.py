@@ -71,7 +71,7 @@ class Scripted:
         return found
 
     def seconds(self, num_rows: int) -> float:
-        """0, because the outputs are known in advance."""
+        """Estimated seconds to propose drafts: 0, because the outputs are known in advance."""
         return 0.0
 
     def forget(self, request: Request) -> None:
@@ -82,7 +82,7 @@ class Fixed(AdaptiveSpeculator):
     """Speculator that always computes a fixed number of drafts, regardless of their cost."""
 
     def choose(self, rows: Any, step: Any, budget: int) -> Any:
-        """See :class:`~chairlift.scheduler.drafts.Speculator`."""
+        """Propose the fixed number of drafts for every row, or fewer if the row's limit is lower."""
         proposals = self._proposer.propose([(request, min(most, self.most)) for request, most in rows])  # type: ignore[union-attr]
         return [(request, drafts) for (request, _), drafts in zip(rows, proposals, strict=True) if drafts]
 
@@ -184,7 +184,8 @@ def scripted(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def useless(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Case without repetitions: n-gram drafts with random weights at a temperature above 0."""
+    """Measure n-gram drafts where they are useless: outputs of random weights at a temperature above 0 have no
+    repetitions."""
     llm = LLM(args.model, skip_tokenizer_init=True, max_num_seqs=64, num_kv_blocks=1024, enable_prefix_caching=False)
     seconds, records, rng = llm.engine.core.costs.model.step_seconds, [], random.Random(2)
     for rows in args.rows:

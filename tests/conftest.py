@@ -24,8 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread in this process and in child processes, because for tiny matrices synchronising threads costs more
-    than they gain."""
+    """Use one thread in this process and in child processes, because for tiny matrices several threads lose more time
+    by waiting for each other than they save."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")

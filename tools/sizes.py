@@ -1,4 +1,4 @@
-"""Prints the lines of Python in each folder of the package, the largest files, and circular imports.
+"""Prints the number of lines of Python in each folder of the package, the largest files, and circular imports.
 
 A circular import gives exit code 1. Imports inside functions are included; imports for type checking are not.
 """

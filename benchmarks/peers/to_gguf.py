@@ -72,7 +72,8 @@ def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, config: dict[str, Any], file: Path) -> None:
-    """Add the vocabulary, so that outputs have a text. The splitting rule matters only for prompts given as text."""
+    """Add the vocabulary, so that outputs have a text. The rule that splits a text before merges are applied matters
+    only for prompts given as text."""
     data = json.loads(file.read_text(encoding="utf-8"))
     if data["model"].get("type", "BPE") != "BPE":
         raise SystemExit(f"{file} is no byte-level BPE; convert the model with llama.cpp's own converter")

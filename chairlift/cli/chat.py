@@ -1,4 +1,4 @@
-"""``chairlift chat``: talk to a model in the terminal. The model is loaded in this process, or a server has it."""
+"""``chairlift chat``: talk to a model in the terminal. The model is loaded in this process, or runs on a server."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def _print_once(observer: _Observer, interval: float) -> int:
 
 
 class _Observer:
-    """Reads the state of a server. One thread uses it."""
+    """Reads the state of a server. Only one thread may use it."""
 
     def __init__(self, server: RemoteServer) -> None:
         self.failure: ChairliftError | None = None

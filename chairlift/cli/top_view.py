@@ -141,7 +141,7 @@ def view(
 
 
 def text_of(line: Line) -> str:
-    """A line without its colours."""
+    """Text of a line, without the styles of its pieces."""
     return "".join(text for text, _ in line).rstrip()
 
 

@@ -194,7 +194,7 @@ class _Feed(threading.Thread):
         super().__init__(name="traffic", daemon=True)
         self.records: queue.Queue[dict[str, Any] | None] = queue.Queue(10_000)
         self.state = ""
-        """Error of the connection, in words; empty while it works."""
+        """Description of the connection's error; empty while the connection works."""
         self._server = server
         self._block_size = block_size
         self._ends = None if duration is None else time.monotonic() + duration

@@ -46,7 +46,7 @@ class TensorInfo:
 
     name: str
     shape: tuple[int, ...]
-    """Outermost dimension first, as in torch. The file stores the dimensions in reverse order."""
+    """Sizes of the dimensions, outermost first, as in torch. The file stores the dimensions in reverse order."""
     type: BlockType
     start: int
     """Offset of the tensor's first byte in the file."""

@@ -183,7 +183,7 @@ class _CompiledGrammar:
         self.width, self.vocab_size, self.eos = width, vocab_size, eos
 
     def matcher(self, stop_token_ids: Sequence[int] = ()) -> Matcher:
-        """See :class:`Compiled`."""
+        """A matcher at the beginning of an output. ``stop_token_ids`` are allowed wherever the output may end."""
         with self._lock:
             return _LLMatcher(self._base.deep_copy(), self, stop_token_ids)
 
@@ -330,7 +330,7 @@ def _json_options(compact: bool) -> Any:
 
 
 def readable(message: str) -> str:
-    """Error message for the caller, from a message of llguidance: the error and the keyword."""
+    """Error message for the caller: the error and the keyword, taken from llguidance's ``message``."""
     if found := _UNIMPLEMENTED.search(message):
         names = found[1].replace('\\"', '"')
         several = "keywords" if "," in names else "keyword"

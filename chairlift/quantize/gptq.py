@@ -35,7 +35,7 @@ class Pack:
     """Calibration samples that form one flat batch."""
 
     token_ids: Tensor
-    """int64 [T], the token ids."""
+    """Token ids of all samples, int64 [T]."""
     cu_seqlens: list[int]
     """Offsets of the samples in the batch; the last is T."""
 
@@ -162,12 +162,12 @@ def _quantise(name: str, linear: Linear, hessian: Tensor, kind: GroupKind, dtype
 
 
 def _embedded(model: CausalLM, pack: Pack) -> Tensor:
-    """Input of the first layer for the samples of a pack: float32 [T, D]."""
+    """Input of the first layer for the samples of a pack: float32 [tokens, hidden size]."""
     return model.model.embed(pack.token_ids, pack.positions).float()
 
 
 def _through(model: CausalLM, number: int, pack: Pack, hidden: Tensor) -> Tensor:
-    """Outputs [T, D] of layer ``number`` for the inputs ``hidden`` [T, D]."""
+    """Outputs of layer ``number`` for the inputs ``hidden``: both [tokens, hidden size]."""
     rotary = model.model.rotations(pack.positions, hidden.dtype)[number]
     out: Tensor = model.model.layers[number](hidden, rotary, pack.positions, PackedContext(pack.cu_seqlens))
     return out
@@ -178,7 +178,8 @@ class _SeenEnough(Exception):
 
 
 def _hessian(model: CausalLM, number: int, linear: Linear, packs: Sequence[Pack], states: Sequence[Tensor]) -> Tensor:
-    """2 X X^T [K, K] float32, where X are the inputs of one linear layer."""
+    """Hessian 2 X X^T for a linear layer, in float32 [K, K]. X are the K inputs of the layer, for all tokens of the
+    samples."""
     k = linear.shape.in_features
     total = torch.zeros(k, k)
 

@@ -91,8 +91,8 @@ class Sampler:
         masks: Masks,
         output: SamplerOutput,
     ) -> None:
-        """Replace the arg max in rows whose parameters require more than that. Works in slices of rows, so that float32
-        copies stay small."""
+        """Replace the token (the arg max of the raw logits) in rows whose mask or parameters may select another token.
+        Works in slices of rows, so that float32 copies stay small."""
         shaped = [i for i, row in enumerate(rows) if i in masks or row.reshapes or not row.params.greedy]
         shaped = [i for i in shaped if i not in output.errors]
         step = max(1, _VALUES_PER_SLICE // logits.shape[1])

@@ -26,8 +26,8 @@ from chairlift.tokenizer.template_forms import TemplateForms
 __all__ = ["MAX_TEXT", "ChatTemplate", "check_variables"]
 
 MAX_TEXT: Final = 16 * 1024 * 1024
-"""Maximum number of characters that a template may output or build by repetition. It is far above the length of any
-model."""
+"""Maximum number of characters that a template may output or build by repetition. For comparison: a million tokens of
+English text have about five million characters."""
 _INPUTS: Final = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 _OPTIONAL_INPUTS: Final = ("tools", "documents", "chat_template")
 _PROBE: Final = "probe_function"
@@ -94,8 +94,8 @@ class ChatTemplate:
         return self._source is not None and _HAS_MARKS.search(self._source) is not None
 
     def names(self, word: str) -> bool:
-        """Whether the template contains this name, as an attribute or in quotation marks. If so, it may read this key
-        of a message."""
+        """Whether the template contains ``word`` as an attribute or in quotation marks. If so, it may read the key
+        ``word`` of a message."""
         return self._forms.names(word)
 
     def render_marked(
@@ -303,15 +303,15 @@ def _check_size(size: int, limit: int = MAX_TEXT) -> None:
 
 
 class _RefusalError(jinja2.TemplateError):
-    """The template called ``raise_exception``."""
+    """Raised when a template calls ``raise_exception`` to refuse a chat."""
 
 
 class _TooLongError(jinja2.TemplateError):
-    """The template builds a text that is too long."""
+    """Raised when a template builds a text that is too long."""
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox with a limit on repetition. Without the limit ``"x" * 10**10`` would take all memory."""
+    """Jinja's sandbox with a limit on repetition. Without the limit ``"x" * 10**10`` would take all memory."""
 
     intercepted_binops = frozenset(["*", "**"])
 

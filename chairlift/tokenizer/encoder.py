@@ -27,10 +27,11 @@ _LONG_TEXT: Final = 16_384
 """Number of characters above which a call waits in the queue for long texts, so that short texts need not wait for it.
 In that queue, texts of a call are processed in groups of this size. A million characters take 1 to 5 s and 100 MB."""
 _MAX_CHARS_PER_TOKEN: Final = 64
-"""Maximum number of characters per token of the model's length. Longer texts are refused before they are tokenized."""
+"""Maximum length of a text in characters, per token of the model's context length. A longer text is refused before it
+is tokenized."""
 _ALWAYS_ALLOWED: Final = 262_144
-"""Number of characters per call that is always allowed, even if the model's length is small. It is enough for 64
-prompts of 1,024 tokens."""
+"""Number of characters per call that is always allowed, even if the model's context length is small. It is enough for
+64 prompts of 1,024 tokens."""
 
 _T = TypeVar("_T")
 
@@ -114,7 +115,7 @@ class Encoder:
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise RequestError("the prompt is text, but the tokenizer was not loaded; send token ids")
-        # the tokenizer raises the error for other types
+        # A value that is not a string counts as 0 here. The tokenizer raises the error for it.
         lengths = [len(text) if isinstance(text, str) else 0 for text in texts]
         total = sum(lengths)
         for length in lengths:

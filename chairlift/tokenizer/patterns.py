@@ -46,8 +46,8 @@ microseconds."""
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """One element of an alternative: an atom or a group, with its number of repetitions. ``inner`` are the
-    alternatives inside a group."""
+    """One element of an alternative in a regular expression: an atom or a group, with its number of repetitions.
+    ``inner`` are the alternatives inside a group."""
 
     atom: str
     minimum: int = 1

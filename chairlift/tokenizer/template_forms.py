@@ -42,7 +42,7 @@ class ContentForm:
     """The forms in which a template prints the content of one role."""
 
     text: bool = True
-    """Whether the template prints a string."""
+    """Whether the template prints a content that is a string."""
     parts: bool = False
     """Whether the template prints the texts of all parts in a list, and not the list itself in Python's syntax."""
     one_part: bool = False
@@ -77,7 +77,7 @@ class TemplateForms:
         self._short: bool | None = None
 
     def names(self, word: str) -> bool:
-        """Whether the template contains this name, as an attribute or in quotation marks."""
+        """Whether the template contains ``word`` as an attribute or in quotation marks."""
         return word in self._names
 
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

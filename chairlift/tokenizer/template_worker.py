@@ -32,7 +32,7 @@ __all__ = ["TemplateWorker", "WorkerPool", "limit_resources", "serve"]
 _log = logging.getLogger(__name__)
 
 _HEADER: Final = 4
-"""Number of bytes of a frame's length prefix, big endian."""
+"""Number of bytes at the beginning of a frame (a message to or from a worker) that give its length, big endian."""
 _START_SECONDS: Final = 30.0
 _MAX_ERROR: Final = 1000
 _BYTES_PER_CHAR: Final = 6

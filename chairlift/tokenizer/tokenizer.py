@@ -149,7 +149,7 @@ class Tokenizer:
         self.vocab_size: int = max([backend.get_vocab_size(with_added_tokens=True) - 1, *added]) + 1
         """Upper bound of the token ids that the tokenizer can produce. The model's vocabulary may be larger."""
         self.num_added: tuple[int, int] = _num_added(backend)
-        """(number before, number after): special tokens that :meth:`encode` adds around a text."""
+        """(number before the text, number after the text) of the special tokens that :meth:`encode` adds."""
         self.bos_token_id: int | None = self._named_id("bos_token")
         eos = self._named_id("eos_token")
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
@@ -403,7 +403,8 @@ def _contents(folder: Path) -> tuple[Path, bytes, dict[str, Any]]:
         beside = _read_object(folder / "special_tokens_map.json") | _read_object(folder / "tokenizer_config.json")
         return file, data, beside
     if (model := find_gguf(folder)) is not None:
-        # The import is here because these modules need numpy, which is slow to import and not needed for most models.
+        # The GGUF modules are imported here, because they need numpy, which is slow to import and not needed for most
+        # models.
         from chairlift.gguf.reader import GGUFModel
         from chairlift.tokenizer.gguf_tokenizer import gguf_tokenizer
 

@@ -114,7 +114,8 @@ class TextScanner:
         return marker
 
     def until(self, texts: tuple[str, ...]) -> Reading[str]:
-        """Text before the first marker. The marker is also read. Raises NotReadable at the end of the text."""
+        """Text before the first of ``texts`` that occurs. This marker is read, too. Raises NotReadable at the end of
+        the text."""
         markers, pieces = markers_of(texts), []
         while True:
             place, found = markers.find(self.rest, self.at)
@@ -127,8 +128,9 @@ class TextScanner:
                 raise NotReadable(CUT_OFF)
 
     def word(self, texts: tuple[str, ...], keep: Sequence[str] = (), max_chars: int = 128) -> Reading[tuple[str, str]]:
-        """(text before the first marker, marker). The marker is read, except if it is in ``keep``. Raises NotReadable
-        at a line break, or if the text before the marker has more than ``max_chars`` characters."""
+        """(text before a marker, marker), for the first of ``texts`` that occurs. The marker is read, except if it is
+        in ``keep``. Raises NotReadable at a line break, or if the text before the marker has more than ``max_chars``
+        characters."""
         markers, text = markers_of(texts), ""
         while True:
             remaining = self.at + max_chars - len(text)

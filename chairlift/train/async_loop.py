@@ -24,9 +24,9 @@ class Rollout:
 
     ticket: int
     prompt: Sequence[int]
-    """[P] token ids."""
+    """Prompt as token ids, [P]."""
     tokens: Sequence[int] = ()
-    """[L] generated token ids."""
+    """Generated token ids, [L]."""
     logprobs: Sequence[float] = ()
     """[L] log-probability of each generated token under the weights that sampled it."""
     versions: Sequence[int] = ()
@@ -35,7 +35,7 @@ class Rollout:
     """Reason why the rollout failed. Empty if it succeeded."""
 
     def sequence(self, weight: float = 1.0) -> dict[str, Any]:
-        """Prompt and answer as an item for :class:`~chairlift.train.stream.PackStream`, with P + L tokens.
+        """Prompt and answer as an item for :class:`~chairlift.train.stream.PackStream`, which has the tokens of both.
 
         ``loss_weight`` is 0 for the prompt and ``weight`` (such as an advantage or an importance weight) for the
         answer. ``logprobs`` and ``versions`` are aligned with the tokens; they are 0 for the prompt.
@@ -157,9 +157,9 @@ class AsyncLoop:
 
     def drain(self) -> None:
         """Wait until all running rollouts have ended, and start no others. Ended rollouts wait in the gate. A state
-        that is saved after this call contains only complete rollouts. A run that is resumed from this state has
-        identical results, if the generator's results depend only on weights, tickets and prompts, and if the run
-        drained at the same steps.
+        that is saved after this call contains only complete rollouts. A run that is resumed from this state has the
+        same results as an uninterrupted run that calls ``drain`` at the same steps, if the generator's results depend
+        only on weights, tickets and prompts.
         """
         while self._running:
             self._collect(wait=True)
@@ -183,7 +183,7 @@ class AsyncLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of :meth:`state_dict` in a new loop. The generator must have the weights of that
+        """Continue from a state of :meth:`state_dict` in a new loop. The generator must have the weights of the saved
         version.
 
         Rollouts that were running start again, with the weights of that version; see :meth:`drain`. The prompts that
@@ -211,8 +211,8 @@ class AsyncLoop:
 
     def _publish(self) -> None:
         self._unpublished = True
-        # Weights are sent before the gate opens, so that no request is admitted under a version that the generator
-        # does not have yet.
+        # The generator gets the weights before the gate counts the new version, so that no request is admitted under a
+        # version that the generator does not have yet.
         self._generator.update_weights(self._weights(), self.gate.version + 1)
         self.gate.publish()
         self._unpublished = False

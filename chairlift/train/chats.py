@@ -31,7 +31,7 @@ _NO_REASONING: Final = "have reasoning that the chat template does not print"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Written:
-    """A training example made from a chat."""
+    """A training example that the chat template has written from a chat."""
 
     text: str
     spans: tuple[tuple[int, int], ...]

@@ -57,7 +57,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 _STATE = Path("training")
 _SUMS = "SHA256SUMS"
 _KIND = "__kind__"
-"""Key of a JSON object that represents a value of a type that JSON does not have, such as a tuple or a tensor."""
+"""Key that marks a JSON object as a value of a type that JSON does not have, such as a tuple or a tensor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ def copy_files(files: ModelFiles, directory: Path) -> None:
 
 
 class _WritesItself(Protocol):
-    """The method of a :class:`~chairlift.train.networks.Network` that checkpoints call."""
+    """Protocol of a :class:`~chairlift.train.networks.Network` that can write itself into a checkpoint."""
 
     def write(self, directory: Path, files: ModelFiles) -> None: ...
 

@@ -23,7 +23,7 @@ __all__ = ["DriftEvent", "DriftSampler", "Reservoir"]
 
 _DETECTORS: dict[str, Callable[[], Detector]] = {"adwin": Adwin, "page_hinkley": PageHinkley}
 _REMEMBERED = 65_536
-"""Number of recent items for which :meth:`DriftSampler.observe` accepts the number of the item."""
+"""Number of most recently returned items that :meth:`DriftSampler.observe` accepts by their item number."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Reservoir:
 class _Source:
     cursor: SourceCursor
     share: float
-    """Fraction of the items in the declared mix."""
+    """Fraction of all items that come from this source in the declared mix."""
     detector: Detector
     current: Reservoir
     live: bool = True
@@ -100,7 +100,8 @@ class _Source:
     """Number of observed losses since the last change of the source."""
     changes: int = 0
     reward: float = 0.0
-    """Reward of this source for the bandit: running mean of loss divided by probability."""
+    """Reward of this source for ``mixing="bandit"``: running mean of the loss divided by the probability of the source.
+    """
 
 
 _NUMBERS = ("live", "drawn", "start", "seen_until", "observations", "changes", "reward")

@@ -28,7 +28,8 @@ class Encoded:
     items: tuple[Mapping[str, Any], ...]
     """Mappings with ``input_ids`` and optionally ``loss_weight``."""
     notes: frozenset[str] = frozenset()
-    """Remarks for the user, as predicates of records: "have the field 'id', which is ignored"."""
+    """Remarks for the user about the record. Each is the end of a sentence such as "Records have the field 'id', which
+    is ignored"."""
 
 
 Encode = Callable[[Mapping[str, Any]], Mapping[str, Any] | Encoded]

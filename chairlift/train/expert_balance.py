@@ -81,7 +81,8 @@ class ExpertBalance:
             self._num_tokens = 0.0
 
     def part(self, logits: Sequence[Tensor]) -> Tensor:
-        """A pack's part of the step's loss, as a scalar tensor. ``logits`` are the router's logits of the pack.
+        """A pack's part of the load-balancing loss of the step, as a scalar tensor. ``logits`` are the router's logits
+        of the pack.
 
         Raises ConfigError outside :meth:`step`, and for a step without tokens.
         """
@@ -98,11 +99,11 @@ class ExpertBalance:
 
     @property
     def total(self) -> float:
-        """This rank's part of the last step's loss. The sum over all ranks is the loss of the step."""
+        """This rank's part of the load-balancing loss of the last step. The sum over all ranks is the whole loss."""
         return float(self._total)
 
     def _count(self, logits: Sequence[Tensor]) -> Tensor:
-        """Number of tokens routed to each expert: float64 [layers, E] on the CPU."""
+        """Number of tokens routed to each expert: float64 [layers, experts] on the CPU."""
         rows = []
         for layer, each in zip(self._layers, logits, strict=True):
             _, chosen = route(each.detach(), layer.routing, layer.gate.e_score_correction_bias)

@@ -40,7 +40,7 @@ _ROWS: Final = 500
 
 
 def export_files(to: str, output: Path) -> list[Path]:
-    """Paths of the files that a writer may create. Raises ConfigError if ``output`` has a wrong suffix."""
+    """Paths of the files that the writer for ``to`` may create. Raises ConfigError if ``output`` has a wrong suffix."""
     suffixes = {"megatron": ("",), "nemo": (".parquet", ".pq", ".npy"), "trl": (".parquet", ".pq", ".jsonl")}[to]
     if to == "megatron":
         if output.suffix in (".bin", ".idx"):
@@ -62,7 +62,8 @@ def writer_of(to: str, output: Path, vocab_size: int = 0) -> AbstractContextMana
 
 
 class _Indexed:
-    """Writes an indexed data set of Megatron-LM: each value at once, and the index at the end."""
+    """Writes an indexed data set of Megatron-LM: the values of each pack as soon as it is added, and the index file at
+    the end."""
 
     def __init__(self, data: Any, dtype: str) -> None:
         self._data, self._dtype = data, np.dtype(dtype)
@@ -175,7 +176,7 @@ def trl_writer(output: Path) -> Iterator[Write]:
 
 
 def _ignore(_value: object) -> None:
-    """Do nothing. With this function, a lambda can contain an expression that has a value, and return None."""
+    """Do nothing. A lambda that must return None wraps its expression in this function."""
 
 
 @contextlib.contextmanager

@@ -56,8 +56,8 @@ class IsolationReport:
     blind: bool
     """Whether the logits do not depend on the tokens at all, so that the test has no result."""
     first_layer: str | None
-    """Name of the first module that mixes sequences: its inputs for the other sequence did not change, but its outputs
-    did."""
+    """Name of the first module that mixes sequences: its outputs for the victim changed although its inputs for the
+    victim did not."""
     advice: tuple[str, ...]
 
     @property
@@ -123,7 +123,7 @@ def check_isolation(
 
 
 class _Probe:
-    """Runs the test on a model."""
+    """Runs the test of :func:`check_isolation` on one model."""
 
     def __init__(
         self, model: nn.Module, forward: Forward | None, attention_mask: bool, collate: Callable[..., Any] | None

@@ -46,18 +46,19 @@ class LaneBatch:
     cu_seqlens: tuple[tuple[int, ...], ...]
     """Offsets of the segments of each lane ``l``: segment ``i`` is ``[cu_seqlens[l][i], cu_seqlens[l][i + 1])``."""
     ids: tuple[tuple[int, ...], ...]
-    """Index in the source of the document of each segment, for each lane. -1 for padding."""
+    """For each lane: source index of the document of each segment; -1 for padding."""
     carry: npt.NDArray[np.bool_]
     """[lanes] whether the lane's last document continues in the next batch, which then needs the model's state."""
 
     @property
     def reset(self) -> npt.NDArray[np.bool_]:
-        """[lanes, chunk] whether the state must be set to zero before this token, because a document begins there."""
+        """[lanes, chunk] whether the model's state must be set to zero before a token, because a document begins with
+        it."""
         return np.equal(self.positions, 0)
 
     @property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Position in its document of the first token of each segment, for each lane."""
+        """For each lane: position of each segment's first token in its document."""
         pairs = zip(self.positions, self.cu_seqlens, strict=True)
         return tuple(tuple(int(row[start]) for start in bounds[:-1]) for row, bounds in pairs)
 

@@ -142,8 +142,8 @@ class StepLoss:
         return float(self._total)
 
     def normaliser(self, batches: Sequence[Batch]) -> float:
-        """Compute Z of a step, summed over the group. Every rank must call this method with its own ``batches`` of the
-        step."""
+        """Compute Z of a step, the constant that its losses are divided by, summed over the group. Every rank must call
+        this method with its own ``batches`` of the step."""
         own = own_normaliser(batches, self.reduce)
         return float(sum_over_group(torch.tensor([own], dtype=torch.float64), self.group))
 
@@ -165,7 +165,7 @@ class StepLoss:
 
 
 def own_normaliser(batches: Sequence[Batch], reduce: Reduce) -> float:
-    """This rank's part of Z: the sum over its ``batches``."""
+    """This rank's part of Z, the constant that the losses of a step are divided by: the sum over ``batches``."""
     cpu = torch.device("cpu")
     return sum(float(_targets(batch, reduce, cpu, torch.float64).normaliser) for batch in batches)
 
@@ -263,8 +263,8 @@ class ExpertCounts:
             self._num_tokens = 0.0
 
     def __call__(self, router_logits: Sequence[Tensor], batch: Batch) -> Tensor:
-        """This row's part of the step's loss, as a scalar. ``router_logits`` has a tensor [T, E] for each layer;
-        padding is ignored."""
+        """This row's part of the step's loss, as a scalar. ``router_logits`` has a tensor [tokens, experts] for each
+        layer; padding is ignored."""
         if not self._num_tokens:
             raise ConfigError("an ExpertCounts is called inside `with experts.step(batches, forward):`")
         if not self.exact:
@@ -285,14 +285,14 @@ class ExpertCounts:
 
     @property
     def fractions(self) -> Tensor:
-        """float64 [layers, E] fraction of the tokens that each layer routes to each expert. Each row adds up to
+        """float64 [layers, experts] fraction of the tokens that each layer routes to each expert. Each row adds up to
         ``top_k``."""
         if self._counts is None:
             raise ConfigError("no routing was counted yet")
         return self._counts / max(1.0, self._counted)
 
     def _routings(self, router_logits: Any, batch: Batch) -> Tensor:
-        """float64 [layers, E] on the CPU: number of tokens routed to each expert."""
+        """float64 [layers, experts] on the CPU: number of tokens routed to each expert."""
         layers = getattr(router_logits, "router_logits", router_logits)
         chosen = [logits[: _num_tokens(batch)].detach().topk(self.top_k, -1).indices for logits in layers]
         return torch.stack([layer.flatten().bincount(minlength=self.num_experts).cpu() for layer in chosen]).double()
@@ -332,7 +332,8 @@ def _targets(batch: Batch, reduce: Reduce, device: torch.device, dtype: torch.dt
 
 
 def _known(batch: Batch, reduce: Reduce) -> float:
-    """Z over all ranks, as a stream has stored it in a pack. 0 if it is unknown."""
+    """Z, the constant that the losses of a step are divided by, as a stream has stored it in a pack. 0 if it is
+    unknown."""
     name = {"token": "step_weight", "sequence": "step_sequences"}.get(reduce, "")
     return float((getattr(batch, name, 0.0) if isinstance(batch, Pack) else batch.get(name)) or 0.0)
 

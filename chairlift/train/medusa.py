@@ -62,7 +62,7 @@ class MedusaNetwork(NativeNetwork):
         self.trained = parameters
 
     def hidden(self, batch: Mapping[str, Tensor], pack: Pack) -> Tensor:
-        """Last hidden states [T, D] that the model computes for a collated pack."""
+        """Last hidden states [tokens, hidden size] that the model computes for a collated pack."""
         context = VarlenContext(pack.layout.cu_seqlens)
         states: Tensor = self.model(batch["input_ids"][0], batch["position_ids"][0], context)
         return states

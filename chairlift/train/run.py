@@ -69,7 +69,7 @@ class Outcome:
     finished: bool
     """Whether the schedule or the data has ended. False after an interruption."""
     last: StepResult | None
-    """Result of the last step of this process. None if no step was left."""
+    """Result of the last step of this process. None if this process ran no step."""
     skipped: int = 0
     """Number of skipped records. A record is counted once, even if the files are read several times."""
     best: tuple[int, float] | None = None
@@ -182,8 +182,7 @@ def _evaluation_openers(config: TrainConfig, encode: Encode) -> dict[str, Callab
 
 
 def _encode_for(config: TrainConfig, encode: Encode, source: str | None) -> Encode:
-    """``encode`` for the records of a source. If there are several adapters, every item gets the name of its
-    adapter."""
+    """Wrap ``encode`` for the records of ``source``. With several adapters, every encoded item names its adapter."""
     names = list(config.lora.by_name) if config.lora is not None else []
     if not names:
         return encode

@@ -53,7 +53,7 @@ class Sample:
     meta: Mapping[str, Any] | None = None
     key: Key = None
     born: int = 0
-    """Number of packs that had been closed when the sequence was read."""
+    """Number of packs that had been closed when the sequence was read. It is used to measure the sequence's delay."""
     filled: int = 0
     """Number of tokens that :meth:`padded` added at the end."""
 

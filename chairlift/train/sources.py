@@ -187,7 +187,7 @@ class FollowedLines:
         self._begin = 0  # offset of the current line in bytes
         self._file, self._offset, self._line = 0, 0, 0
         self._checksum = 0
-        """CRC-32 checksum of the current file up to the offset."""
+        """CRC-32 checksum of the current file's bytes before ``_offset``."""
         self._open: BinaryIO | None = None
         self._opened_by = 0
 

@@ -342,7 +342,8 @@ class PackStream:
             self._deal()
 
     def _deal(self) -> None:
-        """Divide the packs of the window into rows with one pack per rank, and close the steps that are complete."""
+        """Divide the collected packs (``_window``) into rows with one pack per rank, and close the steps that are
+        complete."""
         settings, plans = self._settings, self._window
         self._window = []
         self._windows += 1

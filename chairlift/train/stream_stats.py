@@ -13,7 +13,8 @@ __all__ = ["Cut", "Delay", "StreamMeter", "StreamStats"]
 _HORIZON = 4096
 """Approximate number of recent sequences over which mean lengths are compared."""
 _EXACT = 64
-"""Delays below this number are counted exactly. Longer delays are rounded down by at most 1/32."""
+"""Delays (numbers of packs or sequences) below this number are counted exactly. Longer delays are rounded down by at
+most 1/32."""
 _MAX_SOURCES = 64
 """Maximum number of sources that are counted by name. All other sources are counted together."""
 _OTHERS = "(others)"
@@ -147,8 +148,9 @@ class StreamMeter:
     ) -> None:
         """Count a closed pack with sequences of these lengths.
 
-        For each sequence, ``packs`` and ``arrivals`` have the number of packs closed and of sequences read since it was
-        read. ``filled`` is the number of padding tokens that ``align`` added.
+        For each sequence of the pack, ``packs`` has the number of packs that were closed since the sequence was read,
+        and ``arrivals`` the number of sequences that were read after it. ``filled`` is the number of padding tokens
+        that ``align`` added.
         """
         self.packs += 1
         self.tokens -= filled

@@ -253,7 +253,7 @@ class HFPatch:
         self.remove()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hook before a forward pass: determine the layout of its sequences, once for all layers."""
+        """Hook before a forward pass: determine the layout of the packed sequences, once for all layers."""
         names, takes_more = self._parameters
         self.layout = _layout_of({**dict(zip(names, args, strict=False)), **kwargs})
         self._running, self._calls = True, 0

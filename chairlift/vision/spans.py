@@ -46,7 +46,8 @@ class ImageSpan:
     height and a width (see :func:`axes_of`); otherwise zeros."""
 
     whole: bool = False
-    """Whether the positions attend to each other both ways. They are then computed in the same step."""
+    """Whether the positions of the span attend to each other in both directions. They are then computed in the same
+    step."""
 
     @property
     def end(self) -> int:
@@ -54,8 +55,8 @@ class ImageSpan:
 
 
 def cut_by(spans: Sequence[ImageSpan], index: int) -> ImageSpan | None:
-    """The span that must be computed in one step, and that a border before position ``index`` would cut; None if there
-    is none."""
+    """The span that must be computed in one step but would be cut if a step ended before position ``index``; None if
+    there is none."""
     return next((span for span in spans if span.whole and span.position < index < span.end), None)
 
 

@@ -19,7 +19,7 @@ from chairlift.vision.spans import ImageSpan
 __all__ = ["FramedProcessor", "SquareProcessor", "SquareSettings"]
 
 _MOST_LINES = 64
-"""Maximum number of line breaks that a token may have."""
+"""Maximum number of line breaks in a token for which :class:`FramedProcessor` searches."""
 _LARGEST_SIDE = 2**16
 """Maximum length in pixels of a side after resizing; a narrow image whose shorter side grows would exceed memory."""
 
@@ -35,10 +35,11 @@ class SquareSettings:
     resample: int
     """Pillow's number of the filter that resizes images."""
     rows: int
-    """Number of prompt positions of an image."""
+    """Number of rows that the encoder makes of an image: one for each prompt position of the image."""
     image_token_id: int
     around: tuple[int, int] = (-1, -1)
-    """Tokens before and after the rows, in models that have them (Gemma 3); otherwise negative."""
+    """Ids of the tokens before and after an image's rows, in models that have these tokens (Gemma 3); otherwise
+    negative."""
 
 
 class SquareProcessor(ImageProcessor):
@@ -87,7 +88,7 @@ class SquareProcessor(ImageProcessor):
 
 
 class FramedProcessor(SquareProcessor):
-    """Images of Gemma 3: blank lines and two tokens frame the rows, which attend to each other both ways.
+    """Images of Gemma 3: blank lines and two tokens frame the rows, which attend to each other in both directions.
 
     The blank lines are joined with the lines of the text before and after an image, as if the whole text had been
     tokenized at once.
@@ -101,7 +102,8 @@ class FramedProcessor(SquareProcessor):
         """Token id of a run of line breaks -> number of line breaks."""
 
     def expand(self, token_ids: Sequence[int], images: Sequence[Any]) -> tuple[list[int], list[ImageSpan]]:
-        """See :class:`~chairlift.vision.processor.ImageProcessor`."""
+        """Put two line breaks before and after each marker, join them with the line breaks around it, and expand the
+        markers."""
         found, lines = list[int](), 0
         for token in token_ids:
             if token == self.image_token_id:

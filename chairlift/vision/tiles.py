@@ -36,7 +36,7 @@ class TileSettings:
     splits: bool
     """Whether images are cut into tiles."""
     rows_per_tile: int
-    """Number of prompt positions of a tile."""
+    """Number of rows that the encoder makes of a tile: one for each prompt position of the tile."""
     image_token_id: int
 
 

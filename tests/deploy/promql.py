@@ -27,7 +27,7 @@ _TARGET = frozenset({"job", "instance"})
 
 
 class PromqlError(ValueError):
-    """The expression is outside the supported part of PromQL, or has no meaning."""
+    """Raised for an expression that is outside the supported part of PromQL, or has no meaning."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,7 @@ class _Parser:
 
 
 def selectors(node: Node) -> Iterator[Selector]:
-    """Every selector in the tree."""
+    """Yield every selector in the syntax tree ``node``."""
     match node:
         case Selector():
             yield node
@@ -179,8 +179,8 @@ def selectors(node: Node) -> Iterator[Selector]:
 
 
 def labels_of(node: Node, exposed: Mapping[str, Exposed], inside: str = "") -> frozenset[str] | None:
-    """Labels of the result's series; None for a plain number. ``inside`` is the name of the function that encloses the
-    node."""
+    """Names of the labels that the result of the expression ``node`` has; None if the result is a plain number.
+    ``inside`` is the name of the function that encloses the node."""
     match node:
         case Selector():
             return _labels_of_selector(node, exposed, inside)

@@ -65,7 +65,7 @@ _FINE: Final = frozenset({200, 400, 404, 413})
 
 
 class Finding(AssertionError):
-    """Error: the server behaved wrongly."""
+    """Raised when the server behaves wrongly."""
 
 
 @dataclasses.dataclass
@@ -346,7 +346,7 @@ class Fuzzer:
 
 
 async def check_exact(connection: Connection, seed: int) -> None:
-    """Compare a completion and a chat, streamed or not, with several outputs, with the model's own results."""
+    """Check that a completion and a chat (streamed or not, with several outputs) equal the model's own results."""
     params = SamplingParams(max_tokens=5 + seed % 20, seed=seed, n=1 + seed % 3, temperature=seed % 2)
     asked = {"max_tokens": params.max_tokens, "seed": seed, "n": params.n, "temperature": params.temperature}
     text = f"right {seed}"

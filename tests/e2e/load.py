@@ -48,7 +48,7 @@ __all__ = [
 
 
 class Violation(AssertionError):
-    """Error: the server has broken a rule of the test."""
+    """Raised when the server breaks a rule of the test."""
 
 
 class End(enum.StrEnum):
@@ -220,7 +220,7 @@ class Connection:
         try:
             if tiny:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-                # Otherwise the sender's buffer would hold megabytes.
+                # Small segments keep the sender's buffer small. Otherwise the buffer would hold megabytes.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
             sock.setblocking(False)
             await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))

@@ -60,7 +60,7 @@ class Served:
         return body
 
     def load(self) -> dict[str, int]:
-        """Numbers of requests in progress, running and waiting, by name."""
+        """Content of ``GET /load``: the numbers of requests in progress, running and waiting, by name."""
         found: dict[str, int] = json.loads(self.get("/load"))
         return found
 

@@ -65,7 +65,7 @@ class ServerProcess:
         self._folder.cleanup()
 
     def start(self, port: int = 0) -> None:
-        """Start the server, possibly again, and wait until it is ready."""
+        """Start the server, or start it again after it has ended, and wait until it is ready."""
         before = len(self.log())
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(

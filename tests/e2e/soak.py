@@ -49,7 +49,7 @@ GOLDEN = [Ask(prompt=f"golden {i}", max_tokens=60, seed=i, chat=i % 2 == 0, n=1 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """Measurements of one minute."""
+    """Measurements of the server in one minute of a soak test."""
 
     requests: int
     """Number of requests served since the start."""
@@ -133,7 +133,8 @@ class Soak:
         return "; ".join(f"golden question {s.ask.seed}: {s.end} {s.reason}" for s in asks if s.end is not End.ANSWERED)
 
     async def rest(self, before: Held | None = None) -> Held:
-        """Wait until nothing runs, and then for the time that connections linger. Returns the held resources."""
+        """Wait at most a minute until nothing runs and the server holds no more than ``before``. Returns the held
+        resources."""
         found = Held(0, 0, 0, 0)
 
         async def quiet() -> bool:

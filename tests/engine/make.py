@@ -55,7 +55,7 @@ def greedy(max_tokens: int = 8, **params: Any) -> SamplingParams:
 
 
 def alone(prompt: list[int], params: SamplingParams, index: int = 0) -> list[int]:
-    """Tokens of an output that is not ended by a stop token or a stop string."""
+    """Expected tokens of a request that is served alone, if no stop token or stop string ends its output."""
     row = SamplingRow(params=params, seed=sample_seed(params.seed or 0, index), num_prompt_tokens=len(prompt))
     return reference_tokens(prompt, row, [None], VOCAB, params.max_tokens or 0)
 

@@ -33,9 +33,9 @@ class _Seat:
 
 class Turns:
     """Runs two requests in turns. With ``swaps``, the request whose turn ends is saved to host memory and its blocks
-    are freed. Without, the cache must have room for both.
+    are freed. Without ``swaps``, the cache must have room for both requests.
 
-    Steps are equal in both cases except for the block ids, so results must be equal to the last bit.
+    Steps with and without ``swaps`` differ only in their block ids, so the results must be equal to the last bit.
     """
 
     def __init__(self, executor: Executor, swaps: bool) -> None:

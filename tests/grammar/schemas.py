@@ -293,4 +293,4 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         '1,001 "properties"',
     ),
 }
-"""Name -> (schema, part of the error message)."""
+"""Name of an unsupported schema -> (schema, part of the error message that refuses it)."""

@@ -94,7 +94,7 @@ def random_layer(
 
 
 def by_hand(layer: ExpertLayer, x: Tensor, shared: Tensor | None) -> Tensor:
-    """Reference result, float64 [T, D], computed token by token and expert by expert."""
+    """Reference result, float64 [tokens, hidden size], computed token by token and expert by expert."""
     routing, wide = layer.routing, x.double()
     logits = wide.float() @ layer.router.float().T
     logits = logits if layer.router_bias is None else logits + layer.router_bias.float()

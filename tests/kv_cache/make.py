@@ -37,7 +37,7 @@ def admit(kv: KVCacheManager, request: Request, reserve: int | None = None, **se
 
 
 def compute(kv: KVCacheManager, *requests: Request) -> None:
-    """Compute the whole prompt, publish it, and sample a token."""
+    """For each request: mark its prompt as computed, publish its blocks to the prefix cache, and append a token."""
     for request in requests:
         request.num_computed_tokens = len(request.token_ids)
         kv.publish(request, request.num_computed_tokens)

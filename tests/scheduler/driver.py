@@ -19,7 +19,8 @@ BLOCK = 4
 
 
 def request(name: str, prompt: int | list[int], max_tokens: int = 4, **settings: Any) -> Request:
-    """Create a request. ``prompt`` is token ids, or their number. Generated ids differ between requests."""
+    """Create a request. ``prompt`` is token ids, or their number. Given a number, the function makes token ids that
+    differ between requests."""
     ids = [100 * ord(name[-1]) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     return Request(name, ids, max_tokens=max_tokens, **settings)
 
@@ -66,7 +67,8 @@ class Driver:
             self.scheduler.add(one)
 
     def step(self, *, fail: bool = False) -> SchedulerOutput:
-        """Run the loop once. With ``fail``, the step that is scheduled now fails."""
+        """Schedule one step, and update the scheduler with an earlier step. With ``fail``, the newly scheduled step
+        fails."""
         out = self.scheduler.schedule(self.now)
         if out.num_tokens:
             self.flights.append((out, self._tokens(out)))

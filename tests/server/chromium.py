@@ -30,7 +30,7 @@ _SERVER_ERROR = -32000
 
 
 class PageGone(RuntimeError):
-    """Error: the page in which an expression ran no longer exists."""
+    """Raised when the page in which an expression ran no longer exists."""
 
 
 def find_chromium() -> str | None:

@@ -86,7 +86,8 @@ def byte_tokenizer(begins: bool = False) -> Tokenizer:
 
 
 class FakeStream:
-    """Yields scripted outputs. If the engine fails before they have ended, it raises the failure."""
+    """Yields scripted outputs. If the engine fails before the outputs have ended, the stream raises the engine's
+    failure."""
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class FakeEngine:
         self.names: list[str] = []
         self.room_asked: list[tuple[int, str]] = []
         self.tokens_asked: list[int] = []
-        """Number of prompt tokens in each check for room."""
+        """Number of prompt tokens in each call that checks whether a prompt has room."""
         self.words_asked: list[tuple[str, ...]] = []
         """Bad words in each call that tokenizes them."""
         self.full = False

@@ -55,7 +55,7 @@ class Truth:
         self.tables: dict[int, Tables] = {}
         self.aborted: set[str] = set()
         self.answers: dict[str, int] = {}
-        """Sequence -> number of its tokens, for sequences whose request ended normally."""
+        """Name of a sequence -> number of its generated tokens, for sequences whose request ended normally."""
         self._random = random.Random(seed)
         self._count = 0
         self.core.events.subscribe("the truth", self)

@@ -181,7 +181,7 @@ def later_answers_of_a_prompt_do_not_wait(patch: Patch) -> None:
 
 @mutant
 def ready_requests_told_only_once_all_are_encoded(patch: Patch) -> None:
-    """Bug: a request waits for other requests' images too, and for ever if one of them is lost."""
+    """Bug: a request waits for other requests' images too, and waits for ever if one of these images is lost."""
     take_ready = Images.take_ready
 
     def wrong(self: Images) -> Any:
@@ -238,7 +238,8 @@ def lost_blocks_begin_inside_an_image_that_must_be_whole(patch: Patch) -> None:
 
 @mutant
 def image_that_must_be_whole_waits_for_ever(patch: Patch) -> None:
-    """An image is never computed beyond the budget for prompts."""
+    """Bug: an image that must be computed in one step may not exceed the prompt budget, so a large image waits for
+    ever."""
 
     def wrong(self: PromptBudget, request: Request, num_tokens: int, step: Step) -> int:
         start = request.num_computed_tokens

@@ -1,4 +1,4 @@
-"""Typical bugs of such engines, injected one at a time. The simulator must detect each of them.
+"""Typical bugs of inference engines, injected one at a time. The simulator must detect each of them.
 
 Each bug is a function that takes ``patch(owner, name, value)``; its name describes the failure.
 """
@@ -807,7 +807,7 @@ def _unless_prefill_mode(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without(original: Callable[..., Any], attribute: str, method: str) -> Callable[..., Any]:
-    """Function ``original`` without its call of ``method`` on the object's part ``attribute``."""
+    """Make a bug: the method ``original``, in which calls of ``self.<attribute>.<method>()`` do nothing."""
 
     class _Deaf:
         def __init__(self, part: Any) -> None:

@@ -47,7 +47,7 @@ class ShortestPromptFirst(FirstComeFirstServed):
 
 
 class FairShares(FirstComeFirstServed):
-    """Fairness that uses only virtual token counters (VTC; Sheng et al., OSDI 2024)."""
+    """Fair sharing among tenants, with virtual token counters only (VTC; Sheng et al., OSDI 2024)."""
 
     name = "vtc"
 

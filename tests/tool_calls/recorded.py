@@ -205,7 +205,7 @@ RECORDED: list[tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = [
 
 
 def reader_for(name: str, reasoning: str = "", **options: Any) -> AnswerReader:
-    """Reader for a format, with the tools above."""
+    """Reader for the format ``name``, with the functions in ``TOOLS``."""
     return AnswerReader(TOOL_FORMATS[name], REASONING_FORMATS.get(reasoning), TOOLS, **options)
 
 

@@ -27,7 +27,7 @@ _WORDS = ("a", "request", "waits", "until", "its", "row", "is", "free", "and", "
 
 
 def write_data(directory: Path) -> None:
-    """Chats for ``train``, and Parquet files of texts for ``pretrain``."""
+    """Write the data of the recipes: chats for ``train``, and Parquet files of texts for ``pretrain``."""
     import pyarrow
     from pyarrow import parquet
 

@@ -215,7 +215,8 @@ def tiny_llava(folder: Path, preprocessor: dict[str, Any] | None = None, **more:
 
 
 GEMMA_SIZE, GEMMA_ROWS = 24, 9
-"""Side in pixels of an image of the tiny Gemma 3, and number of its rows."""
+"""GEMMA_SIZE: side in pixels of an image of the tiny Gemma 3. GEMMA_ROWS: number of prompt positions of such an image.
+"""
 _GEMMA_SPECIAL = ("<bos>", "<eos>", "<start_of_image>", "<end_of_image>", "<image_soft_token>", "<turn>", "</turn>")
 _GEMMA_TEMPLATE = (
     "{% for message in messages %}{{ '<turn>' + message['role'] + '\n' }}{% if message['content'] is string %}"
@@ -278,7 +279,7 @@ def _write(folder: Path, config: Any, preprocessor: dict[str, Any], tokenizer: T
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.1 * values if "norm" in name and name.endswith("weight") else 0.25 * values)
-        # transformers takes a placeholder in an answer for an image
+        # transformers would take a placeholder in an answer for an image. A logit of 0 keeps it out of greedy answers.
         model.get_output_embeddings().weight[config.image_token_id] = 0
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
@@ -294,7 +295,7 @@ def picture(seed: int, width: int = 40, height: int = 24) -> Image.Image:
 
 
 class Reference:
-    """transformers' own processing and model for a model directory."""
+    """transformers' own processor and model, loaded from a model directory."""
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForImageTextToText.from_pretrained(

@@ -54,7 +54,7 @@ class DeviceKernels:
         self._multiprocessors = num_multiprocessors(device)
         self._generator = torch.Generator(device).manual_seed(0)
         self._region = self._normal(max(region_bytes, 4 * cache) // dtype.itemsize)
-        # Random numbers in fp8 are not scaled here: each weight has a scale.
+        # Random numbers in fp8 are not multiplied by WEIGHT_STD, because each fp8 weight has a scale of its own.
         self._region = self._region.to(dtype) if self._is_fp8 else self._region.mul_(WEIGHT_STD)
         self._other = torch.zeros(2 * cache, dtype=torch.uint8, device=device)
         self._next = 0

@@ -50,9 +50,9 @@ class KernelSettings:
 
     threads: int
     isa: str
-    """A path of the CPU kernels, or ``gpu`` for the Triton kernels on ``device``; then ``threads`` is 1."""
+    """Instruction set of the CPU kernels, or ``gpu`` for the Triton kernels on ``device``; then ``threads`` is 1."""
     dtype: torch.dtype
-    """Type of all numbers. With float8_e4m3fn (GPU only), only matrix multiplications with such weights are
+    """Dtype of all numbers. With float8_e4m3fn (GPU only), only matrix multiplications with weights of this dtype are
     measured."""
     shapes: Shapes
     rows: tuple[int, ...] = (1, 4, 16, 32, 64, 256, 1024)
@@ -84,7 +84,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measurement:
-    """Measured times of one case, with all its variants."""
+    """Measured times of one case (an operation with given sizes), in all its variants."""
 
     kind: Kind
     labels: dict[str, int | str]

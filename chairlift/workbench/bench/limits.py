@@ -43,7 +43,7 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peak:
-    """Measured speed of the multiply-add instruction of one kernel path (ISA), with all operands in registers."""
+    """Measured speed of the multiply-add instruction of one instruction set, with all operands in registers."""
 
     isa: str
     product: str
@@ -66,7 +66,7 @@ class Limits:
     """Label of the memory traffic that ``read`` measures, for reports."""
 
     def roof(self, isa: str, dtype: torch.dtype, threads: int) -> Roof:
-        """Limits for kernels with one path (ISA), dtype and number of threads.
+        """Limits for kernels of one instruction set (``isa``), dtype and number of threads.
 
         ``torch.int8`` stands for quantised weights of any number of bits. Raises ConfigError if these limits were not
         measured.
@@ -117,7 +117,7 @@ def measure_limits(machine: Machine, threads: int, *, quick: bool = False) -> Li
 
 
 class LimitsNow:
-    """Measures the present limits for the kernels of one path and dtype, within a few milliseconds per call.
+    """Measures the present limits for the kernels of one instruction set and dtype, within a few milliseconds per call.
 
     The limits of a virtual machine change over time, because its processors move between physical processors, which may
     or may not share a memory channel.

@@ -47,18 +47,19 @@ class Machine:
     processors: int
     """Number of processors that this process may use."""
     l3_bytes: int
-    """Total size of the last-level caches of these processors. 64 MiB if the system does not report it."""
+    """Total size of the last-level caches of the processors that this process may use. 64 MiB if the system does not
+    report it."""
     memory_bytes: int
     """Size of the machine's memory in bytes. 0 if the system does not report it."""
     system: str
     isas: tuple[str, ...]
-    """Instruction-set paths of the kernels that run on this machine, slowest first."""
+    """Instruction sets whose kernels run on this machine, slowest first."""
     busy: float
     """Fraction of the time of all processors that other programs used while this process waited."""
 
 
 _WIDTH = 76
-"""Maximum number of characters in a line of a fact's text."""
+"""Maximum number of characters per line in the list of instruction sets."""
 
 
 def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:

@@ -90,7 +90,7 @@ class NativePath:
         return "triton" if self.triton else self.isa or "torch"
 
     def describe(self) -> str:
-        """Short text for reports."""
+        """Short text for reports that names the kernels."""
         name = str(self.dtype).removeprefix("torch.")
         name += f" with {self.quantization} weights" if self.quantization else ""
         if self.triton:

@@ -85,7 +85,7 @@ def kv_bytes(model: ModelShape, batch: int, context: int, dtype: torch.dtype) ->
 
 
 class Kernels:
-    """Prepares timed runs of single kernels of one instruction-set path and dtype, on a thread pool.
+    """Prepares timed runs of single kernels of one instruction set and dtype, on a thread pool.
 
     Operations take their weights in turn from a region of ``region_bytes`` of random numbers. No single operation may
     read more than the region. Weights have type ``dtype``, or are quantised in the format ``kind``. Raises OSError if

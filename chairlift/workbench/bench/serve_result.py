@@ -230,7 +230,7 @@ COMPARED: Final = (
     *("request_throughput", "output_throughput", "total_token_throughput", "request_goodput"),
     *(f"{stat}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for stat in ("mean", "p50", "p99")),
 )
-"""Keys of those values in a JSON record that :func:`compare` compares."""
+"""Keys of the values in a JSON record that :func:`compare` compares."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -272,7 +272,8 @@ def verdict(answer: Answer) -> str:
 
 
 def _latency_words(findings: Findings, chosen: Column, static: Column) -> str:
-    """Text that compares the p99 latencies. Empty if the chosen setting is not faster, or only one was measured."""
+    """Text that compares the p99 latencies. Empty if the chosen setting is not faster, or if only one of the two was
+    measured."""
     waits = chosen.waits.e2el_p99 / static.waits.e2el_p99 if static.waits.e2el_p99 else 1.0
     alike = chosen.waits_measured == static.waits_measured and (chosen.paced is None) == (static.paced is None)
     simulated = "" if chosen.waits_measured else ", as simulated"

@@ -42,7 +42,7 @@ class Setting:
         return fields
 
     def describe(self) -> str:
-        """Short text for reports."""
+        """Short text for reports that lists the settings."""
         if self.batching != "continuous":
             return f"{self.batching}, {self.max_num_seqs} slots"
         words = f"{self.max_num_seqs} slots, {self.max_num_batched_tokens:,} tokens"

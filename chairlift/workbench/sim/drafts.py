@@ -38,7 +38,7 @@ class ScriptedDrafts:
         self.num_forgotten = 0
         self.most = 128
         self.only_known = False
-        """Whether only known tokens are drafted; see :class:`~chairlift.scheduler.drafts.Speculator`."""
+        """Whether drafts come only from a request's ``prediction`` or grammar. Scripted drafts do not."""
 
     def choose(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, budget: int

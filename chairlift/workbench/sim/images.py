@@ -56,12 +56,12 @@ class ScriptedImages(ImageProcessor):
         self._whole = whole
 
     def prepare(self, where: str, image: Any) -> PreparedImage:
-        """See :class:`~chairlift.vision.processor.ImageProcessor`."""
+        """Convert ``image``, a pair (number of rows, content), to a prepared image with one tile."""
         length, content = image
         return PreparedImage(0, 0, (ImageTile(_key_of(content, length), bytes([content, length])),))
 
     def lay_out(self, image: PreparedImage, found: list[int], spans: list[ImageSpan]) -> None:
-        """See :class:`~chairlift.vision.processor.ImageProcessor`."""
+        """Append the placeholders of an image to ``found``, and the spans of its tiles to ``spans``."""
         for tile in image.tiles:
             length = tile.pixels[1]
             spans.append(ImageSpan(len(found), length, tile.key, whole=self._whole))
@@ -79,7 +79,8 @@ class ScriptedEncoder:
     """Key of an encoded tile -> number of 64 bits that determines the rows of the tile."""
 
     def encode(self, tile: ImageTile) -> Iterator[None]:
-        """See :class:`~chairlift.executor.executor.ImageMemory`. Raises ArithmeticError for broken images."""
+        """Encode a tile, and yield after each piece. Raises ArithmeticError for an image whose content is
+        ``BROKEN_IMAGE``."""
         for _ in range(self.pieces):
             self.clock.advance(self.seconds)
             yield
@@ -88,13 +89,13 @@ class ScriptedEncoder:
         self.tags[tile.key] = _tag_of(tile.key)
 
     def holds(self, key: bytes) -> bool:
-        """See :class:`~chairlift.executor.executor.ImageMemory`."""
+        """Whether the encoded rows of the tile with this key are stored."""
         return key in self.tags
 
     def size(self, key: bytes) -> int:
-        """See :class:`~chairlift.executor.executor.ImageMemory`."""
+        """Size in bytes of a stored tile's rows: the same for every tile."""
         return _TILE_BYTES
 
     def drop(self, key: bytes) -> None:
-        """See :class:`~chairlift.executor.executor.ImageMemory`."""
+        """Remove the stored rows of the tile with this key."""
         del self.tags[key]

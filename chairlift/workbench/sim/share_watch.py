@@ -36,11 +36,11 @@ class _Prompt:
     remaining: int
     """Prompt tokens that are not yet computed."""
     before: int
-    """V + p: tokens of this prompt and of prompts before it in policy order."""
+    """Number of tokens in this prompt and in all prompts before it in policy order (V + p of the module text)."""
     smaller: int
-    """S + p: tokens of this prompt and of smaller prompts."""
+    """Number of tokens in this prompt and in all smaller prompts (S + p of the module text)."""
     handed_out: int = 0
-    """A: prompt tokens given to all requests since this request could join."""
+    """Number of prompt tokens given to all requests since this request could join (A of the module text)."""
 
 
 class ShareWatch:
@@ -61,7 +61,8 @@ class ShareWatch:
         self._scheduler = scheduler
         self._fraction = fraction
         self._slack = max_step_tokens + 2
-        """Tokens of one step, plus 2 for rounding: each of the two parts rounds to whole tokens."""
+        """Tolerance of the bounds in tokens: one step, plus 2 because both parts of the prompt budget are rounded to
+        whole tokens."""
         self._reserving = reserving
         self._prompts: dict[str, _Prompt] = {}
         kv = scheduler.kv

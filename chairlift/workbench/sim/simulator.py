@@ -226,7 +226,8 @@ class Simulation:
         """Number of an adapter -> number of times that the adapter was replaced by files at a new path."""
         self.num_adapted = self.num_reloads = 0
         self._set_bounds()
-        # An image that must be computed in one step takes tokens from either part of the budget.
+        # An image that must be computed in one step may take tokens from either part of the prompt budget. The bounds
+        # of ShareWatch then do not hold.
         self._whole_images = world.images is not None and world.images[3]
         self.share = None if policy or self._whole_images else _share_watch(self.engine.scheduler, config)
         """Checks how long prompts wait. None if the caller's policy has an unknown order, or batches are static."""

@@ -21,7 +21,7 @@ LETTERS = 12
 VOCAB_SIZE = 20
 EOS = 19
 IMAGE_TOKEN = 18
-"""Placeholder and marker of images, in worlds with images."""
+"""Token id of the markers and placeholders of images, in worlds with images."""
 BROKEN_IMAGE = 5
 """Content of an image that cannot be encoded."""
 

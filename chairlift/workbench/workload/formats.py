@@ -60,7 +60,7 @@ class LoadedTrace:
     requests: list[TracedRequest]
     """Requests in order of arrival. The first request arrives at 0."""
     format: str
-    """A key of :data:`FORMATS`, or ``columns`` or ``pattern``."""
+    """Format of the file: a key of :data:`FORMATS`, or ``columns`` or ``pattern``."""
     notes: list[str]
     """Messages for the user about parts of the trace that were skipped or estimated."""
 
@@ -137,7 +137,7 @@ class LoadedTexts:
     requests: list[TracedRequest]
     said: list[Said]
     format: str
-    """A key of :data:`TEXT_FORMATS`."""
+    """Format of the file: a key of :data:`TEXT_FORMATS`."""
     notes: list[str]
 
 

@@ -41,9 +41,9 @@ class LogNormal:
     """Log-normal lengths in tokens, clipped to a range. Most requests are short and a few are very long, as in chat."""
 
     mu: float
-    """Mean of the natural logarithm."""
+    """Mean of the natural logarithm of a length."""
     sigma: float
-    """Standard deviation of the natural logarithm."""
+    """Standard deviation of the natural logarithm of a length."""
     least: int
     most: int
 

@@ -58,7 +58,7 @@ class Machine(NamedTuple):
 
     @property
     def pair(self) -> int:
-        """Number of adjacent elements in packed layouts (``P`` in the header)."""
+        """Number of adjacent elements in packed layouts (``P`` in the C header)."""
         return 4 // self.dtype.itemsize
 
 
@@ -126,10 +126,10 @@ class Codes(NamedTuple):
 
 
 class Buffer:
-    """A buffer of a program with an activation [count, width] in ``rows``, which is NaN or ``values``. The padding
-    columns are zeros.
+    """A buffer of a program. Its ``rows`` are an activation [count, width], which is NaN or ``values`` at first. The
+    padding columns are zeros.
 
-    The rows after ``count`` are NaN. Kernels may read them, but must neither use nor write them.
+    The rows after ``count`` are NaN. Kernels may load these rows, but must neither use their values nor write to them.
     """
 
     def __init__(self, rng: random.Random, machine: Machine, count: int, width: int, values: Tensor | None = None):
@@ -169,8 +169,8 @@ def packed_bias(bias: Tensor, *, gated: bool = False) -> Tensor:
 
 
 class Batch:
-    """A ragged batch. Rows are (new tokens, context length including them); each cache has its own block table and slot
-    mapping."""
+    """A ragged batch. Each row is (number of new tokens, context length including the new tokens). Each cache has its
+    own block table and slot mapping."""
 
     def __init__(self, rows: Sequence[tuple[int, int]], caches: Sequence[Cache] = (), token_ids: Tensor | None = None):
         self.rows = list(rows)
@@ -198,8 +198,8 @@ class Batch:
 class Cache:
     """K and V of one layer for sequences of at most ``lengths`` tokens, in random blocks.
 
-    The cache is NaN at first, and block 0 always is: table entries that must not be read point to it. ``first`` is, per
-    sequence, the first position whose block exists.
+    The cache is NaN at first. Block 0 remains NaN, because block-table entries that must not be read point to it.
+    ``first`` is, per sequence, the first position whose block exists.
     """
 
     def __init__(
@@ -392,8 +392,8 @@ def run(
     tables: Sequence[Tensor] = (),
     **fields: Any,
 ) -> None:
-    """Run one operation. Tensors in ``fields`` are passed by address. Fields that name a buffer are its index, -1 by
-    default."""
+    """Run one operation. Tensors in ``fields`` are passed by address. A field that refers to a buffer has the index of
+    the buffer; -1 by default."""
     numbers = {"in_": -1, "out": -1, "aux": -1, "rotary": -1}
     plain = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in fields.items()}
     op = lib.Op(kind=kind, **{**numbers, **plain})

@@ -46,7 +46,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 
 class Compiler:
-    """Replaces every launch by a compilation."""
+    """Replaces every launch of a Triton kernel by a compilation of the kernel."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -85,7 +85,7 @@ class Compiler:
 
 
 def resources(cubin: bytes) -> str:
-    """(registers, bytes of stack) per thread."""
+    """Text with the number of registers and the bytes of stack that a thread of the compiled kernel ``cubin`` uses."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -42,14 +42,15 @@ def _noise_of(out_ptr: tl.tensor, words_ptr: tl.tensor, NUM: tl.constexpr) -> No
 
 
 def random_words(seed: int, position: int, first: int, device: torch.device) -> Tensor:
-    """int64 [64]: random words of the ids from ``first`` on. ``seed`` is an int64."""
+    """Random words of 64 token ids, beginning with the id ``first``: int64 [64]. ``seed`` is an int64."""
     out = torch.zeros(64, dtype=torch.int64, device=device)
     _words_of[(1,)](out, torch.tensor([seed], device=device), position, first, NUM=64)
     return out
 
 
 def rough_noise(words: Tensor) -> Tensor:
-    """float32 noise for int64 ``words``. The number of words must be a power of 2."""
+    """Approximate Gumbel noise in float32 that the kernel makes of random ``words`` (int64). The number of words must
+    be a power of 2."""
     out = torch.zeros(len(words), dtype=torch.float32, device=words.device)
     _noise_of[(1,)](out, words, NUM=len(words))
     return out
