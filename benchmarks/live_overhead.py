@@ -1,12 +1,13 @@
-"""Measures the cost of live views: tokens per second of one server, with ten open views and with none, in turns.
+"""Measures the cost of viewers, which are clients that watch a running server live: tokens per second of one server,
+with ten viewers and with none, in turns.
 
     python benchmarks/live_overhead.py [--model hashlm:20ms] [--viewers 10] [--rounds 12] [--json FILE] [-- FLAG ...]
 
 One server works all the time: each of ``--streams`` clients sends its next request when the previous one has ended, and
 the ends are spread evenly over time. Viewers connect and leave for windows of a few seconds. Four windows form a block:
 not watched, watched, watched, not watched, or the reverse, chosen by the seed, so that a drift of the machine cancels
-out. Each round also has a block without viewers, which shows the noise of the method. Within a block, the script
-compares
+out. A round is one such block and one block without viewers, which shows the noise of the method. Within a block, the
+script compares
 
 - tokens and steps per second, from the server's own counters, and
 - processor time per step of the engine's and the server's process.

@@ -8,8 +8,9 @@ turns in one process.
 
 ``scripted``: drafts that cost no time to propose, each correct with a given probability; the number of drafts is fixed,
 or chosen by the engine. ``useless``: n-gram drafts at a temperature above 0, for outputs without repetitions.
-``texts``: n-gram drafts for outputs that repeat much of their prompts (editing, extraction). ``heads``:
-Medusa heads of the bundled model, its own or others, for wordings of the guide that it was not trained on.
+``texts``: n-gram drafts for outputs that repeat much of their prompts (editing, extraction). ``heads``: drafts of the
+bundled model's own Medusa heads, or of those in ``--heads DIR``, for questions about the user guide in wordings that
+the model was not trained on.
 
 Results are output tokens per second with drafts divided by those without, pair by pair: the median ratio, and the 95 %
 interval of the mean (Student's t, of logarithms). The script fails if outputs differ.

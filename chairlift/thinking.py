@@ -19,11 +19,11 @@ _MAX = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingBudget:
-    """After ``max_tokens`` tokens of reasoning, the engine forces the tokens ``end`` and ``after``. Later tokens are
-    free.
+    """After ``max_tokens`` tokens of reasoning, the engine forces the end mark (the token ``end``), and then the tokens
+    ``after``, which the model's format needs before the answer. Later tokens are free.
 
-    The marks do not count as reasoning tokens. A model that ends its reasoning earlier is not affected. Raises
-    RequestError on construction for values of the wrong type or out of range.
+    The tokens ``begin``, ``end`` and ``after`` are marks, and do not count as reasoning tokens. A model that ends its
+    reasoning earlier is not affected. Raises RequestError on construction for values of the wrong type or out of range.
     """
 
     max_tokens: int

@@ -247,10 +247,10 @@ class Intake:
     # -- the forecast ----------------------------------------------------------------------------------------------
 
     def foreseen(self, forecast: Forecast) -> None:
-        """Store the engine's newest forecast. Its waits are lengthened for the more urgent requests that will still
-        arrive.
+        """Store the engine's newest forecast. The predicted waits are increased to allow for more urgent requests that
+        may arrive later and start first.
 
-        For a request that arrived before there was a forecast, the first later forecast counts as the prediction.
+        If a request arrived before there was a forecast, its predicted wait is that of the first later forecast.
         """
         made_at, longer = forecast.made_at, self._stretches(forecast)
         newcomers, strangers = (

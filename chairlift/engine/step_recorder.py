@@ -159,7 +159,8 @@ class StepRecorder:
         self._write(self._step_line(record, self._flights.pop(record.step, [])))
         if self._leaving:
             self._leaving = {name: step for name, step in self._leaving.items() if step >= record.step}
-        # No reader takes the lines, so they are dropped. The next reader begins with the new snapshot.
+        # The buffer is over its limit, so no reader takes the lines: drop them, and write a new snapshot, with which
+        # the next reader begins.
         if self._num_bytes > self._most_bytes + self._key_size:
             self._lines, self._num_bytes = [], 0
             self._write_key()

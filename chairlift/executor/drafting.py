@@ -25,7 +25,8 @@ class DraftTimes:
 
     def __init__(self) -> None:
         self.known: dict[int, float] = {}
-        """Bit length of the number of rows -> mean seconds in which one draft for every row is made."""
+        """Bit length of a batch's number of rows -> mean seconds to draft one token for every row of the batch. Batches
+        of similar size share an entry."""
 
     def seconds(self, num_rows: int) -> float:
         """Expected seconds in which one draft for each of ``num_rows`` rows is made; 0 before the first measurement."""

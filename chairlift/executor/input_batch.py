@@ -28,7 +28,7 @@ class Awaited:
     """Placeholder (a number below 0) that is stored in place of each token until the token arrives."""
     slots: _Int32
     ends: _Int32
-    """Per sample position: index of the awaited token in its sequence."""
+    """Per sample position: index in its sequence of the token that is sampled there."""
     verifies: list[tuple[int, int, Chunk]] = dataclasses.field(default_factory=list)
     """(first sample position, slot, chunk) of each row with drafts, as in :attr:`StepBatch.verifies`."""
 

@@ -146,9 +146,9 @@ class BlockTables:
         return max(0, *gaps)
 
     def num_remaining(self, request: Request, num_blocks: int, limit: int) -> int:
-        """Number of leading positions, at most ``limit``, whose KV remains if each group loses the last ``num_blocks``
-        blocks of the request's table. The result is a multiple of the block size; it is below 1 if nothing would
-        remain."""
+        """If each group lost the last ``num_blocks`` blocks of the request's table: number of leading positions, at
+        most ``limit``, that would still have their KV. A multiple of the block size; 0 or negative if there are
+        none."""
         kinds = self.layout.kinds
         ends = [(len(t) - num_blocks) * kind.span for t, kind in zip(request.block_ids, kinds, strict=True)]
         unit = max(self.block_size, self.layout.share_unit)

@@ -143,7 +143,8 @@ class PrefixCache:
     def forget(self, request: Request) -> None:
         """Remove all nodes of the request's tokens, because their content may be wrong. Nodes that sliding windows have
         passed are removed too."""
-        # Blocks that came back from host memory and are not published yet can be found only by their tokens.
+        # The request's blocks that were copied back from host memory have no link to their nodes until they are
+        # published. So follow the request's tokens to the nodes, to drop the copies in host memory.
         for known in self.walk(request, request.num_computed_tokens // self.block_size):
             for group in range(len(self._pools)):
                 self.drop_copy(group, known)

@@ -23,7 +23,8 @@ class Swapped:
     num_tokens: int
     """Number of leading positions whose KV is saved, so that they need not be computed again."""
     blocks: list[list[int]]
-    """Per cache group: host blocks, beginning with the first table entry that the next position can read."""
+    """Per cache group: host blocks with the content of the block table's entries, beginning with the first entry that
+    the next position still needs. With a sliding window, the entries before the window are not saved."""
     step: int
     """Index of the step that makes the copies. If it fails, none of the host blocks can be used."""
 

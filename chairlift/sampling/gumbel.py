@@ -118,7 +118,8 @@ def gumbel_argmax(scores: Tensor, seeds: Sequence[int], positions: Sequence[int]
 
 
 def _row_words(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(low key words, high key words, position words) of the rows, each int64 ``[R, 1]``."""
+    """Inputs of the counter-based random generator for each row: low and high 32 bits of the seed (the key), and low 32
+    bits of the position (part of the counter). Each is int64 ``[R, 1]``."""
     words = [
         (seed & _MASK, seed >> 32 & _MASK, position & _MASK) for seed, position in zip(seeds, positions, strict=True)
     ]

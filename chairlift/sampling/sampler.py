@@ -219,7 +219,7 @@ class _Pairs:
         return torch.from_numpy(rows).to(self._device), torch.from_numpy(ids).to(self._device)
 
     def values(self) -> Tensor:
-        """Values of the collected triples, float32 ``[K]``."""
+        """Values of the collected (row, token id, value) triples, float32 ``[K]``."""
         return torch.from_numpy(np.concatenate(self._values)).to(self._device)
 
 

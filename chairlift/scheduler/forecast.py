@@ -43,8 +43,8 @@ class Forecast:
     newcomers: dict[str, float]
     """Class of service -> forecast start of a newcomer whose tenant is ``tenant``."""
     seconds_per_start: float
-    """Mean seconds between the starts of two requests. A wait is longer by this time for each request that arrived
-    after the forecast."""
+    """Mean seconds between the starts of two requests. :meth:`wait_of` adds this time to a newcomer's wait for each
+    request that arrived after the forecast and goes before the newcomer."""
     strangers: dict[str, float] = dataclasses.field(default_factory=dict)
     """Class of service -> forecast start of a newcomer whose tenant has no requests in the engine."""
     tenant: str | None = None

@@ -156,10 +156,12 @@ class AsyncLoop:
         return results
 
     def drain(self) -> None:
-        """Wait until all running rollouts have ended, and start no others. Ended rollouts wait in the gate. A state
-        that is saved after this call contains only complete rollouts. A run that is resumed from this state has the
-        same results as an uninterrupted run that calls ``drain`` at the same steps, if the generator's results depend
-        only on weights, tickets and prompts.
+        """Wait until all running rollouts have ended, and start no others. Ended rollouts wait in the staleness gate
+        until a step trains on them. A state that is saved after this call contains only complete rollouts.
+
+        A run that is resumed from this state has the same results as an uninterrupted run that calls ``drain`` at the
+        same steps, if the generator's results depend only on the weights, the prompts and the tickets (a ticket is the
+        number that identifies a rollout).
         """
         while self._running:
             self._collect(wait=True)

@@ -372,8 +372,9 @@ def predictions(batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def _sequence_losses(losses: Tensor, chosen: Mapping[str, Tensor], ids: Sequence[int]) -> list[float]:
-    """Losses of single sequences as a flat list [id, mean loss, number of targets, id, ...], for the sequences of
-    :func:`predictions` that have a target."""
+    """Loss of each packed sequence that has at least one target, as a flat list [id, mean loss, number of targets, id,
+    ...]. ``chosen`` is the batch of selected tokens that :func:`predictions` returns; ``losses`` has one loss per row
+    of their logits; ``ids`` are the ids of the pack's sequences."""
     is_target = chosen["labels"][0, 1:] != IGNORED
     segments = chosen["segment_ids"][0, 1:][is_target].cpu().numpy()
     counts = np.bincount(segments, minlength=len(ids))

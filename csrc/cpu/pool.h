@@ -116,8 +116,8 @@ class Turns {
     return items_;
   }
 
-  // Estimated number of items that all threads have not taken yet, when one thread has reached `item` of a contiguous
-  // share. The estimate assumes that all threads are equally fast.
+  // Estimated number of items that no thread has taken yet, when one thread has reached `item` of its own contiguous
+  // share. Assumes that all threads are equally fast.
   int64_t left(int64_t item) const {
     const int64_t share = ((item + 1) * threads_ - 1) / items_;
     return (begin(items_, share + 1, threads_) - item) * threads_;

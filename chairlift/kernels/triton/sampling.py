@@ -2,11 +2,11 @@
 """Sampling on the device: the arg max, or a draw with counter-based Gumbel noise, optionally after min-p, top-k and
 top-p.
 
-:mod:`chairlift.sampling.gumbel` and :mod:`chairlift.sampling.logits` define the results. Sort the ids of a row by
-descending score, and equal scores by ascending id. min-p, top-k and top-p each keep the first ids of this order. The
-kept set of a row is therefore defined by its last score and its last id, which can be found without sorting. The score
-is found bit by bit: for a candidate score, the number of ids (or the probability) at or above it is computed. Usually
-the search reads only a few ids, which two passes over the row have copied.
+:mod:`chairlift.sampling.gumbel` and :mod:`chairlift.sampling.logits` define the results. Imagine the ids of a row
+sorted by descending score (ties: ascending id). min-p, top-k and top-p each keep the first ids of this order, so the
+last kept id and its score define the kept set. The code does not sort: it finds this score bit by bit, by computing the
+number of ids (or the probability) at or above a candidate score. Usually two passes over the row first find and copy
+the few ids that can matter, and the search reads only those.
 
 **Determinism.** Each row is computed separately and in a fixed order, so its token does not depend on the other rows.
 The random words equal the CPU's to the last bit. Noise is first computed in float32; only ids that can still be the

@@ -15,9 +15,9 @@ __all__ = ["MixtureOfExperts"]
 
 
 class _Gate(nn.Module):
-    """The router of experts: its weight [out, in] is never packed, and its matmul is computed in float32. With
-    ``biased`` it has a bias [out]. With ``corrected`` it has a float32 bias that only affects which experts are
-    chosen."""
+    """The router of experts. Its weight [out, in] is neither quantised nor converted to the layout of a kernel, and its
+    matmul is computed in float32. With ``biased`` it has a bias [out]. With ``corrected`` it has a float32 bias that
+    only affects which experts are chosen."""
 
     float32_parameters = ("e_score_correction_bias",)
     bias: nn.Parameter | None

@@ -76,7 +76,8 @@ class ShareWatch:
         """Number of prompts that were computed before another prompt that precedes them in policy order."""
 
     def step(self, out: SchedulerOutput, refused: Set[str]) -> None:
-        """Count the tokens of a step that was just scheduled, and check all waiting prompts.
+        """Count the tokens of a step that was just scheduled, and check that no prompt that is not yet computed has
+        waited longer than the two bounds allow.
 
         ``refused`` has the ids of requests that did not get a block in this step.
         """

@@ -230,7 +230,8 @@ class Simulation:
         # of ShareWatch then do not hold.
         self._whole_images = world.images is not None and world.images[3]
         self.share = None if policy or self._whole_images else _share_watch(self.engine.scheduler, config)
-        """Checks how long prompts wait. None if the caller's policy has an unknown order, or batches are static."""
+        """Checks how long prompts wait. None with a policy of the caller, because the order in which it schedules
+        requests is not known; None with images that must be computed in one step, and with static batches."""
         self._watch_joins(kv)
         self.scripts = Scripts(self.engine.core, world.windows) if world.scripted else None
         if world.drafts:

@@ -68,7 +68,7 @@ class Approximate:
         return Approximate(value, 1.13 * self.error + 4 * U * self.value.abs())
 
     def gelu_tanh(self) -> Approximate:
-        """silu of 1.6 (x + 0.0447 x^3)."""
+        """x * sigmoid(1.6 (x + 0.0447 x^3)), which equals GELU with the tanh approximation."""
         argument = math.sqrt(8 / math.pi) * (self.value + 0.044715 * self.value**3)
         value = self.value * torch.sigmoid(argument)  # torch's own subtracts numbers of nearly equal size
         off = (8 + 4 * argument.abs().clamp_max(200)) * U
