@@ -27,6 +27,9 @@ _PROBE_STEPS = (4, 24)
 """(first number, largest number) of steps without drafts after which one draft is tried although the estimates are
 against it, because the text may have changed. The number is the first one at the start and after a right draft. It
 doubles after each wrong draft, up to the largest one."""
+_PROBE_SHARE, _MAX_PAID_PROBE_STEPS = 0.05, 240
+"""Fraction of the time that a drafter may take to make drafts for probes, and the number of steps without drafts after
+which there is a probe whatever it costs, because the measured cost of a drafter may have been an outlier."""
 _FIRST_TRY = 4
 """Number of drafts that are tried first for a request with a ``prediction``, whatever they cost. The caller who
 supplied the predicted text knows the answer better than the engine."""
@@ -133,7 +136,7 @@ class AdaptiveSpeculator:
             return self._seconds(step._replace(num_decodes=step.num_decodes + number))
 
         self._idle_steps += 1
-        probes = self._idle_steps >= self._probe_steps
+        probes = self._idle_steps >= self._probe_interval(len(rows), seconds(0))
         if not probes and not self._may_pay(rows, step, seconds):
             return []
         depth = max(int(probes), self._depth(rows, step, seconds))
@@ -148,6 +151,11 @@ class AdaptiveSpeculator:
         chosen = Counter(name for _, name in order[:number])
         counts = {name: max(at_least, chosen[name]) for name, at_least in counts.items()}
         return [(each.request, each.tokens[: counts[name]]) for name, each in drafted.items() if counts[name]]
+
+    def _probe_interval(self, num_rows: int, step_seconds: float) -> float:
+        """Number of steps without drafts before a probe. A drafter that takes long is probed less often."""
+        price = 0.0 if self._proposer is None else self._proposer.seconds(num_rows)
+        return max(self._probe_steps, min(price / (_PROBE_SHARE * step_seconds), _MAX_PAID_PROBE_STEPS))
 
     def _least_tried(self, drafted: Mapping[str, _Drafted]) -> tuple[float, str]:
         """(probability, request id) of the request with the fewest checked drafts. The probability is the estimate for

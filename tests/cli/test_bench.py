@@ -32,7 +32,7 @@ def test_kernels_as_tables_and_as_json(chairlift: Run, tmp_path: Path) -> None:
     code, out, err = chairlift("bench", "kernels", "--quick", *SMALL, "--json", path)
     assert (code, err) == (0, [])
     assert max(map(len, out)) <= 100
-    for title in ("Products", "Experts", "Attention, decode", "Attention, prefill", "Output head", "limits at the end"):
+    for title in ("Matmuls", "Experts", "Attention, decode", "Attention, prefill", "Output head", "limits at the end"):
         assert sum(line.startswith(title) for line in out) == 1
     record = json.loads(path.read_text())
     keys = {"chairlift", "benchmark", "machine", "settings", "limits", "limits_after", "results"}

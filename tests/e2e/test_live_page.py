@@ -251,7 +251,7 @@ def test_pointing_choosing_and_following(chromium: Chromium, recording: bytes) -
         assert "Where its time went" in text(chromium, "#detail")
         assert chromium.value("document.querySelector('#follow').value") == request.request_id
         causes = text(chromium, "#detail")
-        assert "its own answer" in causes
+        assert "generating its tokens" in causes
         chosen = next(each for each in known.requests.values() if each.reason == "abort").request_id
         chromium.value("document.querySelector('#follow').select(); document.querySelector('#follow').focus()")
         chromium.write(chosen)

@@ -140,6 +140,20 @@ def test_probes_become_rarer_while_they_fail_and_go_round() -> None:
     assert [name for _, name in probes[:4]] in (["a", "b", "a", "b"], ["b", "a", "b", "a"])
 
 
+@pytest.mark.parametrize(("price", "steps"), [(0.1, 4), (1.0, 20), (1000.0, 240)])
+def test_probes_of_a_drafter_take_a_small_part_of_the_time(price: float, steps: int) -> None:
+    class Paid(Any7):
+        def seconds(self, num_rows: int) -> float:
+            return price
+
+    speculator, probes = AdaptiveSpeculator(dear, 4, Paid()), []
+    for step in range(1, 3 * steps + 1):
+        for drafts in choose(speculator, row("a")).values():
+            probes.append(step)
+            speculator.verified(row("a"), drafts, len(drafts))  # right, and still not worth their time
+    assert probes == [steps, 2 * steps, 3 * steps]
+
+
 def test_nothing_is_looked_up_in_steps_where_nothing_can_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     monkeypatch.setattr(NgramProposer, "propose", lambda *given: looked.append(1) or ())
