@@ -72,8 +72,7 @@ class StepProgram:
         self._referenced: list[Any] = []
         """Objects to which structs of the program point. The list keeps the objects alive."""
         self._converted: list[tuple[Tensor, Tensor, float]] = []
-        """For each converted copy of a weight: (copy in another dtype, source weight, number that was added to the
-        source)."""
+        """For each converted copy of a weight: (copy in another dtype, source weight, number added to the source)."""
         capacity = max_tokens + SPARE_ROWS
         strides = [_stride(width, recorder.dtype.itemsize) for width in self.plan.widths]
         self._buffers = [_buffer(capacity, stride, recorder.dtype) for stride in strides]
