@@ -136,7 +136,7 @@ class AdaptiveSpeculator:
             return self._seconds(step._replace(num_decodes=step.num_decodes + number))
 
         self._idle_steps += 1
-        probes = self._idle_steps >= self._probe_interval(len(rows), seconds(0))
+        probes = self._idle_steps >= self._probe_steps and self._can_pay_probe(len(rows), seconds)
         if not probes and not self._may_pay(rows, step, seconds):
             return []
         depth = max(int(probes), self._depth(rows, step, seconds))
@@ -152,10 +152,11 @@ class AdaptiveSpeculator:
         counts = {name: max(at_least, chosen[name]) for name, at_least in counts.items()}
         return [(each.request, each.tokens[: counts[name]]) for name, each in drafted.items() if counts[name]]
 
-    def _probe_interval(self, num_rows: int, step_seconds: float) -> float:
-        """Number of steps without drafts before a probe. A drafter that takes long is probed less often."""
+    def _can_pay_probe(self, num_rows: int, seconds: Callable[[int], float]) -> bool:
+        """Whether the steps since the last drafts took long enough for the drafter's share of the time to pay a
+        probe."""
         price = 0.0 if self._proposer is None else self._proposer.seconds(num_rows)
-        return max(self._probe_steps, min(price / (_PROBE_SHARE * step_seconds), _MAX_PAID_PROBE_STEPS))
+        return not price or self._idle_steps >= min(price / (_PROBE_SHARE * seconds(0)), _MAX_PAID_PROBE_STEPS)
 
     def _least_tried(self, drafted: Mapping[str, _Drafted]) -> tuple[float, str]:
         """(probability, request id) of the request with the fewest checked drafts. The probability is the estimate for
