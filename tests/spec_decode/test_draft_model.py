@@ -27,10 +27,10 @@ from chairlift.kernels.cpu.library import supported_isas
 from chairlift.request import Request
 from chairlift.spec_decode.adaptive import AdaptiveSpeculator
 from tests.equivalence.cases import longest, run
-from tests.equivalence.test_determinism import WITHOUT_STATES, first_difference
+from tests.equivalence.test_determinism import WITHOUT_STATES
 from tests.kernels.cpu.models import VOCAB, tiny_model
 from tests.native import needs_kernels
-from tests.spec_decode.test_equivalence import Models, draw_jobs, draw_settings, everything
+from tests.spec_decode.test_equivalence import Models, compare, draw_jobs, draw_settings
 from tests.sweep import sweep
 
 pytestmark = needs_kernels
@@ -101,12 +101,7 @@ def check(models: Models, seed: int, twin: bool) -> collections.Counter[str]:
         spoil(llm, drafter, random.Random(seed))
     arrival, preempting = rng.choice(("together", "reversed", "staggered")), rng.random() < 0.4
     outputs = run(llm, jobs, arrival, preempting=preempting, seed=seed)
-    for i, (one, found) in enumerate(zip(expected, outputs, strict=True)):
-        for (name, truth), (_, fact) in zip(everything(one), everything(found), strict=True):
-            assert fact == truth, (
-                f"{name} of request {i} of {len(jobs)} differ without and with drafts: {first_difference(truth, fact)}"
-                f" ({model}, drafted by {other}, {dtype}, {isa}, {settings}, {arrival}, {jobs[i].params})"
-            )
+    compare(expected, outputs, jobs, (model, f"drafted by {other}", dtype, isa, settings, arrival))
     scheduler = llm.engine.scheduler
     drafts = scheduler.drafts
     assert drafts is not None

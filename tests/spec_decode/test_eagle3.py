@@ -35,10 +35,10 @@ from chairlift.models.model_files import read_config
 from chairlift.scheduler.output import Chunk
 from chairlift.spec_decode.adaptive import AdaptiveSpeculator
 from tests.equivalence.cases import Job, longest, run
-from tests.equivalence.test_determinism import WITHOUT_STATES, first_difference
+from tests.equivalence.test_determinism import WITHOUT_STATES
 from tests.kernels.cpu.models import VOCAB
 from tests.native import needs_kernels
-from tests.spec_decode.test_equivalence import MOST_TOKENS, Models, draw_jobs, draw_settings, everything
+from tests.spec_decode.test_equivalence import MOST_TOKENS, Models, compare, draw_jobs, draw_settings
 from tests.sweep import sweep
 from tests.tiers import one_in
 
@@ -152,12 +152,7 @@ def check(models: Models, seed: int) -> collections.Counter[str]:
     llm = models.llm(model, isa, dtype, num_kv_blocks=blocks, speculative_config=asked, **settings)
     drafts_are_free(llm)
     outputs = run(llm, jobs, rng.choice(("together", "staggered")), preempting=rng.random() < 0.4, seed=seed)
-    for i, (one, found) in enumerate(zip(expected, outputs, strict=True)):
-        for (name, truth), (_, fact) in zip(everything(one), everything(found), strict=True):
-            assert fact == truth, (
-                f"{name} of request {i} of {len(jobs)} differ without and with drafts: {first_difference(truth, fact)}"
-                f" ({model}, {dtype}, {isa}, {settings}, {shape}, {jobs[i].params})"
-            )
+    compare(expected, outputs, jobs, (model, dtype, isa, settings, shape))
     drafts = llm.engine.scheduler.drafts
     assert drafts is not None
     return collections.Counter(accepted=drafts.num_accepted, drafted=drafts.num_drafts)

@@ -124,6 +124,22 @@ def only_tokens(output: RequestOutput) -> list[tuple[str, Any]]:
     return [(name, fact) for name, fact in everything(output) if "logprobs" not in name]
 
 
+def compare(
+    expected: Sequence[RequestOutput],
+    outputs: Sequence[RequestOutput],
+    jobs: Sequence[Job],
+    about: Sequence[Any],
+    look: Callable[[RequestOutput], list[tuple[str, Any]]] = everything,
+) -> None:
+    """Fail if an output with drafts differs from the one without. The message contains ``about``, the settings."""
+    for i, (one, other) in enumerate(zip(expected, outputs, strict=True)):
+        for (name, truth), (_, found) in zip(look(one), look(other), strict=True):
+            assert found == truth, (
+                f"{name} of request {i} of {len(jobs)} differ without and with drafts: {first_difference(truth, found)}"
+                f" ({', '.join(map(str, about))}, {jobs[i].params})"
+            )
+
+
 def scripted(seed: int, outputs: Sequence[RequestOutput]) -> Speculator:
     """Drafts made from the answers that were given without."""
     known: dict[str, list[int]] = {}
@@ -172,13 +188,8 @@ def check(models: Models, kernels: str, dtypes: Sequence[str], seed: int, kind: 
     scheduler.drafts = Drafts(scheduler.batch, speculator)
     arrival, preempting = rng.choice(("together", "reversed", "staggered", "staggered")), rng.random() < 0.3
     outputs = run(llm, jobs, arrival, preempting=preempting, seed=seed)
-    look = only_tokens if kernels == "torch" else everything
-    for i, (one, other) in enumerate(zip(expected, outputs, strict=True)):
-        for (name, truth), (_, found) in zip(look(one), look(other), strict=True):
-            assert found == truth, (
-                f"{name} of request {i} of {len(jobs)} differ without and with drafts: {first_difference(truth, found)}"
-                f" ({model}, {dtype}, {kernels}, {settings}, {arrival}, {jobs[i].params})"
-            )
+    about = (model, dtype, kernels, settings, arrival)
+    compare(expected, outputs, jobs, about, only_tokens if kernels == "torch" else everything)
     told = collections.Counter[str]()
     for answer in (answer for output in outputs for answer in output.outputs):
         told.update(accepted=answer.accepted_prediction_tokens, rejected=answer.rejected_prediction_tokens)

@@ -26,10 +26,10 @@ from chairlift.kernels.cpu.library import supported_isas
 from chairlift.scheduler.output import Chunk
 from chairlift.spec_decode.adaptive import AdaptiveSpeculator
 from tests.equivalence.cases import Job, longest, run
-from tests.equivalence.test_determinism import WITHOUT_STATES, first_difference
+from tests.equivalence.test_determinism import WITHOUT_STATES
 from tests.kernels.cpu.models import VOCAB
 from tests.native import needs_kernels
-from tests.spec_decode.test_equivalence import Models, draw_jobs, draw_settings, everything
+from tests.spec_decode.test_equivalence import Models, compare, draw_jobs, draw_settings
 from tests.sweep import sweep
 
 pytestmark = needs_kernels
@@ -102,12 +102,7 @@ def check(models: Models, seed: int) -> collections.Counter[str]:
     llm = models.llm(model, isa, dtype, num_kv_blocks=blocks, speculative_config=asked, **settings)
     drafts_are_free(llm)
     outputs = run(llm, jobs, rng.choice(("together", "staggered")), preempting=rng.random() < 0.4, seed=seed)
-    for i, (one, found) in enumerate(zip(expected, outputs, strict=True)):
-        for (name, truth), (_, fact) in zip(everything(one), everything(found), strict=True):
-            assert fact == truth, (
-                f"{name} of request {i} of {len(jobs)} differ without and with drafts: {first_difference(truth, fact)}"
-                f" ({model}, {dtype}, {isa}, {settings}, {jobs[i].params})"
-            )
+    compare(expected, outputs, jobs, (model, dtype, isa, settings))
     drafts = llm.engine.scheduler.drafts
     assert drafts is not None
     return collections.Counter(accepted=drafts.num_accepted, drafted=drafts.num_drafts)
@@ -124,7 +119,7 @@ def test_medusa_changes_no_bit(count: int, models: Models, request: pytest.Fixtu
 def guesses(
     models: Models, tmp_path: Path, temperature: float, shared: bool = False
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """What heads draft for several requests, and what plain torch drafts from the hidden states of transformers."""
+    """(drafts of the heads for several requests, drafts of plain torch from the hidden states of transformers)."""
     where = models.model_dir("llama")
     width = hidden_size(where)
     heads = write_heads(tmp_path / "heads", width, count=4, layers=2, std=0.5, shared=shared)

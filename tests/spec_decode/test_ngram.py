@@ -12,7 +12,7 @@ from chairlift.spec_decode.ngram import NgramIndex
 
 
 def slow(tokens: Sequence[int], size: int, most: int) -> list[int]:
-    """What followed the last ``size`` tokens where they stood last before; continued in itself where that is short."""
+    """The tokens after the latest earlier place of the last ``size`` tokens. If they are too few, they repeat."""
     for end in range(len(tokens) - 1, size - 1, -1):
         if list(tokens[end - size : end]) == list(tokens[-size:]):
             text = list(tokens)

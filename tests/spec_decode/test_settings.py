@@ -1,4 +1,4 @@
-"""What turns drafts on, what is refused, and where a step with drafts is told: record, live view, metrics."""
+"""Settings that turn drafts on, refused settings, and steps with drafts in the record, the live view and metrics."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_a_step_with_drafts_is_recorded_and_seen(model_dir: Path) -> None:
 
 @pytest.mark.parametrize("batching", ["continuous", "static", "dynamic"])
 def test_rows_that_have_ended_have_no_drafts(model_dir: Path, batching: str) -> None:
-    """Those of a static batch compute to its end, and nobody would take the tokens."""
+    """Rows of a static batch compute until the batch ends, and nothing would use the tokens of drafts."""
     llm = make(model_dir, batching=batching)
     scheduler = llm.engine.scheduler
     scheduler.drafts = Drafts(scheduler.batch, AdaptiveSpeculator(lambda step: 1.0, 4, NgramProposer(2)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Reference:
     return Reference(folder)
-
-
-@pytest.fixture
-def llm(folder: Path) -> Iterator[Callable[..., LLM]]:
-    made: list[LLM] = []
-
-    def make(**settings: Any) -> LLM:
-        made.append(LLM(folder, **{"num_kv_blocks": 80, "max_num_batched_tokens": 24, "dtype": "float32", **settings}))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.engine.check_invariants()
-        assert each.engine.kv.counts().used == 0
 
 
 def chat(*parts: str | Image.Image) -> list[dict[str, Any]]:

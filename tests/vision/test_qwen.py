@@ -7,7 +7,7 @@ its first layers.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +46,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> QwenReference:
     return QwenReference(folder)
-
-
-@pytest.fixture
-def llm(folder: Path) -> Iterator[Callable[..., LLM]]:
-    made: list[LLM] = []
-
-    def make(**settings: Any) -> LLM:
-        made.append(LLM(folder, **{"num_kv_blocks": 80, "max_num_batched_tokens": 24, "dtype": "float32", **settings}))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.engine.check_invariants()
-        assert each.engine.kv.counts().used == 0
 
 
 def test_images_first_in_the_middle_last_several_and_the_same_twice(
