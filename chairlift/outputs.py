@@ -35,7 +35,7 @@ class FinishReason(enum.StrEnum):
 
 
 class OutputKind(enum.Enum):
-    """Which text each output of a stream has."""
+    """The text that each output of a stream has."""
 
     DELTA = "delta"
     """Each output has only the new text."""

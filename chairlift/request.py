@@ -241,7 +241,7 @@ class Request:
         self.num_cached_tokens = 0
         """Prompt tokens read from the prefix cache at first admission."""
         self.waits_for = ""
-        """What the request waits for: ``adapter`` (being read), ``image`` (being encoded) or empty."""
+        """The reason why the request is not ready: ``adapter`` (being read), ``image`` (being encoded) or empty."""
         self.adapter_passes = 0
         """Number of later requests with adapters that were admitted while this request's adapter did not fit."""
         self.num_charged_tokens = 0

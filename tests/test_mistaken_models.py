@@ -1,4 +1,4 @@
-"""What is given for a model by mistake is named for what it is, in one sentence that says what to do."""
+"""A path given as a model by mistake gets an error that says what it is, and what to do, in one sentence."""
 
 from __future__ import annotations
 

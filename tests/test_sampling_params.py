@@ -1,4 +1,4 @@
-"""What a caller may ask of one request: every edge, and every wrong type, as one kind of error."""
+"""The allowed values of sampling parameters: every limit, and every wrong type, with one class of error."""
 
 from __future__ import annotations
 

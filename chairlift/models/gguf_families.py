@@ -35,7 +35,7 @@ class Metadata(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFamily:
-    """What the reader knows about GGUF files with one value of ``general.architecture``."""
+    """How GGUF files with one value of ``general.architecture`` are read."""
 
     model_type: str
     read: Callable[[Metadata, Mapping[str, Any]], Mapping[str, Any]] = lambda metadata, raw: {}

@@ -1,4 +1,4 @@
-"""What must not stand in the package's text."""
+"""Words that the package's text must not contain."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_a_directory_is_one_servers(tmp_path: Path) -> None:
 
 
 def work(store: BatchStore) -> None:
-    """What a server does with a store from its start on, until all batches have ended and an old file is gone."""
+    """Run a store as a server does, from its start until all batches have ended and an expired file is deleted."""
     found = store.files("", purpose="batch", limit=9)
     if not any(each.filename == "in.jsonl" for each in found) and not store.batches("", limit=9):
         add(store, requests(3) + b"bad\n")

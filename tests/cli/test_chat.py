@@ -23,7 +23,7 @@ def say(monkeypatch: pytest.MonkeyPatch, *lines: str | bytes) -> None:
 
 
 class Conversation:
-    """What the model answers when each turn is computed on its own."""
+    """The same conversation through ``LLM.chat``, to compare the command's answers with."""
 
     def __init__(self, llm: LLM, max_tokens: int, system: str | None = None) -> None:
         self.llm = llm

@@ -34,7 +34,7 @@ def steps(recorded: bytes, tmp_path: Path) -> Path:
 
 @contextmanager
 def killed(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Whatever happens, it does not outlive the block."""
+    """The process ends with the block, also after an error."""
     try:
         yield
     finally:

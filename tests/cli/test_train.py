@@ -228,7 +228,7 @@ def test_a_source_of_ones_own(chairlift: Run, config: Path) -> None:
 
 
 def test_a_run_whose_source_has_ended_is_not_trained_again(chairlift: Run, config: Path) -> None:
-    """Nor where the source would begin again when it is asked once more."""
+    """The source would begin again if it were read again."""
     data = {"source": "tests.cli.test_train:Restarting"}
     config.write_text(json.dumps(json.loads(config.read_text()) | {"data": data}))
     code, out, _ = chairlift("train", config, "--quiet")

@@ -27,7 +27,7 @@ _METHODS: Final = (
 
 
 class Ending:
-    """What the client does after it has sent everything."""
+    """The client's action after it has sent everything."""
 
     READ = "read"  # reads until the answer or the end of the connection
     HALF = "half"  # closes its side, then reads

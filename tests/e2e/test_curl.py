@@ -1,4 +1,4 @@
-"""What ``curl -N`` gets, byte for byte: nothing between the server and the reader of the contract."""
+"""The bytes that ``curl -N`` receives from a server, compared with the documented format."""
 
 from __future__ import annotations
 

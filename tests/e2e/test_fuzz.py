@@ -1,4 +1,4 @@
-"""Whatever arrives ends in an answer or a 4xx: no 5xx, no dead engine, and right requests are answered exactly.
+"""Every input gets an answer or a 4xx: no 5xx, no dead engine, and right requests are answered exactly.
 
 A finding names its seed and index, and the command that sends it again. More inputs:
 ``python -m tests.e2e.fuzz --seed 7 --count 1000000``.

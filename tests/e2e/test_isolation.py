@@ -24,7 +24,7 @@ def message(body: dict[str, Any], *headers: str) -> bytes:
 
 
 def plain(name: str) -> str:
-    """What the header may hold of it."""
+    """``name`` as the header may contain it: without ``#``."""
     return name.replace("#", ".")
 
 

@@ -14,7 +14,7 @@ from tests.e2e.served import HI, answers
 
 
 class Brief(pydantic.BaseModel):
-    """What a client asks for as a class."""
+    """The schema of an answer, as a client's class."""
 
     mood: Literal["good", "bad"]
     score: int

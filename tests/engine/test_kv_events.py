@@ -1,4 +1,4 @@
-"""What is published about the prefix cache: a subscriber always knows exactly the blocks that a prompt would find."""
+"""Events of the prefix cache: a subscriber always knows exactly the blocks that a prompt would find."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK = 4
 
 
 class Subscriber:
-    """What a router makes of the events: the known blocks, by the tokens of the whole beginning."""
+    """The blocks that a router knows from the events, by all tokens from the beginning of the prompt."""
 
     def __init__(self) -> None:
         self.beginnings: dict[int, tuple[int, ...]] = {}

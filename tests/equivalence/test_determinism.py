@@ -75,7 +75,7 @@ class Case:
 
     @property
     def how(self) -> dict[str, str | None]:
-        """What the model is run in."""
+        """Settings of the dtypes in which the model runs."""
         return {
             "dtype": self.dtype,
             "quantization": self.quantization,
@@ -165,7 +165,7 @@ class Alone:
 
 
 def facts(output: RequestOutput) -> list[tuple[str, Any]]:
-    """What must not change. Logprobs are float32 numbers, so that equal ones have equal bits."""
+    """The parts of an output that must not change. Logprobs are float32 numbers, so equal ones have equal bits."""
     found: list[tuple[str, Any]] = []
     for answer in output.outputs:
         found.append((f"token ids of answer {answer.index}", answer.token_ids))

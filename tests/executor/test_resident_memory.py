@@ -1,4 +1,4 @@
-"""What a process that serves a model keeps in memory: its weights once, its KV cache, and a few hundred megabytes."""
+"""A process that serves a model keeps its weights once, its KV cache, and a few hundred megabytes in memory."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def _pairs(rng: np.random.Generator, count: int, side_by_side: bool) -> list[tup
 
 
 class Cudart:
-    """What the space for swapping asks of CUDA. ``status``: what registering memory answers."""
+    """The calls of CUDA that the space for swapping makes. ``status`` is the result of registering memory."""
 
     def __init__(self, status: int) -> None:
         self.status = status

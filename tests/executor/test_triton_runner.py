@@ -170,7 +170,7 @@ def test_an_engine_that_nobody_holds_frees_its_memory_at_once(
 
 
 class OverwritingGraphs(EagerSteps):
-    """What matters of CUDA graphs: a step runs more than once at first, and a replay overwrites what the last gave."""
+    """Like CUDA graphs: recording runs a step more than once, and a replay overwrites the result of the last replay."""
 
     def record(self, step: Callable[[], _T]) -> Graph[_T]:
         step()

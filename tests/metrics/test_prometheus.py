@@ -329,7 +329,7 @@ def test_counters_go_on_after_a_restart() -> None:
 
 
 def test_labels_are_closed_sets() -> None:
-    """Whatever is counted, under whatever name, the page has the same lines."""
+    """The page has the same lines for any counts and any model name."""
     assert set(FINISH_REASONS) == {reason.value for reason in FinishReason}
     stats = RequestStats()
     before = set(samples(stats))

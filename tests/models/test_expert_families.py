@@ -111,7 +111,7 @@ def test_what_is_saved_is_what_was_loaded(variant: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
 def test_defaults_are_those_of_transformers(family: str) -> None:
-    """What a config.json with nothing but sizes means."""
+    """A config.json with only sizes has the defaults of transformers."""
     whole = {"head_dim": 128, **json.loads(AutoConfig.for_model(family).to_json_string(use_diff=False))}
     sizes = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     assert parse_config({key: whole[key] for key in sizes}) == parse_config({**whole, "dtype": None})

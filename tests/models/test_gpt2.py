@@ -164,7 +164,7 @@ def exact_gelu(patch: pytest.MonkeyPatch) -> None:
 
 
 def read_products_untransposed(patch: pytest.MonkeyPatch) -> None:
-    """Those that are square; others would not fit."""
+    """Leave one square matrix untransposed. A matrix of another shape would not fit."""
     patch.setitem(
         registry.FAMILIES, "gpt2", dataclasses.replace(gpt2.GPT2, transposed=("qkv_proj", "up_proj", "down_proj"))
     )

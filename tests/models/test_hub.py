@@ -37,7 +37,7 @@ ONE = {"model.safetensors": b"weights"}
 
 
 def hashed(name: str, content: bytes) -> str:
-    """What the Hub calls a file's content."""
+    """The Hub's id of a file's content."""
     return hashlib.sha1(name.encode() + content, usedforsecurity=False).hexdigest()
 
 
@@ -107,7 +107,7 @@ def hub() -> Iterator[Hub]:
 
 
 def download(hub: Hub, cache: Path, name: str = "people/model", offline: bool = False) -> str:
-    """What is printed by a process that downloads a model."""
+    """Output of a process that downloads a model."""
     host, port = hub.server_address[:2]
     where = {"HF_ENDPOINT": f"http://{host!s}:{port}", "HF_HOME": str(cache), "HF_HUB_OFFLINE": str(int(offline))}
     env = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()} | where

@@ -325,7 +325,7 @@ def test_tensors_that_do_not_fit_are_named(model_dir: Path, mutate: Mutate, word
 
 
 def test_surplus_tensors_are_told_as_transformers_does(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Those of layers that the model computes are refused: it was trained with them."""
+    """Tensors of layers that the model does not have are named in the log. Tensors of its own layers are refused."""
     expected = packed_logits(load(model_dir, weight_format=PLAIN), [[1, 2]])[0]
     surplus = ("mtp.proj.weight", "model.layers.3.mlp.up_proj.weight", "vision.patch.bias", "extra")
     rewrite(model_dir, lambda tensors: tensors.update({name: torch.ones(2) for name in surplus}))

@@ -112,7 +112,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 CALLING_OUT = ("hunyuan_v1_dense", "hunyuan_v1_dense-alpha", "ministral3", "ministral3-scaled", "phi3-partial-longrope")
-"""Those of which PyTorch computes a part between the native kernels."""
+"""The families of which PyTorch computes a part between the native kernels."""
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -156,7 +156,7 @@ def test_what_is_saved_is_what_was_loaded(variant: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_defaults_are_those_of_transformers(family: str) -> None:
-    """What a config.json with nothing but sizes means."""
+    """A config.json with only sizes has the defaults of transformers."""
     whole = json.loads(AutoConfig.for_model(family).to_json_string(use_diff=False))
     sizes = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     given = {key: whole[key] for key in (*sizes, "ffn_dim") if key in whole}

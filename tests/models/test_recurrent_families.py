@@ -112,7 +112,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 DELTA_NETS = tuple(variant for variant in VARIANTS if variant.startswith(("qwen3_5", "qwen3_next")))
 CALLING_OUT: tuple[str, ...] = ("mamba2-odd-sizes", *(each for each in DELTA_NETS if each.endswith("odd-sizes")))
-"""Those of which PyTorch computes a part between the native kernels."""
+"""The families of which PyTorch computes a part between the native kernels."""
 NIGHTLY = ("qwen3_5_moe_text", "qwen3_next", "falcon_h1", "nemotron_h")
 """Families whose schedules are compared in nightly runs only: one with the same layers is compared in all."""
 QUICK = [family for family in RECURRENT_FAMILIES if family not in NIGHTLY]

@@ -434,7 +434,7 @@ def test_numbers_that_are_not_finite_are_found(tmp_path: Path) -> None:
 
 
 def test_native_comes_first() -> None:
-    """What the registry knows is served natively by ``auto``, though transformers could."""
+    """``auto`` serves the registry's families natively, although transformers could run them."""
     assert len(FAMILIES.keys() & ALLOWED) > 20
 
 

@@ -60,7 +60,7 @@ def test_each_of_many_adapters_starts_within_the_bound() -> None:
 
 
 def test_priority_and_preemption_keep_the_bound() -> None:
-    """What is preempted waits for its adapter again, and comes back."""
+    """A preempted request waits for its adapter again, and then runs to its end."""
     driver = Driver(max_loras=1, num_blocks=9, max_num_seqs=4)
     driver.add(request("a", 8, max_tokens=16, adapter_id=1), request("b", 8, max_tokens=16, adapter_id=1))
     driver.add(request("c", 8, max_tokens=16, adapter_id=2), request("d", 8, max_tokens=16))

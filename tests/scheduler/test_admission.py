@@ -1,4 +1,4 @@
-"""Who joins next: policy order, a bounded look past those that do not fit, ageing; and the three memberships."""
+"""Admission: the policy's order, a bounded look past requests that do not fit, ageing, and the three memberships."""
 
 from __future__ import annotations
 

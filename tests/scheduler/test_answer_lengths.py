@@ -1,4 +1,4 @@
-"""What is expected of an answer, from answers of which some were cut off."""
+"""Expected lengths of answers, estimated from answers of which some were cut off."""
 
 from __future__ import annotations
 

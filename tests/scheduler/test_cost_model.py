@@ -240,7 +240,7 @@ def test_the_price_of_adapters_is_learnt() -> None:
 
 
 def _old_format(fields: dict[str, Any]) -> dict[str, Any]:
-    """What a version without the price of adapters wrote."""
+    """Calibration file of a version without a price for adapters."""
     pairs = [(one, other) for one in range(7) for other in range(one, 7)]
     gram = [[value for value, (_, other) in zip(row, pairs, strict=True) if other < 6] for row in fields["gram"]]
     prior = {name: value for name, value in fields["prior"].items() if name != "adapter_byte_seconds"}

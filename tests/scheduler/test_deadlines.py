@@ -1,4 +1,4 @@
-"""What is said to be lost is lost: nobody is dropped who could have made it."""
+"""A request is dropped only if it cannot meet its deadline any more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gives way when blocks run short, what it costs, and that everybody still arrives."""
+"""Preemption: which request is chosen when blocks run short, what it costs, and that every request still ends."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_nothing_follows_the_end() -> None:
 
 
 def test_where_nobody_is_preempted_a_window_is_all_that_answers_keep() -> None:
-    """What a whole step of a prompt needs is nobody's right once the prompt is computed."""
+    """The blocks for a whole step of a prompt are not reserved any more once the prompt is computed."""
     window = Driver(windows=(32,), num_blocks=201, preemption=PreemptionMode("none"), max_num_batched_tokens=256)
     for name in "abcdef":
         window.add(request(name, 40, max_tokens=300))

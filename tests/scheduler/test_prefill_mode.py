@@ -1,4 +1,4 @@
-"""What the prefill modes put into a step, and that nobody is forgotten."""
+"""The rows that each prefill mode puts into a step, and that no request starves."""
 
 from __future__ import annotations
 

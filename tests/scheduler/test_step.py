@@ -1,4 +1,4 @@
-"""What a step is made of: decodes first, then chunks, then newcomers, within one budget of tokens."""
+"""The rows of a step: first decodes, then chunks, then new requests, within one budget of tokens."""
 
 from __future__ import annotations
 

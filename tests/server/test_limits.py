@@ -1,4 +1,4 @@
-"""Whatever a client goes on sending has an end: heads, bodies, pauses, depth; and one answer says which."""
+"""Limits on what a client sends (heads, bodies, pauses, depth). The answer names the limit."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ FILES = {"UploadFile", "FileResponse", "StaticFiles", "form", "multipart", "urlo
 
 
 def test_the_package_of_the_server_has_no_way_to_fetch_or_to_take_files() -> None:
-    """Whatever would fetch for a client or take a file from one comes by one of these names."""
+    """Everything that could fetch an address for a client, or take a client's file, has one of these names."""
     found = []
     for file in Path(app_module.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

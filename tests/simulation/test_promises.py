@@ -1,4 +1,4 @@
-"""What the policy ``priority`` promises, as bounds in steps and tokens, in random worlds that are hard on them.
+"""Guarantees of the policy ``priority``, as bounds in steps and tokens, in random worlds that are hard on them.
 
 ``--first-seed N --seeds 1`` runs one world again.
 """
@@ -498,7 +498,7 @@ def test_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def trace(seed: int) -> list[str]:
-    """What happened in a world of each kind."""
+    """Events that happened in a world of each kind."""
     digests: list[str] = []
     original = Crowd.drain
 

@@ -373,7 +373,7 @@ def test_settings_that_do_not_fit_the_model_are_refused() -> None:
     ids=str,
 )
 def test_the_context_of_decodes_is_exact(settings: dict[str, Any]) -> None:
-    """What the scheduler says of each step, against the rows of that step."""
+    """The scheduler's record of each step, compared with the rows of that step."""
     few = {"max_num_seqs": 8, "num_kv_blocks": 120, "max_num_batched_tokens": 128, **settings}
     core, limits = simulated_core(deployment(), EngineConfig.from_flat(few))
     trace = draw_trace("chat", parse_arrivals("poisson:4"), 60)
@@ -493,7 +493,7 @@ def test_a_model_without_room_is_calibrated_with_what_fits() -> None:
 
 
 def arrivals(trace: list[TracedRequest], max_concurrency: int | None = None, **settings: Any) -> list[RequestTiming]:
-    """Who was sent when, and what became of them, with steps of 0.1 s."""
+    """Times at which requests were sent, and their results, with steps of 0.1 s."""
     core, limits = simulated_core(deployment(FLAT), EngineConfig.from_flat(settings))
     timings: list[RequestTiming] = []
     serve_trace(core, trace, limits, timings, max_concurrency=max_concurrency)

@@ -1,4 +1,4 @@
-"""What is far too long is refused as it is, and long texts take turns, whoever stays to hear of them."""
+"""Far too long texts are refused before they are tokenized. Long texts take turns, also if a client has left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SlowTokenizer:
         self.allowed, self.lock = threading.Event(), threading.Lock()
         self.num_now = self.most = 0
         self.texts: list[tuple[str, bool]] = []
-        """What was tokenized, and whether on a thread."""
+        """The texts that were tokenized, and whether another thread did it."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         with self.lock:

@@ -63,7 +63,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a text repeated": {"post_processor": sequence(REPEAT, REPEAT, of="processors")},
     "many tokens for one": {"post_processor": MANY},
 }
-"""What ``tokenizer.json`` says, and no file that is meant well does."""
+"""Contents of ``tokenizer.json`` that only a malicious file has."""
 DOUBTED: dict[str, dict[str, Any]] = {
     "replacements that need each other": {
         "normalizer": sequence(
@@ -74,7 +74,7 @@ DOUBTED: dict[str, dict[str, Any]] = {
     "a pattern that is tried from every letter": {"pre_tokenizer": split(r"\w*[!?]|\s+")},
     "a pattern in the normalizer": {"normalizer": replace(r"\w*[!?]|\s+", "!", "Regex")},
 }
-"""What cannot be judged by reading it; of most there are harmless ones, too."""
+"""Contents that cannot be judged by reading them. Harmless files have most of them, too."""
 FAILS_AT_ONCE: dict[str, dict[str, Any]] = {
     "replacements of patterns": {"normalizer": sequence(*[replace("[a-f]", "aaaaaaaa", "Regex")] * 10)},
     "byte levels of byte levels": {"pre_tokenizer": sequence(*[BYTES] * 34, of="pretokenizers")},

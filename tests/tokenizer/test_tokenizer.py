@@ -191,7 +191,7 @@ def test_a_bos_that_is_asked_for_and_not_added_is_told(model_dir: Path, caplog: 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])
 def test_a_pipe_is_not_waited_for(model_dir: Path, name: str) -> None:
-    """Nor is a device read, which may have no end."""
+    """A device is not read either, because it may have no end."""
     (model_dir / name).unlink(missing_ok=True)
     os.mkfifo(model_dir / name)
     Tokenizer.from_dir(model_dir)

@@ -211,7 +211,7 @@ def test_packed_gradients_are_those_of_the_sequences_alone(name: str, dtype: tor
 
 @pytest.mark.parametrize("leak", [{"attention_mask": torch.ones(1, 31)}, {"use_cache": True}], ids=["mask", "cache"])
 def test_the_comparison_sees_a_leak(leak: dict[str, Any]) -> None:
-    """What makes transformers take the row for one sequence, without a word: a mask of ones, and a cache."""
+    """Arguments with which transformers silently takes the row for one sequence: a mask of ones, and a cache."""
     batch, model = PackCollator()(pack([11, 3, 17])), tiny("llama")
     _, packed = gradients(model, [batch])
     _, leaking = gradients(model, [batch], **leak)

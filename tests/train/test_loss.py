@@ -178,7 +178,7 @@ def test_label_smoothing_and_chunks_are_those_of_pytorch() -> None:
 
 
 def test_chunks_bound_the_memory_of_the_float32_logits() -> None:
-    """What autograd keeps for the backward: the logits themselves, and no float32 copy of them."""
+    """Tensors that autograd keeps for the backward pass: the logits, and no float32 copy of them."""
     logits = torch.randn(512, 64, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.zeros(512, dtype=torch.long)
 

@@ -1,4 +1,4 @@
-"""What ``chairlift.train`` offers, and what touching it costs."""
+"""Public names of ``chairlift.train``, and the imports that using them costs."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def all_same(a: list[Pack], b: list[Pack]) -> bool:
 
 
 def content(packs: list[Pack]) -> Counter[tuple[int, tuple[int, ...]]]:
-    """Which sequences there are, fillers apart."""
+    """The sequences of the packs, without fillers: (id, tokens) -> how often it occurs."""
     pieces: Counter[tuple[int, tuple[int, ...]]] = Counter()
     for pack in packs:
         for index, start in enumerate(pack.layout.cu_seqlens[:-1]):

@@ -88,7 +88,7 @@ def test_other_dtypes_are_rounded_as_torch_rounds(dtype: torch.dtype, stored_as:
 def test_parts_land_where_they_belong(
     monkeypatch: pytest.MonkeyPatch, cuts: tuple[int, ...], interleaved: bool, slice_bytes: int
 ) -> None:
-    """Whatever the parts, in whatever order, and however small the slices."""
+    """Parts of any size, in any order, in slices of any size."""
     monkeypatch.setattr(packing, "_SLICE_BYTES", slice_bytes)
     weight = random_weight(100, 40, torch.bfloat16)
     packed = PackedWeight(100, 40, torch.bfloat16, interleaved=interleaved)

@@ -104,7 +104,7 @@ def test_other_families_have_biases_norms_and_tied_heads(tmp_path: Path, family:
 
 
 def test_weights_are_replaced_from_directories_of_either_sort(tmp_path: Path) -> None:
-    """What the new directory says counts, not what the model began as."""
+    """The quantization that the new directory states is used, not that of the original model."""
     quantised, twin = model_pair(tmp_path, *packers.gptq())
     sizes = {"intermediate_size": 128, "num_hidden_layers": 2}
     other = tiny_hf_model(tmp_path / "other", "llama", seed=1, **sizes)

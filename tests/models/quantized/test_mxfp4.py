@@ -88,7 +88,7 @@ def test_logits_are_those_of_transformers(models: tuple[Path, Path]) -> None:
 
 @needs_kernels
 def test_the_kernels_multiply_with_codes(models: tuple[Path, Path]) -> None:
-    """What differs is the rounding of rows to 8 bits. With --quantization none nothing does."""
+    """The results differ by the rounding of rows to 8 bits. With --quantization none they are equal."""
     codes, floats = models
     model = hf_model(floats)
     check_logprobs(codes, model, 1e-3, dtype="float32", quantization="none")

@@ -1,5 +1,5 @@
-"""What is not read, or does not fit together, is named before memory is spent on it; and nothing escapes as another
-error."""
+"""Settings and tensors that cannot be read are refused by name before memory is allocated, and always with the same
+class of error."""
 
 from __future__ import annotations
 
