@@ -208,7 +208,7 @@ class InputBatch:
             slot_mapping=self._slot_mapping(token_slots, positions),
             axes=self._token_axes(token_slots, positions) if self._axes else None,
             adapters=self.adapters[token_slots] if self.adapters[slots].any() else None,
-            seen_ends=self._seen_ends(chunks, positions, len(decodes)),
+            seen_ends=self._seen_ends(chunks, positions, len(decodes)) if self.images else None,
             image_rows=self._image_rows(chunks, len(decodes)) if self.images else [],
             slots=slots,
             tokens=self.tokens,
