@@ -26,6 +26,9 @@ from chairlift.workbench.bench.machine import describe_machine
 __all__ = ["Figure", "Measure", "at_least", "at_most", "context", "interleaved", "main", "missing", "peer", "ratios"]
 
 ROOT = Path(__file__).parent.parent
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+"""Name of a clock -> function that returns its seconds. ``cpu`` counts the CPU seconds of all threads of this process,
+so that other programs on the machine affect it less."""
 PEERS = ("torch", "transformers", "trl", "datasets", "grain", "binpacking", "river", "torchdata", "numpy")
 
 
@@ -101,19 +104,19 @@ def interleaved(
     runs: Mapping[str, Callable[[], Any]],
     rounds: int,
     warm_up: bool = True,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: str = "wall",
 ) -> dict[str, list[float]]:
-    """Time the runs. Returns name of a run -> its seconds in each round. Each round executes all runs, in changing
-    order, so that a slow minute of the machine affects all of them. ``clock`` returns seconds, of the wall or of this
-    process's CPU."""
+    """Time the runs by one of ``CLOCKS``. Returns name of a run -> its seconds in each round. Each round executes all
+    runs, in changing order, so that a slow minute of the machine affects all of them."""
+    now = CLOCKS[clock]
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for number in range(-1 if warm_up else 0, rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            begin = clock()
+            begin = now()
             runs[name]()
             if number >= 0:
-                seconds[name].append(clock() - begin)
+                seconds[name].append(now() - begin)
     return seconds
 
 
@@ -128,6 +131,12 @@ def main(measures: Mapping[str, Measure], parser: argparse.ArgumentParser) -> No
     parser.add_argument("--only", nargs="+", choices=measures, default=list(measures), metavar="ID")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="what interleaved runs are timed by: wall, for an idle machine, or cpu, the CPU seconds of this process",
+    )
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))  # for generators that tests use, too
     print(f"  {'':58} {'demanded':>14}  {'measured':>14}  {'over the rounds':22}")

@@ -6,7 +6,8 @@
 Letters name the subject: A packing, D resuming and ranks, E balance, F lanes, G staleness, H drift. Attention and
 isolation (B2, C) are in ``packing_attention.py``. Packers of other projects run in the same process, interleaved, on
 the same lengths, if they are installed: ``pip install trl==1.16.0 datasets binpacking==2.0.1 grain==0.2.18
-river==0.26.1 torchdata``. For results that do not depend on the clock, each round has another seed.
+river==0.26.1 torchdata``. For results that do not depend on the clock, each round has another seed. ``--clock cpu``
+counts CPU seconds, for a machine on which other programs run.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def a4(args: argparse.Namespace) -> Iterator[Figure]:
         "rows": lambda: read(rows),
         "lists": lambda: read(lists),
     }
-    seconds = interleaved(runs, args.rounds, warm_up=False)
+    seconds = interleaved(runs, args.rounds, warm_up=False, clock=args.clock)
     per_million = 1_000_000 / args.million
     yield at_most("plan, pool 256", [s * per_million for s in seconds["plan"]], 3.0, "s", "stretch: 1.5 s")
     yield at_most("collated, rows are arrays", [s * per_million for s in seconds["rows"]], 12.0, "s")
@@ -148,7 +149,7 @@ def a5(args: argparse.Namespace) -> Iterator[Figure]:
             name = f"Grain {label} bins"
             runs[name] = lambda kind=kind, bins=bins: sum(1 for _ in grain_dataset(few, kind, bins))
             counts[name] = len(few)
-    seconds = interleaved(runs, args.rounds)
+    seconds = interleaved(runs, args.rounds, clock=args.clock)
     each = {name: [1e6 * s / counts.get(name, len(lengths)) for s in values] for name, values in seconds.items()}
     for name, values in each.items():
         yield context(name, values, "us")
@@ -164,7 +165,7 @@ def a5(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def a8(args: argparse.Namespace) -> Iterator[Figure]:
-    """CPU time per sequence to plan and to concatenate tokens, for a million sequences. Grain reads 5,000 of them.
+    """Time per sequence to plan and to concatenate tokens, for a million sequences. Grain reads 5,000 of them.
 
     TRL packs windows of 1,000 rows, which is its faster setting in A5.
     """
@@ -187,7 +188,7 @@ def a8(args: argparse.Namespace) -> Iterator[Figure]:
     if peer("grain") is not None:
         for label, kind, bins in (("first-fit, 8", "FirstFit", 8), ("best-fit, 64", "BestFit", 64)):
             runs[f"Grain {label} bins"] = lambda kind=kind, bins=bins: sum(1 for _ in grain_dataset(few, kind, bins))
-    seconds = interleaved(runs, args.rounds, warm_up=False, clock=time.process_time)
+    seconds = interleaved(runs, args.rounds, warm_up=False, clock=args.clock)
     counts = {name: len(few) if name.startswith("Grain") else len(lengths) for name in runs}
     each = {name: [1e6 * s / counts[name] for s in values] for name, values in seconds.items()}
     for name, values in each.items():

@@ -6,8 +6,9 @@ C1 trains a small random Llama (4 layers, 256 wide) on the same sequences in fou
 forward and a backward pass over all of them; only real tokens count, not padding. Only the small vocabulary has a
 bound. With a vocabulary of 32,000, the output head does most of the work of such a small model, and its logits cause
 most of the memory traffic. C3 compares whole passes over the data with TRL: packing, collating, forward, backward and
-an AdamW step (``pip install trl==1.16.0 datasets``). Tests check that gradients of packed and unpacked sequences are
-equal (B1), and losses over any split (B3, B4).
+an AdamW step (``pip install trl==1.16.0 datasets``). ``--clock cpu`` counts CPU seconds, for a machine on which other
+programs run. Tests check that gradients of packed and unpacked sequences are equal (B1), and losses over any split (B3,
+B4).
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def c1(args: argparse.Namespace) -> Iterator[Figure]:
             name: functools.partial(llama.train, name, each, packed=name == "per segment")
             for name, each in batches.items()
         }
-        seconds = interleaved(runs, args.rounds)
+        seconds = interleaved(runs, args.rounds, clock=args.clock)
         case = f"{capacity // 1024}k" if vocabulary == SMALL else f"{capacity // 1024}k, {vocabulary:,} ids"
         case += ", bf16" if dtype is torch.bfloat16 else ""
         places = sum(batch["input_ids"].numel() for batch in batches[others[0]])
@@ -153,7 +154,7 @@ def c1(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def c3(args: argparse.Namespace) -> Iterator[Figure]:
-    """Targets per CPU second of a pass over the data with our packs, with TRL's bfd packs, and with padded batches."""
+    """Targets per second of a pass over the data with our packs, with TRL's bfd packs, and with padded batches."""
     if (trl := peer("trl")) is None:
         yield missing("our packs / TRL bfd", "trl")
         return
@@ -186,10 +187,11 @@ def c3(args: argparse.Namespace) -> Iterator[Figure]:
         "TRL bfd": lambda: run("TRL bfd", bfd()),
         "padded, batches of 8": lambda: run("padded, batches of 8", padded(sequences, 8)),
     }
-    seconds = interleaved(runs, args.rounds, clock=time.process_time)
+    seconds = interleaved(runs, args.rounds, clock=args.clock)
+    unit = {"wall": "s", "cpu": "CPU s"}[args.clock]
     for name, values in seconds.items():
         note = f"{100 * (1 - sum(lengths) / places[name]):.1f} % padding"
-        yield context(name, [llama.targets / s for s in values], "targets/CPU s", note)
+        yield context(name, [llama.targets / s for s in values], f"targets/{unit}", note)
     for name, bound in (("TRL bfd", 1.3), ("padded, batches of 8", 2.0)):
         yield at_least(f"our packs / {name}", ratios(seconds[name], seconds["our packs"]), bound, "x")
     apart = max(abs(loss / llama.losses["our packs"] - 1) for loss in llama.losses.values())
@@ -218,7 +220,7 @@ def c2(args: argparse.Namespace) -> Iterator[Figure]:
         off = float((ours() - plain()).detach().abs().max())
         yield at_most(f"{label}: outputs apart", off, 1e-5)
         runs = {"sdpa": functools.partial(passes, plain), "ours": functools.partial(passes, ours)}
-        seconds = interleaved(runs, 4 * args.rounds)
+        seconds = interleaved(runs, 4 * args.rounds, clock=args.clock)
         slower = [100 * (ratio - 1) for ratio in ratios(seconds["ours"], seconds["sdpa"])]
         yield at_most(f"{label}: attention alone, slower by", slower, 3.0, "%")
         sequences = [torch.randint(0, SMALL, (length,)) for _ in range(count)]
@@ -229,7 +231,7 @@ def c2(args: argparse.Namespace) -> Iterator[Figure]:
             "sdpa": functools.partial(llama.train, "sdpa", together),
             "ours": functools.partial(llama.train, "ours", row, packed=True),
         }
-        seconds = interleaved(models, args.rounds)
+        seconds = interleaved(models, args.rounds, clock=args.clock)
         slower = [100 * (ratio - 1) for ratio in ratios(seconds["ours"], seconds["sdpa"])]
         yield at_most(f"{label}: the whole model, slower by", slower, 3.0, "%")
         yield at_most(f"{label}: losses apart", abs(math.log(llama.losses["ours"] / llama.losses["sdpa"])), 1e-5)
