@@ -37,7 +37,7 @@ CONFIG is YAML, with the sections model, data, packing, training and checkpoints
   training: {steps: 1000, learning_rate: 2e-5, warmup_steps: 50}
   lora: {r: 16, alpha: 32}                # an adapter (LoRA, in PEFT's format) instead of the whole model
                                           # or several adapters at once: {adapters: {law: {r: 16}, med: {r: 8}}}
-  heads: {method: medusa, num_heads: 4}   # or Medusa heads, which draft (docs/speculation.md)
+  heads: {method: medusa, num_heads: 4}   # or heads that draft: medusa, eagle3 (docs/speculation.md)
   output: OUT
 
 With data.eval_files, each checkpoint records its loss on these files, and OUT/best is the checkpoint with the lowest.
@@ -134,7 +134,8 @@ def _print_result(outcome: Outcome, args: argparse.Namespace, config: TrainConfi
     before = "nothing is left to do: " if outcome.last is None else ""
     adapters = {} if config.lora is None else config.lora.by_name or {"mine": config.lora}
     what = "model is" if config.lora is None else "adapter is" if len(adapters) == 1 else "adapters are"
-    what = "Medusa heads are" if config.heads is not None else what
+    if config.heads is not None:
+        what = "Medusa heads are" if config.heads.method == "medusa" else "EAGLE-3 layer is"
     print(f"{before}trained {outcome.steps:,} steps{loss}; the {what} in {outcome.directory}")
     served = [str(outcome.directory)]
     if config.lora is not None:

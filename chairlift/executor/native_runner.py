@@ -25,7 +25,7 @@ from chairlift.kernels.cpu.program import SPARE_ROWS, StepProgram
 from chairlift.kernels.recording import Recorder, Value
 from chairlift.lora.bank import NativeAdapters
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.eagle3 import Eagle3
+from chairlift.models.eagle3 import Eagle3, hidden_at
 from chairlift.models.loader import replace_weights
 from chairlift.sampling.failures import output_reason
 from chairlift.step_batch import Masks, PromptLogprobs, SampledTokens, StepBatch
@@ -243,18 +243,7 @@ class NativeModelRunner:
 
 def _record(model: CausalLM, recorder: Recorder, taps: Sequence[int]) -> tuple[Any, list[Value]]:
     """Record the model. Returns (its result, the hidden states before the decoder layers ``taps``)."""
-    found: dict[int, Value] = {}
-    hooks = []
-    for tap in set(taps):
-
-        def note(_: Any, given: tuple[Any, ...], tap: int = tap) -> None:
-            found[tap] = given[0]
-
-        hooks.append(model.model.layers[tap].register_forward_pre_hook(note))
-    hidden = model(recorder.token_ids, recorder.positions, recorder)
-    for hook in hooks:
-        hook.remove()
-    return hidden, [found[tap] for tap in taps]
+    return hidden_at(model, taps, recorder.token_ids, recorder.positions, recorder)
 
 
 def _needed(batch: StepBatch) -> npt.NDArray[np.intp] | None:

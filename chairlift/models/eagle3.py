@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from chairlift.errors import ModelLoadError
 from chairlift.kernels import ops
 from chairlift.kernels.weights import NATIVE, PLAIN, WeightFormat
-from chairlift.models.causal_lm import lay_out_layers, lay_out_rest
+from chairlift.models.causal_lm import CausalLM, lay_out_layers, lay_out_rest
 from chairlift.models.context import AttentionContext, LayerCache, LayerState
 from chairlift.models.hf_config import ModelConfig, parse_config, read_json
 from chairlift.models.layers.attention import Attention
@@ -35,7 +35,15 @@ from chairlift.models.layers.norm import RMSNorm
 from chairlift.models.layers.rotary import RotaryEmbedding
 from chairlift.models.loader import open_safetensors
 
-__all__ = ["Eagle3", "Eagle3Config", "load_eagle3", "read_eagle3_config"]
+__all__ = [
+    "Eagle3",
+    "Eagle3Config",
+    "hidden_at",
+    "load_eagle3",
+    "parse_eagle3_config",
+    "read_eagle3_config",
+    "stored_tensors",
+]
 
 _ARCHITECTURES: Final = ("LlamaForCausalLMEagle3", "Eagle3Speculator", "Eagle3LlamaForCausalLM", "Eagle3DraftModel")
 _UNSUPPORTED: Final = ("fc_norm", "attention_bias", "mlp_bias")
@@ -72,7 +80,11 @@ def read_eagle3_config(folder: Path, target: ModelConfig) -> Eagle3Config:
     if not path.is_file():
         found = "is a file" if folder.is_file() else "has no config.json"
         raise ModelLoadError(f"{folder} {found}; give the directory of an EAGLE-3 draft, with config.json and weights")
-    raw = read_json(path)
+    return parse_eagle3_config(read_json(path), target, path)
+
+
+def parse_eagle3_config(raw: Mapping[str, Any], target: ModelConfig, path: Path) -> Eagle3Config:
+    """Parse the content of a drafting layer's ``config.json``. ``path`` is named in errors. Raises ModelLoadError."""
     named = [str(name) for name in raw.get("architectures") or ()]
     if not any(name in _ARCHITECTURES for name in named) and raw.get("speculators_model_type") != "eagle3":
         raise ModelLoadError(f"{path}: architectures {named!r:.80} is not EAGLE-3's ({_ARCHITECTURES[0]}); use another")
@@ -207,6 +219,27 @@ class Eagle3(nn.Module):
         return [LayerCache(layer.num_key_value_heads, layer.head_dim, None)]
 
 
+def hidden_at(
+    model: CausalLM, taps: Sequence[int], token_ids: Any, positions: Any, ctx: AttentionContext
+) -> tuple[Any, list[Any]]:
+    """Run the served model on a flat batch. Returns (last hidden states, hidden states before each decoder layer in
+    ``taps``, in the order of ``taps``), each [T, D]. With a recorder as context, these are symbols."""
+    found: dict[int, Any] = {}
+    hooks = []
+    for tap in set(taps):
+
+        def note(_: Any, given: tuple[Any, ...], tap: int = tap) -> None:
+            found[tap] = given[0]
+
+        hooks.append(model.model.layers[tap].register_forward_pre_hook(note))
+    try:
+        hidden = model(token_ids, positions, ctx)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return hidden, [found[tap] for tap in taps]
+
+
 def load_eagle3(folder: Path, target: ModelConfig, dtype: torch.dtype) -> Eagle3:
     """Read a drafting layer for the served model ``target``, laid out for the native CPU kernels. Raises
     ModelLoadError."""
@@ -276,6 +309,28 @@ def _pieces(network: Eagle3) -> dict[str, list[_Piece]]:
             rows, columns = matrix.shape[:2]
             found[f"{name}.weight"] = [_Piece(matrix, 0, rows, 0, columns)]
     return found
+
+
+def stored_tensors(network: Eagle3) -> dict[str, Tensor]:
+    """Tensors of a drafting layer with plain weights, under the names and in the shapes of the published files. ``d2t``
+    (int64) and ``t2d`` (bool) are among them if the output head has a reduced vocabulary."""
+    found: dict[str, Tensor] = {}
+    for name, pieces in _pieces(network).items():
+        parts = [piece.layer.weight.detach()[piece.row : piece.row + piece.rows] for piece in pieces]
+        found[_published_name(name)] = torch.cat(parts, dim=1)
+    for name, norm in network.named_children():
+        if isinstance(norm, RMSNorm):
+            found[_published_name(f"{name}.weight")] = norm.weight.detach()
+    if network.target_ids is not None:
+        ids = torch.from_numpy(network.target_ids.astype(np.int64))
+        known = torch.zeros(network.config.layer.vocab_size, dtype=torch.bool)
+        found |= {"d2t": ids - torch.arange(len(ids)), "t2d": known.index_fill(0, ids, True)}
+    return found
+
+
+def _published_name(name: str) -> str:
+    """Name of a tensor in the authors' files: the inverse of :func:`_own_name`."""
+    return name if name.startswith(("fc.", "norm.", "lm_head.", "embed_tokens.", "input_norm.")) else f"midlayer.{name}"
 
 
 def _write(network: Eagle3, files: _Files, folder: Path) -> None:

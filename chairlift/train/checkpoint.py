@@ -9,8 +9,8 @@ results.
         training/SHA256SUMS                                                           their checksums, for sha256sum -c
 
 An adapter is ``adapter_config.json`` and ``adapter_model.safetensors`` instead of a model, as PEFT writes it. If
-several adapters are trained, each has a subdirectory with its name. Heads are
-``config.json`` and ``medusa_lm_head.safetensors``.
+several adapters are trained, each has a subdirectory with its name. Draft heads are ``config.json`` and
+``medusa_lm_head.safetensors``, or for EAGLE-3 ``config.json`` and ``model.safetensors``.
 All files are first written into a temporary directory and flushed to the disk. Then the directory is renamed. So if the
 process is killed at any moment, the previous checkpoint remains the newest complete one. A checkpoint is only JSON and
 safetensors, so reading it never executes code from it.

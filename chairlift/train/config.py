@@ -153,28 +153,60 @@ class LoraSettings:
         return {name: self.of(name) for name in self.adapters or {}}
 
 
+_OF_MEDUSA = ("num_heads", "num_layers")
+"""Settings of draft heads that only ``medusa`` has."""
+_OF_EAGLE3 = ("num_steps", "taps", "intermediate_size", "draft_vocab_size", "targets")
+"""Settings of draft heads that only ``eagle3`` has."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeadsSettings:
     """Settings of draft heads (docs/speculation.md). The heads are trained; the model does not change."""
 
-    method: Literal["medusa"] = "medusa"
-    """Kind of draft heads: ``medusa`` (Cai et al., 2024)."""
+    method: Literal["medusa", "eagle3", "eagle"] = "medusa"
+    """Kind of draft heads: ``medusa`` (Cai et al., 2024), or ``eagle3``, a drafting layer (Li et al., 2025). ``eagle``
+    means ``eagle3``."""
     num_heads: int = 4
-    """Number of heads. Each head predicts the token one position further ahead than the head before."""
+    """Number of Medusa heads. Each head predicts the token one position further ahead than the head before."""
     num_layers: int = 1
-    """Number of residual blocks in each head."""
+    """Number of residual blocks in each Medusa head."""
+    num_steps: int = 4
+    """Number of steps that ``eagle3`` is unrolled in training: drafts of a row, each made from the one before."""
+    taps: tuple[int, ...] | None = None
+    """Layers of the model before which ``eagle3`` reads hidden states. None: 2, L / 2 and L - 3 of L layers; in models
+    of fewer than 8 layers the first, the middle and the last."""
+    intermediate_size: int | None = None
+    """Inner width of the MLP of ``eagle3`` (default: the model's)."""
+    draft_vocab_size: int | None = None
+    """Number of tokens that ``eagle3`` can draft: the most frequent targets in ``data.files``. None: all tokens."""
+    targets: Literal["tokens", "distribution"] = "tokens"
+    """What ``eagle3`` learns: the ``tokens`` of the text, or the model's probability ``distribution`` at their
+    positions, which costs one more output head per step."""
     own_output_heads: bool = False
     """Whether each draft head has its own output head, which is trained and begins as a copy of the model's output head
-    (vocabulary size x hidden size). If False, all heads use the model's output head."""
+    (vocabulary size x hidden size). If False, all heads use the model's output head. ``draft_vocab_size`` needs an
+    output head of its own, so it implies True."""
     decay: float = 0.8
-    """Weight of a head's loss, divided by the weight of the previous head's loss."""
+    """Weight of a head's loss, divided by the weight of the previous head's loss. The same for steps of ``eagle3``."""
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_layers"):
+        if self.method == "eagle":
+            object.__setattr__(self, "method", "eagle3")
+        for name in ("num_heads", "num_layers", "num_steps"):
             if not 1 <= getattr(self, name) <= 64:
                 raise ConfigError(f"{name} must be 1 to 64, got {getattr(self, name)}")
+        _positive(self, "intermediate_size", "draft_vocab_size")
         if not 0 < self.decay <= 1:
             raise ConfigError(f"decay must be above 0 and at most 1, got {self.decay}")
+        others = _OF_EAGLE3 if self.method == "medusa" else _OF_MEDUSA
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        if wrong := [name for name in others if getattr(self, name) != defaults[name]]:
+            raise ConfigError(f"{', '.join(wrong)} is not a setting of method {self.method}; leave it out")
+
+    @property
+    def has_own_output(self) -> bool:
+        """Whether each draft head trains an output head."""
+        return self.own_output_heads or self.draft_vocab_size is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -467,6 +499,12 @@ class TrainConfig:
         if self.training.dropout or self.training.balance_loss:
             raise ConfigError(
                 "heads learn from the model as it is served; leave training.dropout and training.balance_loss out"
+            )
+        counts = self.heads is not None and self.heads.draft_vocab_size is not None
+        if counts and (self.data.source or self.data.access != "random"):
+            raise ConfigError(
+                "heads.draft_vocab_size counts the tokens of data.files before the training, so it needs files and"
+                " access: random; leave it out"
             )
 
     @classmethod

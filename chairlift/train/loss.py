@@ -117,11 +117,12 @@ class StepLoss:
         finally:
             self._normaliser = None
 
-    def __call__(self, logits: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, logits: Tensor, batch: Batch, probabilities: Tensor | None = None) -> Tensor:
         """This row's part of the step's loss, as a scalar tensor with a graph for ``backward``.
 
         ``logits`` [T, V] or [B, S, V]: row t predicts the token at t + 1. A row without targets gives 0, also with a
-        graph, so that every rank can run a backward pass. Raises ConfigError outside :meth:`step`.
+        graph, so that every rank can run a backward pass. With ``probabilities`` [T, V], row t learns these instead of
+        its label; labels and weights still say which rows have a target. Raises ConfigError outside :meth:`step`.
         """
         if self._normaliser is None:
             raise ConfigError("call a StepLoss inside `with loss.step(packs):`; Z must be known before any backward")
@@ -130,7 +131,8 @@ class StepLoss:
         targets = _targets(batch, self.reduce, logits.device, dtype)
         if len(flat) != len(targets.labels):
             raise ConfigError(f"logits of {len(flat)} rows for a batch of {len(targets.labels)} tokens; give all rows")
-        losses = token_losses(flat, targets.labels, label_smoothing=self.label_smoothing, chunk=self.chunk)
+        learned = targets.labels if probabilities is None else probabilities
+        losses = token_losses(flat, learned, label_smoothing=self.label_smoothing, chunk=self.chunk)
         self.losses = losses.detach()
         part = (losses * targets.weights).sum() / self._normaliser
         self._total = self._total + part.detach()
@@ -171,7 +173,8 @@ def own_normaliser(batches: Sequence[Batch], reduce: Reduce) -> float:
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, chunk: int | None = None) -> Tensor:
-    """Cross-entropy [T] of labels [T] for logits [T, V], in float32 or wider. It is 0 where the label is -100.
+    """Cross-entropy [T] of labels [T] for logits [T, V], in float32 or wider. It is 0 where the label is -100. Labels
+    can also be probabilities [T, V].
 
     With ``chunk``, only this number of rows exists in float32 at a time. The backward pass computes them again.
     """

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,8 +36,9 @@ from chairlift.train.config import DataSettings, DriftSettings, LoraSettings, Tr
 from chairlift.train.drift import DriftSampler
 from chairlift.train.encoder import Encode, Encoder, fitting
 from chairlift.train.evaluation import Evaluation, EvaluationResult
+from chairlift.train.heads.make import check_heads, make_heads
+from chairlift.train.heads.training import HeadsNetwork, HeadsTrainer
 from chairlift.train.hf_network import TransformersNetwork, TransformersShape, load_for_training, read_shape
-from chairlift.train.medusa import MedusaNetwork, MedusaTrainer
 from chairlift.train.networks import NativeNetwork, Network
 from chairlift.train.parallel import Ranks, process_group, world_size
 from chairlift.train.record_files import expand, open_file
@@ -94,6 +95,8 @@ class Prepared:
     and returns False to end the source."""
     open_evaluation: Mapping[str, Callable[[], Any]]
     """Name of a source of evaluation data -> function that opens it from its beginning."""
+    examples: Iterator[Mapping[str, Any]]
+    """Every training example of ``data.files`` once, in order. The files are read when it is iterated."""
 
 
 def prepare(
@@ -127,10 +130,8 @@ def prepare(
             )
         for settings in (config.lora, *config.lora.by_name.values()):
             target_parts(sites_in(network), settings.targets)  # for its checks alone
-    if config.heads is not None and not isinstance(network, ModelConfig):
-        raise ConfigError(f"heads are for native models (docs/models.md), and {network.model_type} is of transformers")
-    if config.heads is not None and isinstance(network, ModelConfig) and network.recurrent:
-        raise ConfigError("heads are not trained for a model with recurrent states, which a wrong draft would change")
+    if config.heads is not None:
+        check_heads(config.heads, network)
     tokenizer_dir = files.tokenizer_dir if config.data.files or config.data.eval_files else None
     encoder = _encoder(config.data, tokenizer_dir)
     if encoder.vocab_size > network.vocab_size:
@@ -145,7 +146,8 @@ def prepare(
     encode = fitting(encoder.examples, network.vocab_size, most)
     openers = _source_openers(config, encode)
     _mixed(config, {name: [[0]] for name in openers})  # likewise
-    return Prepared(config, store, network, files, resume_from, openers, _evaluation_openers(config, encode))
+    evaluated = _evaluation_openers(config, encode)
+    return Prepared(config, store, network, files, resume_from, openers, evaluated, _once(config, encode))
 
 
 def _check_sharding(config: TrainConfig) -> None:
@@ -179,6 +181,12 @@ def _evaluation_openers(config: TrainConfig, encode: Encode) -> dict[str, Callab
         name: opener(files, _encode_for(config, encode, name if named else None))
         for name, files in config.data.eval_by_name.items()
     }
+
+
+def _once(config: TrainConfig, encode: Encode) -> Iterator[Mapping[str, Any]]:
+    """Yield every training example of ``data.files`` once, in the order of the files."""
+    for files in config.data.by_name.values() if config.data.files else ():
+        yield from RecordSource(files, encode, shuffle=False, epochs=1, on_error=config.data.on_error)
 
 
 def _encode_for(config: TrainConfig, encode: Encode, source: str | None) -> Encode:
@@ -390,8 +398,9 @@ def _make_network(prepared: Prepared) -> Network:
         model = CausalLM(shape)
     model.to(device)
     if config.heads is not None:
-        sizes = {name: getattr(config.heads, name) for name in ("num_heads", "num_layers", "own_output_heads")}
-        return MedusaNetwork(model, **sizes, base=str(path))
+        return make_heads(
+            model, config.heads, base=str(path), resume_from=prepared.resume_from, examples=prepared.examples
+        )
     return NativeNetwork(model, _make_adapter(config, model))
 
 
@@ -409,9 +418,9 @@ def _make_adapter(config: TrainConfig, model: CausalLM) -> TrainableAdapter | Tr
 
 
 def _make_trainer(config: TrainConfig, network: Network, stream: PackStream, drift: DriftSampler | None) -> Trainer:
-    if config.heads is not None and isinstance(network, MedusaNetwork):
+    if config.heads is not None and isinstance(network, HeadsNetwork):
         decay = config.heads.decay
-        return MedusaTrainer(network, config.training, stream, decay=decay, seed=config.seed, drift=drift)
+        return HeadsTrainer(network, config.training, stream, decay=decay, seed=config.seed, drift=drift)
     return Trainer(network, config.training, stream, seed=config.seed, drift=drift)
 
 

@@ -24,10 +24,11 @@ from chairlift.executor.medusa import MedusaHeads, load_medusa
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.hf_config import parse_config, read_json
 from chairlift.models.loader import load_model
-from chairlift.train import medusa
 from chairlift.train.config import TrainConfig, TrainerConfig
 from chairlift.train.encoder import Encoder
-from chairlift.train.medusa import MedusaNetwork, MedusaTrainer
+from chairlift.train.heads import medusa, training
+from chairlift.train.heads.medusa import MedusaNetwork
+from chairlift.train.heads.training import HeadsTrainer
 from chairlift.train.run import prepare, train
 from chairlift.train.stream import PackStream
 from chairlift.train.trainer import Trainer
@@ -98,7 +99,7 @@ def largest_difference(tmp_path: Path, capacity: int, **settings: Any) -> float:
     expected = plain_gradients(model_dir, heads)
     stream = PackStream(SEQUENCES, capacity, step=f"sequences:{len(SEQUENCES)}")
     config = TrainerConfig(steps=1, warmup_steps=0, max_grad_norm=1e9, weight_decay=0.0)
-    next(MedusaTrainer(heads, config, stream, decay=DECAY).run())
+    next(HeadsTrainer(heads, config, stream, decay=DECAY).run())
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
     found = {name: each.grad for name, each in heads.trained.items() if each.grad is not None}
@@ -124,14 +125,14 @@ def one_short(batch: Any, distance: int) -> Any:
     return RIGHT(batch, distance - 1)
 
 
-RIGHT = medusa.ahead
+RIGHT = training.ahead
 
 
 @pytest.mark.parametrize("plant", [across_borders, from_prompts, one_short])
 def test_a_planted_bug_is_noticed(
     plant: Callable[[Any, int], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(medusa, "ahead", plant)
+    monkeypatch.setattr(training, "ahead", plant)
     assert largest_difference(tmp_path, 64) > 1e-4
 
 
@@ -187,7 +188,7 @@ def test_a_run_goes_on_bit_for_bit_and_holds_the_heads_only(run_dir: Path) -> No
 
 def test_what_cannot_be_is_refused(run_dir: Path) -> None:
     for change, message in (
-        ({"method": "hydra"}, "method must be one of medusa"),
+        ({"method": "hydra"}, "method must be one of medusa, eagle3"),
         ({"num_heads": 0}, "num_heads must be 1 to 64, got 0"),
         ({"decay": 0}, "decay must be above 0"),
     ):
