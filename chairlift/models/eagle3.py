@@ -219,11 +219,10 @@ class Eagle3(nn.Module):
         return [LayerCache(layer.num_key_value_heads, layer.head_dim, None)]
 
 
-def hidden_at(
-    model: CausalLM, taps: Sequence[int], token_ids: Any, positions: Any, ctx: AttentionContext
-) -> tuple[Any, list[Any]]:
+def hidden_at(model: CausalLM, taps: Sequence[int], token_ids: Any, positions: Any, ctx: Any) -> tuple[Any, list[Any]]:
     """Run the served model on a flat batch. Returns (last hidden states, hidden states before each decoder layer in
-    ``taps``, in the order of ``taps``), each [T, D]. With a recorder as context, these are symbols."""
+    ``taps``, in the order of ``taps``), each [T, D]. ``ctx`` is an
+    AttentionContext, or a recorder; with a recorder, the results are symbols."""
     found: dict[int, Any] = {}
     hooks = []
     for tap in set(taps):
