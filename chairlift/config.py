@@ -95,6 +95,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "governor_tpot_ms": (0.001, 10**9),
     "port": (0, 65535),
     "replicas": (1, 64),
+    "min_replicas": (1, 64),
+    "max_replicas": (1, 64),
+    "autoscale_wait": (0.01, 3600),
+    "autoscale_goodput": (0.01, 1),
+    "autoscale_delay": (1, 10**6),
     "max_num_queued_reqs": (0, 2**31),
     "max_num_queued_tokens": (0, 2**40),
     "queue_timeout": (0.001, 10**6),
@@ -485,6 +490,20 @@ class ServerConfig:
     replicas: int = 1
     """Number of engine processes that divide the requests. Each process holds the weights. On this machine they also
     divide the processors and, by default, the memory for KV. With ray_address they run in a Ray cluster."""
+    min_replicas: int | None = None
+    """Minimum number of replicas with autoscaling, and their number at the start unless replicas is larger. None:
+    replicas."""
+    max_replicas: int | None = None
+    """Maximum number of replicas: turns autoscaling on. A replica is added when requests wait too long or miss their
+    latency targets, and removed when the others are enough. On this machine each replica gets this part of the
+    processors and of the memory for KV. None: the number of replicas is fixed."""
+    autoscale_wait: float = 0.5
+    """Forecast wait of a new request, in seconds, above which autoscaling adds a replica."""
+    autoscale_goodput: float = 0.99
+    """Fraction of the requests with latency targets that must meet them; below it, autoscaling adds a replica."""
+    autoscale_delay: float = 60.0
+    """Seconds for which the other replicas must have been enough before autoscaling removes one. At least twice the
+    time that a replica needs to start is waited."""
     routing: str = "forecast"
     """How a replica is chosen for a request: forecast (earliest first token), prefix (longest matching prefix in its
     cache), least (least work), p2c (better of two random replicas) or rr (in turn). With p2c and rr a request does not
@@ -520,10 +539,11 @@ class ServerConfig:
     lora_dir: str | None = None
     """Directory from which the key named admin may load adapters while the server runs. None: no directory."""
     max_num_queued_reqs: int | None = None
-    """Maximum number of waiting requests; further requests get status 429. None: 4 x max_num_seqs x replicas, at least
-    64."""
+    """Maximum number of waiting requests; further requests get status 429. None: 4 x max_num_seqs x replicas (or
+    max_replicas), at least 64."""
     max_num_queued_tokens: int | None = None
-    """Maximum number of prompt tokens of all waiting requests. None: 32 x max_num_batched_tokens x replicas."""
+    """Maximum number of prompt tokens of all waiting requests. None: 32 x max_num_batched_tokens x replicas (or
+    max_replicas)."""
     queue_timeout: float | None = None
     """Seconds that a request may wait for its first step, unless it has a queue_timeout of its own. None: no limit."""
     request_timeout: float = 600.0
@@ -573,6 +593,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _check(self)
+        _check_replicas(self)
         for origin in self.cors_origin:
             if origin != "*" and not re.fullmatch(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", origin):
                 raise ConfigError(
@@ -598,6 +619,23 @@ class ServerConfig:
         for model_name in self.served_model_name:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}", model_name):
                 raise ConfigError(f"served_model_name must be of letters, digits and ._/:-, got {model_name!r}")
+
+
+def _check_replicas(config: ServerConfig) -> None:
+    """Raise ConfigError if the numbers of replicas contradict each other."""
+    least, most, count = config.min_replicas, config.max_replicas, config.replicas
+    if most is None:
+        if least is not None:
+            raise ConfigError(f"min_replicas {least} needs max_replicas, which turns autoscaling on; or set replicas")
+        return
+    if count > most:
+        raise ConfigError(f"replicas {count} must not exceed max_replicas {most}")
+    if least is not None and least > most:
+        raise ConfigError(f"min_replicas {least} must not exceed max_replicas {most}")
+    if least is not None and 1 < count < least:
+        raise ConfigError(f"replicas {count}, the number at the start, must not be below min_replicas {least}")
+    if not config.restart:
+        raise ConfigError("autoscaling (max_replicas) starts replicas, and restart is off; leave one of the two out")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

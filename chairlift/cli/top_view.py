@@ -211,7 +211,7 @@ def _replicas(metrics: Metrics | None) -> list[Line]:
     """One line per replica, if the server has several."""
     if metrics is None:
         return []
-    lines: list[Line] = []
+    lines: list[Line] = [*_autoscaling(metrics)]
     for name in metrics.values_of("replica_up", "replica"):
         up, started, unstarted, usage, restarts = (
             metrics.value(f"replica_{what}", replica=name) or 0.0
@@ -221,6 +221,18 @@ def _replicas(metrics: Metrics | None) -> list[Line]:
         text = f"running {started:4,.0f}  next {unstarted:4,.0f}  KV cache {usage:4.0%}  restarts {restarts:,.0f}"
         lines.append([(f"replica {plain(name):<2}", ""), (f"{state}  ", style), (text, "")])
     return lines
+
+
+def _autoscaling(metrics: Metrics) -> list[Line]:
+    """A line about autoscaling, if the server has it."""
+    wanted, least, most, starting = (
+        metrics.value("autoscaling_replicas", what=what) for what in ("wanted", "min", "max", "starting")
+    )
+    if wanted is None:
+        return []
+    wait, load = (metrics.value(f"autoscaling_{name}") or 0.0 for name in ("forecast_wait_seconds", "load"))
+    text = f"{wanted:.0f} wanted of {least or 0:.0f}-{most or 0:.0f}, {starting or 0:.0f} starting"
+    return [[("replicas  ", ""), (f"{text}  forecast wait {span(wait)}  load {load:.0%}", "")]]
 
 
 def _machine(share: float | None, imbalance: float | None) -> str:

@@ -48,6 +48,19 @@ class Door:
         """Number of requests that wait for a replica."""
         return len(self._waiting)
 
+    def add_replica(self, replica: Replica) -> None:
+        """Let requests be sent to one more replica, once it accepts requests."""
+        if replica not in self.replicas:
+            self.replicas.append(replica)
+
+    def remove_replica(self, replica: Replica) -> None:
+        """Forget a replica without requests. Prompts whose beginnings it had cached go to other replicas."""
+        if replica.num_requests:
+            raise ValueError(f"replica {replica.index} has {replica.num_requests} requests")
+        replica.accepting = False
+        replica.prefixes.clear()
+        self.replicas.remove(replica)
+
     def add(self, request: Request, keys: Sequence[int], now: float, version: int | None = None) -> None:
         """Add a request that has arrived, or whose replica has died.
 

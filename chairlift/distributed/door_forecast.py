@@ -32,6 +32,8 @@ class DoorForecast:
         """Time since which requests have been waiting without interruption. Earlier starts are not counted, because the
         rate was then limited by the arrivals, not by the fleet."""
         self._not_before = 0.0
+        self.last: Forecast | None = None
+        """The newest forecast. None before the first one."""
 
     def started(self, now: float) -> None:
         """Record the first token of a request."""
@@ -40,9 +42,14 @@ class DoorForecast:
     def make(self, door: Door, now: float) -> Forecast | None:
         """A new forecast, or None if the last forecast is recent or the rate of starts is unknown.
 
-        When the door's
-        queue becomes empty, one last forecast is returned, in which no request waits.
+        When the door's queue becomes empty, one last forecast is returned, in which no request waits.
         """
+        made = self._made(door, now)
+        if made is not None:
+            self.last = made
+        return made
+
+    def _made(self, door: Door, now: float) -> Forecast | None:
         if not len(door):
             had, self._line_since = self._line_since is not None, None
             return Forecast(now, {}, dict.fromkeys(self._priorities, now), 0.0) if had else None

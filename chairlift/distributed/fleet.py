@@ -19,8 +19,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol
 
 from chairlift.config import EngineConfig
+from chairlift.distributed.autoscale import SCALE_SECONDS, replica_to_remove
 from chairlift.distributed.door import Door
 from chairlift.distributed.door_forecast import DoorForecast
+from chairlift.distributed.fleet_scaling import FleetScaling, ScaleLimits
 from chairlift.distributed.routing import MeasuredPace, Replica, prefix_keys, router_from_name
 from chairlift.engine.adapters import AdapterLoad, AdapterState
 from chairlift.engine.core import CoreOutputs, FinishedSequence
@@ -30,7 +32,7 @@ from chairlift.engine.messages import PassBegun, Pooled, Refused, Step
 from chairlift.engine.pooling_core import PooledText
 from chairlift.engine.process_client import EngineEvents, RemoteCore
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
-from chairlift.metrics.stats import EngineStats, ReplicaStats, merge_stats
+from chairlift.metrics.stats import AutoscalingStats, EngineStats, ReplicaStats, merge_stats
 from chairlift.outputs import FinishReason
 from chairlift.scheduler.policies import policy_from_config
 from chairlift.service_class import DEFAULT_CLASS
@@ -56,6 +58,10 @@ class FleetEvents(EngineEvents, Protocol):
     def on_lost(self, request_ids: Sequence[str], why: str) -> None: ...
 
     def on_weights(self, sequence_ids: Sequence[str], version: int) -> None: ...
+
+    def on_resized(self, info: EngineInfo) -> None: ...
+
+    def latency_targets(self) -> tuple[int, int]: ...
 
 
 ConnectReplica = Callable[[int, EngineEvents], RemoteCore]
@@ -90,6 +96,11 @@ class _Member:
         self.info: EngineInfo | None = None
         self.alive = self.draining = False
         """``alive``: the process has loaded its model and has not died. ``draining``: it gets no more requests."""
+        self.wanted = False
+        """Whether the replica belongs to the fleet: it serves, starts, or is restarted. False: it is off, or is being
+        drained for its removal."""
+        self.removal: asyncio.Task[None] | None = None
+        """Task that waits for the replica's last request and then removes the replica."""
         self.stats = EngineStats()
         self.num_sent = self.num_restarts = 0
         self.generation = 0
@@ -114,7 +125,7 @@ class _Member:
     @property
     def state(self) -> str:
         if not self.alive:
-            return "loading" if self.core is not None else "down"
+            return "loading" if self.core is not None else "down" if self.wanted else "off"
         return "draining" if self.draining else "ready"
 
     def shown(self) -> ReplicaStats:
@@ -171,6 +182,7 @@ class Fleet(RemoteCore):
         health_timeout: A replica that has work and sends nothing for this time, in seconds, is killed, unless it is the
             only replica that is alive.
         drain_timeout: Time in seconds that the requests of a replica have to end before its weights are replaced.
+        scaling: Limits of autoscaling. The fleet starts with ``replicas`` replicas. None: their number is fixed.
         now: Clock on which arrival times are measured.
         sleep: Function that waits for a number of seconds.
     """
@@ -186,6 +198,7 @@ class Fleet(RemoteCore):
         restart: bool = True,
         health_timeout: float = 30.0,
         drain_timeout: float = 30.0,
+        scaling: ScaleLimits | None = None,
         now: Callable[[], float] = time.monotonic,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
@@ -195,13 +208,17 @@ class Fleet(RemoteCore):
         self._now, self._sleep = now, sleep
         self._pace, scheduler = MeasuredPace(), config.scheduler
         pace = self._pace.pace(scheduler.max_num_batched_tokens)
+        self._scaling = None if scaling is None else FleetScaling(scaling, now)
+        most = replicas if scaling is None else scaling.most
         self._members = [
             _Member(self, Replica(index, pace, max_num_seqs=scheduler.max_running, cache_tokens=0))
-            for index in range(replicas)
+            for index in range(most)
         ]
-        rows = min(_MAX_ROWS, scheduler.max_num_seqs * replicas)
+        for member in self._members[:replicas]:
+            member.wanted = True
+        rows = min(_MAX_ROWS, scheduler.max_num_seqs * most)
         policy = policy_from_config(dataclasses.replace(scheduler, max_num_seqs=rows))
-        self.door = Door([member.view for member in self._members], router_from_name(routing), policy)
+        self.door = Door([member.view for member in self._members[:replicas]], router_from_name(routing), policy)
         classes = scheduler.promises
         priorities = {name: each.priority for name, each in (classes or {}).items()}
         self._forecast = DoorForecast(priorities or {DEFAULT_CLASS: 0})
@@ -244,34 +261,46 @@ class Fleet(RemoteCore):
         """State of each replica, for the metrics and for /v1/replicas."""
         return [member.shown() for member in self._members]
 
+    def autoscaling(self) -> AutoscalingStats | None:
+        return None if self._scaling is None else self._scaling.shown()
+
     async def start(self) -> EngineInfo:
-        """Start all replicas. Returns facts about the fleet as if it were one engine.
+        """Start the first replicas. Returns facts about the fleet as if it were one engine.
 
         Raises the errors of :meth:`~chairlift.engine.process_client.ProcessClient.start` if a replica cannot start.
         """
-        outcomes = await asyncio.gather(*(self._load(each) for each in self._members), return_exceptions=True)
+        first, began = [each for each in self._members if each.wanted], self._now()
+        outcomes = await asyncio.gather(*(self._load(each) for each in first), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-        infos = [member.info for member in self._members if member.info is not None]
-        first = infos[0]
-        if first.pooling is not None:
+        info = first[0].info
+        if info is None:
+            raise EngineDeadError("the first replica died while it was starting")
+        if info.pooling is not None:
             raise ConfigError("replicas serve models that generate; start a server for each replica of this one")
-        self._alike = first.deterministic and len({info.fingerprint for info in infos}) == 1
-        if not self._alike and len(infos) > 1:
-            _log.warning("answers cannot continue on another replica: their bits depend on the batch or the process")
-        for member in self._members:
+        for member in first:
             self._open(member)
-            self._tasks.append(asyncio.create_task(self._keep(member), name=f"keeper of replica {member.view.index}"))
+            self._keep_alive(member)
+        if not self._alike and len(first) > 1:
+            _log.warning("answers cannot continue on another replica: their bits depend on the batch or the process")
         self._tasks.append(asyncio.create_task(self._watch_silence(), name="watch over replicas"))
-        self._info = dataclasses.replace(
-            first,
-            pool_tokens=sum(info.pool_tokens for info in infos),
-            num_blocks=sum(info.num_blocks for info in infos),
-            max_num_seqs=sum(info.max_num_seqs for info in infos),
-            threads=sum(info.threads for info in infos),
-        )
+        if self._scaling is not None:
+            self._scaling.started(self._now() - began)
+            self._tasks.append(asyncio.create_task(self._scale(self._scaling), name="autoscaling"))
+        self._info = self._summed(info)
         return self._info
+
+    def _summed(self, info: EngineInfo) -> EngineInfo:
+        """Facts about the replicas that are alive as if they were one engine. ``info`` has those that are not sums."""
+        infos = [member.info for member in self._members if member.alive and member.info is not None]
+        return dataclasses.replace(
+            info,
+            pool_tokens=sum(each.pool_tokens for each in infos),
+            num_blocks=sum(each.num_blocks for each in infos),
+            max_num_seqs=sum(each.max_num_seqs for each in infos),
+            threads=sum(each.threads for each in infos),
+        )
 
     def add(self, request: PreparedRequest) -> None:
         job = _Job(request, request.sequence_ids[0], set(request.sequence_ids))
@@ -322,7 +351,9 @@ class Fleet(RemoteCore):
             if self._info is None:
                 raise EngineDeadError("the fleet has not started")
             updated, target = self._info.updated(source, version), self._generation + 1
-            while (behind := next((m for m in self._members if m.alive and m.generation < target), None)) is not None:
+            while (
+                behind := next((m for m in self._members if m.wanted and m.alive and m.generation < target), None)
+            ) is not None:
                 if sum(each.alive for each in self._members) > 1:
                     await self._drain(behind, self._drain_timeout)
                 core = behind.core
@@ -378,7 +409,7 @@ class Fleet(RemoteCore):
             for member in self._members:
                 if sum(each.alive for each in self._members) < 2:
                     raise ConfigError("a rolling restart needs two replicas that are alive; restart the server instead")
-                if not member.alive or member.core is None:
+                if not member.wanted or not member.alive or member.core is None:
                     continue
                 _log.info("replica %d is drained and restarted", member.view.index)
                 await self._drain(member, patience)
@@ -386,9 +417,9 @@ class Fleet(RemoteCore):
                     member.core.kill()
                 await member.opened.wait()
 
-    async def _drain(self, member: _Member, patience: float) -> None:
+    async def _drain(self, member: _Member, patience: float | None) -> None:
         """Send no more requests to a replica, and wait until its requests have ended, for at most ``patience``
-        seconds."""
+        seconds. None: without a limit."""
         member.draining, member.view.accepting = True, False
         member.opened.clear()
         if member.num_requests:
@@ -412,6 +443,10 @@ class Fleet(RemoteCore):
         for job in self._jobs.values():
             if job.member is member:
                 self._computed_by(job, info.weight_version)
+        self._end_stranded()
+
+    def _end_stranded(self) -> None:
+        """End requests that no replica can continue, because no replica has the weights that computed their tokens."""
         stranded = [self._jobs[name] for name in self.door.versions_changed()]
         for job in stranded:
             self._forget(job)
@@ -513,7 +548,7 @@ class Fleet(RemoteCore):
 
     def _tell(self, outputs: CoreOutputs, num_tokens: int = 0) -> None:
         """Pass the results of a step to the receiver of events, with the statistics of the whole fleet."""
-        known = [each.stats for each in self._members]
+        known = [each.stats for each in self._members if each.wanted or each.alive]
         if self._any_died:
             known.append(self._dead_stats)
         stats = known[0]  # not copied, which would take long: the receiver may change it, and it is not sent again
@@ -555,6 +590,10 @@ class Fleet(RemoteCore):
         if info is None or core is None:
             return
         member.alive, member.draining, member.busy_since = True, False, None
+        known = [each.info for each in self._members if each.alive and each.info is not None]
+        builds = {(each.weight_version, each.fingerprint) for each in known}
+        self._alike = info.deterministic and len(builds) == len({version for version, _ in builds})
+        self.door.add_replica(member.view)
         cached = info.pool_tokens if self.config.cache.enable_prefix_caching else 0
         member.view.opened(cached)
         member.view.version = info.weight_version
@@ -571,6 +610,10 @@ class Fleet(RemoteCore):
         member.opened.set()
         self._report_failed(self._send())
 
+    def _keep_alive(self, member: _Member) -> None:
+        self._tasks = [each for each in self._tasks if not each.done()]
+        self._tasks.append(asyncio.create_task(self._keep(member), name=f"keeper of replica {member.view.index}"))
+
     def _report_failed(self, failed: dict[str, RequestError]) -> None:
         for name, error in failed.items():
             self.events.on_refused(Refused(name.partition("#")[0], False, str(error)))
@@ -584,6 +627,9 @@ class Fleet(RemoteCore):
             drained = member.draining
             self._lose(member, why)
             if self._end.done() or not (self._restart or drained):
+                return
+            if not member.wanted:
+                self._switch_off(member)
                 return
             if self._now() - began > _SETTLED_SECONDS or drained:
                 pause = _FIRST_PAUSE
@@ -622,8 +668,13 @@ class Fleet(RemoteCore):
             elif job.member is not None:
                 lost.append(job)
         moved = len(unstarted) + len(started) - len(lost)
-        level = logging.INFO if member.draining else logging.ERROR
-        _log.log(level, "replica %d is gone: %s; %d requests move, %d end", member.view.index, why, moved, len(lost))
+        if member.removal is not None and not moved and not lost:
+            _log.info("replica %d is removed", member.view.index)
+        else:
+            level = logging.INFO if member.draining and member.wanted else logging.ERROR
+            _log.log(
+                level, "replica %d is gone: %s; %d requests move, %d end", member.view.index, why, moved, len(lost)
+            )
         for job in lost:
             self._forget(job)
         self.events.on_lost([job.prepared.request_id for job in lost], why)
@@ -670,6 +721,85 @@ class Fleet(RemoteCore):
         if error:
             self.unload_adapter(state.adapter_id)
         self.events.on_adapter(dataclasses.replace(state, error=error))
+
+    # -- autoscaling -----------------------------------------------------------------------------------------------
+
+    async def _scale(self, scaling: FleetScaling) -> None:
+        """Add and remove replicas as the autoscaler decides."""
+        while True:
+            await self._sleep(SCALE_SECONDS)
+            wanted = [each for each in self._members if each.wanted]
+            serving = [each.view for each in wanted if each.view.accepting]
+            count = scaling.decide(
+                self.door,
+                self._forecast,
+                serving=serving,
+                starting=len(wanted) - len(serving),
+                rows=self.config.scheduler.max_running,
+                targets=self.events.latency_targets(),
+                steady=not self._rolling.locked(),
+            )
+            for _ in range(count - len(wanted)):
+                self._grow(scaling)
+            if count < len(wanted) and serving:
+                self._shrink(self._members[replica_to_remove(serving).index])
+
+    def _grow(self, scaling: FleetScaling) -> None:
+        """Let a replica that is being drained accept requests again. If there is none, start a replica."""
+        for member in self._members:
+            if not member.wanted and member.alive and member.generation == self._generation:
+                if member.removal is not None:
+                    member.removal.cancel()
+                member.wanted, member.removal = True, None
+                self._undrain(member)
+                return
+        off = next((each for each in self._members if each.state == "off"), None)
+        if off is not None:
+            off.wanted = True
+            self._tasks.append(asyncio.create_task(self._start_another(off, scaling), name="start of a replica"))
+
+    async def _start_another(self, member: _Member, scaling: FleetScaling) -> None:
+        """Start a replica that was off. If it cannot start, it is off again."""
+        began = self._now()
+        try:
+            await self._load(member)
+        except Exception as error:
+            member.wanted = False
+            scaling.failed(member.view.index, str(error) or type(error).__name__)
+            return
+        scaling.started(self._now() - began)
+        self._open(member)
+        self._keep_alive(member)
+        self._resized()
+
+    def _shrink(self, member: _Member) -> None:
+        """Send no more requests to a replica, and remove it after its last request."""
+        member.wanted = False
+        member.draining, member.view.accepting = True, False
+        member.removal = asyncio.create_task(self._remove(member), name=f"removal of replica {member.view.index}")
+        self._tasks.append(member.removal)
+        self._report_failed(self._send())  # requests that waited for this replica may go to others
+
+    async def _remove(self, member: _Member) -> None:
+        await self._drain(member, None)
+        if not any(each.wanted and each.alive for each in self._members):  # the others have died meanwhile
+            member.wanted, member.removal = True, None
+            self._undrain(member)
+        elif member.core is not None:
+            member.core.kill()
+
+    def _switch_off(self, member: _Member) -> None:
+        """Forget a replica whose process has ended, and which is not started again."""
+        member.draining, member.removal = False, None
+        self.door.remove_replica(member.view)
+        self._end_stranded()
+        self._resized()
+
+    def _resized(self) -> None:
+        """Report that the number of replicas has changed."""
+        if self._info is not None:
+            self._info = self._summed(self._info)
+            self.events.on_resized(self._info)
 
     async def _watch_silence(self) -> None:
         """Kill replicas that do not finish their steps, so that their requests can move."""

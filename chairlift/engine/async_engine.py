@@ -47,7 +47,7 @@ from chairlift.errors import (
 )
 from chairlift.grammar.checker import GrammarChecker
 from chairlift.lora_request import LoRARequest
-from chairlift.metrics.stats import ReplicaStats, RequestStats
+from chairlift.metrics.stats import AutoscalingStats, ReplicaStats, RequestStats
 from chairlift.outputs import FinishReason, OutputKind
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.prompt_share import PromptShare
@@ -196,6 +196,10 @@ class AsyncEngine:
     def replicas(self) -> list[ReplicaStats]:
         """State of each replica; empty if the engine is a single process."""
         return [] if self._client is None else self._client.shown()
+
+    def autoscaling(self) -> AutoscalingStats | None:
+        """State of autoscaling; None if the number of replicas is fixed."""
+        return None if self._client is None else self._client.autoscaling()
 
     def check_health(self) -> str:
         """Reason why requests make no progress; empty if they make progress, or if there are none."""
@@ -628,6 +632,15 @@ class AsyncEngine:
         if self.info is not None and self._outputs is not None:
             self._outputs.weights_changed(info.weight_version)
             self.info = dataclasses.replace(info, eos_token_ids=self.info.eos_token_ids)
+
+    def on_resized(self, info: EngineInfo) -> None:
+        """Note that the number of replicas has changed. ``info`` describes all replicas together."""
+        if self.info is not None:
+            self.info = dataclasses.replace(info, eos_token_ids=self.info.eos_token_ids)
+
+    def latency_targets(self) -> tuple[int, int]:
+        """(Number of ended requests that had latency targets, number of those that met them)."""
+        return self.stats.with_deadline.total(), self.stats.within_deadline.total()
 
     def on_weights(self, sequence_ids: Sequence[str], version: int) -> None:
         """Note that all later tokens of these sequences come from version ``version`` of the weights."""

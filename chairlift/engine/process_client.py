@@ -45,7 +45,7 @@ from chairlift.engine.messages import (
 )
 from chairlift.engine.pooling_core import PooledText
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
-from chairlift.metrics.stats import ReplicaStats
+from chairlift.metrics.stats import AutoscalingStats, ReplicaStats
 from chairlift.parent import kill_child
 
 __all__ = ["EngineEvents", "Place", "ProcessClient", "RemoteCore", "ThisMachine", "describe_exit", "engine_command"]
@@ -86,6 +86,10 @@ class RemoteCore(EngineClient, Protocol):
     def silent_since(self) -> float | None: ...
 
     def shown(self) -> list[ReplicaStats]: ...
+
+    def autoscaling(self) -> AutoscalingStats | None:
+        """State of autoscaling; None if the number of processes is fixed."""
+        return None
 
     async def start(self) -> EngineInfo: ...
 

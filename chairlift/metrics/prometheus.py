@@ -22,6 +22,7 @@ from chairlift.metrics.stats import (
     BATCH_OUTCOMES,
     DEADLINE_KINDS,
     FORECAST_RATIOS,
+    AutoscalingStats,
     EngineStats,
     Histogram,
     ReplicaStats,
@@ -118,6 +119,7 @@ def render(
     oldest_wait: float = 0.0,
     engine_pid: int | None = None,
     replicas: Sequence[ReplicaStats] = (),
+    autoscaling: AutoscalingStats | None = None,
     num_tasks: int = 0,
     classes: Mapping[str, int] | None = None,
     forecast_within: Mapping[float, float | None] | None = None,
@@ -127,10 +129,10 @@ def render(
     ``info`` is None until the engine is loaded. ``up`` tells whether the engine serves now; if not, no requests run.
     ``num_waiting`` is the number of accepted requests that wait for a step, and ``oldest_wait`` the longest of their
     waits in seconds. ``now`` is in seconds on the clock of ``stats.last_token_time``. ``engine_pid`` is the id of the
-    engine's process. ``replicas`` are the replicas of a server that has several. ``num_tasks`` is the number of tasks
-    in the server's event loop. ``classes`` maps classes of service to their reserved rows. ``forecast_within`` maps
-    each factor in FORECAST_RATIOS to a fraction of requests: those whose wait was at most this factor times the
-    predicted wait.
+    engine's process. ``replicas`` are the replicas of a server that has several. ``autoscaling`` is None if their
+    number is fixed. ``num_tasks`` is the number of tasks in the server's event loop. ``classes`` maps classes of
+    service to their reserved rows. ``forecast_within`` maps each factor in FORECAST_RATIOS to a fraction of requests:
+    those whose wait was at most this factor times the predicted wait.
     """
     names = _Names(prefix, model_name)
     families = [*_gauges(names, stats, info, up, num_waiting), *_counters(names, stats), *_histograms(names, stats)]
@@ -140,6 +142,7 @@ def render(
     ours = _Names(_OURS, model_name)
     families += _ours(ours, stats, up, now, oldest_wait, num_tasks)
     families += _engine_process(ours, engine_pid) if not replicas else _replicas(ours, replicas)
+    families += [] if autoscaling is None else _autoscaling(ours, autoscaling)
     families += _memory_pressure(ours, stats, info)
     families += _governor(ours, stats, up)
     families += _deadlines(ours, stats, {"default": 0} if classes is None else classes, up)
@@ -314,7 +317,8 @@ def _engine_process(names: _Names, pid: int | None) -> Iterator[Metric]:
 
 
 def _replicas(names: _Names, replicas: Sequence[ReplicaStats]) -> Iterator[Metric]:
-    """Metrics of each replica."""
+    """Metrics of each replica that is not switched off."""
+    replicas = [each for each in replicas if each.state != "off"]
     for name, text, values in (
         ("replica_up", "1 when the replica takes requests.", [float(each.state == "ready") for each in replicas]),
         ("replica_requests_started", "Requests there that have a token.", [each.started for each in replicas]),
@@ -322,7 +326,9 @@ def _replicas(names: _Names, replicas: Sequence[ReplicaStats]) -> Iterator[Metri
         ("replica_unstarted_tokens", "Prompt tokens there to compute.", [each.unstarted_tokens for each in replicas]),
         ("replica_kv_cache_usage_perc", "Share of its KV cache in use.", [each.kv_cache_usage for each in replicas]),
     ):
-        yield names.gauge_by(name, text, "replica", {str(i): value for i, value in enumerate(values)})
+        yield names.gauge_by(
+            name, text, "replica", {str(each.index): value for each, value in zip(replicas, values, strict=True)}
+        )
     sent = [((str(each.index),), float(each.sent)) for each in replicas]
     yield names.counter_of("replica_requests_sent", "Requests sent there.", ("replica",), sent)
     restarts = [((str(each.index),), float(each.restarts)) for each in replicas]
@@ -330,6 +336,20 @@ def _replicas(names: _Names, replicas: Sequence[ReplicaStats]) -> Iterator[Metri
     memory = {str(each.index): value for each in replicas if (value := _resident_memory(each.pid)) is not None}
     text = "Resident memory of the replica's process, with weights and KV cache."
     yield names.gauge_by("replica_resident_memory_bytes", text, "replica", memory)
+
+
+def _autoscaling(names: _Names, state: AutoscalingStats) -> Iterator[Metric]:
+    """Metrics of autoscaling."""
+    limits = {"min": state.min_replicas, "max": state.max_replicas, "wanted": state.wanted_replicas}
+    text = "Replicas: least and most that autoscaling allows, and those that it wants now."
+    yield names.gauge_by("autoscaling_replicas", text, "what", limits | {"starting": state.starting_replicas})
+    text = "Forecast wait of a new request behind all waiting ones, which autoscaling compares with its limit."
+    yield names.gauge("autoscaling_forecast_wait_seconds", text, state.forecast_wait_seconds)
+    text = "Unfinished requests over the rows of the replicas that serve."
+    yield names.gauge("autoscaling_load", text, state.load)
+    yield names.gauge("autoscaling_start_seconds", "Time until the newest replica served.", state.start_seconds)
+    changes = {("add",): state.num_added, ("remove",): state.num_removed}
+    yield names.counter_of("autoscaling_decisions", "Decisions to change the fleet.", ("what",), changes.items())
 
 
 def _resident_memory(pid: int | None) -> float | None:

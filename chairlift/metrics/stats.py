@@ -15,6 +15,7 @@ __all__ = [
     "CAUSES",
     "DEADLINE_KINDS",
     "FORECAST_RATIOS",
+    "AutoscalingStats",
     "EngineStats",
     "FinishedRequest",
     "Histogram",
@@ -192,7 +193,7 @@ class ReplicaStats:
     pid: int | None
     """Id of the replica's process; None while there is no process."""
     state: str
-    """``loading``, ``ready``, ``draining`` or ``down``."""
+    """``loading``, ``ready``, ``draining`` or ``down``. With autoscaling also ``off``: it is not needed now."""
     unstarted: int
     """Number of requests at the replica that have no token yet. The next field: number of requests that have a
     token."""
@@ -205,6 +206,31 @@ class ReplicaStats:
     sent: int
     """Number of requests sent to the replica since the server started."""
     restarts: int
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class AutoscalingStats:
+    """State of autoscaling: its limits, its newest decision, and the values that the decision used."""
+
+    min_replicas: int
+    max_replicas: int
+    wanted_replicas: int
+    """Number of replicas that the fleet should have."""
+    starting_replicas: int = 0
+    """Number of replicas that are starting, and do not serve yet."""
+    forecast_wait_seconds: float = 0.0
+    """Forecast wait of a new request behind all waiting requests."""
+    load: float = 0.0
+    """Number of unfinished requests divided by the number of rows of the serving replicas."""
+    start_seconds: float = 0.0
+    """Seconds that the newest replica needed until it served."""
+    num_added: int = 0
+    """Number of decisions to add a replica. The next field: to remove one."""
+    num_removed: int = 0
+    last_change: str = ""
+    """Newest change of the number of replicas, and its reason. Empty if there was none."""
+    last_change_at: float | None = None
+    """Unix time of the newest change."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from chairlift.config import EngineConfig
-from chairlift.distributed.autoscale import Autoscaler, Demand
+from chairlift.distributed.autoscale import SCALE_SECONDS, Autoscaler, demand_of, replica_to_remove
 from chairlift.distributed.door import Door
 from chairlift.distributed.door_forecast import DoorForecast
 from chairlift.distributed.routing import Pace, Replica, prefix_keys, router_from_name
@@ -39,8 +39,6 @@ MAX_EXACT: Final = 16
 """Maximum number of replicas that are simulated token by token. Larger fleets are simulated with the approximate model
 of :mod:`chairlift.replay.flow_fleet`."""
 _MAX_REPLICAS: Final = 1024
-_SCALE_SECONDS: Final = 1.0
-"""Time in seconds between two decisions about the number of replicas."""
 _LOWEST: Final = 1 << 30
 """Priority of a hypothetical new request that is served after all others. The autoscaler uses the forecast wait of this
 request."""
@@ -179,10 +177,10 @@ class _Fleet:
         views = [Replica(i, pace, max_num_seqs=rows, cache_tokens=cached) for i in range(plan.replicas)]
         self.replicas = [_Simulated(view, make, self.timings) for view in views]
         whole = dataclasses.replace(config.scheduler, max_num_seqs=config.scheduler.max_num_seqs * plan.replicas)
-        self._rows, self._newcomer_starts, self.peak = rows, 0.0, plan.replicas
+        self._rows, self.peak = rows, plan.replicas
         self.scaler = Autoscaler(plan.least or plan.replicas, plan.replicas, calm=plan.calm_seconds)
         self.forecast = DoorForecast({"": _LOWEST})
-        self.door = Door(views, router_from_name(plan.routing), policy_from_config(whole))
+        self.door = Door(views[: plan.least], router_from_name(plan.routing), policy_from_config(whole))
         self._keep_prefixes = bool(cached)
         self._prepared: dict[str, PreparedRequest] = {}
         """Request id -> unfinished request. The prompt of a request that continues on another replica includes the
@@ -206,7 +204,7 @@ class _Fleet:
             replica.view.accepting, replica.on_since = True, self.now
         self.peak = len(self.replicas[: self.plan.least])
         if self.plan.least is not None:
-            self.at(_SCALE_SECONDS, self._scale)
+            self.at(SCALE_SECONDS, self._scale)
         for index, when in self.plan.failures:
             self.at(when, lambda index=index: self._die(self.replicas[index]))  # type: ignore[misc]
         if self.plan.rollout_at is not None:
@@ -344,6 +342,7 @@ class _Fleet:
             self.collector.over(timing, self.now)
             self._over(name)
         if replica.leaving:
+            self.door.remove_replica(replica.view)
             replica.switch_off(self.now)
             return
         self._begin(replica)
@@ -360,34 +359,49 @@ class _Fleet:
     def _scale(self) -> None:
         """Change the number of replicas according to the forecast waiting time."""
         on = [each for each in self.replicas if each.on_since is not None and not each.leaving]
-        serving = [each for each in on if each.view.accepting]
-        made = self.forecast.make(self.door, self.now)
-        if made is not None:
-            self._newcomer_starts = max(made.newcomers.values(), default=self.now)
-        wait = max(0.0, self._newcomer_starts - self.now) if len(self.door) else 0.0
-        if len(self.door) and not wait:  # the rate is unknown or the forecast was wrong: use the wait so far
-            wait = self.now - next(self.door.line(self.now)).arrival_time
-        inside = sum(each.view.num_requests for each in serving) + len(self.door)
-        load = inside / (self._rows * len(serving)) if serving else 1.0
-        wanted = self.scaler.wanted(self.now, Demand(len(on), len(on) - len(serving), wait, load))
+        serving = [each.view for each in on if each.view.accepting]
+        self.forecast.make(self.door, self.now)
+        demand = demand_of(
+            self.door,
+            self.forecast,
+            self.now,
+            serving=serving,
+            starting=len(on) - len(serving),
+            rows=self._rows,
+            start_seconds=self.plan.start_seconds,
+        )
+        wanted = self.scaler.decide(self.now, demand).wanted
         if wanted > len(on):
-            off = next((each for each in self.replicas if each.on_since is None), None)
-            if off is not None:
-                off.on_since = self.now
-                self._begin(off)
+            self._grow()
         elif wanted < len(on):
-            leaving = min(serving, key=lambda each: (each.view.num_requests, -each.view.index))
-            leaving.view.accepting, leaving.leaving = False, True
-            if leaving.idle and not leaving.core.has_work:
-                self._stop(leaving)
+            self._shrink(self.replicas[replica_to_remove(serving).index])
         self.peak = max(self.peak, sum(each.on_since is not None for each in self.replicas))
         if self._prepared or self.clients.next_event() is not None:
-            self.at(self.now + _SCALE_SECONDS, self._scale)
+            self.at(self.now + SCALE_SECONDS, self._scale)
+
+    def _grow(self) -> None:
+        """Let a replica that is being drained accept requests again. If there is none, start a replica."""
+        back = next((each for each in self.replicas if each.leaving), None)
+        if back is not None:
+            back.leaving, back.view.accepting = False, True
+            return
+        off = next((each for each in self.replicas if each.on_since is None), None)
+        if off is not None:
+            off.on_since = self.now
+            self.door.add_replica(off.view)
+            self._begin(off)
+
+    def _shrink(self, replica: _Simulated) -> None:
+        """Drain a replica, and switch it off when its last request has ended."""
+        replica.view.accepting, replica.leaving = False, True
+        if replica.idle and not replica.core.has_work:
+            self._stop(replica)
 
     def _stop(self, replica: _Simulated) -> None:
         """Switch off a replica that has finished its requests."""
         replica.restart()
         replica.view.lost()
+        self.door.remove_replica(replica.view)
         replica.switch_off(self.now)
 
     def _drain(self, index: int) -> None:

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.distributed.fleet import Fleet
+from chairlift.distributed.fleet_scaling import ScaleLimits
 from chairlift.distributed.local import local_replicas
 from chairlift.distributed.ray import ray_replicas
 from chairlift.engine.async_engine import AsyncEngine
@@ -107,10 +108,10 @@ def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress:
             raise ConfigError(
                 f"{config.chat_template}: {error}; correct the file, or leave out --chat-template for the model's own"
             ) from None
-    scheduler, count = engine_config.scheduler, config.replicas
+    scheduler, count = engine_config.scheduler, config.max_replicas or config.replicas
     limit, token_limit = config.max_num_queued_reqs, config.max_num_queued_tokens
     connect = None
-    if count > 1 or config.ray_address is not None:
+    if count > 1 or config.ray_address is not None or config.max_replicas is not None:
         limit = max(64, 4 * scheduler.max_num_seqs * count) if limit is None else limit
         token_limit = 32 * scheduler.max_num_batched_tokens * count if token_limit is None else token_limit
         connect = _replicated(engine_config, config)
@@ -133,7 +134,7 @@ def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress:
 def _replicated(engine_config: EngineConfig, config: ServerConfig) -> Callable[[AsyncEngine], Fleet]:
     """A function that makes the replicas of an engine. Raises ConfigError if replicas do not support one of the
     settings."""
-    address, count = config.ray_address, config.replicas
+    address, count, scaling = config.ray_address, config.max_replicas or config.replicas, _scaling(config)
     if engine_config.cache.kv_events_endpoint is not None:
         raise ConfigError(
             "kv_events_endpoint is for one engine, and replicas behind one queue need no router that knows their"
@@ -146,14 +147,33 @@ def _replicated(engine_config: EngineConfig, config: ServerConfig) -> Callable[[
             engine_config,
             engine,
             connect,
-            replicas=count,
+            replicas=_first_replicas(config),
             routing=config.routing,
             restart=config.restart,
             health_timeout=config.health_timeout,
             drain_timeout=config.shutdown_timeout,
+            scaling=scaling,
         )
 
     return start
+
+
+def _first_replicas(config: ServerConfig) -> int:
+    """Number of replicas at the start."""
+    return max(config.replicas, config.min_replicas or 1)
+
+
+def _scaling(config: ServerConfig) -> ScaleLimits | None:
+    """Limits of autoscaling; None if the number of replicas is fixed."""
+    if config.max_replicas is None:
+        return None
+    return ScaleLimits(
+        least=config.min_replicas or config.replicas,
+        most=config.max_replicas,
+        most_wait=config.autoscale_wait,
+        goodput=config.autoscale_goodput,
+        calm=config.autoscale_delay,
+    )
 
 
 async def serve(
@@ -336,7 +356,12 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
     if info.pooling is not None:
         return _pooling_banner(state, info, info.pooling, url)
     config, engine = state.config, state.engine
-    count, several = config.replicas, bool(engine.replicas())
+    count, several = _first_replicas(config), bool(engine.replicas())
+    range_ = (
+        f", {config.min_replicas or config.replicas} to {config.max_replicas} by autoscaling"
+        if config.max_replicas
+        else ""
+    )
     place = "" if config.ray_address is None else f", placed by Ray ({config.ray_address}),"
     rows = info.max_num_seqs // count
     length = min(_CHAT_TOKENS, info.max_model_len)
@@ -357,7 +382,11 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
         ("computes", f"{info.device}, {info.kernels} kernels, {info.threads} threads, {numbers}{graphs}"),
         ("layers", describe_impl(info.model_impl)),
         ("capacity", f"{room} ({info.pool_tokens:,} tokens of KV cache in blocks of {info.block_size})"),
-        *((("replicas", f"{count} engines{place} behind one queue, shown by {url}/v1/replicas"),) if several else ()),
+        *(
+            (("replicas", f"{count} engines{place} behind one queue{range_}, shown by {url}/v1/replicas"),)
+            if several
+            else ()
+        ),
         ("step", f"up to {rows:,} requests and {info.max_num_batched_tokens:,} tokens" + " each" * several),
         ("queue", f"up to {engine.intake.max_requests:,} requests and {engine.intake.max_tokens:,} prompt tokens"),
         (

@@ -12,9 +12,10 @@ from starlette.routing import Route
 
 from chairlift.engine.calibration import Calibration
 from chairlift.engine.output_stream import OutputStream
-from chairlift.metrics.stats import FORECAST_RATIOS
+from chairlift.metrics.stats import FORECAST_RATIOS, AutoscalingStats
 from chairlift.server.auth import Caller
 from chairlift.server.errors import ApiError
+from chairlift.server.replicas import rounded_autoscaling
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import json_response
 from chairlift.service_class import DEFAULT_CLASS
@@ -64,6 +65,8 @@ class QueueReply(msgspec.Struct, kw_only=True):
     forecast_age_seconds: float | None
     """Seconds since the last forecast; null before the first one."""
     calibration: ForecastCalibration
+    autoscaling: AutoscalingStats | None
+    """State of autoscaling; null if the number of replicas is fixed."""
     requests: list[QueuedRequest]
     """The caller's own requests, at most a thousand. If keys do not distinguish callers: the requests of all callers.
     """
@@ -85,6 +88,7 @@ async def show_queue(request: Request) -> Response:
         },
         forecast_age_seconds=None if forecast is None else _rounded(max(0.0, time.monotonic() - forecast.made_at)),
         calibration=_calibration(engine.intake.calibration),
+        autoscaling=rounded_autoscaling(state),
         requests=requests[:_MOST],
     )
     return json_response(reply)

@@ -11,13 +11,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from chairlift.errors import ConfigError
-from chairlift.metrics.stats import ReplicaStats
+from chairlift.metrics.stats import AutoscalingStats, ReplicaStats
 from chairlift.server.auth import check_admin
 from chairlift.server.errors import ApiError
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import json_response
 
-__all__ = ["ReplicasReply", "routes"]
+__all__ = ["ReplicasReply", "rounded_autoscaling", "routes"]
 
 
 class ReplicasReply(msgspec.Struct, kw_only=True):
@@ -27,6 +27,8 @@ class ReplicasReply(msgspec.Struct, kw_only=True):
     waiting_at_door: int
     """Number of requests that wait at the router because no replica can take them yet."""
     replicas: list[ReplicaStats]
+    autoscaling: AutoscalingStats | None = None
+    """State of autoscaling; null if the number of replicas is fixed."""
 
 
 def _reply(state: ServerState) -> Response:
@@ -34,7 +36,18 @@ def _reply(state: ServerState) -> Response:
         dataclasses.replace(each, kv_cache_usage=round(each.kv_cache_usage, 4)) for each in state.engine.replicas()
     ]
     waiting = max(0, state.engine.num_queued - sum(each.unstarted for each in replicas)) if replicas else 0
-    return json_response(ReplicasReply(waiting_at_door=waiting, replicas=replicas))
+    return json_response(
+        ReplicasReply(waiting_at_door=waiting, replicas=replicas, autoscaling=rounded_autoscaling(state))
+    )
+
+
+def rounded_autoscaling(state: ServerState) -> AutoscalingStats | None:
+    """State of autoscaling with values rounded for a response; None if the number of replicas is fixed."""
+    found = state.engine.autoscaling()
+    if found is not None:
+        for name in ("forecast_wait_seconds", "load", "start_seconds"):
+            setattr(found, name, round(getattr(found, name), 3))
+    return found
 
 
 async def _show(request: Request) -> Response:

@@ -118,6 +118,7 @@ ALLOWED: dict[str, list[str]] = {
     "distributed.fleet": [
         *("errors", "config", "distributed", "engine", "metrics.stats", "outputs", "scheduler", "service_class"),
     ],
+    "distributed.fleet_scaling": ["errors", "distributed", "metrics.stats"],
     "distributed.local": ["errors", "config", "distributed", "engine.process_client", "kernels.control_group"],
     "distributed.node": [
         *("errors", "distributed.local", "engine.process_client", "kernels.control_group", "version"),

@@ -9,7 +9,7 @@ from collections import defaultdict
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from chairlift.metrics.stats import ReplicaStats
+from chairlift.metrics.stats import AutoscalingStats, ReplicaStats
 from chairlift.server.app import make_app
 from tests.deploy.promql import Exposed
 from tests.server.harness import INFO, Client, StateOnlyEngine, make_state, run, serving
@@ -35,6 +35,7 @@ def exposed() -> dict[str, Exposed]:
             engine.known_replicas = [
                 ReplicaStats(index=0, pid=os.getpid(), state="ready", kv_cache_usage=0.5, **numbers)
             ]
+            engine.known_scaling = AutoscalingStats(min_replicas=1, max_replicas=2, wanted_replicas=1)
             bodies.append(await _metrics(client))
 
     run(scrape())

@@ -125,17 +125,23 @@ class FleetInProcess:
         config = EngineConfig.from_flat({"model": "hashlm", "max_num_seqs": 8, "num_kv_blocks": 2000} | settings)
         self.cores: dict[int, InProcess] = {}
         self.slept: list[float] = []
+        self.cannot_start = ""
+        """Message with which further replicas fail to start."""
+        self.starts = 0
 
         async def sleep(seconds: float) -> None:
             self.slept.append(seconds)
             await asyncio.sleep(0)
 
         def connect(index: int, events: EngineEvents) -> InProcess:
+            self.starts += 1
+            if self.cannot_start:
+                raise EngineDeadError(self.cannot_start)
             self.cores[index] = InProcess(config, events)
             return self.cores[index]
 
         def make(engine: AsyncEngine) -> Fleet:
-            self.fleet = Fleet(config, engine, connect, replicas=replicas, sleep=sleep, **more)
+            self.fleet = Fleet(config, engine, connect, replicas=replicas, **({"sleep": sleep} | more))
             return self.fleet
 
         self.engine = AsyncEngine.start(

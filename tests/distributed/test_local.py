@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +67,57 @@ def test_a_replica_that_is_killed_takes_no_stream_with_it() -> None:
             await engine.shutdown()
 
     bounded(test)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_replicas": 1}, "min_replicas 1 needs max_replicas"),
+        ({"min_replicas": 3, "max_replicas": 2}, "min_replicas 3 must not exceed max_replicas 2"),
+        ({"replicas": 3, "max_replicas": 2}, "replicas 3 must not exceed max_replicas 2"),
+        ({"replicas": 2, "min_replicas": 3, "max_replicas": 4}, "must not be below min_replicas 3"),
+        ({"max_replicas": 2, "restart": False}, "restart is off; leave one of the two out"),
+        ({"max_replicas": 65}, "max_replicas must be a whole number from 1 to 64"),
+    ],
+)
+def test_numbers_of_replicas_that_mean_nothing(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerConfig(**settings)
+
+
+@pytest.mark.nightly
+def test_processes_are_started_and_ended_as_traffic_demands() -> None:
+    """Real processes: a burst adds a replica, and a calm time removes it. Every answer is right."""
+
+    async def test() -> None:
+        config = EngineConfig.from_flat({"model": "hashlm:5ms", "max_num_seqs": 2, "num_kv_blocks": 500})
+        server = ServerConfig(min_replicas=1, max_replicas=2, autoscale_wait=0.2, autoscale_delay=3.0)
+        engine = start_engine(config, server, lambda label, share: None)
+        params = SamplingParams(max_tokens=100, ignore_eos=True, seed=3)
+
+        async def one(number: int) -> None:
+            prompt = [7, number % 200 + 1]
+            (output,) = [each async for each in await engine.submit(prompt, params, kind=OutputKind.FINAL)]
+            assert output.outputs[0].token_ids == expected_hashlm(prompt, params).token_ids
+
+        try:
+            await engine.wait_ready()
+            assert [each.state for each in engine.replicas()] == ["ready", "off"]
+            jobs = [asyncio.create_task(one(number)) for number in range(60)]
+            await until(lambda: [each.state for each in engine.replicas()] == ["ready", "ready"])
+            pid = engine.replicas()[1].pid
+            await asyncio.gather(*jobs)
+            assert engine.replicas()[1].sent > 5 and pid is not None and Path(f"/proc/{pid}").exists()
+            await until(lambda: sorted(each.state for each in engine.replicas()) == ["off", "ready"])
+            await until(lambda: sum(each.pid is not None for each in engine.replicas()) == 1)
+            await asyncio.gather(*map(one, range(4)))
+            state = engine.autoscaling()
+            assert state is not None and (state.num_added, state.num_removed) == (1, 1) and state.start_seconds > 0
+            assert engine.stats.num_lost == 0
+        finally:
+            await engine.shutdown()
+
+    bounded(test, 120.0)
 
 
 @pytest.mark.nightly

@@ -27,7 +27,7 @@ from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
 from chairlift.engine.intake import Intake, Place
 from chairlift.errors import EngineDeadError, PromptTooLongError, QueueFullError, RequestError
-from chairlift.metrics.stats import ReplicaStats, RequestStats
+from chairlift.metrics.stats import AutoscalingStats, ReplicaStats, RequestStats
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput
 from chairlift.request import NO_PROMISE, Service
 from chairlift.sampling_params import SamplingParams
@@ -203,6 +203,9 @@ class FakeEngine:
 
     def replicas(self) -> list[ReplicaStats]:
         return []
+
+    def autoscaling(self) -> AutoscalingStats | None:
+        return None
 
     def expected_wait(self, service_class: str = DEFAULT_CLASS, tenant: str = "") -> float | None:
         return self.waits.get(service_class, 0.0)

@@ -22,7 +22,7 @@ from chairlift.engine.adapter_names import AdapterNames
 from chairlift.engine.async_engine import EngineState
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.intake import Intake
-from chairlift.metrics.stats import ReplicaStats, RequestStats
+from chairlift.metrics.stats import AutoscalingStats, ReplicaStats, RequestStats
 from chairlift.server.auth import load_keys
 from chairlift.server.http_protocol import HttpLimits, HttpServer
 from chairlift.server.lifecycle import bind
@@ -71,10 +71,14 @@ class StateOnlyEngine:
         self.num_requests = self.num_queued = 0
         self.engine_pid: int | None = None
         self.known_replicas: list[ReplicaStats] = []
+        self.known_scaling: AutoscalingStats | None = None
         self.service_classes = None
         self.intake = Intake(256, 65_536)
         self.max_queued_requests, self.max_queued_tokens = 256, 65_536
         self.num_shutdowns = 0
+
+    def autoscaling(self) -> AutoscalingStats | None:
+        return self.known_scaling
 
     def replicas(self) -> list[ReplicaStats]:
         return self.known_replicas

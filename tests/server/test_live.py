@@ -320,7 +320,10 @@ const [ready, down] = [
   { index: 0, state: "down", started: 0, unstarted: 0, unstarted_tokens: 0, kv_cache_usage: 0, restarts: 3 },
 ];
 const queues = [0, 1, 7].map(queue), paths = ["", "?source=demo"].map(which);
-console.log(JSON.stringify([card(ready), card(down), ...queues, replica, ...paths]));
+const limits = { min_replicas: 1, max_replicas: 4 };
+const state = { ...limits, wanted_replicas: 2, starting_replicas: 1, last_change: "from 1 to 2" };
+const texts = [null, state, { ...state, starting_replicas: 0, last_change: "" }].map(scaling);
+console.log(JSON.stringify([card(ready), card(down), ...queues, replica, ...paths, texts]));
 """
 
 
@@ -328,13 +331,18 @@ console.log(JSON.stringify([card(ready), card(down), ...queues, replica, ...path
 def test_the_page_has_a_card_for_each_replica() -> None:
     script = 'globalThis.location = { search: "?replica=1" };' + (STATIC / "live_fleet.js").read_text() + _CARDS
     done = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True, timeout=PATIENCE)
-    ready, down, nobody, one, seven, chosen, query, example = json.loads(done.stdout)
+    ready, down, nobody, one, seven, chosen, query, example, texts = json.loads(done.stdout)
     work = "5 running, 2 next (4,096 tokens)"
     assert ready == {"title": "replica 1", "state": "ready", "work": work, "kv": 0.5}
     assert (down["state"], down["work"]) == ("down, restarts: 3", "0 running, none next")
     assert (nobody, one) == ("no request waits for a replica", "1 request waits for a replica")
     assert seven == "7 requests wait for a replica"
     assert (chosen, query, example) == (1, "?replica=1", "?source=demo")
+    assert texts == [
+        "",
+        "; autoscaling wants 2 of 1 to 4 replicas, 1 starting; last change: from 1 to 2",
+        "; autoscaling wants 2 of 1 to 4 replicas",
+    ]
 
 
 def test_a_viewer_that_cannot_keep_up_is_skipped_ahead_and_told() -> None:

@@ -47,6 +47,7 @@ def test_an_empty_queue() -> None:
             "within_ratio": {"1": None, "1.25": None, "2": None},
             "mean_absolute_error_seconds": None,
         },
+        "autoscaling": None,
         "requests": [],
     }
 

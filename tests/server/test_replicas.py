@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from starlette.testclient import TestClient
 
 from chairlift.cli.top_view import Metrics, Snapshot, text_of, view
 from chairlift.errors import ConfigError
-from chairlift.metrics.stats import ReplicaStats
+from chairlift.metrics.stats import AutoscalingStats, ReplicaStats
 from chairlift.server.app import make_app
 from tests.server.fake_engine import FakeEngine, make_state
 
@@ -89,3 +90,37 @@ def test_metrics_and_top_have_a_line_for_each(tmp_path: Path) -> None:
     with client(FakeEngine(), tmp_path) as server:
         text = server.get("/metrics", headers={"Authorization": "Bearer sk-alice"}).text
     assert "replica_" not in text
+
+
+class Scaled(Fleet):
+    """A fleet with autoscaling, whose second replica is off."""
+
+    def replicas(self) -> list[ReplicaStats]:
+        return [super().replicas()[0], dataclasses.replace(super().replicas()[1], state="off"), replica(2, "ready")]
+
+    def autoscaling(self) -> AutoscalingStats:
+        known = {"min_replicas": 1, "max_replicas": 3, "wanted_replicas": 2, "starting_replicas": 1, "load": 0.45678}
+        return AutoscalingStats(
+            **known, forecast_wait_seconds=0.25, num_added=4, last_change="from 1 to 2 replicas: ..."
+        )
+
+
+def test_the_state_of_autoscaling(tmp_path: Path) -> None:
+    key = {"Authorization": "Bearer sk-alice"}
+    with client(Scaled(), tmp_path) as server:
+        for path in ("/v1/replicas", "/v1/queue"):
+            state = server.get(path, headers=key).json()["autoscaling"]
+            assert (state["min_replicas"], state["wanted_replicas"], state["load"]) == (1, 2, 0.457)
+            assert state["last_change"].startswith("from 1 to 2") and state["last_change_at"] is None
+        assert [each["state"] for each in server.get("/v1/replicas", headers=key).json()["replicas"]][1] == "off"
+        metrics = Metrics(server.get("/metrics", headers=key).text)
+    assert metrics.value("autoscaling_replicas", what="max") == 3
+    assert metrics.value("autoscaling_replicas", what="starting") == 1
+    assert metrics.value("autoscaling_decisions_total", what="add") == 4
+    assert metrics.value("autoscaling_forecast_wait_seconds") == 0.25
+    assert list(metrics.values_of("replica_up", "replica")) == ["0", "2"], "a replica that is off is not down"
+    lines = [text_of(line) for line in view(Snapshot(1.0, "here", metrics=metrics), None, width=100, height=30)]
+    assert "replicas  2 wanted of 1-3, 1 starting  forecast wait 250ms  load 46%" in lines
+    with client(Fleet(), tmp_path) as server:
+        assert server.get("/v1/replicas", headers=key).json()["autoscaling"] is None
+        assert "autoscaling" not in server.get("/metrics", headers=key).text

@@ -17,9 +17,17 @@ function card(each) {
 // Text for the length of the shared queue
 function queue(waiting) { return waiting ? `${waiting} ${waiting === 1 ? "request waits" : "requests wait"} for a replica` : "no request waits for a replica"; }
 
-function showFleet({ waiting_at_door: waiting, replicas }) {
+// Text about autoscaling; empty if the number of replicas is fixed
+function scaling(state) {
+  if (!state) return "";
+  const { wanted_replicas: wanted, min_replicas: least, max_replicas: most, starting_replicas: starting, last_change: change } = state;
+  const now = `autoscaling wants ${wanted} of ${least} to ${most} replicas${starting ? `, ${starting} starting` : ""}`;
+  return `; ${now}${change ? `; last change: ${change}` : ""}`;
+}
+
+function showFleet({ waiting_at_door: waiting, replicas, autoscaling }) {
   $("fleet").hidden = replicas.length === 0;
-  $("doorqueue").textContent = queue(waiting);
+  $("doorqueue").textContent = queue(waiting) + scaling(autoscaling);
   while ($("cards").children.length > replicas.length) $("cards").lastElementChild.remove();
   replicas.forEach((each, at) => {
     const { title, state, work, kv } = card(each);
@@ -33,7 +41,7 @@ function showFleet({ waiting_at_door: waiting, replicas }) {
       $("cards").append(box);
     }
     [title, state, work].forEach((text, part) => { if (box.children[part].textContent !== text) box.children[part].textContent = text; });
-    box.children[1].className = each.state === "ready" ? "" : "bad";
+    box.children[1].className = ["ready", "off"].includes(each.state) ? "" : "bad";
     box.lastElementChild.value = kv;
     box.setAttribute("aria-pressed", at === replica);
     box.title = `KV cache: ${Math.round(100 * kv)} % in use`;
