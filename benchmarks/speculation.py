@@ -169,7 +169,7 @@ def scripted(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Scripted drafts with a given probability of being correct: fixed numbers of drafts, and the number that the
     engine chooses."""
     llm = LLM(args.model, skip_tokenizer_init=True, max_num_seqs=64, num_kv_blocks=1024, enable_prefix_caching=False)
-    seconds, records, rng = llm.engine.core.costs.model.step_seconds, [], random.Random(1)
+    seconds, records, rng = llm.engine.core.costs.decode_seconds, [], random.Random(1)
     for rows in args.rows:
         prompts = [[rng.randrange(100, 3000) for _ in range(24)] for _ in range(rows)]
         params = SamplingParams(temperature=0.0, max_tokens=max(16, args.tokens // max(1, rows // 4)), ignore_eos=True)
@@ -188,7 +188,7 @@ def useless(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure n-gram drafts where they are useless: outputs of random weights at a temperature above 0 have no
     repetitions."""
     llm = LLM(args.model, skip_tokenizer_init=True, max_num_seqs=64, num_kv_blocks=1024, enable_prefix_caching=False)
-    seconds, records, rng = llm.engine.core.costs.model.step_seconds, [], random.Random(2)
+    seconds, records, rng = llm.engine.core.costs.decode_seconds, [], random.Random(2)
     for rows in args.rows:
         prompts = [[rng.randrange(100, 3000) for _ in range(32)] for _ in range(rows)]
         params = SamplingParams(temperature=1.0, seed=5, max_tokens=args.tokens, ignore_eos=True)
@@ -201,7 +201,7 @@ def useless(args: argparse.Namespace) -> list[dict[str, Any]]:
 def texts(args: argparse.Namespace) -> list[dict[str, Any]]:
     """n-gram drafts for outputs that repeat much of their prompts."""
     llm = LLM(args.model, max_num_seqs=64, num_kv_blocks=2048, enable_prefix_caching=False)
-    seconds, records = llm.engine.core.costs.model.step_seconds, []
+    seconds, records = llm.engine.core.costs.decode_seconds, []
     for rows in args.rows:
         asked = [[{"role": "user", "content": TEXTS[i % len(TEXTS)] + "\n" * (i // len(TEXTS))}] for i in range(rows)]
         prompts = [llm.encode_chat(each) for each in asked]
@@ -236,7 +236,7 @@ def _sides_of_heads(llm: LLM, fixed: Sequence[int]) -> dict[str, Make]:
     """Name of a setting -> function that makes its speculator. The settings are a number of drafts that the engine
     chooses, and fixed numbers."""
     core = llm.engine.core
-    seconds, drafter, drafts = core.costs.model.step_seconds, core.executor.drafter, core.scheduler.drafts  # type: ignore[attr-defined]
+    seconds, drafter, drafts = core.costs.decode_seconds, core.executor.drafter, core.scheduler.drafts  # type: ignore[attr-defined]
     sides: dict[str, Make] = {"heads": lambda: AdaptiveSpeculator(seconds, drafts.speculator.most, drafter)}
     for number in fixed:
         sides[f"{number} fixed"] = lambda number=number: Fixed(seconds, number, drafter)

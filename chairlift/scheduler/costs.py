@@ -10,6 +10,7 @@ from chairlift.request import Request
 from chairlift.scheduler.cost_model import CostModel, StepFeatures
 from chairlift.scheduler.deadlines import Estimate
 from chairlift.scheduler.output import SchedulerOutput
+from chairlift.scheduler.row_times import RowTimes
 
 __all__ = ["Costs"]
 
@@ -30,6 +31,7 @@ class Costs:
         self, block_bytes: Sequence[int], model: CostModel | None = None, max_step_tokens: int = 1 << 30
     ) -> None:
         self.model = model or CostModel()
+        self._row_times = RowTimes(self.model)
         self._block_bytes = tuple(block_bytes)
         self._bytes = sum(block_bytes)
         self._step_seconds = 0.0
@@ -64,6 +66,7 @@ class Costs:
         if 16 * copying > without_copy:  # the noise of step times hides a shorter copy
             self.model.observe_copy(nbytes, seconds - without_copy)
         else:
+            self._row_times.observe(features, seconds - copying)
             self.model.observe(features, seconds - copying)
 
     def passed(self, features: StepFeatures, own: float, seconds: float) -> None:
@@ -75,6 +78,11 @@ class Costs:
         predicted = self.model.step_seconds(features)
         self._passed += (min(seconds, _MAX_PACE * predicted) - self._passed) * _PACE_MEMORY
         self._predicted += (predicted - self._predicted) * _PACE_MEMORY
+
+    def decode_seconds(self, features: StepFeatures) -> float:
+        """Predicted seconds of a step, close to the newest steps with as many rows. It compares steps of nearby sizes
+        better than the model, but may fall where a step grows."""
+        return self._row_times.seconds(features)
 
     def wall_seconds(self, features: StepFeatures) -> float:
         """Seconds from the end of one step to the end of the next step. The time that a request waits is the sum of

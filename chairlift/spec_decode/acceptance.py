@@ -13,10 +13,10 @@ __all__ = ["Acceptance", "Source"]
 _KEPT: Final = 0.95
 """Factor by which the weight of a request's earlier drafts falls with each new draft that is checked. So newer drafts
 count more in the estimate."""
-_SHARED_WEIGHTS: Final = (2.0, 8.0, 32.0)
+_SHARED_WEIGHTS: Final = (2.0, 8.0, 32.0, 128.0)
 """Possible weights of a source's shared estimate when it is mixed into a request's own estimate. A weight of 8 counts
 as much as 8 drafts of the request."""
-_LOSS_KEPT: Final = 0.99
+_LOSS_KEPT: Final = 0.998
 """Factor by which the weight of earlier squared errors falls with each new draft. The errors decide which of
 ``_SHARED_WEIGHTS`` is used."""
 _FIRST_WEIGHT: Final = 6.0

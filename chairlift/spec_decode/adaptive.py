@@ -37,9 +37,13 @@ _MAX_DRAFTS = 64
 """Maximum number of drafts in a step, over all rows. On a CPU, more are never useful."""
 _SIZES_COMPARED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, _MAX_DRAFTS)
 """Numbers of drafts that :meth:`AdaptiveSpeculator._may_pay` compares."""
-_MIN_GAIN = 1.02
-"""Minimum factor by which drafts must increase the tokens per second before they are used. It is above 1, because the
-estimates are noisy."""
+_MIN_GAINS, _GAIN_PER_COST = (1.005, 1.02), 0.2
+"""Drafts are used only if they increase the tokens per second by a factor between the first and the last of
+``_MIN_GAINS``. It is above 1 because the estimates are noisy. It grows with the relative time that the drafts add,
+times ``_GAIN_PER_COST``: drafts that cost almost nothing lose almost nothing if an estimate is wrong."""
+_ALIKE = 0.8
+"""Rows take turns if the probability of a row's first draft is at least this fraction of that of the draft that was
+added last."""
 _MAX_KNOWN = 16
 """Default of the maximum number of drafts of a row in one step, if the drafts come from a predicted output or a
 grammar."""
@@ -49,7 +53,8 @@ def best_number(num_rows: int, drafts: Sequence[tuple[float, str]], seconds: Cal
     """Number of drafts with the most tokens per second, among those that do not delay the last of these rows.
 
     Rows without drafts wait for the drafts of the others, and take part in smaller steps when the others have ended. So
-    drafts for some rows can delay the rest more than they save.
+    drafts for some rows can delay the rest more than they save. Rows whose first drafts are about as probable take
+    turns over the steps, so all of them gain from the drafts of one of them.
 
     Args:
         num_rows: Number of rows of the step. Each of them yields one token in any case.
@@ -57,19 +62,32 @@ def best_number(num_rows: int, drafts: Sequence[tuple[float, str]], seconds: Cal
         seconds: Function from the number of drafts to the seconds of the step. A number below 0 stands for fewer rows.
     """
     alone = seconds(0)
-    best, rate = 0, num_rows / alone * _MIN_GAIN
-    gained, rows = 0.0, set[str]()
-    for number, (chance, name) in enumerate(drafts, 1):
+    best, rate = 0, num_rows / alone
+    first: dict[str, float] = {}
+    for chance, name in drafts:
+        first.setdefault(name, chance)
+    waiting = list(first.values())[::-1]
+    gained, sharing = 0.0, 0
+    for number, (chance, _) in enumerate(drafts, 1):
         gained += chance
-        rows.add(name)
-        if (num_rows + gained) / (taken := seconds(number)) <= rate:
+        while waiting and waiting[-1] >= _ALIKE * chance:
+            waiting.pop()
+            sharing += 1
+        found = (num_rows + gained) / (taken := seconds(number))
+        if found <= max(rate, num_rows / alone * _least_gain(taken, alone)):
             continue
         # Rows with drafts end after the fraction 1 - saved of the steps; then the other rows run without them.
-        saved = gained / (gained + len(rows))
-        rest = seconds(-len(rows)) if len(rows) < num_rows else 0.0
+        saved = gained / (gained + sharing)
+        rest = seconds(-sharing) if sharing < num_rows else 0.0
         if (1 - saved) * taken + saved * rest <= alone:
-            best, rate = number, (num_rows + gained) / taken
+            best, rate = number, found
     return best
+
+
+def _least_gain(taken: float, alone: float) -> float:
+    """Minimum factor by which drafts must increase the tokens per second of a step that takes ``taken`` seconds with
+    them and ``alone`` without."""
+    return min(_MIN_GAINS[1], _MIN_GAINS[0] + _GAIN_PER_COST * max(0.0, taken / alone - 1))
 
 
 class Proposer(Protocol):
@@ -185,8 +203,11 @@ class AdaptiveSpeculator:
                 best = max([best, *(self.acceptance.chance(name, each) for each in self._sources_of(request))])
             elif proposes and (chance := self.acceptance.chance(name, Source.PROPOSED)) > best:
                 best = chance
-        rate = step.num_decodes / seconds(0) * _MIN_GAIN
-        return any((step.num_decodes + best * number) / seconds(number) > rate for number in _SIZES_COMPARED)
+        alone, num_rows = seconds(0), step.num_decodes
+        sizes = ((number, seconds(number)) for number in _SIZES_COMPARED)
+        return any(
+            (1 + best * number / num_rows) * alone > taken * _least_gain(taken, alone) for number, taken in sizes
+        )
 
     def _depth(self, rows: Sequence[tuple[Request, int]], step: StepFeatures, seconds: Callable[[int], float]) -> int:
         """Maximum number of drafts that the proposer shall make for each row. If its drafts cost time: the number that
@@ -195,12 +216,13 @@ class AdaptiveSpeculator:
         if not price:
             return self.most
         chances = [self.acceptance.chance(request.request_id, Source.PROPOSED) for request, _ in rows]
-        depth, tokens = 0, float(step.num_decodes)
-        rate = tokens / seconds(0) * _MIN_GAIN
+        depth, tokens, alone = 0, float(step.num_decodes), seconds(0)
+        plain = rate = tokens / alone
         for number in range(1, self.most + 1):
             tokens += sum(chance**number for chance in chances)
-            found = tokens / (seconds(number * len(rows)) + number * price)
-            if found > rate:
+            taken = seconds(number * len(rows)) + number * price
+            found = tokens / taken
+            if found > max(rate, plain * _least_gain(taken, alone)):
                 depth, rate = number, found
         return depth
 
@@ -279,6 +301,6 @@ def speculator_from_config(
     if not config.takes_drafts(num_lookahead_steps, has_states):
         return None
     if speculation is None:
-        return AdaptiveSpeculator(costs.model.step_seconds, _MAX_KNOWN, guide=guide)
+        return AdaptiveSpeculator(costs.decode_seconds, _MAX_KNOWN, guide=guide)
     proposer = NgramProposer(speculation.prompt_lookup_min) if drafter is None else drafter
-    return AdaptiveSpeculator(costs.model.step_seconds, speculation.num_speculative_tokens, proposer, guide)
+    return AdaptiveSpeculator(costs.decode_seconds, speculation.num_speculative_tokens, proposer, guide)
