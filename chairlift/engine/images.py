@@ -29,6 +29,10 @@ _BUSY_FRACTION: Final = 0.4
 _IDLE_SECONDS: Final = 0.05
 """Seconds for which the encoder computes without a pause while no request runs. A new request waits at most this
 long."""
+_FORGET: Final = 0.95
+"""Factor by which the expected time of a piece decreases after each shorter piece."""
+_ROUNDING: Final = 1e-9
+"""Seconds by which sums of times may differ because of rounding."""
 _KEPT_BYTES: Final = 256 << 20
 """Maximum number of bytes of encoded rows that no request uses."""
 
@@ -53,9 +57,11 @@ class Images:
         self._memory = memory
         self._clock = clock or SystemClock()
         self._kept_bytes = kept_bytes
-        self._overrun = 0.0
-        """Seconds by which the encoder exceeded its time limit in earlier calls of :meth:`work`. Later calls get less
-        time."""
+        self._longest = 0.0
+        """Seconds that the next piece may take: a maximum over earlier pieces, in which old pieces fade."""
+        self._saved = 0.0
+        """Seconds of its time that the encoder has not used in earlier turns. It is below 0 if a piece took longer than
+        expected."""
         self._users: dict[bytes, int] = {}
         self._unused: OrderedDict[bytes, int] = OrderedDict()
         """Key of an encoded tile that no request uses -> bytes of its rows; least recently used first."""
@@ -102,25 +108,31 @@ class Images:
         """Encode for one turn. ``step_seconds`` is the time of a decode step of the running requests; None if none
         runs.
 
-        The encoder works in pieces. A turn ends after the piece that exceeds its time limit. Later turns are shorter by
-        the excess, so running requests are slowed down by the same fraction for small and large pieces.
+        The encoder works in pieces. A turn ends before a piece that would exceed its time limit. If a single piece
+        exceeds the limit, the encoder saves the time of several turns for it.
         """
+        limit = _IDLE_SECONDS if step_seconds is None else _BUSY_FRACTION * step_seconds
         if step_seconds is None:
-            limit, self._overrun = _IDLE_SECONDS, 0.0
+            self._saved, self._longest = limit, 0.0
         else:
-            limit = _BUSY_FRACTION * step_seconds - self._overrun
+            self._saved = min(self._saved + limit, limit if self._longest <= limit else self._longest + limit)
+            if self._saved + _ROUNDING < self._longest:
+                return
         start = self._clock.now()
-        if limit > 0:
-            self._encode_until(start + limit)
-        self._overrun = max(self._clock.now() - start - limit, 0.0)
+        self._encode_until(start + self._saved)
+        self._saved -= self._clock.now() - start
+        if self._memory is not None:
+            self._memory.rest()
 
     def _encode_until(self, end: float) -> None:
-        """Encode piece by piece until no piece is left or the clock shows ``end``. At least one piece is computed."""
+        """Encode piece by piece until no piece is left, or until the next piece would probably end after ``end``. At
+        least one piece is computed."""
         while self._queue and self._memory is not None:
             if self._work is None:
                 key, tile = next(iter(self._queue.items()))
                 self._work = key, self._memory.encode(tile)
             key, pieces = self._work
+            begin = self._clock.now()
             try:
                 next(pieces)
             except StopIteration:
@@ -128,7 +140,9 @@ class Images:
             except Exception as error:
                 _log.exception("an image could not be encoded; its requests end with an error")
                 self._end(key, f"an image could not be encoded ({type(error).__name__})")
-            if self._clock.now() >= end:
+            now = self._clock.now()
+            self._longest = max(now - begin, _FORGET * self._longest)
+            if now + self._longest > end + _ROUNDING:
                 return
 
     def take_ready(self) -> tuple[list[Request], list[tuple[Request, str]]]:
@@ -173,7 +187,7 @@ class Images:
         for mapping in (self._waiting, self._of, self._users, self._queue):
             mapping.clear()
         self._work = None
-        self._overrun = 0.0
+        self._saved = 0.0
 
     def _let_go(self, key: bytes) -> None:
         if self._memory is None or not self._memory.holds(key):

@@ -87,6 +87,10 @@ class ImageMemory(Protocol):
         steps may run between two pieces. When the iterator ends, the tile's embeddings are stored."""
         ...
 
+    def rest(self) -> None:
+        """Release the processors that the encoder uses, because a step comes next. Called after one or more pieces."""
+        ...
+
     def holds(self, key: bytes) -> bool:
         """Whether the embeddings of the image tile with this key are stored, so that steps may use them."""
         ...

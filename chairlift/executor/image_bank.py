@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chairlift.kernels.openmp import end_threads
 from chairlift.models.vision_tower import Tower
 from chairlift.vision.spans import ImageTile
 
@@ -32,6 +33,9 @@ class ImageBank:
                     raise ArithmeticError("the encoder's rows are not finite")
                 self.rows[tile.key] = found.contiguous().view(torch.uint8).numpy()
             yield None
+
+    def rest(self) -> None:
+        end_threads()
 
     def holds(self, key: bytes) -> bool:
         return key in self.rows

@@ -194,12 +194,17 @@ class PatchTower:
         for at in range(0, len(state), PIECE):
             with torch.inference_mode():
                 normed = self._normed(state[at : at + PIECE], norm)
-                inner, *gated = (each(normed) for each in ups)
-                if gated:
-                    inner = functional.silu(inner) * gated[0]
+                inner = ups[0](normed)
+            yield None
+            with torch.inference_mode():
+                if len(ups) == 2:
+                    inner = functional.silu(inner) * ups[1](normed)
                 else:
                     approximate = "tanh" if self.config.activation == "gelu_tanh" else "none"
                     inner = functional.gelu(inner, approximate=approximate)
+            if len(ups) == 2:
+                yield None
+            with torch.inference_mode():
                 state[at : at + PIECE] += down(inner)
             yield None
 

@@ -88,6 +88,9 @@ class ScriptedEncoder:
             raise ArithmeticError("injected: the rows are not finite")
         self.tags[tile.key] = _tag_of(tile.key)
 
+    def rest(self) -> None:
+        """Do nothing: this encoder has no threads."""
+
     def holds(self, key: bytes) -> bool:
         """Whether the encoded rows of the tile with this key are stored."""
         return key in self.tags
