@@ -292,12 +292,7 @@ class HFPatch:
     ) -> tuple[Tensor, None]:
         """transformers' attention function: query [B, Hq, T, Dh], key and value [B, Hkv, T, Dh] -> [B, T, Hq, Dh]."""
         layer = self._layer_names.get(module, type(module).__name__)
-        if "packed_layout" in kwargs:
-            layout = kwargs.pop("packed_layout")
-        elif not self._running or getattr(self.model, "is_gradient_checkpointing", False):
-            raise ConfigError(f"{layer} ran outside a forward pass of the patched model; call the patched model itself")
-        else:
-            layout = self.layout
+        layout = self._layout_for(layer, query, kwargs)
         if layout is None:
             from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -321,6 +316,26 @@ class HFPatch:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         out = attend(q, k, v, layout, scale=scaling, window=sliding_window, dropout=dropout, backend=self.backend)
         return out.unsqueeze(0), None
+
+    def _layout_for(self, layer: str, query: Tensor, kwargs: dict[str, Any]) -> Layout | None:
+        """Layout of the packed sequences for an attention call. None if the batch is not a packed row.
+
+        With gradient checkpointing the call may belong to an earlier forward pass. If the model does not pass
+        ``packed_layout`` to its layers, the layout then comes from the position ids among the layer's arguments, which
+        the checkpoint keeps. They must agree with the layout of the forward pass while that runs.
+        """
+        if "packed_layout" in kwargs:
+            given: Layout | None = kwargs.pop("packed_layout")
+            return given
+        kind = "activation" if hasattr(type(self.model), "is_activation_checkpointing") else "gradient"  # until 5.23
+        recomputes = getattr(self.model, f"is_{kind}_checkpointing", False)
+        if self._running and not recomputes:
+            return self.layout
+        positions = kwargs.get("position_ids") if recomputes else None
+        found = None if positions is None else _layout_of({"input_ids": query[:, 0], "position_ids": positions})
+        if found is None or (self._running and found != self.layout):
+            raise ConfigError(f"{layer} ran outside a forward pass of the patched model; call the patched model itself")
+        return found
 
     def _mask(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' mask function: returns None for packed rows, which need no mask."""
