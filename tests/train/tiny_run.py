@@ -5,6 +5,8 @@
     python -m tests.train.tiny_run DIRECTORY step 3         # SIGKILL when the 3rd step of the run is done
     python -m tests.train.tiny_run DIRECTORY written 2      # at the 2nd time a save of this process gets to that point
     python -m tests.train.tiny_run DIRECTORY never 0
+
+A file ``DIRECTORY/settings.json`` replaces the settings of the run.
 """
 
 from __future__ import annotations
@@ -81,7 +83,9 @@ def main() -> None:
         if (point, result.step) == ("step", count):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train(TrainConfig.from_mapping(settings(directory)), on_step=on_step, on_save=on_save)
+    own = directory / "settings.json"
+    raw = json.loads(own.read_text()) if own.is_file() else settings(directory)
+    train(TrainConfig.from_mapping(raw), on_step=on_step, on_save=on_save)
 
 
 if __name__ == "__main__":

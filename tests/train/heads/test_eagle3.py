@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -414,6 +417,20 @@ def test_a_run_goes_on_bit_for_bit(run_dir: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             train(TrainConfig.from_mapping(settings(run_dir, **change)))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("targets", ["tokens", "distribution"])
+def test_a_run_that_is_killed_goes_on_bit_for_bit(targets: str, run_dir: Path) -> None:
+    whole = train(TrainConfig.from_mapping(settings(run_dir, targets=targets))).directory
+    raw = settings(run_dir, targets=targets) | {"output": str(run_dir / "killed")}
+    (run_dir / "settings.json").write_text(json.dumps(raw))
+    for death in (("written", "2"), ("step", "5"), ("flushed", "3"), ("never", "0")):
+        command = [sys.executable, "-m", "tests.train.tiny_run", str(run_dir), *death]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == (0 if death[0] == "never" else -signal.SIGKILL), done.stderr
+    for name in ("model.safetensors", "config.json", "training/state.safetensors"):
+        assert (whole / name).read_bytes() == (run_dir / "killed" / whole.name / name).read_bytes()
 
 
 def test_what_cannot_be_is_refused(run_dir: Path) -> None:
