@@ -39,7 +39,7 @@ class Eagle3Network(HeadsNetwork):
     """A frozen model with a drafting layer. Training is in float32.
 
     The layer has the sizes of the model's own layers. Its output head begins as the model's, or as the rows of
-    ``target_ids`` in it. The projection begins as the last tap's hidden state.
+    ``target_ids`` in it.
 
     Args:
         model: The frozen model.
@@ -72,11 +72,9 @@ class Eagle3Network(HeadsNetwork):
         config = parse_eagle3_config(self._config, target, Path("config.json"))
         self.layer = Eagle3(config, own_embedding=False, own_head=own_output_head)
         self.layer.target_ids = target_ids
-        with torch.no_grad():
-            self.layer.fc.weight[:, -target.hidden_size :] += torch.eye(target.hidden_size)
-            if self.layer.lm_head is not None:
-                kept = slice(None) if target_ids is None else torch.from_numpy(target_ids.astype(np.int64))
-                self.layer.lm_head.weight.copy_(output[kept])
+        if self.layer.lm_head is not None:
+            kept = slice(None) if target_ids is None else torch.from_numpy(target_ids.astype(np.int64))
+            self.layer.lm_head.weight.data.copy_(output[kept])
         self.layer.to(output.device)
         self.trained = dict(self.layer.named_parameters())
         self._rows = torch.arange(target.vocab_size, device=output.device)
@@ -190,9 +188,12 @@ def saved_target_ids(directory: Path) -> npt.NDArray[np.int32] | None:
 def _layer_config(
     target: ModelConfig, taps: tuple[int, ...], intermediate_size: int | None, rows: int | None
 ) -> dict[str, Any]:
-    """Content of ``config.json``. ``rows`` is the number of rows of the layer's own output head; None: it has none."""
+    """Content of ``config.json``. ``rows`` is the number of rows of the layer's own output head; None: it has none.
+
+    Keys with the value of a default are there because readers have different defaults, or need the key.
+    """
     rope = target.rope
-    config = {
+    return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "base_model_name_or_path": None,
@@ -208,9 +209,10 @@ def _layer_config(
         "rope_theta": 10_000.0 if rope is None else rope.theta,
         "max_position_embeddings": target.max_position_embeddings,
         "vocab_size": target.vocab_size,
+        "draft_vocab_size": rows,
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
+        "norm_before_residual": False,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(taps), "use_aux_hidden_state": True},
     }
-    return config if rows is None else {**config, "draft_vocab_size": rows}

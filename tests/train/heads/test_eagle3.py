@@ -392,6 +392,26 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
+PUBLISHED = {
+    "fc.weight": [64, 2 * 64],
+    "midlayer.hidden_norm.weight": [64],
+    "midlayer.input_layernorm.weight": [64],
+    "midlayer.post_attention_layernorm.weight": [64],
+    "midlayer.self_attn.q_proj.weight": [64, 128],
+    "midlayer.self_attn.k_proj.weight": [32, 128],
+    "midlayer.self_attn.v_proj.weight": [32, 128],
+    "midlayer.self_attn.o_proj.weight": [64, 64],
+    "midlayer.mlp.gate_proj.weight": [96, 64],
+    "midlayer.mlp.up_proj.weight": [96, 64],
+    "midlayer.mlp.down_proj.weight": [64, 96],
+    "norm.weight": [64],
+    "lm_head.weight": [50, 64],
+    "d2t": [50],
+    "t2d": [128],
+}
+"""Names and shapes in files of EAGLE-3's authors, for the sizes of these tests and two taps."""
+
+
 def test_a_run_goes_on_bit_for_bit(run_dir: Path) -> None:
     raw = settings(run_dir)
     whole = train(TrainConfig.from_mapping(raw)).directory
@@ -408,6 +428,8 @@ def test_a_run_goes_on_bit_for_bit(run_dir: Path) -> None:
     config = json.loads((whole / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] == 50
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1]
+    assert config["norm_before_residual"] is False, "readers have different defaults"
+    assert {name: list(each.shape) for name, each in load_file(whole / "model.safetensors").items()} == PUBLISHED
     layer = load_eagle3(whole, read_config(run_dir / "llama-0"), torch.float32)
     assert layer.target_ids is not None and len(layer.target_ids) == 50
     for change, message in (
