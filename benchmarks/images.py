@@ -2,14 +2,16 @@
 
 ``python benchmarks/images.py [--images N] [--pixels P] [--streams N] [--tokens N]`` makes a random Qwen3-VL with the
 encoder of the published 2B model and a text model like SmolLM-135M's. First, Chairlift and transformers encode the same
-images in turns, one at a time, with the same number of threads. Then text streams run in turns without and with
-arriving images, and the gap between two tokens of a stream is measured. The script prints medians, ratios and the
-difference of the encoded rows.
+images in turns, one at a time, with the same number of threads. Then text streams run in turns alone, with arriving
+images, and with arriving text prompts of as many tokens as a prompt with an image. The gap between two tokens of a
+stream is measured. The script prints medians, ratios, the number of answered images and the difference of the encoded
+rows. A run in which few images are answered says little: raise ``--tokens``.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import tempfile
@@ -83,8 +85,8 @@ def in_turns(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[
     return found
 
 
-def compare_encoders(folder: Path, model: Any, images: Sequence[Image.Image], rounds: int) -> None:
-    """Print images per second of both encoders, and their ratio."""
+def compare_encoders(folder: Path, model: Any, images: Sequence[Image.Image], rounds: int) -> int:
+    """Print images per second of both encoders, and their ratio. Returns the number of prompt positions of an image."""
     processor = read_processor(folder, byte_tokenizer(_SPECIAL, eos="<|im_end|>"))
     assert processor is not None
     tiles = [processor.prepare("it", image).tiles[0] for image in images]
@@ -117,27 +119,38 @@ def compare_encoders(folder: Path, model: Any, images: Sequence[Image.Image], ro
     ratios = sorted(b / a for a, b in zip(times["chairlift"], times["transformers"], strict=True))
     middle = statistics.median(ratios)
     print(f"ratio {middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}); largest difference {difference:.1e}", flush=True)
+    return patches // 4
 
 
-def run_streams(llm: LLM, streams: int, tokens: int, images: Sequence[Image.Image], seed: int) -> tuple[float, int]:
-    """Returns (p99 of the gaps between two tokens of a text stream in seconds, number of images that were processed).
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of the text streams."""
 
-    An image arrives at every second step, starting at the tenth.
-    """
+    p99: float
+    """p99 of the gaps between two tokens of a stream, in seconds."""
+    answered: int
+    """Number of the other requests that were answered while the streams ran."""
+    seconds: float
+    """Time from the first arrival of another request to the end of the streams."""
+
+
+def run_streams(llm: LLM, streams: int, tokens: int, arrivals: Sequence[Any], seed: int) -> Run:
+    """Run text streams. A prompt of ``arrivals`` arrives at every second step, starting at the tenth."""
     engine, rng = llm.engine, np.random.default_rng(seed)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     texts = {
         engine.add_request({"prompt_token_ids": rng.integers(0, 256, 64).tolist()}, params) for _ in range(streams)
     }
     last: dict[str, float] = {}
-    gaps, left, answered, steps = list[float](), list(images), 0, 0
+    gaps, left, answered, steps, start = list[float](), list(arrivals), 0, 0, 0.0
     short = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     asked = set[str]()
     while texts:
         steps += 1
+        if steps == 11:
+            start = time.perf_counter()
         if left and steps > 10 and steps % 2:
-            prompt = {"prompt_token_ids": [1, 257, 2, 3], "multi_modal_data": {"image": left.pop()}}
-            asked.add(engine.add_request(prompt, short))
+            asked.add(engine.add_request(left.pop(), short))
         outputs = engine.step()
         now = time.perf_counter()
         for output in outputs:
@@ -148,11 +161,25 @@ def run_streams(llm: LLM, streams: int, tokens: int, images: Sequence[Image.Imag
                 if output.finished:
                     texts.discard(output.request_id)
             answered += output.request_id in asked and output.finished
+    seconds = time.perf_counter() - start
     for request_id in asked:
         engine.abort(request_id)
     while engine.has_unfinished:
         engine.step()
-    return float(np.percentile(gaps, 99)), answered
+    return Run(float(np.percentile(gaps, 99)), answered, seconds)
+
+
+def report(found: dict[str, list[Run]], arrivals: int) -> None:
+    """Print the gaps, the answered requests, and the ratios of the gaps to those of the streams alone."""
+    for way, runs in found.items():
+        listed = ", ".join(f"{1000 * run.p99:.1f}" for run in runs)
+        line = f"{way}: p99 of gaps {listed} ms"
+        if way != "alone":
+            rate = statistics.median(run.answered / run.seconds for run in runs)
+            line += f"; answered of {arrivals} meanwhile: {[run.answered for run in runs]}, {rate:.2f} a second"
+            ratios = sorted(run.p99 / alone.p99 for run, alone in zip(runs, found["alone"], strict=True))
+            line += f"; ratio to alone {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        print(line)
 
 
 def main() -> None:
@@ -173,25 +200,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = args.folder or Path(name)
         model = write_model(folder)
-        compare_encoders(folder, model, images[:4], args.rounds)
+        length = 3 + compare_encoders(folder, model, images[:4], args.rounds)
         del model
         budget = {} if args.budget is None else {"max_num_batched_tokens": args.budget}
         llm = LLM(folder, dtype="float32", max_num_seqs=args.streams + 8, enable_prefix_caching=False, **budget)
-    left = list(images)
+    left = [{"prompt_token_ids": [1, 257, 2, 3], "multi_modal_data": {"image": image}} for image in images]
 
-    def with_images() -> tuple[float, int]:
-        fresh = [left.pop() for _ in range(args.images)]
-        return run_streams(llm, args.streams, args.tokens, fresh, 1)
+    def run(arrivals: Sequence[Any]) -> Run:
+        return run_streams(llm, args.streams, args.tokens, arrivals, 1)
+
+    def texts() -> Run:
+        return run([{"prompt_token_ids": rng.integers(0, 256, length).tolist()} for _ in range(args.images)])
 
     run_streams(llm, args.streams, 30, [], 0)  # not measured
-    found = in_turns(
-        {"alone": lambda: run_streams(llm, args.streams, args.tokens, [], 1), "with": with_images}, args.rounds
-    )
-    for way, results in found.items():
-        listed = ", ".join(f"{1000 * p99:.1f}" for p99, _ in results)
-        print(f"{way}: p99 of gaps {listed} ms; images answered meanwhile: {[each[1] for each in results]}")
-    ratios = sorted(b[0] / a[0] for a, b in zip(found["alone"], found["with"], strict=True))
-    print(f"ratio {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    ways = {
+        "alone": lambda: run([]),
+        "with images": lambda: run([left.pop() for _ in range(args.images)]),
+        f"with texts of {length} tokens": texts,
+    }
+    report(in_turns(ways, args.rounds), args.images)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from chairlift.engine.events import Events
 from chairlift.engine.expert_load import ExpertLoad
 from chairlift.engine.floor_share import FloorShare
 from chairlift.engine.grammars import Grammars, SamplePlace
-from chairlift.engine.images import Images
+from chairlift.engine.images import BUSY_FRACTION, Images
 from chairlift.engine.info import check_update
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.step_log import StepLog, StepRecord
@@ -66,6 +66,8 @@ _MAX_PREEMPTIONS = 8
 preempted again."""
 _UNREADY_PAUSE = 0.001
 """Seconds between two checks for compiled grammars and loaded adapters while the loop has nothing else to do."""
+_LEAST_IMAGE_TOKENS = 8
+"""Minimum number of prompt tokens of images in a step without a turn of the encoder."""
 _FAILED = (FinishReason.ERROR, FinishReason.DEADLINE)
 _TOO_LATE = "the request could not be answered by its deadline"
 _NO_ERRORS: Mapping[str, str] = {}
@@ -298,6 +300,8 @@ class EngineCore(EngineClient):
         self._counted = EngineStats()
         self._reserved = [name for name, each in (self.config.promises or {}).items() if each.min_seqs]
         self._shares_noted = -math.inf
+        self._encoder_waits = False
+        """Whether the encoder had no turn before the newest step, because the step had prompt tokens of images."""
         self._rows_by_class, self._adapters_in_use = dict[str, int](), self.adapters.in_use(())
 
     @property
@@ -356,8 +360,8 @@ class EngineCore(EngineClient):
 
     def step(self) -> CoreOutputs | None:
         """Schedule and launch a step, then wait for the oldest step in flight. None if no step was waited for."""
-        if self.images.is_encoding:
-            self.images.work(self._decode_seconds())
+        if self.images.is_used:
+            self._work_on_images()
         now = self.clock.now()
         if self.governor is not None:
             self.governor.govern(now)
@@ -386,11 +390,27 @@ class EngineCore(EngineClient):
     def _decode_seconds(self) -> float | None:
         """Seconds that a decode step of the running requests takes, according to the cost model; None if no request
         runs."""
-        running = self.scheduler.running.values()
-        if not running:
+        batch = self.scheduler.batch
+        if not batch.running:
             return None
-        context = sum(request.num_computed_tokens for request in running)
-        return self.costs.model.step_seconds(StepFeatures(len(running), context))
+        return self.costs.model.step_seconds(StepFeatures(len(batch.running), batch.num_computed_tokens))
+
+    def _work_on_images(self) -> None:
+        """Let the encoder compute, and limit the next step's prompt tokens of images, so that both together add at most
+        a fraction of a decode step's time to the step. If both have work, they take turns."""
+        seconds, batch = self._decode_seconds(), self.scheduler.batch
+        computes = any(r.images and r.num_computed_tokens < r.images[-1].end for r in batch.catching_up)
+        self._encoder_waits = self.images.is_encoding and computes and seconds is not None and not self._encoder_waits
+        start = self.clock.now()
+        if self.images.is_encoding and not self._encoder_waits:
+            self.images.work(seconds)
+        batch.image_tokens = math.inf
+        if seconds is not None and not self.scheduler.membership.closed:
+            spent, rows = self.clock.now() - start, batch.decodes.count
+            context, most = batch.num_computed_tokens, batch.max_tokens
+            limit = (1 + BUSY_FRACTION) * self.costs.model.step_seconds(StepFeatures(rows, context)) - spent
+            least = 0 if spent else _LEAST_IMAGE_TOKENS
+            batch.image_tokens = self.costs.chunk_budget(rows, context, limit, most, least)
 
     def _take_ready(self, now: float) -> list[FinishedSequence]:
         """Queue the requests whose grammar, adapter and images are ready now. End the requests for which one of these

@@ -20,12 +20,12 @@ from chairlift.executor.executor import ImageMemory
 from chairlift.request import Request
 from chairlift.vision.spans import ImageTile
 
-__all__ = ["Images"]
+__all__ = ["BUSY_FRACTION", "Images"]
 
 _log = logging.getLogger(__name__)
 
-_BUSY_FRACTION: Final = 0.4
-"""Fraction of a decode step's time that the encoder may compute between two steps while requests run."""
+BUSY_FRACTION: Final = 0.4
+"""Fraction of a decode step's time that images may add to a step while requests run."""
 _IDLE_SECONDS: Final = 0.05
 """Seconds for which the encoder computes without a pause while no request runs. A new request waits at most this
 long."""
@@ -76,6 +76,11 @@ class Images:
         """Counters: tiles that were encoded; tiles that a new request found encoded already, or in the queue."""
 
     @property
+    def is_used(self) -> bool:
+        """Whether a request with images has not ended."""
+        return bool(self._of)
+
+    @property
     def is_encoding(self) -> bool:
         """Whether the encoder has work, or a result waits for :meth:`take_ready`."""
         return bool(self._queue or self._ready or self._failed)
@@ -111,7 +116,7 @@ class Images:
         The encoder works in pieces. A turn ends before a piece that would exceed its time limit. If a single piece
         exceeds the limit, the encoder saves the time of several turns for it.
         """
-        limit = _IDLE_SECONDS if step_seconds is None else _BUSY_FRACTION * step_seconds
+        limit = _IDLE_SECONDS if step_seconds is None else BUSY_FRACTION * step_seconds
         if step_seconds is None:
             self._saved, self._longest = limit, 0.0
         else:

@@ -75,6 +75,8 @@ class Batch:
         """Request id -> short request that runs in a reserved row with reserved blocks."""
         self.paced: dict[str, float] = {}
         """Request id -> maximum seconds per token, for running requests with such a limit."""
+        self.image_tokens: float = math.inf
+        """Maximum number of prompt tokens, up to the end of a prompt's last image, in a step that also decodes."""
         self.decodes = DecodeRows(kv.block_size)
         """The running requests that compute one token in every step."""
         self.catching_up: list[Request] = []

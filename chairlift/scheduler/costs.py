@@ -135,13 +135,15 @@ class Costs:
         decode = self.model.step_seconds(StepFeatures(num_decodes, context_tokens))
         return both / (decode + self.model.step_seconds(StepFeatures(0, 0, num_tokens, pairs)))
 
-    def chunk_budget(self, num_decodes: int, context_tokens: int, seconds: float, limit: int) -> int:
+    def chunk_budget(
+        self, num_decodes: int, context_tokens: int, seconds: float, limit: int, at_least: int | None = None
+    ) -> int:
         """Maximum number of prompt tokens, up to ``limit``, with which a step with these decode rows takes at most
         ``seconds``.
 
-        The result is at least ``limit // 16``, so that prompts always make progress.
+        The result is at least ``at_least`` (default: ``limit // 16``), so that prompts always make progress.
         """
-        low, high = max(1, limit // 16), limit
+        low, high = min(limit, max(1, limit // 16) if at_least is None else at_least), limit
         while low < high:
             middle = (low + high + 1) // 2
             features = StepFeatures(num_decodes, context_tokens, middle, middle * (middle + 1) / 2)

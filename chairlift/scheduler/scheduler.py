@@ -258,6 +258,7 @@ class Scheduler:
         if self.batch.paced and self.costs is not None and budget > 1:
             limit = min(self.batch.paced.values()) - self.costs.host_seconds
             budget = self.costs.chunk_budget(out.num_decodes, self.batch.num_computed_tokens, limit, budget)
+        step.image_tokens = self.batch.image_tokens if out.num_decodes else math.inf
         ahead = self.policy.preemptive and turn is not Turn.DECODE and not self.membership.closed
         if ahead and self.waiting and not out.preempted:
             self.preemptor.admit_ahead(step, budget)

@@ -9,7 +9,10 @@ import pytest
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.images import Images
 from chairlift.request import Request
+from chairlift.sampling.row import SamplingRow
+from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.vision.spans import ImageSpan, ImageTile
+from tests.engine.make import greedy, make_engine
 
 
 class TimedMemory:
@@ -123,3 +126,34 @@ def test_a_turn_goes_on_with_the_next_tile() -> None:
     assert images.num_encoded == 4 and clock.now() == pytest.approx(0.012)
     ready, failed = images.take_ready()
     assert [request.request_id for request in ready] == ["a"] and not failed and not images.is_encoding
+
+
+def test_the_encoder_and_prompts_with_images_take_turns() -> None:
+    core = make_engine(max_num_seqs=4, num_blocks=200).core
+    clock = VirtualClock()
+    memory = TimedMemory(clock, 1_000_000, 0.0001)
+    core.images, core.clock = Images(memory, clock), clock
+    core.executor._runner.image_tags = {b"seen": 1}  # type: ignore[attr-defined]
+    memory.keys.add(b"seen")
+    text = Request("text", [1], max_tokens=60)
+    seen = Request("seen", [1] * 62, max_tokens=1, images=(ImageSpan(1, 61, b"seen"),))
+    new = Request("new", [1, 1], max_tokens=1, images=(ImageSpan(1, 1, b"new"),))
+    for request in (text, seen, new):
+        request.sampling = SamplingRow(greedy(), 1, len(request.token_ids))
+        core.images.add([request], [ImageTile(key, b"") for key in (b"seen", b"new")] if request.images else ())
+        core.scheduler.add(request)
+        core.causes.added(request, clock.now())
+        core.step()
+    turns = list[bool]()
+    while not seen.is_finished:
+        pieces, computed = memory.num_pieces, seen.num_computed_tokens
+        limit = core.costs.model.step_seconds(StepFeatures(1, core.scheduler.batch.num_computed_tokens))
+        before = clock.now()
+        core.step()
+        turns.append(memory.num_pieces > pieces)
+        computed = 62 - computed if seen.is_finished else seen.num_computed_tokens - computed
+        pairs = computed * (computed + 1) / 2
+        step = core.costs.model.step_seconds(StepFeatures(1, core.scheduler.batch.num_computed_tokens, computed, pairs))
+        assert clock.now() - before + step < 1.45 * limit or computed <= 8, (turns, computed)
+        assert len(turns) < 40, "the prompt makes no progress"
+    assert len(turns) > 2 and turns[1:] == [not each for each in turns[:-1]], turns

@@ -247,3 +247,21 @@ def image_that_must_be_whole_waits_for_ever(patch: Patch) -> None:
         return num_tokens if span is None else span.position - start
 
     patch(PromptBudget, "_uncut", wrong)
+
+
+@mutant
+def prompts_with_images_as_long_as_others_beside_decodes(patch: Patch) -> None:
+    reads_images = PromptBudget._reads_images
+    patch(PromptBudget, "_reads_images", staticmethod(lambda request: reads_images(request) and not request.slot))
+
+
+@mutant
+def each_prompt_with_images_gets_the_tokens_of_all(patch: Patch) -> None:
+    take_chunk = PromptBudget._take_chunk
+
+    def wrong(self: PromptBudget, request: Request, num_tokens: int, step: Step) -> None:
+        left = step.image_tokens
+        take_chunk(self, request, num_tokens, step)
+        step.image_tokens = left
+
+    patch(PromptBudget, "_take_chunk", wrong)

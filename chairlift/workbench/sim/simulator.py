@@ -288,11 +288,26 @@ class Simulation:
             kv.refused.clear()
             out = schedule(now)
             self.num_reserved += sum(row.request_id in scheduler.batch.reserve for row in out.joined)
+            self._check_image_tokens(out)
             if self.share is not None and out.num_tokens:
                 self.share.step(out, kv.refused)
             return out
 
         scheduler.schedule = watched  # type: ignore[method-assign]
+
+    def _check_image_tokens(self, out: SchedulerOutput) -> None:
+        """Check that a step with decode rows has at most the permitted prompt tokens of images."""
+        scheduler = self.engine.scheduler
+        if self.world.images is None or self._whole_images or not out.num_decodes:
+            return
+        named = ((scheduler.requests[name], chunk) for name, chunk in zip(out.chunk_ids, out.chunks, strict=True))
+        tokens = sum(
+            chunk.num_tokens for request, chunk in named if request.images and chunk.start < request.images[-1].end
+        )
+        if tokens > scheduler.batch.image_tokens:
+            raise Violation(
+                f"step {out.step} has {tokens} tokens of images, but may have {scheduler.batch.image_tokens}"
+            )
 
     def run(self) -> None:
         """Run all events with their faults, then run on without faults until every request has ended.
