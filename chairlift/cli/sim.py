@@ -67,6 +67,7 @@ _NOT_SIMULATED: Final = {
     "kernels",
     "seed",
     "swap_directory",
+    "speculative_config",
 }
 _MAX_REQUESTS: Final = 1_000_000
 _A_SAMPLE: Final = 1000

@@ -28,7 +28,7 @@ from chairlift.workbench.workload.trace import TracedRequest
 
 __all__ = ["SEARCHED", "Findings", "Question", "Ratio", "Refuted", "claimed_rate", "refuted_by", "tune"]
 
-SEARCHED: Final = tuple(field.name for field in dataclasses.fields(Setting) if field.name != "batching")
+SEARCHED: Final = tuple(field.name for field in dataclasses.fields(Setting) if field.name not in ("batching", "drafts"))
 """Names of the settings that are searched, unless the user gives them."""
 
 _MOST_SIMULATED: Final = 2000
@@ -98,7 +98,9 @@ class Findings:
     """Results of a tuning.
 
     Settings have roles: ``static`` (static batches with as many slots as always fit into memory), ``static_best`` (the
-    best static batches), ``equal`` (continuous batching with the slots of ``static``), ``default`` and ``chosen``.
+    best static batches), ``equal`` (continuous batching with the slots of ``static``), ``default`` and ``chosen``. If
+    the user gave ``speculative_config``, there are also ``other`` (``chosen`` with drafts instead of none, or the
+    reverse) and ``static_plain`` (``static_best`` without drafts).
     """
 
     traffic: Traffic
@@ -110,6 +112,8 @@ class Findings:
     """Whether settings were compared by the highest rate at which they meet the latency targets."""
     tight: bool
     """Whether the KV cache is too small for some settings, so that requests are preempted."""
+    drafts: bool = False
+    """Whether the user gave ``speculative_config``, so that settings are compared with and without drafts."""
     settings: dict[str, Setting] = dataclasses.field(default_factory=dict)
     scores: dict[str, Score] = dataclasses.field(default_factory=dict)
     """Role -> simulated score, or the score of a real run if the simulator is not trusted."""
@@ -132,7 +136,8 @@ class Findings:
     ratios: dict[str, Ratio] = dataclasses.field(default_factory=dict)
     """Ratios of throughputs when all requests arrive at once. ``default``: chosen settings divided by default settings.
     ``static_best``: chosen settings divided by the better static settings. ``equal``: settings ``equal`` divided by
-    settings ``static``."""
+    settings ``static``. ``drafts``: chosen settings with drafts divided by the same without. ``static_drafts``: the
+    better static settings with drafts divided by the same without."""
     accuracy: dict[str, float] = dataclasses.field(default_factory=dict)
     """Role -> simulated throughput divided by measured throughput."""
     by_slots: list[tuple[int, Figures]] = dataclasses.field(default_factory=list)
@@ -207,6 +212,7 @@ def tune(
         count=min(len(requests), _MOST_SIMULATED),
         by_rate=traffic.has_promises and traffic.users is None,
         tight=False,
+        drafts=bool(question.fixed.get("speculative_config")),
     )
     slots = max(1, min(defaults.max_num_seqs, capacity // (-(-min(traffic.longest, room) // block) * block)))
     static = dataclasses.replace(defaults, batching="static", max_num_seqs=slots)
@@ -251,8 +257,7 @@ def _defaults(fixed: Mapping[str, Any]) -> Setting:
     scheduler = EngineConfig.from_flat(fixed).scheduler
     if scheduler.batching != "continuous":
         raise ConfigError(f"batching is what tune finds out, got {scheduler.batching!r}; leave it out")
-    names = [field.name for field in dataclasses.fields(Setting)]
-    return Setting(**{name: getattr(scheduler, name) for name in names})
+    return Setting(**{name: getattr(scheduler, name) for name in ("batching", *SEARCHED)})
 
 
 def _max_rows(count: int, default: int) -> int:
@@ -359,7 +364,13 @@ def _candidates(findings: Findings, lab: Lab, judge: Judge) -> list[Setting]:
 
 def _contestants(findings: Findings, candidates: Sequence[Setting]) -> list[Setting]:
     roles = ("static", "static_best", "equal", "default")
-    return list(dict.fromkeys([*(findings.settings[role] for role in roles), *candidates]))
+    found = list(dict.fromkeys([*(findings.settings[role] for role in roles), *candidates]))
+    return found + [_without(each) for each in found if findings.drafts]
+
+
+def _without(setting: Setting) -> Setting:
+    """The setting without drafts."""
+    return dataclasses.replace(setting, drafts=False)
 
 
 def _rounds(findings: Findings, lab: Lab, candidates: Sequence[Setting], timer: _Timer) -> None:
@@ -430,10 +441,13 @@ def _choose(findings: Findings, lab: Lab, candidates: list[Setting], timer: _Tim
     settings, default = findings.settings, findings.settings["default"]
     timer.stage("5 of 5, real runs at a given rate")
     rated = list(dict.fromkeys([*candidates, default]))
+    if findings.by_rate and findings.drafts and findings.rounds:
+        rated = [max(each, _without(each), key=lambda each: _median(_runs(findings, lab, each))) for each in rated]
     if findings.by_rate:
         chosen = _confirm(findings, lab, rated, timer)
     elif findings.rounds:
         rated = list(dict.fromkeys([*rated, settings["equal"]]))
+        rated += [_without(each) for each in rated if findings.drafts]
         medians = {each: _median(_runs(findings, lab, each)) for each in rated}
         allowed = [each for each in rated if _holds(_runs(findings, lab, each))]
         chosen = max(allowed or rated[:1], key=lambda each: medians[each])
@@ -441,12 +455,17 @@ def _choose(findings: Findings, lab: Lab, candidates: list[Setting], timer: _Tim
             chosen = default  # other settings must have a measured gain
     else:
         chosen = rated[0]
-    if chosen != rated[0] and chosen != default and findings.trusted:
+    with_drafts = dataclasses.replace(chosen, drafts=True)  # the simulator says nothing about drafts
+    if with_drafts not in (dataclasses.replace(rated[0], drafts=True), default) and findings.trusted:
         findings.notes.append(
             f"The simulator preferred {rated[0].describe()}; in the real runs {chosen.describe()} did better, and they"
             " decide."
         )
     settings["chosen"], findings.scores["chosen"] = chosen, _score(findings, lab, chosen)
+    if findings.drafts and findings.rounds:
+        settings["other"] = dataclasses.replace(chosen, drafts=not chosen.drafts)
+        settings["static_plain"] = _without(settings["static_best"])
+        findings.scores |= {role: _score(findings, lab, settings[role]) for role in ("other", "static_plain")}
     confirmed = claimed_rate(lab.state, lab.traffic, chosen)
     findings.pace = findings.traffic.rate or (
         (confirmed or findings.scores["chosen"].rate) if findings.by_rate else None
@@ -560,8 +579,8 @@ def refuted_by(lab: Lab, settings: Sequence[Setting]) -> list[Refuted]:
 def _paced(findings: Findings, lab: Lab, pace: float, timer: _Timer) -> None:
     count = _paced_count(findings, timer, pace)
     findings.paced_count = count or findings.count
-    for role in ("chosen", "static_best", "default", "static", "equal"):
-        setting = findings.settings[role]
+    roles = ("chosen", "other", "static_best", "default", "static", "equal", "static_plain")
+    for setting in (findings.settings[role] for role in roles if role in findings.settings):
         expected = lab.expected_seconds(setting, pace, findings.paced_count)
         known = lab.state.find(setting, pace, findings.paced_count, 0) is not None
         if count is not None and (known or timer.left_until(_PACE_UNTIL) > 1.2 * expected):
@@ -597,6 +616,8 @@ def _conclude(findings: Findings, lab: Lab) -> None:
             f" {TRUSTED:.0%}: no result here is simulated, and fewer settings were tried. Does the machine run other"
             " programs?"
         )
+    if findings.drafts and findings.trusted:
+        notes.append("The simulator makes no drafts: simulated values are those of settings without drafts.")
     _tell_of_rates(findings)
     if not findings.rounds:
         notes.append(
@@ -617,9 +638,15 @@ def _conclude(findings: Findings, lab: Lab) -> None:
         "default": _ratio(findings, lab, settings["chosen"], settings["default"]),
         "equal": _ratio(findings, lab, settings["equal"], settings["static"]),
     }
+    if findings.drafts:
+        drafted = dataclasses.replace(settings["chosen"], drafts=True)
+        findings.ratios["drafts"] = _ratio(findings, lab, drafted, _without(drafted))
+        findings.ratios["static_drafts"] = _ratio(findings, lab, settings["static_best"], settings["static_plain"])
     if not findings.trusted:
         return
     for role, setting in settings.items():
+        if findings.drafts and setting.drafts:
+            continue
         simulated = lab.simulate(setting, None, findings.full_count).output_tokens_per_second
         findings.accuracy[role] = simulated / _median(_runs(findings, lab, setting))
     worst = max(findings.accuracy.values(), key=lambda ratio: max(ratio, 1 / ratio))

@@ -220,11 +220,13 @@ class Lab:
     def _simulated(self, **settings: Any) -> tuple[EngineCore, ModelLimits]:
         if self.deployment is None:
             raise InvariantError("a simulation needs a cost model, but no steps were measured yet")
-        scheduler = dataclasses.replace(self._config.scheduler, **settings)
+        # Simulated tokens are all the same, so each draft would be right.
+        scheduler = dataclasses.replace(self._config.scheduler, **{**settings, "speculative_config": ""})
         return simulated_core(self.deployment, dataclasses.replace(self._config, scheduler=scheduler))
 
     def simulate(self, setting: Setting, rate: float | None, count: int) -> Figures:
-        """Simulate the first ``count`` requests with a setting, at a rate per second (None: all at once)."""
+        """Simulate the first ``count`` requests with a setting, at a rate per second (None: all at once). Simulations
+        make no drafts."""
         known = self.state.find(setting, rate, count, None)
         if known is not None:
             return known.figures
@@ -262,18 +264,27 @@ class Lab:
     ) -> Trial:
         timings: list[RequestTiming] = []
         requests = self.traffic.at(rate, count)
+        before = _drafted(core)
         served = serve_trace(core, requests, limits, timings, max_concurrency=self.traffic.users)
+        rows, accepted = (new - old for new, old in zip(_drafted(core), before, strict=True))
+        figures = Figures.of(served, 1.0 if rate is None else keeping_up(timings, core.clock.now()))
         trial = Trial(
             setting=setting,
             rate=rate,
             count=count,
             round=round_,
-            figures=Figures.of(served, 1.0 if rate is None else keeping_up(timings, core.clock.now())),
+            figures=dataclasses.replace(figures, accepted_length=1 + accepted / rows if rows else None),
             latencies=[] if round_ is None else kept_latencies(timings),
         )
         if self.state.deployment is not None:  # results of the first cost model are not stored
             self.state.add(trial)
         return trial
+
+
+def _drafted(core: EngineCore) -> tuple[int, int]:
+    """(rows with drafts in all steps of the engine so far, their accepted drafts)."""
+    drafts = core.scheduler.drafts
+    return (0, 0) if drafts is None else (drafts.num_verified, drafts.num_accepted)
 
 
 def _steps_of(core: EngineCore) -> list[tuple[StepFeatures, float]]:

@@ -47,8 +47,10 @@ _SHORT: Final = 30
 _TITLES: Final = {
     "static": "static",
     "static_best": "best static",
+    "static_plain": "best static",
     "equal": "as many slots",
     "default": "defaults",
+    "other": "chosen",
     "chosen": "chosen",
 }
 
@@ -111,9 +113,9 @@ class Column:
 def columns(answer: Answer) -> list[Column]:
     """The columns of the comparison. Each setting occurs once; the chosen setting is the last."""
     findings = answer.findings
-    same_as = {"static_best": "static", "equal": "default"}
+    same_as = {"static_best": "static", "equal": "default", "other": "default"}
     shown = []
-    for role, setting in ((role, findings.settings[role]) for role in _TITLES):
+    for role, setting in ((role, findings.settings[role]) for role in _TITLES if role in findings.settings):
         others = [findings.settings[other] for other in (same_as.get(role), "chosen") if other and role != "chosen"]
         if setting not in others:
             shown.append(_column(answer, role, setting))
@@ -141,6 +143,8 @@ def _column(answer: Answer, role: str, setting: Setting) -> Column:
         title = f"chosen = defaults ({setting.max_num_seqs})"
     if role == "static" and setting == findings.settings["static_best"]:
         title = f"best static ({setting.max_num_seqs})"
+    if findings.drafts:
+        title += ", drafts" if setting.drafts else ", no drafts"
     return Column(
         role=role,
         title=title,
@@ -253,6 +257,7 @@ def verdict(answer: Answer) -> str:
         sentences = [f"Run `{command}`: {', and '.join(words[:-1])}; {words[-1]}."]
     if chosen.setting == findings.settings["default"]:
         sentences.append("No tried setting is better than the defaults.")
+    sentences += _draft_sentences(findings)
     sentences += _promise_sentences(answer, chosen, static, theirs)
     judged, rate, _ = _judged(answer, chosen)
     others = [trial for trial in _shown(answer) if trial.rate == rate and trial.setting.batching == "continuous"]
@@ -321,6 +326,20 @@ def _promise_sentences(answer: Answer, chosen: Column, static: Column, theirs: C
     return [text]
 
 
+def _draft_sentences(findings: Findings) -> list[str]:
+    """Sentences about the gain of drafts (speculative decoding), if the user gave a drafter and runs were compared."""
+    ratio, static = findings.ratios.get("drafts"), findings.ratios.get("static_drafts")
+    if ratio is None or static is None:
+        return []
+    off = not findings.settings["chosen"].drafts
+    if off:
+        words = f"Speculation off is best for this traffic: with drafts it gets {_times(ratio)} the throughput"
+    else:
+        words = f"Drafts get {_times(ratio)} the throughput of none"
+        words += ", within the noise" if ratio.low < 1 < ratio.high else ""
+    return [f"{words}; static batches get {_times(static)} with drafts."]
+
+
 def _why_small(findings: Findings) -> str:
     answers = [request.output_tokens for request in findings.traffic.requests]
     if max(answers) < _SHORT:
@@ -379,6 +398,10 @@ def _comparison(answer: Answer, sides: Sequence[Column]) -> Table:
         row(f"{crowd}: requests/s", lambda f, _: f"{f.requests_per_second:,.1f}"),
         row(f"{crowd}: output tokens/s", lambda f, _: f"{f.output_tokens_per_second:,.0f}"),
         row(f"{crowd}: preempted", lambda f, _: f"{f.preemption_rate:.1%}"),
+        row(
+            f"{crowd}: tokens of a row with drafts in a step",
+            lambda f, _: "-" if f.accepted_length is None else f"{f.accepted_length:.2f}",
+        ),
     ]
     for name, part in (("time to first token", "ttft"), ("time per token", "tpot"), ("whole request", "e2el")):
         rows.append(
@@ -476,12 +499,14 @@ def _side_by_side(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
             "static_best": "chosen / best static",
             "default": "chosen / defaults",
             "equal": "continuous / static, as many slots",
+            "drafts": "chosen with / without drafts",
+            "static_drafts": "best static with / without drafts",
         }
         yield Table(
             ["throughput", "ratio", "95 % interval"],
             [
                 [label, f"{ratio.mean:.2f}", f"{ratio.low:.2f} to {ratio.high:.2f}" if ratio.rounds > 1 else "-"]
-                for label, ratio in ((label, ratios[name]) for name, label in names_of.items())
+                for label, ratio in ((label, ratios[name]) for name, label in names_of.items() if name in ratios)
             ],
             caption=f"Real runs side by side, {_rounds(answer.findings)}",
         )
@@ -712,7 +737,10 @@ def config_lines(answer: Answer) -> list[str]:
     if answer.model != BUNDLED_MODEL:
         lines.append(f"model: {json.dumps(answer.model)}")
     for name, value in answer.fixed.items():
-        if name not in reasons:
+        if name == "speculative_config" and not setting.drafts:
+            with_drafts = _times(findings.ratios["drafts"]) if findings.ratios else "less"
+            lines.append(f'{name}: ""  # given, and off: drafts get {with_drafts} the throughput')
+        elif name not in reasons:
             lines.append(f"{name}: {json.dumps(value)}  # given")
     for name, reason in reasons.items():
         why = "given" if name in given else reason

@@ -33,22 +33,27 @@ class Setting:
     admission_watermark: float
     prefill_mode: str
     preemption_mode: str
+    drafts: bool = True
+    """Whether the engine drafts tokens if the user gave ``speculative_config``. False turns drafts off."""
 
     def flat(self) -> dict[str, Any]:
         """Name -> value, as keyword arguments of EngineConfig."""
         fields = dataclasses.asdict(self)
+        if not fields.pop("drafts"):
+            fields["speculative_config"] = ""
         if self.batching != "continuous":  # settings that a static or dynamic batch does not use
             del fields["prefill_mode"], fields["preemption_mode"]
         return fields
 
     def describe(self) -> str:
         """Short text for reports that lists the settings."""
+        off = "" if self.drafts else ", no drafts"
         if self.batching != "continuous":
-            return f"{self.batching}, {self.max_num_seqs} slots"
+            return f"{self.batching}, {self.max_num_seqs} slots{off}"
         words = f"{self.max_num_seqs} slots, {self.max_num_batched_tokens:,} tokens"
         words += "" if self.prefill_mode == "mixed" else f", {self.prefill_mode}"
         words += "" if self.preemption_mode == "auto" else f", preemption {self.preemption_mode}"
-        return words + ("" if self.admission_watermark == 0.01 else f", {self.admission_watermark:.0%} kept free")
+        return words + off + ("" if self.admission_watermark == 0.01 else f", {self.admission_watermark:.0%} kept free")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +77,8 @@ class Figures:
     keeping: float = 1.0
     """Number of ended requests divided by the number of arrived requests, in the second half of the arrivals. Below 1
     the backlog grows. 1.0 if all requests arrive at once or come from a closed loop."""
+    accepted_length: float | None = None
+    """Mean number of tokens that a row with drafts yielded in a step. None if there were no drafts."""
 
     @classmethod
     def of(cls, served: ServedTrace, keeping: float = 1.0) -> Figures:

@@ -19,6 +19,9 @@ from chairlift.errors import ConfigError
 from chairlift.replay.machines import Deployment, ModelShape
 from chairlift.replay.replay import simulated_core
 from chairlift.scheduler.cost_model import CostModel, Roofline
+from chairlift.scheduler.drafts import Drafts
+from chairlift.spec_decode.adaptive import AdaptiveSpeculator
+from chairlift.spec_decode.ngram import NgramProposer
 from chairlift.workbench.bench.machine import describe_machine
 from chairlift.workbench.bench.report import text as lines_of
 from chairlift.workbench.bench.serve_run import fit
@@ -30,6 +33,7 @@ from chairlift.workbench.bench.tune_state import Setting, State
 from chairlift.workbench.workload.arrivals import Gamma
 from chairlift.workbench.workload.lengths import LogNormal
 from chairlift.workbench.workload.trace import TracedRequest
+from tests.tiers import one_in
 
 TRUTH = Roofline(
     weight_seconds=0.02,
@@ -94,6 +98,27 @@ class Machine:
         if known and state.deployment is None:
             state.deployment = dataclasses.replace(self.deployment, cost=CostModel(self.believed or TRUTH))
         return tune(question, state, self.make_core, machine="m", shape=SHAPE, clock=self.clock, say=self.said.append)
+
+
+class DraftingMachine(Machine):
+    """Drafts n-grams, which are always right here, as each simulated token is the same. If ``useless``, drafts are
+    never right, and the drafter makes each step longer by a tenth."""
+
+    def __init__(self, *, useless: bool) -> None:
+        super().__init__()
+        self._useless = useless
+
+    def make_core(self, settings: Mapping[str, Any]) -> tuple[EngineCore, ModelLimits]:
+        settings = dict(settings)
+        drafts = settings.pop("speculative_config", "")
+        core, limits = super().make_core(settings)
+        if drafts and self._useless:
+            slower = {name: 1.1 * value for name, value in dataclasses.asdict(TRUTH).items()}
+            core.executor._cost = CostModel(Roofline(**slower | {"prompt_share": 0.7}))  # type: ignore[attr-defined]
+        elif drafts:
+            chooser = AdaptiveSpeculator(core.costs.decode_seconds, 8, NgramProposer(3))
+            core.scheduler.drafts = Drafts(core.scheduler.batch, chooser)
+        return core, limits
 
 
 def chat(count: int = 48, rate: float | None = None) -> list[TracedRequest]:
@@ -195,6 +220,49 @@ def test_log_normal_traffic_and_short_memory(tmp_path: Path) -> None:
     assert page.count("<svg") >= 5
     assert "http" not in page.replace("http://www.w3.org", "")
     assert len(report_lines(said)) > 8
+
+
+@pytest.mark.parametrize("useless", one_in(2, [True, False]))
+@pytest.mark.parametrize("slo", one_in(2, [{}, {"tpot_ms": 200.0}]))
+def test_drafts_are_compared_with_none(tmp_path: Path, useless: bool, slo: dict[str, float]) -> None:
+    """The user asks for drafts. If they cost more than they give, the settings turn them off, and the report says so.
+    Static batches are compared with and without drafts too."""
+    machine = DraftingMachine(useless=useless)
+    fixed = {**FEW, "speculative_config": '{"method": "ngram"}', "max_num_seqs": 8}
+    requests = chat(60, 2.0) if slo else chat()
+    found = machine.tune(tmp_path / "tune.json", Question(requests=requests, slo=slo, fixed=fixed, time_limit=6000.0))
+    said = dataclasses.replace(answer(found, machine, tmp_path), fixed=fixed)
+    sides = {side.role: side for side in columns(said)}
+    assert found.settings["chosen"].drafts is not useless
+    assert found.settings["other"] == dataclasses.replace(found.settings["chosen"], drafts=useless)
+    assert not found.settings["static_plain"].drafts
+    assert all(side.full_measured for side in sides.values())
+    pairs = [
+        [found.settings[role] for role in roles] for roles in (("chosen", "other"), ("static_best", "static_plain"))
+    ]
+    for name, pair in zip(("drafts", "static_drafts"), pairs, strict=True):
+        on, off = sorted(pair, key=lambda setting: not setting.drafts)
+        rates = [
+            trial.figures.output_tokens_per_second
+            for setting in (on, off)
+            for trial in machine.state
+            if (trial.setting, trial.rate, trial.count, trial.round) == (setting, None, found.full_count, 0)
+        ]
+        assert found.ratios[name].mean == pytest.approx(rates[0] / rates[1], rel=0.02)
+        assert (found.ratios[name].high < 0.95) is useless and (found.ratios[name].low > 1.05) is not useless
+    lengths = {side.role: side.full.accepted_length for side in sides.values() if side.full.accepted_length is not None}
+    assert bool(lengths) is not useless and all(3 < length <= 9 for length in lengths.values())
+    text, config = verdict(said), yaml.safe_load("\n".join(config_lines(said)))
+    assert ("Speculation off is best for this traffic: with drafts it gets 0.9" in text) is useless
+    assert config["speculative_config"] == ("" if useless else fixed["speculative_config"])
+    assert EngineConfig.from_flat(config).scheduler.takes_drafts(0)
+    lines = "\n".join(report_lines(said))
+    assert ("tokens of a row with drafts in a step" in lines) is not useless
+    assert "no drafts" in lines and "The simulator makes no drafts" in lines
+    assert "best static with / without drafts" in tune_report(said).html()
+    assert (
+        machine.tune(tmp_path / "tune.json", Question(requests=requests, slo=slo, fixed=fixed)).ratios == found.ratios
+    )
 
 
 @pytest.mark.nightly
