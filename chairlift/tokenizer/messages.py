@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from chairlift.errors import RequestError
+from chairlift.vision.refusals import advice
 
 __all__ = ["REASONING_KEYS", "normalize_messages", "plain_tools", "text_size"]
 
@@ -109,9 +110,10 @@ def _content(where: str, content: Any, images: bool) -> str | list[dict[str, Any
             continue
         if kind != "text" or not isinstance(text, str):
             got = "no text" if kind == "text" else repr(part)[:_LONGEST] if kind is None else f"type {str(kind)[:40]!r}"
+            instead = advice(kind) if isinstance(kind, str) else ""
             raise RequestError(
-                f"{where}.content[{index}] must be a text part ({{'type': 'text', 'text': '...'}}; images and audio "
-                f"are not supported by this model), got {got}"
+                f"{where}.content[{index}] must be a text part ({{'type': 'text', 'text': '...'}}), got {got}"
+                + ("; " + instead if instead else "")
             )
         # Data from Parquet files has the fields of all kinds of parts in every part, as null. These are removed,
         # because templates only check whether a part has the key "image".

@@ -107,11 +107,12 @@ def test_responses_and_messages_read_images(client: openai.OpenAI, folder: Path)
         ((part("ftp://example.com/cat.png"),), "must be a data URL"),
         ((part("data:image/png;base64,AAAA"),), "is no image that can be read"),
         (({"type": "image"},), "must be an image of Pillow"),
-        (({"type": "input_audio", "input_audio": {}},), "must be a text part"),
+        (({"type": "input_audio", "input_audio": {}},), "no model reads audio here: send a transcript as text"),
+        (({"type": "video_url", "video_url": {}},), "no model reads video here: send frames as images to a model of"),
         ((part(url_of(picture(1))), {"type": "text", "text": "<image>"}), "has 2 places for images"),
         ((*[part(url_of(picture(1, 70, 50)))] * 20,), "tokens, but the model takes 512"),
     ],
-    ids=["private", "host", "file", "address", "broken", "no image", "audio", "marker in a text", "too long"],
+    ids=["private", "host", "file", "address", "broken", "no image", "audio", "video", "marker in a text", "too long"],
 )
 def test_images_are_refused_with_the_reason(client: openai.OpenAI, content: Any, reason: str) -> None:
     with pytest.raises(openai.BadRequestError, match=reason):

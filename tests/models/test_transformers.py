@@ -26,6 +26,7 @@ from chairlift.models.fallback.loading import check_stored_weights, load_transfo
 from chairlift.models.fallback.model import TransformersLM
 from chairlift.models.model_files import read_network
 from chairlift.models.registry import FAMILIES
+from chairlift.vision.refusals import SEEING
 from tests.models.paged import PagedRunner
 from tests.models.quantized import packers
 from tests.models.quantized.make import model_pair
@@ -308,6 +309,7 @@ def test_every_family_of_transformers_is_served_or_refused_with_a_reason() -> No
     assert not ALLOWED & REFUSED.keys()
     seeing = {name for name, family in FAMILIES.items() if family.sees_images}  # no class for text alone
     assert known <= ALLOWED | REFUSED.keys() | seeing
+    assert set(SEEING) == seeing, "refusals name other families than those that read images"
     recurrent = {name for name, why in REFUSED.items() if why == "state"}  # native only
     assert FAMILIES.keys() <= ALLOWED | recurrent | seeing | {"gru", "lstm"}  # transformers has no such models
 
@@ -323,7 +325,7 @@ def test_every_family_of_transformers_is_served_or_refused_with_a_reason() -> No
         ("llama4_text", "chunked"),
         ("falcon", "AttentionInterface"),
         ("bart", "encoder"),
-        ("gemma3n", "text only"),
+        ("gemma3n", "it reads images in gemma3, idefics3, llava, qwen2_5_vl, qwen3_vl, smolvlm; use another"),
         ("minimax_m3_vl_text", "by an index"),
         ("no-such-model", "has not been seen right"),
     ],

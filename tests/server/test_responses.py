@@ -359,7 +359,11 @@ def picture(role: str = "user", **fields: Any) -> list[dict[str, Any]]:
         ({"input": picture()}, "input[0].content[0].image_url", "must be a data URL"),
         ({"input": picture(file_id="x")}, "input[0].content[0].file_id", "files are not kept here"),
         ({"input": picture(role="assistant")}, "input[0].content[0]", "'input_image'"),
-        ({"input": picture(image_url="data:image/png;base64,AA")}, None, "images and audio are not supported by this"),
+        (
+            {"input": picture(image_url="data:image/png;base64,AA")},
+            None,
+            "only models of gemma3, idefics3, ",
+        ),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "a text"),
         ({"input": [LOOK, NOON]}, "input[1].call_id", "before it"),
         ({"input": [{**LOOK, "arguments": "["}]}, "input[0].arguments", "an object"),

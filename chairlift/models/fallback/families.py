@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from chairlift.vision.refusals import SEEING
+
 __all__ = ["ALLOWED", "REASONS", "REFUSED", "refusal"]
 
 _SEEN_RIGHT: Final = """
@@ -35,7 +37,8 @@ REASONS: Final[Mapping[str, str]] = {
     "unseen": "no tiny model of it could be made to see whether it is right",
     "mask": "its attention masks are more than causal",
     "bidirectional": "it is an encoder or has one: tokens see later ones, or another sequence",
-    "several": "it also takes images or sound, and Chairlift serves text only",
+    "several": "it reads or makes images or sound, which Chairlift does not do in this family; it reads images in "
+    + ", ".join(SEEING),
 }
 """Name of a reason -> the text that explains why a family is refused."""
 
