@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from chairlift.config import ServerConfig
@@ -16,6 +17,8 @@ from chairlift.server.errors import ApiError
 from chairlift.server.routers import TrustedProxies
 from chairlift.service_class import parse_service_classes
 from tests.server.fake_engine import FakeEngine, make_state
+from tests.server.harness import INFO, StateOnlyEngine, run, serving
+from tests.server.harness import make_state as harness_state
 
 GATEWAY, LLM_D = b"x-gateway-inference-fairness-id", b"x-llm-d-inference-fairness-id"
 BODY = {"prompt": "Hi", "user": "bob", "max_tokens": 2}
@@ -96,3 +99,78 @@ def test_a_setting_that_is_no_network_is_refused() -> None:
     for text in ("gateway.local", "10.0.0.0/40", "10.0.0.0/8 x"):
         with pytest.raises(ConfigError, match="trusted_proxy must be addresses or networks such as"):
             ServerConfig(trusted_proxy=(text,))
+
+
+READ_BY_ROUTERS = {
+    "endpoint picker and llm-d": {
+        "vllm:num_requests_waiting": ("gauge", 3.0),
+        "vllm:num_requests_running": ("gauge", 5.0),
+        "vllm:kv_cache_usage_perc": ("gauge", 0.25),
+        "vllm:cache_config_info": ("gauge", 1.0),
+        "vllm:lora_requests_info": ("gauge", None),
+        "vllm:num_preemptions_total": ("counter", 7.0),
+    },
+    "production stack": {
+        "vllm:num_requests_waiting": ("gauge", 3.0),
+        "vllm:num_requests_running": ("gauge", 5.0),
+        "vllm:gpu_cache_usage_perc": ("gauge", 0.25),
+        "vllm:gpu_prefix_cache_hits_total": ("counter", 90.0),
+        "vllm:gpu_prefix_cache_queries_total": ("counter", 200.0),
+    },
+}
+"""Router -> names of metrics in its documentation -> (type, value in the test's state; None: the time)."""
+INFO_LABELS = {
+    "vllm:cache_config_info": {"block_size": str(INFO.block_size), "num_gpu_blocks": str(INFO.num_blocks)},
+    "vllm:lora_requests_info": {
+        "max_lora": "4",
+        "running_lora_adapters": "sql,law",
+        "waiting_lora_adapters": "law",
+    },
+}
+"""Name of a metric -> labels that the endpoint picker reads."""
+
+
+@pytest.mark.parametrize("router", READ_BY_ROUTERS)
+def test_metrics_have_the_names_that_routers_read(router: str) -> None:
+    engine = StateOnlyEngine()
+    engine.num_queued, stats = 3, engine.stats.engine
+    stats.num_running, stats.num_preemptions, stats.max_loras = 5, 7, 4
+    stats.used_blocks, stats.cached_blocks, stats.free_blocks = 25, 15, 60
+    stats.prefix_cache_hits, stats.prefix_cache_queries = 90, 200
+    stats.running_adapters, stats.waiting_adapters = ["sql", "law"], ["law"]
+    bodies: list[str] = []
+
+    async def scrape() -> None:
+        async with serving(make_app(harness_state(engine, metrics_prefix="vllm"))) as client:
+            bodies.append((await client.get("/metrics")).body.decode())
+
+    run(scrape())
+    families = list(text_string_to_metric_families(bodies[0]))
+    found = {sample.name: (family.type, sample) for family in families for sample in family.samples}
+    for name, (kind, value) in READ_BY_ROUTERS[router].items():
+        assert name in found, name
+        assert found[name][0] == kind, name
+        sample = found[name][1]
+        assert value is None or sample.value == value, name
+        assert INFO_LABELS.get(name, {}).items() <= sample.labels.items(), name
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x-gateway-destination-endpoint": "10.0.0.7:8000"},
+        {"x-gateway-model-name-rewrite": "other", "x-gateway-inference-objective": "batch"},
+        {"x-envoy-attempt-count": "2", "x-forwarded-for": "1.2.3.4", "x-request-id": "from-envoy"},
+    ],
+    ids=["destination", "objective", "envoy"],
+)
+def test_other_headers_of_routers_change_nothing(engine: FakeEngine, headers: dict[str, str]) -> None:
+    """The gateway, not the server, acts on these headers. A request id is the only one that comes back."""
+    state = make_state(engine, trusted_proxy=("10.0.0.0/8",))
+    with TestClient(make_app(state), base_url="http://localhost", client=("10.1.2.3", 1)) as client:
+        plain = client.post("/v1/completions", json=BODY)
+        reply = client.post("/v1/completions", json=BODY, headers=headers)
+    assert (reply.status_code, reply.json()["choices"]) == (200, plain.json()["choices"])
+    assert engine.services[-1] == engine.services[-2]
+    if "x-request-id" in headers:
+        assert reply.headers["x-request-id"] == "from-envoy"
