@@ -19,6 +19,9 @@ MAX_PIXELS: Final = 40_000_000
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Image formats that are read. Other formats are refused, because their decoders are less well tested against
 attacks."""
+_MOST_SCANS: Final = 50
+"""Maximum number of scans of a JPEG file. A decoder passes over all pixels once for each scan. Usual files have at most
+20, and previews inside the file have some more."""
 _DATA_URL: Final = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.IGNORECASE)
 _HINT: Final = "send a PNG, JPEG, WebP, GIF, BMP or TIFF file"
 _DEEP: Final = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
@@ -56,6 +59,8 @@ def decode_image(where: str, data: bytes) -> Any:
         raise RequestError(_too_large(where, f"more than {pillow.MAX_IMAGE_PIXELS:,}")) from None
     except Exception:  # each decoder raises errors of its own
         raise RequestError(f"{where} is no image that can be read; {_HINT}") from None
+    if image.format in ("JPEG", "MPO") and (scans := data.count(b"\xff\xda")) > _MOST_SCANS:
+        raise RequestError(f"{where} has {scans:,} scans; a JPEG file may have {_MOST_SCANS}: save it as baseline JPEG")
     return to_rgb(where, image)
 
 
@@ -74,7 +79,7 @@ def to_rgb(where: str, image: Any) -> Any:
     if not 1 <= width * height <= MAX_PIXELS:
         raise RequestError(_too_large(where, f"{width} x {height} ="))
     try:
-        if getattr(image, "n_frames", 1) != 1:
+        if getattr(image, "is_animated", False):  # n_frames would read all pages, of which a file may have thousands
             raise RequestError(f"{where} is animated or has several pages; send one of them")
         image.load()
         image = ImageOps.exif_transpose(image)

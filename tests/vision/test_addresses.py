@@ -124,8 +124,10 @@ def test_private_addresses_are_refused_before_a_connection(site: Site) -> None:
         reader = MediaSource(["images.example"], None, resolve=lambda host, port, found=addresses: found)  # type: ignore[misc]
         with pytest.raises(RequestError, match="has a private address, which is not read"):
             reader.read("it", f"http://images.example:{site.port}/cat.png")
-    with pytest.raises(RequestError, match="has a private address"):
-        MediaSource(["127.0.0.1"], None).read("it", f"http://127.0.0.1:{site.port}/cat.png")
+    for host in ("127.0.0.1", "::1", "::ffff:127.0.0.1"):
+        name = f"[{host}]" if ":" in host else host
+        with pytest.raises(RequestError, match="has a private address"):
+            MediaSource([host], None).read("it", f"http://{name}:{site.port}/cat.png")
     assert site.paths == []
 
 

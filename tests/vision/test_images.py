@@ -6,6 +6,7 @@ import base64
 import io
 import re
 import struct
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +84,28 @@ def animated() -> bytes:
     return file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
 
 
+def apng() -> bytes:
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "green", "blue")]
+    return file_of(frames[0], "PNG", save_all=True, append_images=frames[1:])
+
+
+def many_pages() -> bytes:
+    """A TIFF with 30,000 pages of one pixel, which take seconds to count."""
+    tags = [(256, 1), (257, 1), (258, 8), (259, 1), (262, 1), (273, 0), (277, 1), (278, 1), (279, 1)]
+    found, size, count = bytearray(b"II*\0" + struct.pack("<I", 8)), 2 + 12 * len(tags) + 4, 30_000
+    for page in range(count):
+        found += struct.pack("<H", len(tags)) + b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+        found += struct.pack("<I", 8 + (page + 1) * size if page + 1 < count else 0)
+    return bytes(found)
+
+
+def many_scans() -> bytes:
+    """A JPEG of 36 million pixels whose last scan is repeated 10,000 times; decoding it would take minutes."""
+    data = file_of(Image.new("L", (6000, 6000)), "JPEG", progressive=True, quality=10)
+    begin = data.rindex(b"\xff\xda")
+    return data[:-2] + data[begin:-2] * 10_000 + b"\xff\xd9"
+
+
 BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty": (lambda: b"", "no image that can be read"),
     "text": (lambda: b"<svg onload=alert(1)>", "no image that can be read"),
@@ -93,6 +116,10 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "larger bomb": (lambda: bomb(10_000, 10_000), "pixels; an image may have"),
     "large bomb": (lambda: bomb(60_000, 60_000), "pixels; an image may have"),
     "animated": (animated, "animated or has several pages"),
+    "animated png": (apng, "animated or has several pages"),
+    "many pages": (many_pages, "animated or has several pages"),
+    "many scans": (many_scans, "scans; a JPEG file may have 50"),
+    "no pixels": (lambda: bomb(0, 5), "no image that can be read"),
     "other format": (lambda: file_of(picture(1), "PPM"), "no image that can be read"),
     "float": (lambda: file_of(Image.new("F", (4, 4), 0.5), "TIFF"), "no agreed range"),
 }
@@ -100,9 +127,11 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_files_are_refused_with_the_reason(case: str) -> None:
-    data, reason = BAD[case]
+    make, reason = BAD[case]
+    data, begin = make(), time.process_time()
     with pytest.raises(RequestError, match=re.escape(reason)) as error:
-        decode_image("messages[0].content[1].image_url.url", data())
+        decode_image("messages[0].content[1].image_url.url", data)
+    assert time.process_time() - begin < 2, "a small file takes long to refuse"
     assert str(error.value).startswith("messages[0].content[1].image_url.url")
 
 
@@ -135,6 +164,12 @@ def test_large_files_are_refused_before_they_are_decoded(monkeypatch: pytest.Mon
         "file:///etc/passwd",
         "/etc/passwd",
         "data:text/html;base64,PGI+",
+        "data:image/svg+xml;base64,PHN2Zy8+",
+        "data:image/png;base64," + " " * 100_000,
+        "data:image/png;base64," + "A\n" * 50_000,
+        "data:image/" + "a" * 100_000,
+        "http://2130706433/cat.png",
+        "http://[::ffff:127.0.0.1]/cat.png",
         "data:image/png,abc",
         "data:image/png;base64,***",
         "DATA:image/png;base64,AAA\n",
