@@ -46,6 +46,8 @@ from chairlift.kernels.roof import Roof  # noqa: E402
 from chairlift.workbench.bench.limits import measure_limits  # noqa: E402
 from chairlift.workbench.bench.machine import describe_machine  # noqa: E402
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 3}
+"""Drafts of ``--ngram``. vLLM takes the longest match, of up to 3 tokens here, so both look for the same matches."""
 ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
 
@@ -81,6 +83,11 @@ def commands(args: argparse.Namespace, work: Path) -> dict[str, list[str]]:
         engines["vllm"] = [*vllm, *shlex.split(args.vllm_args)]
         if args.vllm_default:
             engines["vllm-default"] = [*vllm, "--engine", "processes", "--cores", "auto"]
+    if args.ngram:
+        for name, more in (("chairlift", {}), ("vllm", {"prompt_lookup_max": NGRAM["prompt_lookup_min"]})):
+            if name in engines:
+                drafts = ["--speculative-config", json.dumps({**NGRAM, **more})]
+                engines[f"{name}-ngram"] = [*engines[name], *drafts]
     if args.openvino:
         exported = args.openvino_model or export(args.openvino, args.model, work)
         openvino = [str(args.openvino / "bin" / "python"), str(HERE / "run_openvino.py"), "--model", str(exported)]
@@ -221,6 +228,7 @@ def parse_args() -> argparse.Namespace:
         "--transformers", type=Path, help="environment made by setup_transformers.sh; left out: not compared"
     )
     parser.add_argument("--transformers-padded", action="store_true", help="also its plain generate, in padded batches")
+    parser.add_argument("--ngram", action="store_true", help="also Chairlift and vLLM with n-gram drafts")
     for name in ("chairlift", "vllm", "openvino", "llama-cpp", "transformers"):
         script = name.replace("-", "_")
         parser.add_argument(f"--{name}-args", default="", help=f"more options for run_{script}.py, in one string")

@@ -45,7 +45,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--settings", type=json.loads, default={}, help="more settings: '{\"max_num_seqs\": 64}'")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--speculative-config", metavar="JSON", help="drafts; default: none")
     args = parser.parse_args()
+    if args.speculative_config:
+        args.settings["speculative_config"] = args.speculative_config
     serve(lambda: load(args.model, args.settings, args.temperature))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -83,6 +84,8 @@ def load(model: Path, args: argparse.Namespace) -> tuple[Callable[[Requests], Se
         "enforce_eager": args.eager,
         "skip_tokenizer_init": True,
     }
+    if args.speculative_config:
+        settings["speculative_config"] = json.loads(args.speculative_config)
     llm = vllm.LLM(model=str(model), disable_log_stats=True, **settings)
 
     def answer(requests: Requests) -> list[int]:
@@ -112,6 +115,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--speculative-config", metavar="JSON", help="drafts; default: none")
     args = parser.parse_args()
     restart_with(environment(args.engine, args.cores))
     serve(lambda: load(args.model, args))
