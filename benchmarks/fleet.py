@@ -14,6 +14,12 @@ Ray Serve sends as many numbers through a handle as an answer has tokens.
 ``simulation`` serves Poisson arrivals with two real replicas whose steps take a fixed time, and simulates the same
 trace. The simulation gets only the mean time of a step in that round, including the host's part. Results are simulated
 values divided by measured values.
+
+``routing`` (only with ``--only routing``) sends the same traffic through the routers forecast, round robin and two
+choices to two real replicas whose steps take a fixed time, and to one engine with the rows and the KV memory of both.
+The traffic has chats of several turns, bursts, and a beginning that many prompts share. Printed are times to the first
+token, the fraction of requests whose first token came within ten steps (goodput), and the fraction of prompt tokens
+found in prefix caches.
 """
 
 from __future__ import annotations
@@ -277,17 +283,110 @@ async def simulation(step_ms: float, rounds: int, routing: str) -> dict[str, Any
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A chat of several turns. A turn waits for the answer to the turn before, and its prompt contains that answer."""
+
+    arrival: float
+    turns: list[tuple[list[int], int]]
+    """(new prompt tokens, length of the answer) of each turn."""
+
+
+def chats_in_bursts(seed: int, chats: int = 80, seconds: float = 10.0) -> list[Chat]:
+    """Chats of one to four turns. Half of them arrive alone, half in bursts of ten, and two in five begin with the same
+    512 tokens."""
+    rng = random.Random(seed)
+    hot = [rng.randrange(1, 250) for _ in range(512)]
+    bursts = [rng.uniform(0, seconds) for _ in range(chats // 20)]
+    found = []
+    for number in range(chats):
+        arrival = bursts[number % len(bursts)] if number % 2 else rng.uniform(0, seconds)
+        turns = []
+        for turn in range(rng.randrange(1, 5)):
+            text = [
+                rng.randrange(1, 250) for _ in range(rng.randrange(200, 700) if turn == 0 else rng.randrange(20, 80))
+            ]
+            turns.append(([*hot, *text] if turn == 0 and number % 5 < 2 else text, rng.randrange(10, 40)))
+        found.append(Chat(arrival, turns))
+    return found
+
+
+async def hold_chats(engine: AsyncEngine, chats: list[Chat], within: float) -> dict[str, float]:
+    """Hold chats in real time. Returns percentiles of the time to the first token in seconds, the fraction of turns
+    whose first token came ``within`` seconds, and the fraction of prompt tokens found in prefix caches."""
+    stats, began, firsts = engine.stats, time.perf_counter(), list[float]()
+    before = stats.engine.prefix_cache_hits, stats.engine.prefix_cache_queries
+
+    async def hold(chat: Chat) -> None:
+        await asyncio.sleep(max(0.0, began + chat.arrival - time.perf_counter()))
+        known: list[int] = []
+        for text, length in chat.turns:
+            known += text
+            sent, first = time.perf_counter(), 0.0
+            params = SamplingParams(max_tokens=length, ignore_eos=True, seed=1)
+            async for output in await engine.submit(list(known), params):
+                first = first or time.perf_counter() - sent
+                known += output.outputs[0].token_ids
+            firsts.append(first)
+            await asyncio.sleep(0.3)
+
+    await asyncio.gather(*map(hold, chats))
+    hits, queries = stats.engine.prefix_cache_hits - before[0], stats.engine.prefix_cache_queries - before[1]
+    firsts.sort()
+    return {
+        "ttft_p50": firsts[len(firsts) // 2],
+        "ttft_p99": firsts[int(0.99 * len(firsts))],
+        "goodput": sum(first <= within for first in firsts) / len(firsts),
+        "hit_rate": hits / queries,
+    }
+
+
+async def routing(step_ms: float, rounds: int) -> dict[str, Any]:
+    """Compare routers on two real replicas, and with one engine that has the rows and the KV memory of both."""
+    settings = {"model": f"hashlm:{step_ms:g}ms", "max_num_seqs": 16, "max_num_batched_tokens": 256}
+    blocks = 1500  # 24,000 tokens, about half of what all chats together need
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ("forecast", "rr", "p2c", "one")}
+    for number in range(rounds):
+        chats = chats_in_bursts(number)
+        for name in sorted(found, key=lambda each: random.Random(f"{each} {number}").random()):
+            times = 2 if name == "one" else 1
+            more = {"num_kv_blocks": times * blocks, "max_num_seqs": times * 16}
+            config = EngineConfig.from_flat(settings | more)
+            async with running(config, 0 if name == "one" else 2, "forecast" if name == "one" else name) as engine:
+                found[name].append(await hold_chats(engine, chats, 10 * step_ms / 1000))
+    names = list(found["one"][0])
+    return {
+        "median": {
+            router: {name: statistics.median(each[name] for each in results) for name in names}
+            for router, results in found.items()
+        },
+        "over_rr": {
+            router: {
+                name: statistics.median(a[name] / b[name] for a, b in zip(results, found["rr"], strict=True))
+                for name in names
+            }
+            for router, results in found.items()
+        },
+        "hit_rate_over_one": statistics.median(
+            a["hit_rate"] / b["hit_rate"] for a, b in zip(found["forecast"], found["one"], strict=True)
+        ),
+        "rounds": found,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--step-ms", type=float, default=20.0, help="time of a step for the comparison")
-    parser.add_argument("--only", choices=("door", "ray", "simulation"))
+    parser.add_argument("--only", choices=("door", "ray", "simulation", "routing"))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results: dict[str, Any] = {"machine": dataclasses.asdict(describe_machine())}
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if args.only == "ray":
             results["ray"] = runner.run(with_ray(args.rounds))
+        if args.only == "routing":
+            results["routing"] = runner.run(routing(args.step_ms, min(2, args.rounds)))
         if args.only in (None, "door"):
             results["door"] = [runner.run(door(model, args.rounds)) for model in ("hashlm", "hashlm:5ms")]
         if args.only in (None, "simulation"):
