@@ -65,6 +65,12 @@ class Images:
         self._users: dict[bytes, int] = {}
         self._unused: OrderedDict[bytes, int] = OrderedDict()
         """Key of an encoded tile that no request uses -> bytes of its rows; least recently used first."""
+        self._seconds: dict[bytes, float] = {}
+        """Key of a tile -> seconds that the encoder has computed for it; kept as long as its rows."""
+        self._worth: dict[bytes, float] = {}
+        """Key of an unused tile -> its rank; the tile with the lowest rank is dropped first."""
+        self._age = 0.0
+        """Rank of the tile that was dropped last."""
         self._queue: OrderedDict[bytes, ImageTile] = OrderedDict()
         self._work: tuple[bytes, Iterator[None]] | None = None
         """(key of the first tile in the queue, iterator that encodes it); None before the encoding has begun."""
@@ -100,6 +106,7 @@ class Images:
             for key in keys:
                 self._users[key] = self._users.get(key, 0) + 1
                 self._unused.pop(key, None)
+                self._worth.pop(key, None)
                 if memory.holds(key) or key in self._queue:
                     self.num_hits += 1
                 else:
@@ -146,6 +153,8 @@ class Images:
                 _log.exception("an image could not be encoded; its requests end with an error")
                 self._end(key, f"an image could not be encoded ({type(error).__name__})")
             now = self._clock.now()
+            if key in self._queue or (self._memory is not None and self._memory.holds(key)):
+                self._seconds[key] = self._seconds.get(key, 0.0) + now - begin
             self._longest = max(now - begin, _FORGET * self._longest)
             if now + self._longest > end + _ROUNDING:
                 return
@@ -184,6 +193,8 @@ class Images:
                 raise InvariantError(f"request {name} is ready, and a tile of it is not encoded")
         if self._unused.keys() & counts.keys():
             raise InvariantError("a tile that a request uses may be dropped")
+        if self._unused.keys() != self._worth.keys():
+            raise InvariantError("unused tiles have no rank, or used tiles have one")
         if sum(self._unused.values()) > self._kept_bytes:
             raise InvariantError(f"unused tiles have more than {self._kept_bytes} bytes")
 
@@ -197,12 +208,20 @@ class Images:
     def _let_go(self, key: bytes) -> None:
         if self._memory is None or not self._memory.holds(key):
             self._queue.pop(key, None)
+            self._seconds.pop(key, None)
             if self._work is not None and self._work[0] == key:
                 self._work = None
             return
-        self._unused[key] = self._memory.size(key)
+        # GreedyDual-Size (Cao and Irani, 1997): a tile is kept for the seconds that encoding it again would take, for
+        # each byte of its rows. Ranks of later tiles begin at the rank of the last dropped tile, so all tiles age.
+        self._unused[key] = size = self._memory.size(key)
+        self._worth[key] = self._age + self._seconds.get(key, 0.0) / max(size, 1)
         while sum(self._unused.values()) > self._kept_bytes:
-            self._memory.drop(self._unused.popitem(last=False)[0])
+            least = min(self._unused, key=self._worth.__getitem__)
+            self._age = self._worth.pop(least)
+            del self._unused[least]
+            self._seconds.pop(least, None)
+            self._memory.drop(least)
 
     def _end(self, key: bytes, error: str) -> None:
         """Note that the encoding of a tile has ended. ``error`` is empty after success."""

@@ -157,3 +157,30 @@ def test_the_encoder_and_prompts_with_images_take_turns() -> None:
         assert clock.now() - before + step < 1.45 * limit or computed <= 8, (turns, computed)
         assert len(turns) < 40, "the prompt makes no progress"
     assert len(turns) > 2 and turns[1:] == [not each for each in turns[:-1]], turns
+
+
+def test_tiles_that_are_cheap_to_encode_again_are_dropped_first() -> None:
+    """Two tiles have room. The costly tile outlives cheap tiles that were used later, but not for ever."""
+    clock = VirtualClock()
+    memory = TimedMemory(clock, 1, 0.0)
+    images = Images(memory, clock, kept_bytes=2)
+
+    def use(name: bytes, seconds: float) -> None:
+        memory.seconds = seconds
+        request = Request(name.decode(), [0, 0], max_tokens=1, images=(ImageSpan(0, 1, name),))
+        images.add([request], [ImageTile(name, b"")])
+        while not memory.holds(name):
+            images.work(None)
+        images.take_ready()
+        images.forget(request)
+        images.check_invariants([])
+
+    use(b"costly", 10.0)
+    for number in range(5):
+        use(b"cheap%d" % number, 1.0)
+        assert memory.holds(b"costly") and memory.holds(b"cheap%d" % number) and len(memory.keys) <= 2
+    for number in range(5, 30):
+        use(b"cheap%d" % number, 1.0)
+    assert not memory.holds(b"costly"), "a tile that is not used again is kept for ever"
+    assert memory.keys == {b"cheap28", b"cheap29"}, "tiles of equal cost are dropped in order of use"
+    assert images.num_encoded == 31
