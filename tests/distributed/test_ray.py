@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import signal
@@ -167,3 +168,38 @@ def test_a_cluster_that_asks_for_no_token_is_refused(environment: pytest.MonkeyP
         assert "RAY_AUTH_MODE=token" in refusal("--replicas", "2", "--ray-address", "auto")
     finally:
         subprocess.run([command, "stop", "--force"], env=free, check=True, capture_output=True)
+
+
+@needs_ray
+@pytest.mark.nightly
+def test_actors_of_a_local_cluster_follow_the_traffic(environment: pytest.MonkeyPatch) -> None:
+    """A burst adds an actor of Ray, and a calm time removes one. Every answer is right."""
+
+    async def test() -> None:
+        settings = {"min_replicas": 1, "max_replicas": 2, "autoscale_wait": 0.2, "autoscale_delay": 2.0}
+        server = ServerConfig(ray_address="local", **settings)
+        engine = start_engine(CONFIG, server, lambda label, share: None)
+        params = SamplingParams(max_tokens=150, ignore_eos=True, seed=3)
+
+        async def one(number: int) -> None:
+            prompt = [7, number % 200 + 1]
+            (output,) = [each async for each in await engine.submit(prompt, params, kind=OutputKind.FINAL)]
+            assert output.outputs[0].token_ids == expected_hashlm(prompt, params).token_ids
+
+        try:
+            await engine.wait_ready()
+            assert [each.state for each in engine.replicas()] == ["ready", "off"]
+            for _ in range(20):  # until the second actor serves
+                await asyncio.gather(*map(one, range(60)))
+                if engine.replicas()[1].sent:
+                    break
+            assert engine.replicas()[1].sent
+            await until(lambda: sorted(each.state for each in engine.replicas()) == ["off", "ready"])
+            await asyncio.gather(*map(one, range(4)))
+            state = engine.autoscaling()
+            assert state is not None and (state.num_added, state.num_removed) == (1, 1) and state.start_seconds > 0.5
+            assert engine.stats.num_lost == 0
+        finally:
+            await engine.shutdown()
+
+    bounded(test, 200.0)
