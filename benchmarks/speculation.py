@@ -4,13 +4,13 @@ turns in one process.
     python benchmarks/speculation.py scripted MODEL [--rows 1 4 16] [--acceptance 0.8] [--fixed 1 2 4 8]
     python benchmarks/speculation.py useless MODEL [--rows 64] [--rounds 10]
     python benchmarks/speculation.py texts MODEL [--rows 1 4 16 64]
-    python benchmarks/speculation.py heads [--rows 1 4 16 64] [--heads DIR] [--fixed 1 2 3]
+    python benchmarks/speculation.py heads [MODEL] [--rows 1 4 16 64] [--heads DIR | --eagle3 DIR] [--fixed 1 2 3]
 
 ``scripted``: drafts that cost no time to propose, each correct with a given probability; the number of drafts is fixed,
 or chosen by the engine. ``useless``: n-gram drafts at a temperature above 0, for outputs without repetitions.
 ``texts``: n-gram drafts for outputs that repeat much of their prompts (editing, extraction). ``heads``: drafts of the
-bundled model's own Medusa heads, or of those in ``--heads DIR``, for questions about the user guide in wordings that
-the model was not trained on.
+bundled model's own Medusa heads, of those in ``--heads DIR``, or of the layer in ``--eagle3 DIR``, for questions about
+the user guide in wordings that the bundled model was not trained on.
 
 Results are output tokens per second with drafts divided by those without, pair by pair: the median ratio, and the 95 %
 interval of the mean (Student's t, of logarithms). The script fails if outputs differ.
@@ -213,10 +213,11 @@ def texts(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def heads(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Medusa heads of the bundled model, for wordings of the guide that were held back from training."""
+    """Medusa heads or a layer of EAGLE-3, for wordings of the guide that were held back from training."""
     from tools.guide import read_guide
 
     asked = {"method": "medusa"} if args.heads is None else {"method": "medusa", "model": args.heads}
+    asked = asked if args.eagle3 is None else {"method": "eagle3", "model": args.eagle3}
     questions, records = [text for entry in read_guide() for text in entry.held_back], []
     random.Random(3).shuffle(questions)
     params = SamplingParams(temperature=args.temperature, seed=7, max_tokens=args.tokens)
@@ -254,6 +255,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32, help="of heads: fewest requests of a run")
     parser.add_argument("--temperature", type=float, default=0.0, help="of heads")
     parser.add_argument("--heads", help="of heads: directory of other heads than the model's own")
+    parser.add_argument("--eagle3", help="of heads: directory of a layer of EAGLE-3")
     parser.add_argument("--fixed", type=int, nargs="*", default=[])
     parser.add_argument("--json", type=Path, help="append the records to a file")
     args = parser.parse_args()

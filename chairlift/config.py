@@ -230,7 +230,7 @@ class SpeculativeConfig:
     """Number of tokens that must match before method ngram makes a draft."""
     model: str = ""
     """Small model for method draft_model, heads for medusa, or layer for eagle3: a directory, or a name on the Hugging
-    Face Hub. The bundled model has heads of its own."""
+    Face Hub. The bundled model comes with heads and a layer."""
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> SpeculativeConfig:
@@ -252,10 +252,11 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"speculative_config: method must be ngram, draft_model, medusa or eagle3, got {method!r:.80}"
             )
-        if not isinstance(model, str) or (method != "medusa" and bool(model) != (method != "ngram")):
+        wrong = (method == "draft_model" and not model) or (method == "ngram" and model)
+        if not isinstance(model, str) or wrong:
             raise ConfigError(
                 "speculative_config: draft_model needs model, the directory or name of the small model, eagle3 that of"
-                " the layer, medusa that of the heads; ngram takes no model; got"
+                " the layer, medusa that of the heads (the bundled model comes with both); ngram takes no model; got"
                 f" method {method!r} and model {model!r:.200}"
             )
         for name, maximum in (("num_speculative_tokens", 64), ("prompt_lookup_min", 16)):

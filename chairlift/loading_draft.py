@@ -83,7 +83,7 @@ def load_draft_model(
             " use method ngram"
         )
     name = speculation.model
-    small_dir = resolve_model_dir(name) if name else _heads_of(config.model.model, model_dir)
+    small_dir = resolve_model_dir(name) if name else _heads_of(config.model.model, model_dir, speculation.method)
     most = speculation.num_speculative_tokens
     if speculation.method in ("medusa", "eagle3"):
         if not isinstance(network, ModelConfig):
@@ -118,14 +118,15 @@ def load_draft_model(
     return LoadedDraftModel(model, most, length)
 
 
-def _heads_of(model: str, model_dir: Path) -> Path:
-    """Directory of the Medusa heads that come with ``model``, for settings that name no heads. Raises ConfigError for a
-    model without heads."""
-    if model == BUNDLED_MODEL and (model_dir / "medusa").is_dir():
-        return model_dir / "medusa"
+def _heads_of(model: str, model_dir: Path, method: str) -> Path:
+    """Directory of the Medusa heads or the EAGLE-3 layer that comes with ``model``, for settings that name none. Raises
+    ConfigError for a model without them."""
+    if model == BUNDLED_MODEL and (model_dir / method).is_dir():
+        return model_dir / method
+    what = "heads" if method == "medusa" else "layer"
     raise ConfigError(
-        "speculative_config: medusa needs model, the directory or name of the heads; only the bundled model comes with"
-        " heads (docs/speculation.md says how to train them)"
+        f"speculative_config: {method} needs model, the directory or name of the {what}; only the bundled model comes"
+        " with heads and a layer (docs/speculation.md says how to train them)"
     )
 
 
