@@ -12,8 +12,8 @@ process, with one replica behind the router, and with one replica as an actor of
 Ray Serve sends as many numbers through a handle as an answer has tokens.
 
 ``simulation`` serves Poisson arrivals with two real replicas whose steps take a fixed time, and simulates the same
-trace. The simulation gets only the mean time of a step in that round, including the host's part. Results are simulated
-values divided by measured values.
+trace. The simulation gets the mean time of a step in that round, including the host's part, and the time that the front
+end needs for a request that is alone. Results are simulated values divided by measured values.
 
 ``routing`` (only with ``--only routing``) sends the same traffic through the routers forecast, round robin and two
 choices to two real replicas whose steps take a fixed time, and to one engine with the rows and the KV memory of both.
@@ -241,6 +241,16 @@ async def serve(engine: AsyncEngine, trace: list[TracedRequest]) -> dict[str, fl
     }
 
 
+async def front_seconds(engine: AsyncEngine, requests: int = 15) -> float:
+    """Time to the first token of a request that is alone, without its step: median in seconds. The front end and the
+    connection to the replica take this time. The simulation does not include it."""
+    rng, gaps, times = random.Random(5), engine.stats.inter_token, list[float]()
+    total, count = gaps.total, sum(gaps.counts)
+    for _ in range(requests):
+        times.append((await answer(engine, [rng.randrange(1, 250) for _ in range(100)], 4))[0])
+    return max(0.0, statistics.median(times) - (gaps.total - total) / (sum(gaps.counts) - count))
+
+
 async def simulation(step_ms: float, rounds: int, routing: str) -> dict[str, Any]:
     """Simulated values divided by measured values of two replicas, per round."""
     rows = 16
@@ -252,7 +262,7 @@ async def simulation(step_ms: float, rounds: int, routing: str) -> dict[str, Any
         await closed_loop(engine, 2 * rows, 1, 60, 99)
         gaps = engine.stats.inter_token
         for number in range(rounds):
-            trace = poisson(300, rate, number)
+            trace, front = poisson(300, rate, number), await front_seconds(engine)
             total, count = gaps.total, sum(gaps.counts)
             measured = await serve(engine, trace)
             step = (gaps.total - total) / (sum(gaps.counts) - count)  # a stream has a token per step
@@ -268,10 +278,12 @@ async def simulation(step_ms: float, rounds: int, routing: str) -> dict[str, Any
             served = (await asyncio.to_thread(replay_fleet, trace, config, machine, plan)).served
             simulated = {
                 "output_tokens_per_second": served.output_tokens_per_second,
-                "ttft_p50": served.ttft.p50,
-                "ttft_p99": served.ttft.p99,
+                "ttft_p50": served.ttft.p50 + front,
+                "ttft_p99": served.ttft.p99 + front,
             }
-            found.append({"step_ms": 1000 * step, "measured": measured, "simulated": simulated})
+            found.append(
+                {"step_ms": 1000 * step, "front_ms": 1000 * front, "measured": measured, "simulated": simulated}
+            )
     names = list(found[0]["measured"])
     ratios = {name: [each["simulated"][name] / each["measured"][name] for each in found] for name in names}
     return {
