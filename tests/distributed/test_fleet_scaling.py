@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -107,6 +108,13 @@ def ask(world: World, count: int, params: SamplingParams = LONG) -> list[asyncio
     return [asyncio.create_task(one(number)) for number in range(count)]
 
 
+@pytest.fixture(autouse=True)
+def _logs_are_seen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Let ``caplog`` see the log, also after a test whose command line has set up logging."""
+    monkeypatch.setattr(logging.getLogger("chairlift"), "propagate", True)
+    caplog.set_level(logging.INFO, "chairlift")
+
+
 def test_the_fleet_follows_the_traffic(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with scaled(1, 3) as world:
@@ -129,8 +137,7 @@ def test_the_fleet_follows_the_traffic(caplog: pytest.LogCaptureFixture) -> None
             assert world.engine.stats.engine.free_blocks <= one.num_blocks
             await asyncio.gather(*ask(world, 4))
 
-    with caplog.at_level("INFO"):
-        run(test)
+    run(test)
     changes = [each.message for each in caplog.records if each.message.startswith("autoscaling from")]
     assert [each[: len("autoscaling from 1 to 2")] for each in changes] == [
         f"autoscaling from {a} to {b}" for a, b in ((1, 2), (2, 3), (3, 2), (2, 1))

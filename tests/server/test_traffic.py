@@ -61,6 +61,9 @@ class ScriptedCore:
 
     stop = abort
 
+    def autoscaling(self) -> None:
+        return
+
     async def close(self) -> None:
         return
 
