@@ -142,7 +142,7 @@ class Crowd:
         return [request for request in self.scheduler.waiting if kind(request)]
 
     def drain(self) -> None:
-        """Nobody comes any more: all have ended within the bound that work sets, and hold nothing."""
+        """Run until all requests have ended. They end within a bound that follows from their work, and hold nothing."""
         left = list(self.scheduler.requests.values())
         tokens = sum(request.max_total_tokens for request in left) * (self.sizes.max_preemptions + 2)
         bound = 50 + 2 * tokens

@@ -29,7 +29,7 @@ from tests.train.test_trainer import examples, gradients, one_by_one, one_step, 
 
 transformers = pytest.importorskip("transformers")
 
-# Those that differ most: learned positions, LayerNorm; caps and windows; sinks, clamps and biases of experts; Llama.
+# Very different families: learned positions, LayerNorm; caps and windows; sinks, clamps, biases of experts; Llama.
 FIRST = ("llama", "gpt2", "gemma2", "gpt_oss")
 # Whole checkpoints have the text models of their families; config_of would leave theirs at the published size.
 LEFT_OUT = (*FIRST, *tiny.WHOLE_FAMILIES)

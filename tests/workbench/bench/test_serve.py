@@ -58,7 +58,7 @@ def after(count: int, then: Script) -> Script:
 
 
 def test_an_open_loop_does_not_wait_for_answers() -> None:
-    """Nobody is answered before the last request is there, and all of them came at their times."""
+    """No request is answered before the last one has arrived, and all of them arrived at their times."""
     requests = at(*(index * 0.02 for index in range(40)))
 
     async def wait_for_all(exchange: Exchange) -> None:
