@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from chairlift.errors import ModelLoadError
+from chairlift.errors import InvariantError, ModelLoadError
 from chairlift.executor.drafting import DraftTimes, drawing_batch
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.sampling_rows import RowTemplates
@@ -68,8 +68,9 @@ class MedusaHeads:
             (torch.stack(weights).mT.contiguous(), torch.stack(biases)[:, None]) for weights, biases in layers
         ]
         """Weights of all heads, per block: (transposed weights [heads, D, D], biases [heads, 1, D])."""
-        self._states = np.zeros((num_slots, len(heads[0].blocks[0][1])), dtype=np.float32)
-        """Per slot: hidden state from which the newest token of the slot's row was sampled."""
+        self._newest: tuple[Tensor, StepBatch, Sequence[int]] | None = None
+        """The newest step with sampled tokens: (hidden states, the step, sampled tokens). The next step overwrites
+        them."""
         self._tokens: np.ndarray = np.zeros((num_slots, 0), dtype=np.int32)
         """Token ids [slots, positions] of every slot: the engine's own array. Drafts are written after the known
         tokens."""
@@ -79,31 +80,51 @@ class MedusaHeads:
         """Do nothing: the heads need only the hidden states that :meth:`saw` gets."""
 
     def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
-        """Store the hidden states of the newest tokens of a step. A row with drafts gets the hidden state of its last
-        accepted draft."""
-        self._tokens = batch.tokens
-        if not len(batch.sample_tokens):
-            return
-        hidden_rows = self._runner.sample_places(batch).copy()
-        slots = batch.sample_slots.copy()
+        """Note the newest step. Its hidden states are read only if the next step gets drafts."""
+        self._tokens, self._newest = batch.tokens, (hidden, batch, token_ids)
+
+    def _places(self) -> dict[int, int]:
+        """Slot -> index of the hidden state from which the slot's newest token was sampled, for rows of the newest
+        step. For a row with drafts it is the hidden state of its last accepted draft."""
+        if self._newest is None:
+            return {}
+        _, batch, token_ids = self._newest
+        places = self._runner.sample_places(batch).tolist()
+        found = dict(zip(batch.sample_slots.tolist(), places, strict=True))
         for first, slot, chunk in batch.verifies:
-            accepted = chunk.num_accepted(token_ids[first : first + chunk.samples])
-            hidden_rows[first : first + chunk.samples] = hidden_rows[first + accepted]
-            slots[first : first + chunk.samples] = slot
-        # A slot may occur several times in ``slots``; numpy then keeps the last value.
-        self._states[slots] = hidden[torch.from_numpy(hidden_rows.astype(np.int64))].float().numpy()
+            found[slot] = places[first + chunk.num_accepted(token_ids[first : first + chunk.samples])]
+        return found
+
+    def _states_at(self, places: Sequence[int]) -> Tensor:
+        """Hidden states ``places`` of the newest step, float32 [R, D]."""
+        if self._newest is None:
+            raise InvariantError("hidden states are read before the first step")
+        hidden = self._newest[0]
+        # Indexing in torch would start threads that spin on the processors of the model's threads.
+        return torch.from_numpy(hidden.view(torch.uint8).numpy()[places]).view(hidden.dtype).float()
 
     def seconds(self, num_rows: int) -> float:
         """Expected seconds in which one draft for each of ``num_rows`` rows is made; 0 before the first drafts."""
         return self._times.seconds(num_rows)
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
-        """Drafts for each row: one per Medusa head, and at most the number given with the row."""
+        """Drafts for each row: one per Medusa head, and at most the number given with the row. A row that the newest
+        step did not compute gets none."""
+        drafts: list[list[int]] = [[] for _ in rows]
+        places = self._places()
+        at_index = [index for index, (request, _) in enumerate(rows) if request.slot in places]
+        if at_index:
+            for index, tokens in zip(at_index, self._drafts([rows[index] for index in at_index], places), strict=True):
+                drafts[index] = tokens
+        return drafts
+
+    def _drafts(self, rows: Sequence[tuple[Request, int]], places: Mapping[int, int]) -> list[list[int]]:
+        """Drafts for each row; ``places`` is the result of :meth:`_places`."""
         drafts: list[list[int]] = [[] for _ in rows]
         slots = np.array([request.slot for request, _ in rows], dtype=np.int32)
         known = np.array([len(request.token_ids) for request, _ in rows], dtype=np.int32)
         sampling = [request.sampling for request, _ in rows]
-        states = torch.from_numpy(self._states[slots])
+        states = self._states_at([places[request.slot] for request, _ in rows])
         numbers = range(min(len(self._heads), max((limit for _, limit in rows), default=0)))
         together = self._shared and not any(_reads_history(request) for request, _ in rows)
         for part in [numbers] if together else [range(number, number + 1) for number in numbers]:

@@ -29,6 +29,11 @@ class Speculator(Protocol):
     only_known: bool
     """Whether drafts come only from a request's ``prediction`` or grammar, because there is no other source."""
 
+    def rests(self, num_rows: int) -> bool:
+        """Whether :meth:`choose` would find no drafts for a step with ``num_rows`` decode rows, as far as is known
+        without a look at the rows. Called once per step, before :meth:`choose`."""
+        ...
+
     def choose(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, budget: int
     ) -> Sequence[tuple[Request, Sequence[int]]]:
@@ -103,6 +108,8 @@ class Drafts:
             return
         if self._decodes.stale:
             self._decodes.rebuild()
+        if not self._known and self.speculator.rests(len(self._decodes.requests)):
+            return
         candidates = [r for r in self._known.values() if r.decoding] if only_known else self._decodes.requests
         rows = [(request, limit) for request in candidates if (limit := self._max_drafts(request)) > 0]
         if not rows:

@@ -27,9 +27,14 @@ _PROBE_STEPS = (4, 24)
 """(first number, largest number) of steps without drafts after which one draft is tried although the estimates are
 against it, because the text may have changed. The number is the first one at the start and after a right draft. It
 doubles after each wrong draft, up to the largest one."""
-_PROBE_SHARE, _MAX_PAID_PROBE_STEPS = 0.05, 240
-"""Fraction of the time that a drafter may take to make drafts for probes, and the number of steps without drafts after
+_PROBE_SHARE, _MAX_PAID_PROBE_STEPS = 0.01, 600
+"""Fraction of the time that probes may take if making drafts costs time, and the number of steps without drafts after
 which there is a probe whatever it costs, because the measured cost of a drafter may have been an outlier."""
+_REST_STEPS = 8
+"""Maximum number of steps for which the answer that no drafts pay stays valid. It depends only on the rows and on
+estimates, which change little without drafts."""
+_FEW_ROWS = 4
+"""Maximum number of decode rows for which the end of one request can change the answer much."""
 _FIRST_TRY = 4
 """Number of drafts that are tried first for a request with a ``prediction``, whatever they cost. The caller who
 supplied the predicted text knows the answer better than the engine."""
@@ -141,8 +146,21 @@ class AdaptiveSpeculator:
         self._sources: dict[str, Source] = {}
         """Request id -> source of the drafts that the request got last."""
         self._idle_steps, self._probe_steps = 0, _PROBE_STEPS[0]
+        self._resting_steps = self._resting_rows = 0
+        """For how many more steps the answer that drafts do not pay is valid, and for how many decode rows it was
+        given."""
         self.only_known = proposer is None
         """Whether drafts come only from a request's ``prediction`` or grammar, because there is no proposer."""
+
+    def rests(self, num_rows: int) -> bool:
+        """Whether :meth:`choose` found within the last ``_REST_STEPS`` steps that drafts do not pay, and since then no
+        draft was checked, no probe became due, and the number of decode rows did not halve. Most steps without drafts
+        then cost nothing more than this call."""
+        if not self._resting_steps or 2 * num_rows <= self._resting_rows:
+            return False
+        self._resting_steps -= 1
+        self._idle_steps += 1
+        return True
 
     def choose(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, budget: int
@@ -155,9 +173,13 @@ class AdaptiveSpeculator:
 
         self._idle_steps += 1
         probes = self._idle_steps >= self._probe_steps and self._can_pay_probe(len(rows), seconds)
-        if not probes and not self._may_pay(rows, step, seconds):
+        may_pay = self._may_pay(rows, step, seconds)
+        depth = self._depth(rows, step, seconds) if may_pay else 0
+        if not probes and not depth:
+            self._rest(step.num_decodes)
+        if not probes and not may_pay:
             return []
-        depth = max(int(probes), self._depth(rows, step, seconds))
+        depth = max(int(probes), depth)
         drafted = self._propose([(request, min(limit, self.most)) for request, limit in rows], depth)
         order = sorted(self._ranked(drafted), reverse=True)[: min(budget, _MAX_DRAFTS)]
         number = best_number(step.num_decodes, order, seconds)
@@ -170,11 +192,21 @@ class AdaptiveSpeculator:
         counts = {name: max(at_least, chosen[name]) for name, at_least in counts.items()}
         return [(each.request, each.tokens[: counts[name]]) for name, each in drafted.items() if counts[name]]
 
+    def _rest(self, num_rows: int) -> None:
+        """Let :meth:`rests` be true for the next few steps, until a probe is due."""
+        until_probe = self._probe_steps - self._idle_steps - 1
+        self._resting_rows = num_rows
+        self._resting_steps = min(_REST_STEPS, until_probe) if until_probe >= 0 else _REST_STEPS
+
     def _can_pay_probe(self, num_rows: int, seconds: Callable[[int], float]) -> bool:
-        """Whether the steps since the last drafts took long enough for the drafter's share of the time to pay a
-        probe."""
+        """Whether the steps since the last drafts took long enough for the share of probes in the time to pay one:
+        making one draft, and checking it."""
         price = 0.0 if self._proposer is None else self._proposer.seconds(num_rows)
-        return not price or self._idle_steps >= min(price / (_PROBE_SHARE * seconds(0)), _MAX_PAID_PROBE_STEPS)
+        if not price:
+            return True
+        alone = seconds(0)
+        price += max(0.0, seconds(1) - alone)
+        return self._idle_steps >= min(price / (_PROBE_SHARE * alone), _MAX_PAID_PROBE_STEPS)
 
     def _least_tried(self, drafted: Mapping[str, _Drafted]) -> tuple[float, str]:
         """(probability, request id) of the request with the fewest checked drafts. The probability is the estimate for
@@ -270,7 +302,7 @@ class AdaptiveSpeculator:
 
     def verified(self, request: Request, drafts: Sequence[int], num_accepted: int) -> None:
         """Learn from a step that has checked ``drafts``: the first ``num_accepted`` of them were right."""
-        self._idle_steps = 0
+        self._idle_steps = self._resting_steps = 0
         self._probe_steps = _PROBE_STEPS[0] if num_accepted else min(2 * self._probe_steps, _PROBE_STEPS[1])
         source = self._sources.get(request.request_id, Source.PROPOSED)
         self.acceptance.learn(request.request_id, source, len(drafts), num_accepted)
@@ -280,6 +312,8 @@ class AdaptiveSpeculator:
 
     def forget(self, request: Request) -> None:
         """Remove the state of a request that has ended."""
+        if self._resting_rows <= _FEW_ROWS:
+            self._resting_steps = 0
         self.acceptance.forget(request.request_id)
         self._texts.pop(request.request_id, None)
         if self._proposer is not None:

@@ -155,7 +155,7 @@ def test_probes_become_rarer_while_they_fail_and_go_round() -> None:
     assert [name for _, name in probes[:4]] in (["a", "b", "a", "b"], ["b", "a", "b", "a"])
 
 
-@pytest.mark.parametrize(("price", "steps"), [(0.1, 4), (1.0, 20), (1000.0, 240)])
+@pytest.mark.parametrize(("price", "steps"), [(0.1, 110), (1.0, 200), (1000.0, 600)])
 def test_probes_of_a_drafter_take_a_small_part_of_the_time(price: float, steps: int) -> None:
     class Paid(Any7):
         def seconds(self, num_rows: int) -> float:
@@ -167,6 +167,37 @@ def test_probes_of_a_drafter_take_a_small_part_of_the_time(price: float, steps: 
             probes.append(step)
             speculator.verified(row("a"), drafts, len(drafts))  # right, and still not worth their time
     assert probes == [steps, 2 * steps, 3 * steps]
+
+
+def test_the_answer_that_drafts_do_not_pay_is_kept_for_a_few_steps() -> None:
+    def steps_kept(num_rows: int, rows: int = 8) -> int:
+        """Steps with ``num_rows`` decode rows without a new choice, after a choice with ``rows`` rows."""
+        speculator = AdaptiveSpeculator(dear, 4, NgramProposer(2))
+        speculator._probe_steps = 100
+        assert not speculator.rests(rows)
+        assert not choose(speculator, *(row(str(number)) for number in range(rows)))
+        for name in range(rows):
+            speculator.forget(row(str(name)))
+        return next(count for count in range(100) if not speculator.rests(num_rows))
+
+    assert steps_kept(8) == steps_kept(5) == steps_kept(20) == 8
+    assert steps_kept(4) == 0  # half of the rows are gone
+    assert steps_kept(1, rows=1) == 0  # its only request is gone
+
+
+def test_a_kept_answer_ends_with_a_result_and_delays_no_probe() -> None:
+    speculator = make(dear)
+    choose(speculator, row("a"))
+    assert speculator.rests(1)
+    speculator.verified(row("a"), [1], 1)
+    assert not speculator.rests(1)
+    probes, number = [], 0
+    for step in range(1, 17):
+        if speculator.rests(1):
+            continue
+        number += 1
+        probes += [step for drafts in choose(speculator, row("a")).values() if drafts]
+    assert probes == [4, 8, 12, 16] and number == 8
 
 
 def test_nothing_is_looked_up_in_steps_where_nothing_can_pay(monkeypatch: pytest.MonkeyPatch) -> None:

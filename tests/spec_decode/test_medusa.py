@@ -9,11 +9,10 @@ import collections
 import inspect
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -224,7 +223,7 @@ def state_of_the_last_sample_position(patch: pytest.MonkeyPatch) -> None:
 def _all_but_for_the_brain(right: Any) -> Any:
     def wrong(self: Chunk, tokens: Any) -> int:
         caller = inspect.stack()[1].function
-        return len(self.drafts) if caller == "saw" else right(self, tokens)
+        return len(self.drafts) if caller == "_places" else right(self, tokens)
 
     return wrong
 
@@ -235,16 +234,18 @@ def heads_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def state_before_the_newest(patch: pytest.MonkeyPatch) -> None:
-    saw = MedusaHeads.saw
+    """Drafts are made from a row's hidden state of the step before the newest one."""
+    places, states_at = MedusaHeads._places, MedusaHeads._states_at
+    kept: dict[int, torch.Tensor] = {}
 
-    def wrong(self: MedusaHeads, hidden: Any, batch: Any, token_ids: Any) -> None:
-        before = self._states.copy()
-        saw(self, hidden, batch, token_ids)
-        late, self._states = self._states, before
-        self._late = late  # type: ignore[attr-defined]
-        self._states = np.where(before.any(axis=1, keepdims=True), before, late)
+    def wrong(self: MedusaHeads, found: Sequence[int]) -> torch.Tensor:
+        slots = {place: slot for slot, place in places(self).items()}
+        right = states_at(self, found)
+        before = [kept.get(slots[place], state) for place, state in zip(found, right, strict=True)]
+        kept.update((slots[place], state.clone()) for place, state in zip(found, right, strict=True))
+        return torch.stack(before)
 
-    patch.setattr(MedusaHeads, "saw", wrong)
+    patch.setattr(MedusaHeads, "_states_at", wrong)
 
 
 @pytest.mark.parametrize("plant", [state_of_the_last_sample_position, heads_in_another_order, state_before_the_newest])

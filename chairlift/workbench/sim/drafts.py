@@ -40,6 +40,10 @@ class ScriptedDrafts:
         self.only_known = False
         """Whether drafts come only from a request's ``prediction`` or grammar. Scripted drafts do not."""
 
+    def rests(self, num_rows: int) -> bool:
+        """False: scripted drafts are made for every step."""
+        return False
+
     def choose(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, budget: int
     ) -> Sequence[tuple[Request, Sequence[int]]]:
