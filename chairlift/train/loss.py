@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from chairlift.errors import ConfigError
 from chairlift.train.collate import IGNORED, PackCollator
 from chairlift.train.layout import Pack
-from chairlift.train.parallel import num_ranks, sum_over_group
+from chairlift.train.parallel import max_over_group, num_ranks, sum_over_group
 
 __all__ = ["Batch", "ExpertCounts", "Gradients", "Reduce", "StepLoss", "own_normaliser", "token_losses"]
 
@@ -106,9 +106,9 @@ class StepLoss:
     def step(self, packs: float | Sequence[Batch]) -> Iterator[StepLoss]:
         """Context of one optimiser step. ``packs`` has this rank's packs or batches of the step, or is Z itself.
 
-        The packs of a stream contain Z for a mean over tokens or sequences. Otherwise Z is computed and summed over the
-        group; every rank must then enter the context, even without packs. Raises ConfigError when the step has no
-        target.
+        The packs of a stream contain Z for a mean over tokens or sequences; a rank without packs learns it from the
+        others. Otherwise Z is computed and summed over the group. Every rank must enter the context, even without
+        packs, unless Z itself is given. Raises ConfigError when the step has no target.
         """
         self._normaliser = self._agree(packs)
         self._total = 0.0
@@ -156,7 +156,8 @@ class StepLoss:
             steps = {pack.step for pack in packs if isinstance(pack, Pack)}
             if len(steps) > 1:
                 raise ConfigError(f"packs of optimiser steps {sorted(steps)} in one step; iterate PackStream.steps()")
-            known = max((_known(pack, self.reduce) for pack in packs), default=0.0)
+            # A rank without packs does not know Z, and it must not wait for the sum below alone.
+            known = max_over_group(max((_known(pack, self.reduce) for pack in packs), default=0.0), self.group)
             total = known or self.normaliser(packs)
         if not total > 0 or not math.isfinite(total):
             raise ConfigError(

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, distributed
@@ -27,6 +27,7 @@ __all__ = [
     "Ranks",
     "join_over_ranks",
     "launch",
+    "max_over_group",
     "num_ranks",
     "process_group",
     "settle",
@@ -117,12 +118,22 @@ def sum_gradients(parameters: Sequence[Tensor]) -> None:
 
 def sum_over_group(values: Tensor, group: distributed.ProcessGroup | None = None) -> Tensor:
     """Sum a float64 tensor on the CPU over the ranks of a group. Every rank must call this function."""
+    return _reduced(values, distributed.ReduceOp.SUM, group) if num_ranks(group) > 1 else values
+
+
+def max_over_group(value: float, group: distributed.ProcessGroup | None = None) -> float:
+    """Largest ``value`` of the ranks of a group, in double precision. Every rank must call this function."""
     if num_ranks(group) == 1:
-        return values
+        return value
+    return float(_reduced(torch.tensor(value, dtype=torch.float64), distributed.ReduceOp.MAX, group))
+
+
+def _reduced(values: Tensor, how: Any, group: distributed.ProcessGroup | None) -> Tensor:
+    """All-reduce of a tensor on the CPU, on the device that the group's backend needs."""
     device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
-    summed = values.to(device, copy=True)
-    distributed.all_reduce(summed, group=group)
-    return summed.cpu()
+    reduced = values.to(device, copy=True)
+    distributed.all_reduce(reduced, how, group=group)
+    return reduced.cpu()
 
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:

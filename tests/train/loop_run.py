@@ -1,8 +1,8 @@
-"""One process of a test of other loops: ``python -m tests.train.loop_run DIRECTORY CASE``, under a launcher.
+"""One process of a test of other loops: ``python -m tests.train.loop_run DIRECTORY CASE SHARE``, under a launcher.
 
 The first step has learning rate 0 and the second step a large one. The change of the weights is then the gradient of
-the second step at the first weights. Each step has three packs, which two ranks cannot share evenly. Rank 0 writes this
-gradient and the losses.
+the second step at the first weights. Each step has three packs, and rank 0 has the first SHARE of them: 2, or 3 so that
+rank 1 has none. Rank 0 writes this gradient and the losses.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def loop(case: str, model: Any) -> tuple[Callable[[list[Pack]], float], Any, Any
 
 def main() -> None:
     torch.set_num_threads(1)
-    directory, case, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+    directory, case, share, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(os.environ["RANK"])
     model = tiny("llama")
     patch_hf(model)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -71,7 +71,7 @@ def main() -> None:
     for packs, rate in zip(steps(), (0.0, RATE), strict=True):
         for group in optimizer.param_groups:
             group["lr"] = rate
-        losses.append(run(packs[:2] if rank == 0 else packs[2:]))
+        losses.append(run(packs[:share] if rank == 0 else packs[share:]))
     found = {}
     for name, parameter in model.named_parameters():
         if gathered is None:

@@ -40,16 +40,18 @@ CASES = ("accelerate-ddp", *(f"{library}-{stage}" for library in ("accelerate", 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("share", [2, 3])
 def test_two_ranks_have_the_gradients_of_sequences_alone(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    share: int, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Rank 0 has ``share`` of three packs. With 3, the other rank has none."""
     if case[-1].isdigit():
         pytest.importorskip("deepspeed")
         monkeypatch.setenv("DS_ACCELERATOR", "cpu")
         if case.startswith("accelerate"):
             monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("LOCAL_SIZE", "2")
-    two("tests.train.loop_run", str(tmp_path), case)
+    two("tests.train.loop_run", str(tmp_path), case, str(share), timeout=120.0)
     found = load_file(tmp_path / "found.safetensors")
     found.pop("losses")
     expected = alone(tiny("llama"), [example for pack in steps()[1] for example in example_of(pack)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import math
@@ -233,7 +234,10 @@ def experts_step(model: nn.Module, experts: ExpertCounts, packs: list[Pack]) -> 
 
 
 def run_rank(rank: int, folder: str) -> None:
-    """One of two ranks: unequal shares of the step, DDP around the model, one micro-batch without synchronisation."""
+    """One of two ranks: unequal shares of the step, DDP around the model, one micro-batch without synchronisation.
+
+    In one more step, rank 1 has no packs, and rank 0 has a pack of a stream.
+    """
     torch.set_num_threads(1)
     wait = datetime.timedelta(seconds=100)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=wait)
@@ -250,6 +254,9 @@ def run_rank(rank: int, folder: str) -> None:
             loss(model(torch.from_numpy(mine[1].tokens).long()), mine[1]).backward()
         total = np.array(sum_over_ranks([loss.total])[0])
         results |= {reduce: model.module.table.grad.numpy().copy(), f"{reduce}_total": total}
+    known, loss = dataclasses.replace(mine[0], step_weight=40.0), StepLoss()
+    with loss.step([known] if rank == 0 else []):
+        results["known"] = np.array(loss._normaliser)
     experts_step(model, ExpertCounts(4, 2), mine)
     results["experts"] = model.module.table.grad.numpy().copy()
     np.savez(f"{folder}/{rank}.npz", **results)
@@ -268,6 +275,7 @@ def test_two_ranks_with_unequal_shares_take_the_step_of_one(tmp_path: pathlib.Pa
     expected = {"experts": balance.table.grad}
     for rank in range(2):
         with np.load(tmp_path / f"{rank}.npz") as results:
+            assert float(results["known"]) == 40.0
             for reduce in REDUCTIONS:
                 loss = StepLoss(reduce)  # type: ignore[arg-type]
                 expected[reduce] = train_step(Bigram(), loss, [whole])

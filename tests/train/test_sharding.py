@@ -22,8 +22,8 @@ from tests.train.test_hf_network import error
 from tests.train.test_trainer import gradients
 
 
-def two(module: str, *arguments: str) -> None:
-    """Run ``python -m MODULE`` as two ranks."""
+def two(module: str, *arguments: str, timeout: float = 600.0) -> None:
+    """Run ``python -m MODULE`` as two ranks, for at most ``timeout`` seconds."""
     where = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     where["MASTER_PORT"] = str(free_port())
     command = [sys.executable, "-m", module, *arguments]
@@ -33,7 +33,11 @@ def two(module: str, *arguments: str) -> None:
         )
         for rank in "01"
     ]
-    errors = [process.communicate(timeout=600)[1].decode() for process in both]
+    try:
+        errors = [process.communicate(timeout=timeout)[1].decode() for process in both]
+    finally:
+        for process in both:
+            process.kill()
     assert [process.returncode for process in both] == [0, 0], "".join(errors)[-3000:]
 
 
