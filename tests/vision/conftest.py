@@ -9,6 +9,14 @@ from typing import Any
 import pytest
 
 from chairlift import LLM
+from chairlift.engine.clock import SystemClock
+
+
+@pytest.fixture
+def still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time passes for the engine. The encoder's turns and the chunks of prompts follow measured times; with this
+    clock, a test has the same steps on every machine."""
+    monkeypatch.setattr(SystemClock, "now", lambda self: 0.0)
 
 
 @pytest.fixture

@@ -107,6 +107,7 @@ def test_several_answers_share_an_image(reference: Reference, llm: Callable[...,
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("swap", [0, 1 << 20])
+@pytest.mark.usefixtures("still_clock")
 def test_preempted_requests_keep_their_images(swap: int, reference: Reference, llm: Callable[..., LLM]) -> None:
     cramped = {"num_kv_blocks": 15, "max_num_seqs": 3, "admission_watermark": 0.0, "swap_space_bytes": swap}
     engine = llm(enable_prefix_caching=False, **cramped)

@@ -117,6 +117,7 @@ def test_several_answers_share_an_image(reference: GemmaReference, llm: Callable
 @pytest.mark.nightly
 @pytest.mark.parametrize("swap", [0, 1 << 20])
 @pytest.mark.parametrize("blocks", [14, 17])
+@pytest.mark.usefixtures("still_clock")
 def test_preempted_requests_keep_their_images(
     blocks: int, swap: int, reference: GemmaReference, llm: Callable[..., LLM]
 ) -> None:
