@@ -8,10 +8,12 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from chairlift.step_batch import StepBatch
 
-__all__ = ["DraftTimes", "block_tables", "drawing_batch"]
+__all__ = ["DraftTimes", "block_tables", "drawing_batch", "take_rows"]
 
 _Int32 = npt.NDArray[np.int32]
 
@@ -49,6 +51,14 @@ def block_tables(tables: Sequence[Sequence[Sequence[int]]], width: int) -> _Int3
             used = table[:width]
             found[group, row, : len(used)] = used
     return found
+
+
+def take_rows(tensor: Tensor, *index: Any) -> Tensor:
+    """Copy of ``tensor[index]`` for whole rows; the last dimension must not be indexed.
+
+    numpy copies the rows. Indexing in torch would start threads that spin on the processors of the model's threads.
+    """
+    return torch.from_numpy(tensor.view(torch.uint8).numpy()[index]).view(tensor.dtype)
 
 
 def drawing_batch(tokens: _Int32, slots: _Int32, lengths: _Int32, sampling: Sequence[Any]) -> StepBatch:

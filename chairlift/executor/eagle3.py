@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from chairlift.executor.drafting import DraftTimes, block_tables, drawing_batch
+from chairlift.executor.drafting import DraftTimes, block_tables, drawing_batch, take_rows
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.sampling_rows import RowTemplates
 from chairlift.kernels import ops
@@ -125,6 +125,8 @@ class Eagle3Drafter:
         memory = Memory(num_slots * self._depth * width * dtype.itemsize)  # a page is allocated when it is first used
         self._states = memory.tensor(dtype, (num_slots, self._depth, width))
         """Hidden states of the served model at the newest positions of each slot: [slots, positions, width]."""
+        self._stored = self._states.view(torch.uint8).numpy()
+        """``_states`` as bytes: indexing in torch would start threads that spin on the model's processors."""
         self._ends = np.zeros(num_slots, dtype=np.int32)
         """Per slot: number of leading positions with known tokens whose hidden states the served model has computed."""
         self._counts = np.zeros(num_slots, dtype=np.int32)
@@ -172,8 +174,7 @@ class Eagle3Drafter:
         offsets = within + np.repeat(lengths - kept, kept)
         places = (starts[rows] + offsets) % self._depth
         sources = batch.cu_seqlens[rows] + offsets
-        tapped = self._runner.tapped[torch.from_numpy(sources.astype(np.int64))]
-        self._states[torch.from_numpy(slots[rows].astype(np.int64)), torch.from_numpy(places.astype(np.int64))] = tapped
+        self._stored[slots[rows], places] = self._runner.tapped.view(torch.uint8).numpy()[sources]
         full = np.flatnonzero(~long & (waiting > _MAX_WAITING))
         if len(full):
             begins, behind = self._counts[slots].tolist(), (ends - 1).tolist()
@@ -223,8 +224,9 @@ class Eagle3Drafter:
                     self._tokens[request.slot, len(request.token_ids) + number] = token
                     if number + 1 < limits[index]:
                         going.append(at)
+            if 0 < len(going) < len(active):
+                features = take_rows(features, going)
             active = [active[at] for at in going]
-            features = features[going]
             if number or self._most == 1:  # otherwise the first call is left out: it also computes waiting positions
                 self._times.note(len(rows), time.perf_counter() - begin)
             begin = time.perf_counter()
@@ -266,8 +268,7 @@ class Eagle3Drafter:
         rows = np.repeat(np.arange(len(parts)), lengths)
         positions = np.arange(cu_seqlens[-1], dtype=np.int32) - cu_seqlens[rows] + starts[rows]
         batch = self._batch(slots, [part.table for part in parts], cu_seqlens, positions, rows, ends)
-        index = (torch.from_numpy(each.astype(np.int64)) for each in (slots[rows], positions % self._depth))
-        given = self._states[tuple(index)]
+        given = take_rows(self._states, slots[rows], positions % self._depth)
         for part, begin in zip(parts, cu_seqlens.tolist(), strict=False):
             if part.tapped >= 0:
                 skipped = max(part.first - part.start, 0)

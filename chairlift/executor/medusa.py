@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from chairlift.errors import InvariantError, ModelLoadError
-from chairlift.executor.drafting import DraftTimes, drawing_batch
+from chairlift.executor.drafting import DraftTimes, drawing_batch, take_rows
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.sampling_rows import RowTemplates
 from chairlift.kernels.cpu.packing import PackedMatrix
@@ -99,9 +99,7 @@ class MedusaHeads:
         """Hidden states ``places`` of the newest step, float32 [R, D]."""
         if self._newest is None:
             raise InvariantError("hidden states are read before the first step")
-        hidden = self._newest[0]
-        # Indexing in torch would start threads that spin on the processors of the model's threads.
-        return torch.from_numpy(hidden.view(torch.uint8).numpy()[places]).view(hidden.dtype).float()
+        return take_rows(self._newest[0], places).float()
 
     def seconds(self, num_rows: int) -> float:
         """Expected seconds in which one draft for each of ``num_rows`` rows is made; 0 before the first drafts."""
