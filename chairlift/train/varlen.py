@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self, cast, get_args
@@ -103,8 +104,9 @@ def attend(
     else:
         from torch.nn.attention.varlen import varlen_attn
 
-        gqa = q.shape[1] != k.shape[1]
-        out = varlen_attn(q, k, v, *lengths, scale=scale, window_size=sides, enable_gqa=gqa)
+        # PyTorch 2.11 has no such argument, and always lets several query heads share a key head.
+        gqa: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if _asks_for_gqa() else {}
+        out = varlen_attn(q, k, v, *lengths, scale=scale, window_size=sides, **gqa)
     return cast(Tensor, out)
 
 
@@ -115,6 +117,14 @@ def _choose(q: Tensor, v: Tensor, dropout: float) -> Backend:
     if _flash_attn() is not None:
         return "flash"
     return "segments" if dropout or not hasattr(torch.ops.aten, "_flash_attention_forward") else "torch"
+
+
+@functools.cache
+def _asks_for_gqa() -> bool:
+    """Whether ``varlen_attn`` of this PyTorch must be told that several query heads share a key head."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @functools.cache
