@@ -357,6 +357,11 @@ class SchedulerConfig:
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
+    def open_policy_share(self) -> float:
+        """``policy_share``, or 1 for static and dynamic batches, which are filled in the policy's order only."""
+        return self.policy_share if self.batching == "continuous" else 1.0
+
+    @property
     def promises(self) -> dict[str, ServiceClass] | None:
         """Class of service -> its guarantees. None if the policy ignores classes."""
         return None if self.scheduling_policy == "fcfs" else parse_service_classes(self.service_classes)

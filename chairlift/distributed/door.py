@@ -73,6 +73,8 @@ class Door:
         self._num_seen += 1
         self._requests[request.request_id], self._keys[request.request_id] = request, keys
         self._policy.queued(request, now)
+        cached = max((each.prefixes.matched(keys) for each in self.replicas), default=0)
+        request.size = request.num_prompt_tokens - PREFIX_BLOCK * cached
         self._waiting.add(request)
 
     def send(self, now: float) -> list[tuple[Request, Replica]]:
@@ -111,6 +113,24 @@ class Door:
             if not idle:
                 continue
             sent.append(self._send_to(request, self._choose(request, idle), now))
+        if self._router.late:
+            sent += self._send_smallest(now)
+        return sent
+
+    def _send_smallest(self, now: float) -> list[tuple[Request, Replica]]:
+        """Send the smallest requests, out of turn, to replicas that have room for small requests.
+
+        The part of each step that a replica gives to its smallest requests so goes to those of the whole fleet.
+        """
+        sent: list[tuple[Request, Replica]] = []
+        while self._waiting and any(each.accepting and each.has_small_room for each in self.replicas):
+            for request in self._waiting.smallest(now):
+                suited = [each for each in self._suited(request) if each.has_small_room]
+                if suited:
+                    sent.append(self._send_to(request, self._choose(request, suited), now, small=True))
+                    break
+            else:
+                break
         return sent
 
     def _suited(self, request: Request) -> list[Replica]:
@@ -142,12 +162,12 @@ class Door:
             return replicas[0]
         return self._router.choose(self._keys[request.request_id], request.num_prompt_tokens, replicas)
 
-    def _send_to(self, request: Request, replica: Replica, now: float) -> tuple[Request, Replica]:
+    def _send_to(self, request: Request, replica: Replica, now: float, small: bool = False) -> tuple[Request, Replica]:
         keys = self._keys[request.request_id]
         self._waiting.remove(request, now)
         self._policy.joined(request)
         uncached = request.num_prompt_tokens - PREFIX_BLOCK * replica.prefixes.matched(keys)
-        replica.sent(request.request_id, max(1, uncached), keys)
+        replica.sent(request.request_id, max(1, uncached), keys, small)
         self._at[request.request_id] = replica
         if keys and any(each.version != replica.version for each in self.replicas):
             self._newest[keys[-1]] = max(replica.version, self._newest.get(keys[-1], 0))
@@ -170,6 +190,14 @@ class Door:
     def replica_of(self, request_id: str) -> Replica | None:
         """Replica to which a request was sent. None for a request that waits, and for an unknown request."""
         return self._at.get(request_id)
+
+    def progressed(self, request_id: str, num_computed: int) -> None:
+        """Record that the first ``num_computed`` tokens of a request are computed. Ignores unknown requests.
+
+        So the replica gets its next prompt before it has finished a long one, and its steps stay full.
+        """
+        if (replica := self._at.get(request_id)) is not None:
+            replica.progressed(request_id, len(self._requests[request_id].token_ids) - num_computed)
 
     def begun(self, request_id: str) -> None:
         """Record the first token of a request."""

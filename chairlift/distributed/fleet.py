@@ -210,8 +210,9 @@ class Fleet(RemoteCore):
         pace = self._pace.pace(scheduler.max_num_batched_tokens)
         self._scaling = None if scaling is None else FleetScaling(scaling, now)
         most = replicas if scaling is None else scaling.most
+        rows, share = scheduler.max_running, scheduler.open_policy_share
         self._members = [
-            _Member(self, Replica(index, pace, max_num_seqs=scheduler.max_running, cache_tokens=0))
+            _Member(self, Replica(index, pace, max_num_seqs=rows, cache_tokens=0, policy_share=share))
             for index in range(most)
         ]
         for member in self._members[:replicas]:
@@ -537,6 +538,8 @@ class Fleet(RemoteCore):
                 self.door.begun(name)
                 self._computed_by(self._jobs[name], view.version)
                 self._forecast.started(now)
+        for progress in outputs.progress:
+            self.door.progressed(progress.sequence_id, progress.num_computed)
         if member.busy_since is not None:
             self._pace.stepped(step.stats.step_tokens, now - member.busy_since)
         member.stats = step.stats

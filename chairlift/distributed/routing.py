@@ -134,25 +134,36 @@ class MeasuredPace:
 
 
 class Replica:
-    """State of one replica as the router (the door) knows it from the messages that have arrived."""
+    """State of one replica as the router (the door) knows it from the messages that have arrived.
 
-    def __init__(self, index: int, pace: Pace, *, max_num_seqs: int, cache_tokens: int) -> None:
+    ``policy_share`` is the fraction of a step's prompt tokens that the replica assigns in the order of the policy. It
+    assigns the rest to its smallest requests.
+    """
+
+    def __init__(
+        self, index: int, pace: Pace, *, max_num_seqs: int, cache_tokens: int, policy_share: float = 1.0
+    ) -> None:
         self.index, self.pace = index, pace
         self.accepting = False
         """Whether the replica accepts requests: it has started, is alive, and is not being drained."""
         self.unstarted: dict[str, int] = {}
-        """Id of a request that has no output token yet -> number of prompt tokens to compute, without the tokens that
-        the cache is expected to have."""
+        """Id of a request that has no output token yet -> number of prompt tokens that remain to compute, without the
+        tokens that the cache is expected to have."""
         self.started: set[str] = set()
         """Ids of the replica's requests that have an output token and have not ended."""
         self.prefixes = PrefixIndex(max(1, cache_tokens // PREFIX_BLOCK))
         self.version = 0
         """Version of the replica's weights."""
-        self._unstarted_tokens = 0
+        self.small: dict[str, int] = {}
+        """Requests of ``unstarted`` that were sent early because they are small."""
+        self._unstarted_tokens = self._small_tokens = 0
         # Late binding: a replica gets prompts for at most two steps ahead. All other requests wait in the router's
         # queue (the door), in the order of the policy for the whole fleet. A few requests more than the replica has
         # rows are sent, because other requests end in the meantime.
+        # Small requests have room of their own. Otherwise they would wait at the door behind long prompts, although
+        # the replica would give them a part of its next step.
         self._max_unstarted = 2 * pace.step_tokens
+        self._max_small = (1.0 - policy_share) * self._max_unstarted
         self._max_requests = max_num_seqs + max(1, max_num_seqs // 32)
 
     @property
@@ -167,7 +178,13 @@ class Replica:
     @property
     def has_room(self) -> bool:
         """Whether a waiting request may be sent to this replica now."""
-        return self._unstarted_tokens < self._max_unstarted and self.num_requests < self._max_requests
+        tokens = self._unstarted_tokens - self._small_tokens
+        return tokens < self._max_unstarted and self.num_requests < self._max_requests
+
+    @property
+    def has_small_room(self) -> bool:
+        """Whether the smallest waiting request may be sent to this replica now, out of turn."""
+        return self._small_tokens < self._max_small and self.num_requests < self._max_requests
 
     def opened(self, cache_tokens: int) -> None:
         """Record that the replica's process has started and accepts requests. Its prefix cache is empty and has room
@@ -181,29 +198,48 @@ class Replica:
         steps = -(-tokens // self.pace.step_tokens)
         return self.pace.prefill_seconds(max(1, tokens)) + steps * self.pace.decode_seconds(len(self.started))
 
-    def sent(self, request_id: str, uncached: int, keys: Sequence[int]) -> None:
+    def sent(self, request_id: str, uncached: int, keys: Sequence[int], small: bool = False) -> None:
+        """Record a request with ``uncached`` tokens to compute. ``small``: it was sent out of turn, as the smallest."""
         self.unstarted[request_id] = uncached
         self._unstarted_tokens += uncached
+        if small:
+            self.small[request_id] = uncached
+            self._small_tokens += uncached
         self.prefixes.add(keys)
+
+    def progressed(self, request_id: str, remaining: int) -> None:
+        """Record that ``remaining`` prompt tokens of a request remain to compute. Ignores started requests."""
+        saved = self.unstarted.get(request_id, 0) - max(1, remaining)
+        if saved <= 0:
+            return
+        self.unstarted[request_id] -= saved
+        self._unstarted_tokens -= saved
+        if request_id in self.small:
+            self.small[request_id] -= saved
+            self._small_tokens -= saved
 
     def begun(self, request_id: str) -> None:
         """Record the first token of a request."""
-        tokens = self.unstarted.pop(request_id, None)
-        if tokens is not None:
-            self._unstarted_tokens -= tokens
+        if request_id in self.unstarted:
+            self._forget_unstarted(request_id)
             self.started.add(request_id)
 
     def ended(self, request_id: str) -> None:
-        self._unstarted_tokens -= self.unstarted.pop(request_id, 0)
+        self._forget_unstarted(request_id)
         self.started.discard(request_id)
+
+    def _forget_unstarted(self, request_id: str) -> None:
+        self._unstarted_tokens -= self.unstarted.pop(request_id, 0)
+        self._small_tokens -= self.small.pop(request_id, 0)
 
     def lost(self) -> tuple[list[str], list[str]]:
         """Remove all requests of a dead replica. Returns (ids of requests without a token in the order of sending, ids
         of requests with a token)."""
         lost = list(self.unstarted), sorted(self.started)
         self.unstarted.clear()
+        self.small.clear()
         self.started.clear()
-        self._unstarted_tokens = 0
+        self._unstarted_tokens = self._small_tokens = 0
         self.prefixes.clear()
         return lost
 

@@ -109,8 +109,7 @@ class AsyncEngine:
     ) -> None:
         self.config, scheduler = config, config.scheduler
         self._connect = connect or (lambda events: ProcessClient(config.to_flat(), events))
-        open_to_all = config.scheduler.batching == "continuous"
-        self._prompt_share = PromptShare(config.scheduler.policy_share if open_to_all else 1.0)
+        self._prompt_share = PromptShare(scheduler.open_policy_share)
         self.service_classes = scheduler.promises
         """Class of service -> its guarantees; None if the scheduling policy ignores classes."""
         self.state = EngineState.LOADING

@@ -174,7 +174,10 @@ class _Fleet:
         def make(clock: VirtualClock) -> EngineCore:
             return simulated_core(deployment, config, clock)[0]
 
-        views = [Replica(i, pace, max_num_seqs=rows, cache_tokens=cached) for i in range(plan.replicas)]
+        share = config.scheduler.open_policy_share
+        views = [
+            Replica(i, pace, max_num_seqs=rows, cache_tokens=cached, policy_share=share) for i in range(plan.replicas)
+        ]
         self.replicas = [_Simulated(view, make, self.timings) for view in views]
         whole = dataclasses.replace(config.scheduler, max_num_seqs=config.scheduler.max_num_seqs * plan.replicas)
         self._rows, self.peak = rows, plan.replicas
@@ -311,6 +314,8 @@ class _Fleet:
         for name in begun:
             self.forecast.started(self.now)
             self._heard(lambda name=name: self.door.begun(name))  # type: ignore[misc]
+        for each in outputs.progress:
+            self._heard(lambda each=each: self.door.progressed(each.sequence_id, each.num_computed))  # type: ignore[misc]
         for ended in outputs.finished:
             if ended.sequence_id in self._prepared:
                 self._over(ended.sequence_id)

@@ -216,6 +216,10 @@ class _FlowReplica:
             heapq.heappush(self._decoding, (job.ends, next(self._order), job))
         return begun, ended
 
+    def progress(self) -> list[tuple[str, int]]:
+        """(id, number of computed prompt tokens) of each request whose prompt is partly computed."""
+        return [(job.name, job.prompt - job.remaining) for job in self._prefilling]
+
     def _free(self, job: _Job, output: int) -> None:
         """Free the memory of a request that has generated ``output`` tokens."""
         self._own -= _own_part(job) + output
@@ -256,8 +260,9 @@ class _FlowFleet:
         scheduler, capacity = config.scheduler, core.kv.capacity_tokens
         pace = pace_of(deployment.cost, scheduler.max_num_batched_tokens)
         self._cached = capacity if config.cache.enable_prefix_caching else 0
+        most, share = scheduler.max_running, scheduler.open_policy_share
         views = [
-            Replica(index, pace, max_num_seqs=scheduler.max_running, cache_tokens=self._cached)
+            Replica(index, pace, max_num_seqs=most, cache_tokens=self._cached, policy_share=share)
             for index in range(plan.replicas)
         ]
         sizes = {"budget": scheduler.max_num_batched_tokens, "rows": scheduler.max_running}
@@ -328,6 +333,8 @@ class _FlowFleet:
         for name in begun:
             self.collector.timings[name].times.append(self.now)
             self.door.begun(name)
+        for name, num_computed in replica.progress():
+            self.door.progressed(name, num_computed)
         for job in ended:
             timing = self.collector.timings[job.name]
             timing.times = np.linspace(timing.first, self.now, job.output).tolist()
