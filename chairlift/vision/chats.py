@@ -9,12 +9,16 @@ from typing import Any, Final
 from chairlift.errors import RequestError
 from chairlift.vision.addresses import MediaSource
 from chairlift.vision.decode import from_data_url
-from chairlift.vision.processor import ImageProcessor, PreparedImage
+from chairlift.vision.processor import MAX_IMAGES, ImageProcessor, PreparedImage
 
 __all__ = ["GivenImage", "prepare_images", "read_addresses", "take_images"]
 
 MOST_ADDRESSES: Final = 16
 """Maximum number of images per request that are read from addresses. They are read one after another."""
+
+MOST_PIXELS: Final = 200_000_000
+"""Maximum number of pixels of all encoded image files of a request together. Decoding takes time for each pixel, and a
+few kilobytes may unpack to millions of pixels."""
 
 GivenImage = tuple[str, Any]
 """(position of an image in the messages, such as ``messages[0].content[1]``; its URL or Pillow image)."""
@@ -44,7 +48,7 @@ def take_images(messages: Any) -> tuple[Any, list[GivenImage]]:
 def read_addresses(messages: Sequence[Any], source: MediaSource) -> list[Any]:
     """Return ``messages`` in which every address that ``source`` reads is replaced by the image at that address. All
     other parts are unchanged. Raises RequestError that names the path of an image that cannot be read."""
-    found, count, end = list(messages), 0, time.monotonic() + source.seconds
+    found, count, pixels, end = list(messages), 0, 0, time.monotonic() + source.seconds
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(content, (list, tuple)):
@@ -59,17 +63,37 @@ def read_addresses(messages: Sequence[Any], source: MediaSource) -> list[Any]:
             if count > MOST_ADDRESSES:
                 raise RequestError(f"the messages name more than {MOST_ADDRESSES} images by address; send some as data")
             where = f"messages[{index}].content[{place}].image_url.url"
-            parts[place] = {"type": "image", "image": source.read(where, url, end)}
+            image = source.read(where, url, end)
+            pixels = _with_pixels_of(where, image, pixels)
+            parts[place] = {"type": "image", "image": image}
         found[index] = {**message, "content": parts}
     return found
 
 
 def prepare_images(processor: ImageProcessor, images: Sequence[GivenImage]) -> list[PreparedImage]:
-    """Decode and cut images. Any thread may call it. Raises RequestError that names the path of a bad image."""
-    return [
-        processor.prepare(where, from_data_url(where, image) if isinstance(image, str) else image)
-        for where, image in images
-    ]
+    """Decode and cut images, at most :data:`MAX_IMAGES`. Any thread may call it. Raises RequestError that names the
+    path of a bad image."""
+    if len(images) > MAX_IMAGES:  # checked before the first image is decoded
+        raise RequestError(f"the messages have {len(images):,} images; at most {MAX_IMAGES} are read")
+    prepared, pixels = list[PreparedImage](), 0
+    for where, image in images:
+        if isinstance(image, str):
+            image = from_data_url(where, image)
+            pixels = _with_pixels_of(where, image, pixels)
+        prepared.append(processor.prepare(where, image))
+    return prepared
+
+
+def _with_pixels_of(where: str, image: Any, pixels: int) -> int:
+    """``pixels`` plus the number of pixels of a Pillow image. Raises RequestError if the sum exceeds
+    :data:`MOST_PIXELS`."""
+    pixels += image.width * image.height
+    if pixels > MOST_PIXELS:
+        raise RequestError(
+            f"{where} makes {pixels:,} pixels together with the images before it; all images of a request may have"
+            f" {MOST_PIXELS:,}: make them smaller, or send several requests"
+        )
+    return pixels
 
 
 def _part(where: str, part: Any, images: list[GivenImage]) -> Any:

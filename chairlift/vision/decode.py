@@ -77,7 +77,7 @@ def to_rgb(where: str, image: Any) -> Any:
         raise RequestError(f"{where} must be an image of Pillow (PIL.Image.Image), got {type(image).__name__}")
     width, height = image.size
     if not 1 <= width * height <= MAX_PIXELS:
-        raise RequestError(_too_large(where, f"{width} x {height} ="))
+        raise RequestError(_too_large(where, f"{width} x {height} = {width * height:,}"))
     try:
         if getattr(image, "is_animated", False):  # n_frames would read all pages, of which a file may have thousands
             raise RequestError(f"{where} is animated or has several pages; send one of them")

@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 from chairlift.errors import RequestError
 from chairlift.vision.spans import ImageSpan, ImageTile
 
-__all__ = ["ImageProcessor", "PlacedImages", "PreparedImage", "Tokens", "place_images", "tile_of"]
+__all__ = ["MAX_IMAGES", "ImageProcessor", "PlacedImages", "PreparedImage", "Tokens", "place_images", "tile_of"]
 
 MAX_IMAGES: Final = 64
 """Maximum number of images in a prompt."""

@@ -111,8 +111,21 @@ def test_responses_and_messages_read_images(client: openai.OpenAI, folder: Path)
         (({"type": "video_url", "video_url": {}},), "no model reads video here: send frames as images to a model of"),
         ((part(url_of(picture(1))), {"type": "text", "text": "<image>"}), "has 2 places for images"),
         ((*[part(url_of(picture(1, 70, 50)))] * 20,), "tokens, but the model takes 512"),
+        ((part("data:image/png;base64,AAAA"),) * 65, "have 65 images; at most 64 are read"),
     ],
-    ids=["private", "host", "file", "address", "broken", "no image", "audio", "video", "marker in a text", "too long"],
+    ids=[
+        "private",
+        "host",
+        "file",
+        "address",
+        "broken",
+        "no image",
+        "audio",
+        "video",
+        "marker in a text",
+        "too long",
+        "too many",
+    ],
 )
 def test_images_are_refused_with_the_reason(client: openai.OpenAI, content: Any, reason: str) -> None:
     with pytest.raises(openai.BadRequestError, match=reason):

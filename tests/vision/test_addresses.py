@@ -253,6 +253,14 @@ def test_addresses_in_messages_become_images(site: Site) -> None:
         read_addresses([{"role": "user", "content": [part] * (MOST_ADDRESSES + 1)}], source(site))
 
 
+def test_the_pixels_of_all_images_at_addresses_have_a_limit(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = {"type": "image_url", "image_url": f"http://images.example:{site.port}/cat.png"}
+    monkeypatch.setattr("chairlift.vision.chats.MOST_PIXELS", 2 * IMAGE.width * IMAGE.height)
+    assert len(read_addresses([{"role": "user", "content": [part] * 2}], source(site))[0]["content"]) == 2
+    with pytest.raises(RequestError, match=r"^messages\[0\]\.content\[2\]\.image_url\.url makes .* pixels"):
+        read_addresses([{"role": "user", "content": [part] * 3}], source(site))
+
+
 def test_settings_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="allowed_media_domains must be names of hosts"):
         ServerConfig(allowed_media_domains=("https://images.example/",))

@@ -21,7 +21,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from chairlift.errors import ConfigError, ModelLoadError, RequestError
 from chairlift.models.vision_files import read_processor
 from chairlift.quantize.run import quantize_model
-from chairlift.vision.chats import take_images
+from chairlift.vision.chats import prepare_images, take_images
 from chairlift.vision.decode import MAX_PIXELS, decode_image, from_data_url, to_rgb
 from chairlift.vision.processor import place_images
 from chairlift.vision.spans import MARK_BYTES, ImageSpan, marks
@@ -112,7 +112,7 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "truncated": (lambda: file_of(picture(1, 200, 200))[:4000], "damaged or incomplete"),
     "truncated jpeg": (lambda: file_of(picture(1, 200, 200), "JPEG")[:4000], "damaged or incomplete"),
     "broken": (lambda: bomb(8, 8), "damaged or incomplete"),
-    "bomb": (lambda: bomb(8_000, 8_000), "pixels; an image may have"),
+    "bomb": (lambda: bomb(8_000, 8_000), "has 8000 x 8000 = 64,000,000 pixels; an image may have"),
     "larger bomb": (lambda: bomb(10_000, 10_000), "pixels; an image may have"),
     "large bomb": (lambda: bomb(60_000, 60_000), "pixels; an image may have"),
     "animated": (animated, "animated or has several pages"),
@@ -208,6 +208,24 @@ def test_images_are_taken_out_of_messages() -> None:
     with pytest.raises(RequestError, match=r"messages\[0\]\.content\[0\]\.image_url\.url must be a data URL"):
         take_images([{"role": "user", "content": [{"type": "image_url", "image_url": {"file_id": 1}}]}])
     assert take_images("no list") == ("no list", [])
+
+
+def test_images_are_counted_before_the_first_is_decoded() -> None:
+    processor = TileProcessor(settings(), tiny_tokenizer(), Path("model"))
+    with pytest.raises(RequestError, match="the messages have 65 images; at most 64 are read"):
+        prepare_images(processor, [("it", "data:image/png;base64,broken")] * 65)
+
+
+def test_the_pixels_of_all_files_of_a_request_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few kilobytes unpack to 40 million pixels. Images that a local caller has decoded do not count."""
+    processor = TileProcessor(settings(), tiny_tokenizer(), Path("model"))
+    url = "data:image/png;base64," + base64.b64encode(file_of(picture(1, 20, 5))).decode()
+    images = [(f"messages[0].content[{place}]", url) for place in range(5)]
+    monkeypatch.setattr("chairlift.vision.chats.MOST_PIXELS", 400)
+    assert len(prepare_images(processor, images[:4])) == 4
+    with pytest.raises(RequestError, match=r"^messages\[0\]\.content\[4\] makes 500 pixels.* may have 400"):
+        prepare_images(processor, [*images, ("not reached", "data:image/png;base64,broken")])
+    assert len(prepare_images(processor, [("it", picture(1, 20, 20))] * 2)) == 2
 
 
 def settings(**given: Any) -> TileSettings:
