@@ -132,7 +132,12 @@ def run(args: argparse.Namespace) -> int:
     from chairlift.train.stream import PackStream
 
     encode, vocab_size = _reader(args)
-    read = fitting(encode, None, args.capacity) if args.overflow == "error" else encode
+    # A framework that reads the packs would fail at a token id that the model lacks, and could not name the record.
+    read = fitting(
+        encode,
+        vocab_size or None if args.to is not None else None,
+        args.capacity if args.overflow == "error" else None,
+    )
     source = RecordSource([args.file], read, on_error=args.on_error)
     _check_output(args)
     tally = _Tally(args.capacity, max(1, args.align))
@@ -175,6 +180,8 @@ def _check_output(args: argparse.Namespace) -> None:
             f"--align {args.align} would write padding, which the loop that reads the packs adds itself "
             "(chairlift.train.adapters.megatron_batch); leave out --align or --to"
         )
+    if args.output is not None and not args.output.parent.is_dir():
+        raise ConfigError(f"--output {args.output}: the directory {args.output.parent} does not exist; make it first")
     written = [args.output] if args.to is None else export_files(args.to, args.output)
     read = [file.resolve() for file in expand([args.file])]
     if lost := [file for file in written if file is not None and file.resolve() in read]:

@@ -119,6 +119,11 @@ def _print_result(outcome: Outcome, args: argparse.Namespace, config: TrainConfi
             f"{cut.targets:,} of them to learn{rest} (packing.overflow, packing.capacity)",
             file=sys.stderr,
         )
+    if outcome.dropped:
+        print(
+            f"left out {outcome.dropped:,} sequences that did not fit in a pack (packing.overflow, packing.capacity)",
+            file=sys.stderr,
+        )
     if not outcome.finished:
         print(f"stopped after step {outcome.steps:,}; everything is in {outcome.directory}")
         flags = [part for override in args.overrides for part in ("--set", override)]

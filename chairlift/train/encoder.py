@@ -267,5 +267,6 @@ def _token_ids(given: Any, name: str = "input_ids") -> npt.NDArray[np.int32]:
 def _string(record: Mapping[str, Any], name: str) -> str:
     value = record[name]
     if not isinstance(value, str) or (not value and name != "prompt"):
-        raise ConfigError(f"{name} must be text, got {str(value)[:60]!r}")
+        wanted = "a text that is not empty" if value == "" else "text"
+        raise ConfigError(f"{name} must be {wanted}, got {str(value)[:60]!r}")
     return value

@@ -79,6 +79,8 @@ class Outcome:
     """Notes on records (:class:`~chairlift.train.encoder.Encoded`) -> number of records."""
     cut: Mapping[str, Cut] = dataclasses.field(default_factory=dict)
     """Source -> counts of the tokens that ``packing.overflow`` removed in the whole run."""
+    dropped: int = 0
+    """Number of sequences that ``packing.overflow: drop`` left out in the whole run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -505,7 +507,8 @@ def train(
         outcome = run.go()
         skipped = sum(getattr(each, "skipped", 0) for each in sources.values())
         notes = sum((Counter(getattr(each, "notes", {})) for each in sources.values()), Counter[str]())
-        return dataclasses.replace(outcome, skipped=skipped, cut=stream.stats().cut, notes=notes)
+        stats = stream.stats()
+        return dataclasses.replace(outcome, skipped=skipped, cut=stats.cut, dropped=stats.dropped, notes=notes)
 
 
 @dataclasses.dataclass(slots=True)

@@ -148,7 +148,12 @@ class Trainer:
         empty = 0
         if self.num_steps < self.config.steps:
             for packs in self.stream.steps():
-                if not packs[0].step_weight and not packs[0].step_sequences and empty < 100:  # over all ranks
+                if not packs[0].step_weight and not packs[0].step_sequences:  # over all ranks
+                    if empty == 100:
+                        raise ConfigError(
+                            "the last 100 steps have no target; give sequences of two tokens and more, with tokens to"
+                            " learn"
+                        )
                     _log.warning("a step of %d packs has no target and is left out", len(packs))
                     empty += 1
                     continue

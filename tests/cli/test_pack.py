@@ -130,6 +130,19 @@ def test_the_command_writes_what_is_learnt(chairlift: Run, tmp_path: Path) -> No
         (("--to", "nemo", "--output", "x.npy", "--align", "8"), "--align 8 would write padding"),
         (("--to", "nemo", "--output", "x.npy", "--length-field", "n"), "--length-field reads no tokens"),
         (("--to", "trl", "--output", str(path)), "is the file that is read, and would be lost"),
+        (("--output", str(tmp_path / "none" / "p.jsonl")), "none does not exist; make it first"),
     ):
         code, _, err = chairlift(*flags, *more)
         assert code == 2 and message in err[0], err
+
+
+@pytest.mark.parametrize(("to", "name"), [("megatron", "set"), ("nemo", "set.npy"), ("trl", "set.jsonl")])
+def test_a_token_that_the_model_lacks_is_found_before_it_is_written(
+    chairlift: Run, model_dir: Path, tmp_path: Path, to: str, name: str
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"input_ids": [1, 2]}\n{"input_ids": [3, 99999999]}\n')
+    flags = ("--tokenizer", model_dir, "--capacity", "32", "--to", to, "--output", tmp_path / name)
+    code, _, err = chairlift("pack", file, *flags)
+    assert code == 2 and f"{file}, line 2: it has the token id 99999999, but the model knows" in err[0], err
+    assert list(tmp_path.iterdir()) == [file]

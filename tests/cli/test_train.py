@@ -177,6 +177,20 @@ def test_what_truncation_cuts_is_said_by_source(chairlift: Run, tmp_path: Path) 
     ]
 
 
+def test_dropped_sequences_and_data_without_targets_are_said(chairlift: Run, tmp_path: Path) -> None:
+    records = [{"input_ids": [1] * 90}, {"input_ids": [1, 2, 3]}] * 3
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = {"files": [str(tmp_path / "a.jsonl")], "shuffle": False, "epochs": 1}
+    packing = {"capacity": 64, "overflow": "drop", "step": "sequences:3"}
+    config = write_config(tmp_path, data=data, packing=packing, training={"steps": 1, "warmup_steps": 0})
+    code, _, err = chairlift("train", config, "--quiet")
+    assert (code, err) == (0, ["left out 3 sequences that did not fit in a pack (packing.overflow, packing.capacity)"])
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1]}\n')
+    code, _, err = chairlift("train", config, "--quiet", "--set", "data.epochs=null", "--output", tmp_path / "none")
+    assert code == 2
+    assert err[-1].startswith("chairlift: error: the last 100 steps have no target; give sequences of two tokens")
+
+
 def test_a_directory_with_checkpoints_of_another_run_is_not_mixed_with_this(chairlift: Run, config: Path) -> None:
     few = ("--quiet", "--set", "training.steps=2", "--set", "training.warmup_steps=1")
     first, other = config.parent / "out", config.parent / "other"
