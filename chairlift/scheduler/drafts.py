@@ -99,9 +99,13 @@ class Drafts:
 
     def add(self, step: Step) -> None:
         """Add drafts to a step. It must be called last: drafts use only remaining budget and blocks, and preempt no
-        request."""
+        request.
+
+        A step that preempts gets no drafts. A proposer with KV of its own writes while it makes drafts, but the blocks
+        of a preempted request are saved when the step runs. One of them may already belong to a row with drafts.
+        """
         out = step.out
-        if not step.runs_decodes:
+        if not step.runs_decodes or out.preempted:
             return
         only_known = self.speculator.only_known
         if only_known and not self._known:

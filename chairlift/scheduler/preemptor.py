@@ -187,6 +187,8 @@ class Preemptor:
         whether it was saved."""
         # At least one token must be computed again, so that the next token can be sampled.
         num_tokens = min(done, len(request.token_ids) - 1)
+        if (span := cut_by(request.images, num_tokens)) is not None:
+            num_tokens = span.position  # this image must be computed again in one step
         # The KV of a prompt whose log-probabilities were requested is computed again, because the log-probabilities
         # that a step in flight reports are dropped.
         if num_tokens <= 0 or not request.may_share or not self.batch.preemption.saves(request, num_tokens):

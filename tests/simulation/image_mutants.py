@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+
 from chairlift.engine.core import EngineCore
 from chairlift.engine.images import Images
 from chairlift.executor.input_batch import InputBatch
@@ -14,6 +16,7 @@ from chairlift.request import Request
 from chairlift.scheduler import preemptor
 from chairlift.scheduler.batch import Batch
 from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
+from chairlift.scheduler.preemptor import Preemptor
 from chairlift.scheduler.prompt_budget import PromptBudget
 from chairlift.scheduler.step import Step
 from chairlift.vision.spans import ImageTile, cut_by
@@ -231,9 +234,26 @@ def prefix_hit_ends_inside_an_image_that_must_be_whole(patch: Patch) -> None:
     patch(manager, "cut_by", lambda spans, index: None)
 
 
+def _cuts_images(patch: Patch, name: str) -> None:
+    """Make a bug in which one method of the preemptor does not see that it cuts an image."""
+    method = getattr(Preemptor, name)
+
+    def wrong(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as planted:
+            planted.setattr(preemptor, "cut_by", lambda spans, index: None)
+            return method(*args)
+
+    patch(Preemptor, name, wrong)
+
+
 @mutant
 def lost_blocks_begin_inside_an_image_that_must_be_whole(patch: Patch) -> None:
-    patch(preemptor, "cut_by", lambda spans, index: None)
+    _cuts_images(patch, "_drop_tail")
+
+
+@mutant
+def saved_blocks_end_inside_an_image_that_must_be_whole(patch: Patch) -> None:
+    _cuts_images(patch, "_swap")
 
 
 @mutant

@@ -15,7 +15,8 @@ SEEDS = [seed for seed in range(40_000) if seed % 100 in (14, 32, 74)]
 SEEN_AT = {
     "placeholders_alone_identify_a_block": 874,
     "image_that_must_be_whole_waits_for_ever": 1_414,
-    "lost_blocks_begin_inside_an_image_that_must_be_whole": 14_332,
+    "lost_blocks_begin_inside_an_image_that_must_be_whole": 196_074,
+    "saved_blocks_end_inside_an_image_that_must_be_whole": 60_774,
 }
 """Seed with which the search begins for bugs that few worlds notice."""
 
