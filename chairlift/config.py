@@ -633,6 +633,10 @@ def _check_replicas(config: ServerConfig) -> None:
     if most is None:
         if least is not None:
             raise ConfigError(f"min_replicas {least} needs max_replicas, which turns autoscaling on; or set replicas")
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            if field.name.startswith("autoscale_") and value != field.default:
+                raise ConfigError(f"{field.name} {value} needs max_replicas, which turns autoscaling on")
         return
     if count > most:
         raise ConfigError(f"replicas {count} must not exceed max_replicas {most}")

@@ -599,7 +599,8 @@ class EngineCore(EngineClient):
             if not request.was_preempted:
                 self._joined.append((row.request_id, request.num_cached_tokens, now))
                 if request.source is None:
-                    self._counted.prefix_cache_queries += row.num_prompt_tokens
+                    # Not the prompt alone: a request that continues on this replica looks up its delivered tokens too.
+                    self._counted.prefix_cache_queries += len(request.token_ids)
                     self._counted.prefix_cache_hits += request.num_cached_tokens
         if not self._flights:
             self.causes.began(out, self.clock.now())

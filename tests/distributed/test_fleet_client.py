@@ -144,6 +144,9 @@ def test_streams_of_a_dead_replica_go_on_behind_their_tokens() -> None:
             assert [tokens(answer) for answer in answers] == [expected] * 6
             moved = [each for each in world.cores[1].seen if each.answer_token_ids]
             assert len(moved) == 3 and all(len(each.answer_token_ids) >= 20 for each in moved)
+            stats, seen = world.cores[1].core.stats(), world.cores[1].seen
+            looked_up = sum(len(each.prompt_token_ids) + len(each.answer_token_ids) for each in seen)
+            assert stats.prefix_cache_hits <= stats.prefix_cache_queries == looked_up
             for answer in answers:  # one entry per token, in one piece
                 rows = [row for part in answer for row in part.outputs[0].logprobs or ()]
                 assert len(rows) == 200

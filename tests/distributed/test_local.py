@@ -73,6 +73,8 @@ def test_a_replica_that_is_killed_takes_no_stream_with_it() -> None:
     ("settings", "message"),
     [
         ({"min_replicas": 1}, "min_replicas 1 needs max_replicas"),
+        ({"replicas": 2, "autoscale_delay": 5.0}, "autoscale_delay 5.0 needs max_replicas"),
+        ({"autoscale_wait": 1.0}, "autoscale_wait 1.0 needs max_replicas"),
         ({"min_replicas": 3, "max_replicas": 2}, "min_replicas 3 must not exceed max_replicas 2"),
         ({"replicas": 3, "max_replicas": 2}, "replicas 3 must not exceed max_replicas 2"),
         ({"replicas": 2, "min_replicas": 3, "max_replicas": 4}, "must not be below min_replicas 3"),
