@@ -1,4 +1,4 @@
-"""One process of a test of other loops: ``python -m tests.train.loop_run DIRECTORY CASE SHARE``, under a launcher.
+"""One process of a test of other loops: ``python -m tests.train.loop_run DIRECTORY CASE SHARE [MUTANT]``.
 
 The first step has learning rate 0 and the second step a large one. The change of the weights is then the gradient of
 the second step at the first weights. Each step has three packs, and rank 0 has the first SHARE of them: 2, or 3 so that
@@ -22,6 +22,7 @@ from chairlift.train.loss import StepLoss
 from chairlift.train.varlen import patch_hf
 from tests.train.families import tiny
 from tests.train.sharded_run import steps
+from tests.train.training_mutants import plant
 
 RATE = 1000.0
 
@@ -63,6 +64,7 @@ def loop(case: str, model: Any) -> tuple[Callable[[list[Pack]], float], Any, Any
 def main() -> None:
     torch.set_num_threads(1)
     directory, case, share, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(os.environ["RANK"])
+    plant(sys.argv[4:])
     model = tiny("llama")
     patch_hf(model)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}

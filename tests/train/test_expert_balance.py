@@ -23,6 +23,7 @@ from chairlift.train.trainer import Trainer
 from tests.models import tiny
 from tests.train.test_native_families import config_of, model_of, whole_error
 from tests.train.test_trainer import Example, config, examples, gradients, one_step, tiny_model
+from tests.train.training_mutants import plant
 
 FACTOR = 0.5
 """Far above what anybody uses, so that faults of the balance loss show in the gradient."""
@@ -152,9 +153,10 @@ def test_dropout_routes_alike_when_tokens_are_counted() -> None:
     assert torch.equal(learnt, counted)
 
 
-def _rank(rank: int, folder: str) -> None:
+def _rank(rank: int, folder: str, mutants: tuple[str, ...] = ()) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    plant(mutants)
     data = examples(9)
     stream = PackStream(data, 60, step="sequences:9", ranks=2, rank=rank)
     trainer = Trainer(expert_model("mixtral"), config(balance_loss=FACTOR), stream)
@@ -167,17 +169,34 @@ def _rank(rank: int, folder: str) -> None:
     distributed.destroy_process_group()
 
 
+def two_ranks(folder: Path, *mutants: str) -> list[tuple[float, dict[str, Tensor]]]:
+    """Balance loss and gradient of a step, as each of two ranks has found them."""
+    spawning = multiprocessing.get_context("spawn")
+    ranks = [spawning.Process(target=_rank, args=(rank, str(folder), mutants)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    results = []
+    for rank in range(2):
+        with np.load(folder / f"{rank}.npz") as arrays:
+            found = {name: torch.from_numpy(arrays[name]) for name in arrays}
+            results.append((float(found.pop("balance")), found))
+    return results
+
+
 @pytest.mark.nightly
 def test_two_ranks_balance_experts_as_one_does(tmp_path: Path) -> None:
-    other = multiprocessing.get_context("spawn").Process(target=_rank, args=(1, str(tmp_path)))
-    other.start()
-    _rank(0, str(tmp_path))
-    other.join()
-    _, balance, expected = plainly(expert_model("mixtral"), examples(9))
-    for rank in range(2):
-        with np.load(tmp_path / f"{rank}.npz") as found:
-            assert float(found["balance"]) == pytest.approx(balance, rel=1e-6)
-            assert whole_error({name: torch.from_numpy(found[name]) for name in expected}, expected) < 3e-6
+    _, expected_balance, expected = plainly(expert_model("mixtral"), examples(9))
+    for balance, found in two_ranks(tmp_path):
+        assert balance == pytest.approx(expected_balance, rel=1e-6)
+        assert whole_error(found, expected) < 3e-6
+
+
+@pytest.mark.nightly
+def test_a_balance_loss_of_each_rank_would_be_seen(tmp_path: Path) -> None:
+    *_, expected = plainly(expert_model("mixtral"), examples(9))
+    assert all(whole_error(found, expected) > 1e-3 for _, found in two_ranks(tmp_path, "balance loss per rank"))
 
 
 def test_a_balance_loss_evens_out_the_load() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from chairlift.train.stream import PackStream
 ITEMS: list[dict[str, Any]] = [
     {"input_ids": [n + 1] * n, "completion_mask": [int(i > n // 2) for i in range(n)]} for n in range(2, 30)
 ]
+
+
+Change = Callable[[dict[str, Any]], Any]
 
 
 def packs(items: Any = ITEMS) -> list[Pack]:
@@ -139,27 +143,64 @@ def test_what_a_format_cannot_say_is_refused_and_leaves_nothing(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+def check_megatron(pack: Pack, batch: dict[str, Any], ranks: int) -> None:
+    """Demand that a batch has what Megatron-Core documents for sequences in one row."""
+    params = batch["packed_seq_params"]
+    real = params["cu_seqlens_q"].tolist()
+    places = params.get("cu_seqlens_q_padded", params["cu_seqlens_q"]).tolist()
+    assert real == list(pack.layout.cu_seqlens) and places[-1] == batch["tokens"].shape[1]
+    assert ("cu_seqlens_q_padded" in params) == (ranks > 1) and params["qkv_format"] == "thd"
+    for name in [name for name in params if "_q" in name]:
+        assert torch.equal(torch.as_tensor(params[name]), torch.as_tensor(params[name.replace("_q", "_kv")]))
+    assert all(place % (2 * ranks if ranks > 1 else 1) == 0 for place in places)
+    assert params["max_seqlen_q"] == max(b - a for a, b in itertools.pairwise(places))
+    padding = torch.ones(places[-1], dtype=torch.bool)
+    for index, length in enumerate(pack.lengths):
+        row, own = slice(places[index], places[index] + length), slice(real[index], real[index + 1])
+        padding[row] = False
+        assert batch["tokens"][0, row].tolist() == pack.tokens[own].tolist()
+        assert batch["labels"][0, row].tolist() == [*pack.tokens[own][1:].tolist(), 0]
+        assert batch["loss_mask"][0, row].tolist() == [*pack.weights[own][1:].tolist(), 0.0]
+        assert batch["position_ids"][0, row].tolist() == list(range(length))
+    assert not batch["loss_mask"][0, padding].any() and (batch["tokens"][0, padding] == 99).all()
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_batch_for_megatron_has_shifted_labels_and_places_for_context_parallelism(ranks: int) -> None:
     for pack in packs():
-        batch = megatron_batch(pack, context_parallel=ranks, pad_id=99)
-        params = batch["packed_seq_params"]
-        real = params["cu_seqlens_q"].tolist()
-        places = params.get("cu_seqlens_q_padded", params["cu_seqlens_q"]).tolist()
-        assert real == list(pack.layout.cu_seqlens) and places[-1] == batch["tokens"].shape[1]
-        assert all(place % (2 * ranks if ranks > 1 else 1) == 0 for place in places)
-        assert params["max_seqlen_q"] == max(b - a for a, b in itertools.pairwise(places))
-        learnt = []
-        for index, length in enumerate(pack.lengths):
-            row = slice(places[index], places[index] + length)
-            ids = pack.tokens[real[index] : real[index + 1]]
-            assert batch["tokens"][0, row].tolist() == ids.tolist()
-            assert batch["labels"][0, row].tolist()[:-1] == ids[1:].tolist()
-            assert batch["position_ids"][0, row].tolist() == list(range(length))
-            learnt.append(batch["loss_mask"][0, row].sum())
-        assert batch["loss_mask"].sum() == sum(learnt) == pack.weights.sum()
+        check_megatron(pack, megatron_batch(pack, context_parallel=ranks, pad_id=99), ranks)
     with pytest.raises(ConfigError, match="context_parallel must be at least 1"):
         megatron_batch(packs()[0], context_parallel=0)
+
+
+def of_params(**changes: str) -> Change:
+    """Replace fields of the attention's arguments by other fields."""
+    return lambda batch: batch["packed_seq_params"].update(
+        {name: batch["packed_seq_params"][other] for name, other in changes.items()}
+    )
+
+
+MISTAKES: dict[str, Change] = {
+    "mask not shifted": lambda batch: batch.update(loss_mask=batch["loss_mask"].roll(1, 1)),
+    "labels not shifted": lambda batch: batch.update(labels=batch["tokens"]),
+    "labels of the next sequence": lambda batch: batch.update(labels=batch["tokens"].roll(-1, 1)),
+    "positions not restarted": lambda batch: batch.update(position_ids=torch.arange(batch["tokens"].shape[1])[None]),
+    "padding learnt": lambda batch: batch["loss_mask"].masked_fill_(batch["tokens"] == 99, 1.0),
+    "offsets of the padded row": of_params(cu_seqlens_q="cu_seqlens_q_padded", cu_seqlens_kv="cu_seqlens_kv_padded"),
+    "padded offsets without padding": of_params(cu_seqlens_q_padded="cu_seqlens_q"),
+    "other offsets of keys": of_params(cu_seqlens_kv="cu_seqlens_kv_padded"),
+    "longest sequence without padding": lambda batch: batch["packed_seq_params"].update(max_seqlen_q=1),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_batch_for_megatron_is_found(mistake: str) -> None:
+    pack = packs()[0]
+    assert len(pack.lengths) > 1 and any(length % 4 for length in pack.lengths)
+    batch = megatron_batch(pack, context_parallel=2, pad_id=99)
+    MISTAKES[mistake](batch)
+    with pytest.raises(AssertionError):
+        check_megatron(pack, batch, 2)
 
 
 def test_megatron_core_takes_the_fields() -> None:

@@ -17,6 +17,7 @@ from chairlift.train.varlen import patch_hf
 from tests.train.families import tiny
 from tests.train.test_hf_network import alone, error
 from tests.train.test_trainer import examples, gradients
+from tests.train.training_mutants import MUTANTS
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -47,6 +48,17 @@ def test_gradients_are_those_of_sequences_alone(tmp_path: Path) -> None:
     patch_hf(model)
     fit(model, PackStream(data, 60, step="sequences:9"), tmp_path, 1)
     assert error(gradients(model), expected) < 3e-6
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("mutant", ["loss mean per pack", "last pack alone"])
+def test_a_mistake_in_the_loop_is_found(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = tiny("llama"), examples(9)
+    expected = alone(copy.deepcopy(model), data)
+    patch_hf(model)
+    MUTANTS[mutant](monkeypatch.setattr)
+    fit(model, PackStream(data, 60, step="sequences:9"), tmp_path, 1)
+    assert error(gradients(model), expected) > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -38,6 +38,21 @@ def example_of(pack: Pack) -> list[dict[str, list[int]]]:
 CASES = ("accelerate-ddp", *(f"{library}-{stage}" for library in ("accelerate", "deepspeed") for stage in (1, 2, 3)))
 
 
+def found_by_two(case: str, share: int, folder: Path, monkeypatch: pytest.MonkeyPatch, *mutants: str) -> float:
+    """Run a case as two ranks. Returns the error of the gradient, as a share of its norm."""
+    if case[-1].isdigit():
+        pytest.importorskip("deepspeed")
+        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+        if case.startswith("accelerate"):
+            monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    two("tests.train.loop_run", str(folder), case, str(share), *mutants, timeout=120.0)
+    found = load_file(folder / "found.safetensors")
+    found.pop("losses")
+    expected = alone(tiny("llama"), [example for pack in steps()[1] for example in example_of(pack)])
+    return error(found, expected)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("share", [2, 3])
@@ -45,17 +60,22 @@ def test_two_ranks_have_the_gradients_of_sequences_alone(
     share: int, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has ``share`` of three packs. With 3, the other rank has none."""
-    if case[-1].isdigit():
-        pytest.importorskip("deepspeed")
-        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-        if case.startswith("accelerate"):
-            monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setenv("LOCAL_SIZE", "2")
-    two("tests.train.loop_run", str(tmp_path), case, str(share), timeout=120.0)
-    found = load_file(tmp_path / "found.safetensors")
-    found.pop("losses")
-    expected = alone(tiny("llama"), [example for pack in steps()[1] for example in example_of(pack)])
-    assert error(found, expected) < 3e-6
+    assert found_by_two(case, share, tmp_path, monkeypatch) < 3e-6
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("case", "mutant"),
+    [
+        *(("accelerate-ddp", name) for name in ("loss mean per rank", "loss mean per pack", "gradient averaged again")),
+        *(("accelerate-ddp", name) for name in ("never exchanged", "last pack alone")),
+        *(("deepspeed-1", name) for name in ("loss mean per pack", "gradient averaged again")),
+        *(("deepspeed-1", name) for name in ("never exchanged", "exchanged after each pack")),
+        ("deepspeed-3", "loss mean per rank"),
+    ],
+)
+def test_a_mistake_in_a_loop_is_found(case: str, mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found_by_two(case, 2, tmp_path, monkeypatch, mutant) > 1e-3
 
 
 def fresh(accelerator: Any) -> tuple[Any, Any, Any, PackStream]:

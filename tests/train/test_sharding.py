@@ -38,16 +38,43 @@ def two(module: str, *arguments: str, timeout: float = 600.0) -> None:
     finally:
         for process in both:
             process.kill()
+            process.communicate()
     assert [process.returncode for process in both] == [0, 0], "".join(errors)[-3000:]
 
 
-NIGHTLY = ("native-recomputed", "foreign", "foreign-recomputed")
+NIGHTLY = ("native-recomputed", "native-whole", "foreign", "foreign-recomputed")
 
 
 @pytest.mark.parametrize("case", ["native", *(pytest.param(case, marks=pytest.mark.nightly) for case in NIGHTLY)])
 def test_two_ranks_with_unequal_packs_learn_what_one_learns(case: str, tmp_path: Path) -> None:
     two("tests.train.sharded_run", str(tmp_path), case)
-    found = load_file(tmp_path / "found.safetensors")
+    compare(load_file(tmp_path / "found.safetensors"), case)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("case", "mutant"),
+    [
+        *(("native", name) for name in ("loss mean per rank", "loss mean per pack", "sharded gradient averaged")),
+        *(("native", name) for name in ("clipping norm per rank", "one shard saved")),
+        *(("native-whole", name) for name in ("loss mean per rank", "gradients of one rank")),
+    ],
+)
+def test_a_mistake_in_training_on_two_ranks_is_found(case: str, mutant: str, tmp_path: Path) -> None:
+    two("tests.train.sharded_run", str(tmp_path), case, mutant)
+    with pytest.raises(AssertionError):
+        compare(load_file(tmp_path / "found.safetensors"), case)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mutant", ["a rank leaves early", "sharded model saved"])
+def test_a_mistake_that_ends_a_run_on_two_ranks_is_found(mutant: str, tmp_path: Path) -> None:
+    with pytest.raises((AssertionError, subprocess.TimeoutExpired)):
+        two("tests.train.sharded_run", str(tmp_path), "native", mutant, timeout=60.0)
+
+
+def compare(found: dict[str, torch.Tensor], case: str) -> None:
+    """Demand that two ranks have found what one rank finds."""
     trainer = trainer_of(case)
     expected = []
     for packs in steps():
@@ -63,6 +90,13 @@ def test_two_ranks_with_unequal_packs_learn_what_one_learns(case: str, tmp_path:
         distance = (found[f"step 2.{name}"] - parameter.grad).norm()
         assert distance < 1e-5 * parameter.grad.norm() + 1e-9, name
         torch.testing.assert_close(found[f"weights.{name}"], parameter.detach(), rtol=1e-4, atol=1e-6)
+        assert torch.equal(found[f"state.{name}"], found[f"weights.{name}"]), name
+        moment = trainer.optimizer.state[parameter]["exp_avg"]
+        assert found[f"moment.{name}"].shape == moment.shape
+        assert (found[f"moment.{name}"] - moment).norm() < 1e-5 * moment.norm() + 1e-9, name
+    for name, parameter in trainer.model.named_parameters():
+        assert found[f"model.{name}"].shape == parameter.shape, name
+        torch.testing.assert_close(found[f"model.{name}"], parameter.detach(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.nightly
