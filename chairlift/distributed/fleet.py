@@ -414,6 +414,9 @@ class Fleet(RemoteCore):
                     continue
                 _log.info("replica %d is drained and restarted", member.view.index)
                 await self._drain(member, patience)
+                if member.alive and sum(each.alive for each in self._members) < 2:
+                    self._undrain(member)
+                    raise ConfigError("the other replicas died during the rolling restart; send it again later")
                 if member.core is not None:
                     member.core.kill()
                 await member.opened.wait()

@@ -279,6 +279,28 @@ def test_a_rolling_restart_breaks_nobody() -> None:
     run(test)
 
 
+def test_a_rolling_restart_does_not_stop_the_last_replica() -> None:
+    """The other replica dies while the first one is drained, and cannot start again."""
+
+    async def test() -> None:
+        async with fleet_of(2) as world:
+            first = world.cores[0]
+            params = SamplingParams(max_tokens=60, ignore_eos=True, seed=1)
+            jobs = [asyncio.create_task(collect(world.engine, [9, i], params)) for i in range(1, 9)]
+            await turns(20)
+            roll = asyncio.create_task(world.fleet.roll(60.0))
+            await turns(5)
+            world.cannot_start = "no room"
+            world.cores[1].kill()
+            with pytest.raises(ConfigError, match="the other replicas died during the rolling restart"):
+                await roll
+            for number, answer in enumerate(await asyncio.gather(*jobs), start=1):
+                assert tokens(answer) == expected_hashlm([9, number], params).token_ids
+            assert world.cores[0] is first and not first.dead.is_set() and world.engine.stats.num_lost == 0
+
+    run(test)
+
+
 def test_a_fleet_of_one_is_not_rolled_and_keeps_its_weights() -> None:
     async def test() -> None:
         async with fleet_of(1) as world:
