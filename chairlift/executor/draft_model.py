@@ -145,7 +145,8 @@ class DraftModel:
         returns."""
         owner = self._owners[slot]
         if owner is not None:
-            self._preempted[owner], self._owners[slot] = self._counts[slot], None
+            computed = min(self._counts[slot], self._sure[slot])  # later positions may have the KV of rejected drafts
+            self._preempted[owner], self._owners[slot] = computed, None
 
     def _begin(self, request: Request) -> int:
         """Copy the request's new tokens into ``_tokens``. Returns the first position that the small model must

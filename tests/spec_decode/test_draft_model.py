@@ -25,7 +25,9 @@ from chairlift.executor.draft_model import DraftModel
 from chairlift.executor.native_kv import NativeKV
 from chairlift.kernels.cpu.library import supported_isas
 from chairlift.request import Request
+from chairlift.scheduler.output import NewRow, SchedulerOutput
 from chairlift.spec_decode.adaptive import AdaptiveSpeculator
+from chairlift.step_batch import StepBatch
 from tests.equivalence.cases import longest, run
 from tests.equivalence.test_determinism import WITHOUT_STATES
 from tests.kernels.cpu.models import VOCAB, tiny_model
@@ -131,6 +133,34 @@ def test_no_draft_is_written_into_a_block_that_is_still_to_be_saved(models: Mode
     """In this world a row with drafts gets the block of a request that is swapped out in the same step."""
     isas = [supported_isas()[0]] * 3  # the rest of the world must not depend on the processor
     assert check(models, 136, twin=True, isas=isas)["swapped"]
+
+
+def test_rejected_drafts_are_computed_again_after_a_swap(models: Models) -> None:
+    """The request decodes without drafts between its rejected drafts and its swap, so nothing has compared them with
+    the tokens that took their places."""
+    llm = models.llm(
+        "llama", "auto", "float32", num_kv_blocks=60, speculative_config=drafting(models.model_dir("llama"))
+    )
+    drafter, batch = (
+        drafts_are_free(llm),
+        StepBatch(
+            **{
+                name: np.zeros(0, dtype=np.int32)
+                for name in ("token_ids", "positions", "cu_seqlens", "seq_lens", "slots")
+            },
+            block_tables=np.zeros((1, 0, 0), dtype=np.int32),
+            slot_mapping=np.zeros((1, 0), dtype=np.int64),
+            tokens=np.zeros((1, 1), dtype=np.int32),
+            sampling=[],
+        ),
+    )
+    tokens = list(range(10))
+    drafter.follow(SchedulerOutput(0, joined=[NewRow(0, "a", tokens, 10, 0, [[1]], None)]), batch)
+    drafter._counts[0] = 12  # the drafts at positions 10 and 11 were computed
+    drafter.follow(
+        SchedulerOutput(9, left=[0], joined=[NewRow(1, "a", [*tokens, 1, 2, 3, 4, 5], 10, 14, [[1]], None)]), batch
+    )
+    assert drafter._counts[1] == 10
 
 
 def test_how_many_drafts_follows_from_what_they_cost(models: Models) -> None:
