@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from chairlift.config import EngineConfig
 from chairlift.distributed.autoscale import SCALE_SECONDS, replica_to_remove
@@ -401,7 +401,8 @@ class Fleet(RemoteCore):
         await asyncio.gather(*(core.close() for core in cores), return_exceptions=True)
 
     async def roll(self, patience: float) -> None:
-        """Restart all replicas, one after another. Raises ConfigError unless at least two replicas are alive.
+        """Restart all replicas, one after another. Raises ConfigError unless at least two replicas are alive, and
+        EngineDeadError if all replicas die during the restart.
 
         Each replica first finishes its requests, for at most ``patience`` seconds. Its remaining requests then move to
         other replicas.
@@ -419,7 +420,16 @@ class Fleet(RemoteCore):
                     raise ConfigError("the other replicas died during the rolling restart; send it again later")
                 if member.core is not None:
                     member.core.kill()
-                await member.opened.wait()
+                await self._reopened(member)
+
+    async def _reopened(self, member: _Member) -> None:
+        """Wait until a replica is alive and accepts requests. Raises EngineDeadError if all replicas die instead."""
+        opened = asyncio.create_task(member.opened.wait())
+        either: list[asyncio.Future[Any]] = [opened, self._end]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not opened.done():
+            opened.cancel()
+            raise EngineDeadError(f"all replicas died during the rolling restart: {self._end.result()}")
 
     async def _drain(self, member: _Member, patience: float | None) -> None:
         """Send no more requests to a replica, and wait until its requests have ended, for at most ``patience``

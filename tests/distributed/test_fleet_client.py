@@ -301,6 +301,22 @@ def test_a_rolling_restart_does_not_stop_the_last_replica() -> None:
     run(test)
 
 
+def test_a_rolling_restart_ends_if_all_replicas_die() -> None:
+    """The first replica is stopped and cannot start again, then the other one dies."""
+
+    async def test() -> None:
+        async with fleet_of(2) as world:
+            world.cannot_start = "no room"
+            roll = asyncio.create_task(world.fleet.roll(60.0))
+            await turns(20)
+            assert world.cores[0].dead.is_set() and not roll.done()
+            world.cores[1].kill()
+            with pytest.raises(EngineDeadError, match="all replicas died during the rolling restart"):
+                await asyncio.wait_for(roll, 10)
+
+    run(test)
+
+
 def test_a_fleet_of_one_is_not_rolled_and_keeps_its_weights() -> None:
     async def test() -> None:
         async with fleet_of(1) as world:
