@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from chairlift.train.trainer import Trainer
 
 __all__ = ["Evaluation", "EvaluationResult", "SourceLoss"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +82,8 @@ class Evaluation:
         self._ranks = ranks or Ranks()
 
     def check(self) -> None:
-        """Read all data once without computing losses, to find errors before the training starts.
+        """Read all data once without computing losses, to find errors before the training starts. Warn about tokens
+        that every evaluation leaves out because of ``overflow``.
 
         Raises ConfigError for an invalid record, and for a source without a target.
         """
@@ -88,6 +92,17 @@ class Evaluation:
             if not math.fsum(float(pack.weights.sum(dtype="float64")) for pack in stream) > 0:
                 raise ConfigError(
                     f"eval_files {name} has no target with a weight above 0; give records with tokens to learn"
+                )
+            stats = stream.stats()
+            left_out = stats.dropped + sum(each.left_out for each in stats.cut.values())
+            tokens = sum(each.tokens for each in stats.cut.values())
+            if left_out or tokens:
+                _log.warning(
+                    "eval_files %s: evaluations leave out %d sequences that do not fit in a pack, and cut off %d tokens"
+                    " (packing.overflow, packing.capacity)",
+                    name,
+                    left_out,
+                    tokens,
                 )
 
     def run(self, trainer: Trainer) -> EvaluationResult:

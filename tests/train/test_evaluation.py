@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,30 @@ def run(config: TrainConfig, stop: int = -1) -> tuple[Outcome, list[EvaluationRe
             raise Killed
 
     return train(config, on_step=on_step, on_evaluation=found.append), found
+
+
+@pytest.mark.parametrize(
+    ("overflow", "told"),
+    [
+        ("drop", "leave out 2 sequences .* cut off 0 tokens"),
+        ("truncate", "leave out 1 .* cut off 10"),
+        ("split", "leave out 0 .* cut off 4"),
+    ],
+)
+def test_sequences_that_do_not_fit_are_told(
+    overflow: str, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("chairlift"), "propagate", True)  # a command line sets it to False
+    rows = [
+        {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]},
+        {"input_ids": [*range(1, 9)], "completion_mask": [0] + [1] * 7},
+        {"input_ids": [*range(1, 7)], "completion_mask": [0] * 5 + [1]},
+    ]
+    Evaluation({"a": lambda: rows}, capacity=4, overflow=overflow).check()
+    assert re.search(told, " ".join(caplog.messages))
+    caplog.clear()
+    Evaluation({"a": lambda: rows}, capacity=8, overflow=overflow).check()
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("capacity", [40, 64, 1000])
