@@ -27,10 +27,10 @@ _PROBE_STEPS = (4, 24)
 """(first number, largest number) of steps without drafts after which one draft is tried although the estimates are
 against it, because the text may have changed. The number is the first one at the start and after a right draft. It
 doubles after each wrong draft, up to the largest one."""
-_PROBE_SHARE, _MAX_PAID_PROBE_STEPS = 0.01, 600
+_PROBE_SHARE, _MAX_PAID_PROBE_STEPS = 0.005, 1200
 """Fraction of the time that probes may take if making drafts costs time, and the number of steps without drafts after
 which there is a probe whatever it costs, because the measured cost of a drafter may have been an outlier."""
-_REST_STEPS = 8
+_REST_STEPS = 16
 """Maximum number of steps for which the answer that no drafts pay stays valid. It depends only on the rows and on
 estimates, which change little without drafts."""
 _FEW_ROWS = 4
@@ -173,8 +173,13 @@ class AdaptiveSpeculator:
 
         self._idle_steps += 1
         probes = self._idle_steps >= self._probe_steps and self._can_pay_probe(len(rows), seconds)
-        may_pay = self._may_pay(rows, step, seconds)
-        depth = self._depth(rows, step, seconds) if may_pay else 0
+        price = 0.0 if self._proposer is None else self._proposer.seconds(len(rows))
+        if price and not any(request.prediction or request.is_guided for request, _ in rows):
+            depth = self._depth(rows, step, seconds, price)
+            may_pay = depth > 0
+        else:
+            may_pay = self._may_pay(rows, step, seconds)
+            depth = self._depth(rows, step, seconds, price) if may_pay else 0
         if not probes and not depth:
             self._rest(step.num_decodes)
         if not probes and not may_pay:
@@ -241,10 +246,11 @@ class AdaptiveSpeculator:
             (1 + best * number / num_rows) * alone > taken * _least_gain(taken, alone) for number, taken in sizes
         )
 
-    def _depth(self, rows: Sequence[tuple[Request, int]], step: StepFeatures, seconds: Callable[[int], float]) -> int:
-        """Maximum number of drafts that the proposer shall make for each row. If its drafts cost time: the number that
-        gives the most tokens per second if all are used."""
-        price = 0.0 if self._proposer is None else self._proposer.seconds(len(rows))
+    def _depth(
+        self, rows: Sequence[tuple[Request, int]], step: StepFeatures, seconds: Callable[[int], float], price: float
+    ) -> int:
+        """Maximum number of drafts that the proposer shall make for each row. If one draft for each row costs ``price``
+        seconds: the number that gives the most tokens per second if all are used."""
         if not price:
             return self.most
         chances = [self.acceptance.chance(request.request_id, Source.PROPOSED) for request, _ in rows]
