@@ -133,11 +133,8 @@ def run(args: argparse.Namespace) -> int:
 
     encode, vocab_size = _reader(args)
     # A framework that reads the packs would fail at a token id that the model lacks, and could not name the record.
-    read = fitting(
-        encode,
-        vocab_size or None if args.to is not None else None,
-        args.capacity if args.overflow == "error" else None,
-    )
+    most_ids = (vocab_size or None) if args.to is not None else None
+    read = fitting(encode, most_ids, args.capacity if args.overflow == "error" else None)
     source = RecordSource([args.file], read, on_error=args.on_error)
     _check_output(args)
     tally = _Tally(args.capacity, max(1, args.align))

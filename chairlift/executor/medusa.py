@@ -110,9 +110,10 @@ class MedusaHeads:
         step did not compute gets none."""
         drafts: list[list[int]] = [[] for _ in rows]
         places = self._places()
-        at_index = [index for index, (request, _) in enumerate(rows) if request.slot in places]
-        if at_index:
-            for index, tokens in zip(at_index, self._drafts([rows[index] for index in at_index], places), strict=True):
+        computed = [index for index, (request, _) in enumerate(rows) if request.slot in places]
+        if computed:
+            made = self._drafts([rows[index] for index in computed], places)
+            for index, tokens in zip(computed, made, strict=True):
                 drafts[index] = tokens
         return drafts
 
