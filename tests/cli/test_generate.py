@@ -77,7 +77,7 @@ def test_json_lines_in_and_out_in_input_order(chairlift: Run, model_dir: Path, l
     assert chairlift(*argv) == (2, [], [refused])
     assert output.read_text() == "old\n"
     assert chairlift(*argv, "--force") == (0, [], [])
-    records = [json.loads(line) for line in output.read_text().splitlines()]
+    records = [json.loads(line) for line in output.read_bytes().splitlines()]
     assert [record["index"] for record in records] == [0, 1, 2]
     assert [record["id"] for record in records] == ["x", 2, None]
     assert [record["prompt"] for record in records] == ["a long answer", [5, 6, 7], messages]
@@ -374,7 +374,7 @@ def test_ctrl_c_keeps_the_answers_that_are_there(model_dir: Path, tmp_path: Path
     shown = terminal.read_to_the_end()
     assert terminal.process.wait() == 130
     terminal.close()
-    records = [json.loads(line) for line in output.read_text().splitlines()]
+    records = [json.loads(line) for line in output.read_bytes().splitlines()]
     assert [record["index"] for record in records] == list(range(3001))
     assert records[0]["error"] is None and len(records[0]["outputs"][0]["token_ids"]) == 1
     assert records[-1]["error"] == "stopped with Ctrl-C before its answer was complete"
