@@ -101,8 +101,9 @@ class Drafts:
         """Add drafts to a step. It must be called last: drafts use only remaining budget and blocks, and preempt no
         request.
 
-        A step that preempts gets no drafts. A proposer with KV of its own writes while it makes drafts, but the blocks
-        of a preempted request are saved when the step runs. One of them may already belong to a row with drafts.
+        A step that preempts or saves blocks gets no drafts (the caller knows about saved blocks: requests may be
+        preempted between steps). A proposer with KV of its own writes while it makes drafts, but the blocks of a
+        preempted request are saved when the step runs. One of them may already belong to a row with drafts.
         """
         out = step.out
         if not step.runs_decodes or out.preempted:

@@ -265,7 +265,7 @@ class Scheduler:
         self.prompts.run(step, budget, turn)
         if turn is Turn.PREFILL and not out.chunks:  # no request could join
             self._run_decodes(step)
-        if self.drafts is not None:
+        if self.drafts is not None and not self.preemptor.swap_out:
             self.drafts.add(step)
         self._seal(step)
         if not self.waiting:
