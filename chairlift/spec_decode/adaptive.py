@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from chairlift.config import SchedulerConfig
@@ -67,7 +68,8 @@ def best_number(num_rows: int, drafts: Sequence[tuple[float, str]], seconds: Cal
         seconds: Function from the number of drafts to the seconds of the step. A number below 0 stands for fewer rows.
     """
     alone = seconds(0)
-    best, rate = 0, num_rows / alone
+    best, plain = 0, num_rows / alone
+    rate = plain
     first: dict[str, float] = {}
     for chance, name in drafts:
         first.setdefault(name, chance)
@@ -79,7 +81,7 @@ def best_number(num_rows: int, drafts: Sequence[tuple[float, str]], seconds: Cal
             waiting.pop()
             sharing += 1
         found = (num_rows + gained) / (taken := seconds(number))
-        if found <= max(rate, num_rows / alone * _least_gain(taken, alone)):
+        if found <= rate or found <= plain * _least_gain(taken, alone):
             continue
         # Rows with drafts end after the fraction 1 - saved of the steps; then the other rows run without them.
         saved = gained / (gained + sharing)
@@ -168,8 +170,14 @@ class AdaptiveSpeculator:
         """Choose the drafts of a step: (request, drafts) for some of ``rows``, with at most ``budget`` drafts in total.
         ``rows`` has (decoding request, maximum number of its drafts)."""
 
+        times: dict[int, float] = {}
+        num_decodes, others = step.num_decodes, step[1:]
+
         def seconds(number: int) -> float:
-            return self._seconds(step._replace(num_decodes=step.num_decodes + number))
+            found = times.get(number)
+            if found is None:
+                found = times[number] = self._seconds(StepFeatures(num_decodes + number, *others))
+            return found
 
         self._idle_steps += 1
         probes = self._idle_steps >= self._probe_steps and self._can_pay_probe(len(rows), seconds)
@@ -216,35 +224,49 @@ class AdaptiveSpeculator:
     def _least_tried(self, drafted: Mapping[str, _Drafted]) -> tuple[float, str]:
         """(probability, request id) of the request with the fewest checked drafts. The probability is the estimate for
         its next draft."""
-        name = min(drafted, key=lambda name: self.acceptance.weight(name, drafted[name].source))
-        return self.acceptance.chance(name, drafted[name].source), name
+        name = min(drafted, key=lambda name: self.acceptance[drafted[name].source].weight(name))
+        return self.acceptance[drafted[name].source].survivals(name, 1)[0], name
 
     def _is_new(self, drafted: _Drafted) -> bool:
         """Whether the drafts come from the predicted output that the request supplied (``prediction``), and no draft of
         this kind was checked for the request yet."""
-        tried = self.acceptance.is_tried(drafted.request.request_id, drafted.source)
-        return drafted.source is Source.PREDICTED and not tried
+        new = drafted.source is Source.PREDICTED
+        return new and drafted.request.request_id not in self.acceptance[Source.PREDICTED].requests
 
     def _may_pay(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, seconds: Callable[[int], float]
     ) -> bool:
-        """Whether drafts could increase the tokens per second if all drafts were as probable as the most probable
-        draft. In full batches the answer is no. Then the search for drafts is skipped, and this method is the only
-        cost."""
-        best, proposes = 0.0, self._proposer is not None
+        """Whether drafts could increase the tokens per second if the drafts of all rows were as probable as the most
+        probable ones. In full batches the answer is no. Then the search for drafts is skipped, and this method is the
+        only cost."""
+        names: dict[Source, list[str]] = {}
+        proposes, others, expecting = self._proposer is not None, [], self.acceptance[Source.PREDICTED].requests
         for request, _ in rows:
-            name = request.request_id
             if request.prediction or request.is_guided:
-                if request.prediction and not self.acceptance.is_tried(name, Source.PREDICTED):
+                if request.prediction and request.request_id not in expecting:
                     return True
-                best = max([best, *(self.acceptance.chance(name, each) for each in self._sources_of(request))])
-            elif proposes and (chance := self.acceptance.chance(name, Source.PROPOSED)) > best:
-                best = chance
-        alone, num_rows = seconds(0), step.num_decodes
-        sizes = ((number, seconds(number)) for number in _SIZES_COMPARED)
-        return any(
-            (1 + best * number / num_rows) * alone > taken * _least_gain(taken, alone) for number, taken in sizes
-        )
+                for source in self._sources_of(request):
+                    names.setdefault(source, []).append(request.request_id)
+            elif proposes:
+                others.append(request.request_id)
+        if others:
+            names.setdefault(Source.PROPOSED, []).extend(others)
+        if not names:
+            return False
+        depth = min(self.most, -(-_MAX_DRAFTS // len(rows)))
+        curves = [self.acceptance[source].best(each, depth)[:depth] for source, each in names.items()]
+        chances = list(map(max, *curves)) if len(curves) > 1 else curves[0]
+        gains, alone, most = [0.0, *accumulate(chances)], seconds(0), len(rows) * depth
+        for size in _SIZES_COMPARED:
+            number = min(size, most)
+            full, rest = divmod(number, len(rows))
+            gained = len(rows) * gains[full] + (rest * chances[full] if rest else 0.0)
+            taken = seconds(number)
+            if (1 + gained / step.num_decodes) * alone > taken * _least_gain(taken, alone):
+                return True
+            if size >= most:
+                break
+        return False
 
     def _depth(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, seconds: Callable[[int], float], price: float
@@ -253,11 +275,12 @@ class AdaptiveSpeculator:
         seconds: the number that gives the most tokens per second if all are used."""
         if not price:
             return self.most
-        chances = [self.acceptance.chance(request.request_id, Source.PROPOSED) for request, _ in rows]
+        acceptance = self.acceptance[Source.PROPOSED]
+        survivals = [acceptance.survivals(request.request_id, self.most) for request, _ in rows]
         depth, tokens, alone = 0, float(step.num_decodes), seconds(0)
         plain = rate = tokens / alone
         for number in range(1, self.most + 1):
-            tokens += sum(chance**number for chance in chances)
+            tokens += sum([chances[number - 1] for chances in survivals])
             taken = seconds(number * len(rows)) + number * price
             found = tokens / taken
             if found > max(rate, plain * _least_gain(taken, alone)):
@@ -300,18 +323,17 @@ class AdaptiveSpeculator:
         return text.propose(request.token_ids, request.num_prompt_tokens, limit)
 
     def _ranked(self, drafted: Mapping[str, _Drafted]) -> Iterable[tuple[float, str]]:
-        """Yield (probability, request id) for each draft. Within a row the probability decreases."""
+        """Yield (probability, request id) for each draft. Within a row the probability does not increase."""
         for name, each in drafted.items():
-            chance = self.acceptance.chance(name, each.source)
-            for at in range(1, len(each.tokens) + 1):
-                yield chance**at, name
+            chances = self.acceptance[each.source].survivals(name, len(each.tokens))
+            yield from [(chance, name) for chance, _ in zip(chances, each.tokens, strict=False)]
 
     def verified(self, request: Request, drafts: Sequence[int], num_accepted: int) -> None:
         """Learn from a step that has checked ``drafts``: the first ``num_accepted`` of them were right."""
         self._idle_steps = self._resting_steps = 0
         self._probe_steps = _PROBE_STEPS[0] if num_accepted else min(2 * self._probe_steps, _PROBE_STEPS[1])
         source = self._sources.get(request.request_id, Source.PROPOSED)
-        self.acceptance.learn(request.request_id, source, len(drafts), num_accepted)
+        self.acceptance[source].learn(request.request_id, len(drafts), num_accepted)
         if source is Source.PREDICTED:
             request.num_accepted_predicted += num_accepted
             request.num_rejected_predicted += len(drafts) - num_accepted
