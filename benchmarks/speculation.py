@@ -3,7 +3,7 @@ turns in one process.
 
     python benchmarks/speculation.py scripted MODEL [--rows 1 4 16] [--acceptance 0.8] [--fixed 1 2 4 8]
     python benchmarks/speculation.py useless MODEL [--rows 64] [--rounds 10]
-    python benchmarks/speculation.py texts MODEL [--rows 1 4 16 64]
+    python benchmarks/speculation.py texts MODEL [--rows 1 4 16 64] [--fixed 1 2 4 8]
     python benchmarks/speculation.py heads [MODEL] [--rows 1 4 16 64] [--heads DIR | --eagle3 DIR] [--fixed 1 2 3]
 
 ``scripted``: drafts that cost no time to propose, each correct with a given probability; the number of drafts is fixed,
@@ -207,6 +207,8 @@ def texts(args: argparse.Namespace) -> list[dict[str, Any]]:
         prompts = [llm.encode_chat(each) for each in asked]
         params = SamplingParams(temperature=0.0, max_tokens=args.tokens)
         sides: dict[str, Make] = {"ngram": lambda: AdaptiveSpeculator(seconds, 8, NgramProposer(3))}
+        for most in args.fixed:
+            sides[f"{most} fixed"] = lambda most=most: Fixed(seconds, most, NgramProposer(3))
         timed(llm, prompts, params, sides["ngram"])
         records += pairs(llm, prompts, params, sides, args.rounds)
     return records
