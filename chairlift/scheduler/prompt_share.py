@@ -30,7 +30,8 @@ class PromptShare:
     policy order, and S the prompt tokens of smaller requests. Its prompt is computed when
     ``min((V + p) / f, (p + S) / (1 - f))`` prompt tokens were assigned since it joined, plus one step and the
     look-ahead. The size of a request is the number of tokens that it has to compute when it joins; it does not change
-    while the request runs.
+    while the request runs. A prompt that reads images may wait longer beside decode rows, because the step has a second
+    limit for the tokens of such prompts (``Batch.image_tokens``).
 
     Args:
         fraction: Fraction of the budget in policy order, from 0.25 to 1. With 1 the smallest requests get no part.

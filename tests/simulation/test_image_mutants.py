@@ -23,11 +23,12 @@ SEEN_AT = {
 
 @pytest.mark.parametrize("name", sorted(IMAGE_MUTANTS))
 def test_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    IMAGE_MUTANTS[name](lambda owner, attribute, value: monkeypatch.setattr(owner, attribute, value))
-    found = next(
-        (seed for seed in (SEEN_AT.get(name, SEEDS[0]), *SEEDS) if failure_of(make_world(seed)) is not None), None
-    )
+    seeds = SEEN_AT.get(name, SEEDS[0]), *SEEDS
+    with monkeypatch.context() as planted:
+        IMAGE_MUTANTS[name](lambda owner, attribute, value: planted.setattr(owner, attribute, value))
+        found = next((seed for seed in seeds if failure_of(make_world(seed)) is not None), None)
     assert found is not None, f"{len(SEEDS)} worlds did not notice: {name}"
+    assert failure_of(make_world(found)) is None, f"world {found} also fails without the planted bug"
 
 
 def test_worlds_with_images_hold_and_reach_what_they_are_for() -> None:

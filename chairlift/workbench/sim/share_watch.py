@@ -9,6 +9,10 @@ For a prompt of p tokens, counted since the request could join:
 
 The prompt must be computed before A exceeds ``(V + p) / f``, and before A exceeds ``(p + S) / (1 - f)``, each plus the
 tokens of one step. Steps that are scheduled ahead count when they are scheduled.
+
+A step with decode rows has a second limit for the tokens of prompts that still read images, and it may be 0. For such a
+prompt, the first bound counts only the tokens that this step gives to prompts that read images. They are given in
+policy order, so the smallest prompt may get none of them: the second bound does not count this step.
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ class _Prompt:
     smaller: int
     """Number of tokens in this prompt and in all smaller prompts (S + p of the module text)."""
     handed_out: int = 0
-    """Number of prompt tokens given to all requests since this request could join (A of the module text)."""
+    """Number of prompt tokens given to all requests since this request could join (A of the first bound)."""
+    handed_out_by_size: int = 0
+    """The same for the second bound."""
 
 
 class ShareWatch:
@@ -88,14 +94,16 @@ class ShareWatch:
             if request is not None and request.admitted_at_step == out.step and row.request_id not in refused:
                 self._join(request, len(row.token_ids) - row.num_computed_tokens)
         given = dict(zip(out.chunk_ids, (chunk.num_tokens for chunk in out.chunks), strict=True))
-        total = sum(given.values())
+        total, limited, for_images = sum(given.values()), *self._images_in(out)
         others = sum(count for name, count in given.items() if name not in self._prompts)
         computed = []
         for name, prompt in self._prompts.items():
             prompt.before += others
             prompt.smaller += others
             self._check(prompt)
-            prompt.handed_out += total
+            is_limited = name in limited
+            prompt.handed_out += for_images if is_limited else total
+            prompt.handed_out_by_size += 0 if is_limited else total
             prompt.remaining -= given.get(name, 0)
             if prompt.remaining <= 0:
                 computed.append(name)
@@ -103,6 +111,21 @@ class ShareWatch:
             ended = self._prompts.pop(name)
             self.num_checked += 1
             self.num_jumps += any(other.order < ended.order for other in self._prompts.values())
+
+    def _images_in(self, out: SchedulerOutput) -> tuple[Set[str], int]:
+        """(ids of watched prompts whose tokens in this step had a second limit because they read images, number of
+        tokens that the step gives to such prompts)."""
+        if not out.num_decodes and not out.preempted:  # with a preemption, the decode row may have left the step
+            return frozenset(), 0
+        starts = dict(zip(out.chunk_ids, (chunk.start for chunk in out.chunks), strict=True))
+
+        def reads(name: str) -> bool:
+            request = self._scheduler.requests[name]
+            start = starts.get(name, request.num_computed_tokens)
+            return bool(request.images) and start < request.images[-1].end
+
+        tokens = sum(chunk.num_tokens for name, chunk in zip(out.chunk_ids, out.chunks, strict=True) if reads(name))
+        return {name for name in self._prompts if reads(name)}, tokens
 
     def _queue(self) -> None:
         """Start watching new requests that wait, as if a row and blocks were free. :meth:`_forget` stops watching a
@@ -176,8 +199,8 @@ class ShareWatch:
                 f"{name} is not computed after {prompt.handed_out} tokens of prompts, although only {prompt.before}"
                 f" tokens are its own or before it in policy order, which gets a fraction of {f}"
             )
-        if f < 1.0 and prompt.handed_out > prompt.smaller / (1 - f) + self._slack:
+        if f < 1.0 and prompt.handed_out_by_size > prompt.smaller / (1 - f) + self._slack:
             raise Violation(
-                f"{name} is not computed after {prompt.handed_out} tokens of prompts, although only {prompt.smaller}"
-                f" tokens are its own or of smaller prompts, which get a fraction of {1 - f}"
+                f"{name} is not computed after {prompt.handed_out_by_size} tokens of prompts, although only"
+                f" {prompt.smaller} tokens are its own or of smaller prompts, which get a fraction of {1 - f}"
             )
