@@ -168,6 +168,9 @@ class LoadedExecutor:
         speculation = config.scheduler.speculation if verifies else None
         method = {} if speculation is None else {"speculative_method": speculation.method}
         num_tokens = 0 if speculation is None else speculation.num_speculative_tokens
+        drafter = getattr(self.executor, "drafter", None)
+        if drafter is not None:  # Medusa has as many drafts as heads
+            num_tokens = min(num_tokens, drafter.most)
         return {**method, "num_speculative_tokens": num_tokens, "takes_predictions": verifies}
 
 

@@ -56,8 +56,8 @@ class LoadedDraftModel:
         if isinstance(self.model, Eagle3):
             return Eagle3Drafter(self.model, runner, most=self.most, **sizes)
         if runner.draft is None:
-            return MedusaHeads(self.heads, runner, sizes["num_slots"])
-        return DraftModel(runner.draft, max_positions=self.max_positions, **sizes)
+            return MedusaHeads(self.heads[: self.most], runner, sizes["num_slots"])
+        return DraftModel(runner.draft, most=self.most, max_positions=self.max_positions, **sizes)
 
 
 def load_draft_model(

@@ -44,6 +44,7 @@ class DraftModel:
 
     Args:
         runner: Runs the small model, whose layers are part of the served model's cache.
+        most: Maximum number of drafts for a row in one step.
         num_slots: Number of rows of the engine.
         max_model_len: Maximum sequence length of the engine, in tokens.
         max_positions: Maximum sequence length of the small model, in tokens.
@@ -55,13 +56,14 @@ class DraftModel:
         self,
         runner: NativeModelRunner,
         *,
+        most: int,
         num_slots: int,
         max_model_len: int,
         max_positions: int,
         block_size: int,
         max_tokens: int,
     ) -> None:
-        self._runner, self._block_size = runner, block_size
+        self._runner, self._block_size, self.most = runner, block_size, most
         self._most_positions, self._max_tokens = min(max_positions, max_model_len), max_tokens
         self._tokens = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
         """Per slot: the tokens of its sequence, followed by its drafts."""

@@ -114,7 +114,7 @@ class Eagle3Drafter:
         block_size: int,
         max_tokens: int,
     ) -> None:
-        self._network, self._runner, self._block_size, self._most = network, runner, block_size, most
+        self._network, self._runner, self._block_size, self.most = network, runner, block_size, most
         self._most_positions = min(max_model_len, network.config.layer.max_position_embeddings)
         self._first = _Layer(network, runner, max(max_tokens, _MIN_TOKENS), projects=True)
         self._further = _Layer(network, runner, num_slots, projects=False)
@@ -227,7 +227,7 @@ class Eagle3Drafter:
             if 0 < len(going) < len(active):
                 features = take_rows(features, going)
             active = [active[at] for at in going]
-            if number or self._most == 1:  # otherwise the first call is left out: it also computes waiting positions
+            if number or self.most == 1:  # otherwise the first call is left out: it also computes waiting positions
                 self._times.note(len(rows), time.perf_counter() - begin)
             begin = time.perf_counter()
         return drafts

@@ -40,6 +40,9 @@ class ModelRunner(Protocol):
 class Drafter(Protocol):
     """Makes drafts. It is a :class:`~chairlift.spec_decode.adaptive.Proposer` that is also called for every step."""
 
+    most: int
+    """Maximum number of drafts for a row in one step."""
+
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
         """Called after the model has computed a step, before the step's tokens are known."""
         ...

@@ -17,7 +17,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ from chairlift.errors import InvariantError, ModelLoadError
 from chairlift.executor.drafting import DraftTimes, drawing_batch, take_rows
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.sampling_rows import RowTemplates
+from chairlift.kernels import ops
 from chairlift.kernels.cpu.packing import PackedMatrix
+from chairlift.kernels.recording import Value
 from chairlift.kernels.weights import NATIVE, MatrixShape
 from chairlift.request import Request
 from chairlift.scheduler.output import SchedulerOutput
@@ -60,14 +62,11 @@ class MedusaHeads:
     """
 
     def __init__(self, heads: Sequence[MedusaHead], runner: NativeModelRunner, num_slots: int) -> None:
-        self._heads, self._runner = heads, runner
+        self._runner, self.most = runner, len(heads)
+        self._outputs = [head.head for head in heads]
         self._templates = RowTemplates(runner.vocab_size)
-        self._shared = all(head.head is None for head in heads)
-        layers = [list(zip(*layer, strict=True)) for layer in zip(*(head.blocks for head in heads), strict=True)]
-        self._blocks = [
-            (torch.stack(weights).mT.contiguous(), torch.stack(biases)[:, None]) for weights, biases in layers
-        ]
-        """Weights of all heads, per block: (transposed weights [heads, D, D], biases [heads, 1, D])."""
+        self._shared = all(output is None for output in self._outputs)
+        self._blocks = _Blocks(heads, runner, num_slots)
         self._newest: tuple[Tensor, StepBatch, Sequence[int]] | None = None
         """The newest step with sampled tokens: (hidden states, the step, sampled tokens). The next step overwrites
         them."""
@@ -96,10 +95,10 @@ class MedusaHeads:
         return found
 
     def _states_at(self, places: Sequence[int]) -> Tensor:
-        """Hidden states ``places`` of the newest step, float32 [R, D]."""
+        """Hidden states ``places`` of the newest step, [R, D] in the model's dtype."""
         if self._newest is None:
             raise InvariantError("hidden states are read before the first step")
-        return take_rows(self._newest[0], places).float()
+        return take_rows(self._newest[0], places)
 
     def seconds(self, num_rows: int) -> float:
         """Expected seconds in which one draft for each of ``num_rows`` rows is made; 0 before the first drafts."""
@@ -108,13 +107,16 @@ class MedusaHeads:
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
         """Drafts for each row: one per Medusa head, and at most the number given with the row. A row that the newest
         step did not compute gets none."""
+        begin = time.perf_counter()
         drafts: list[list[int]] = [[] for _ in rows]
         places = self._places()
-        computed = [index for index, (request, _) in enumerate(rows) if request.slot in places]
+        computed = [index for index, (request, limit) in enumerate(rows) if request.slot in places and limit > 0]
         if computed:
             made = self._drafts([rows[index] for index in computed], places)
             for index, tokens in zip(computed, made, strict=True):
                 drafts[index] = tokens
+        if number := max(map(len, drafts), default=0):
+            self._times.note(len(computed), (time.perf_counter() - begin) / number)
         return drafts
 
     def _drafts(self, rows: Sequence[tuple[Request, int]], places: Mapping[int, int]) -> list[list[int]]:
@@ -123,20 +125,16 @@ class MedusaHeads:
         slots = np.array([request.slot for request, _ in rows], dtype=np.int32)
         known = np.array([len(request.token_ids) for request, _ in rows], dtype=np.int32)
         sampling = [request.sampling for request, _ in rows]
-        states = self._states_at([places[request.slot] for request, _ in rows])
-        numbers = range(min(len(self._heads), max((limit for _, limit in rows), default=0)))
+        numbers = range(min(self.most, max(limit for _, limit in rows)))
+        states = self._blocks.run(self._states_at([places[request.slot] for request, _ in rows]), len(numbers))
         together = self._shared and not any(_reads_history(request) for request, _ in rows)
         for part in [numbers] if together else [range(number, number + 1) for number in numbers]:
-            if not part:
-                break
-            begin = time.perf_counter()
-            drawn = self._draw(part, states, slots, known, sampling)
+            drawn = self._draw(part, states[part.start : part.stop], slots, known, sampling)
             for at, token in enumerate(drawn):
                 number, row = part[at // len(rows)], at % len(rows)
                 if len(drafts[row]) == number < rows[row][1] and token >= 0:
                     drafts[row].append(token)
                     self._tokens[slots[row], known[row] + number] = token
-            self._times.note(len(rows), (time.perf_counter() - begin) / len(part))
         return drafts
 
     def forget(self, request: Request) -> None:
@@ -146,19 +144,60 @@ class MedusaHeads:
         self, numbers: range, states: Tensor, slots: np.ndarray, known: np.ndarray, sampling: list[object]
     ) -> list[int]:
         """One token per head and row, head by head, sampled with the noise of the token's position; -1 if no token
-        could be sampled. Several ``numbers`` are allowed only if the heads use the same output matrix."""
-        these = slice(numbers.start, numbers.stop)
-        made = states.expand(len(numbers), *states.shape)
-        for weights, biases in self._blocks:
-            made = made + torch.nn.functional.silu(torch.baddbmm(biases[these], made, weights[these]))
+        could be sampled. ``states`` [heads, R, D] are the results of the heads' blocks. Several ``numbers`` are allowed
+        only if the heads use the same output matrix."""
         if len(numbers) > 1:
             slots, sampling = np.tile(slots, len(numbers)), sampling * len(numbers)
         lengths = np.concatenate([known + number for number in numbers])
         lengths = np.minimum(lengths, self._tokens.shape[1] - 1)
         batch = drawing_batch(self._tokens, slots, lengths, sampling)
         rows = self._templates.fill(batch, None)
-        self._runner.project(made.flatten(0, 1), rows, self._heads[numbers[0]].head)
+        self._runner.project(states.flatten(0, 1), rows, self._outputs[numbers[0]])
         return rows.sampled().token_ids
+
+
+class _Blocks:
+    """The blocks of all heads as a step program.
+
+    Args:
+        heads: The heads; all have the same number of blocks.
+        runner: Runner of the served model.
+        max_rows: Maximum number of rows in a call.
+    """
+
+    def __init__(self, heads: Sequence[MedusaHead], runner: NativeModelRunner, max_rows: int) -> None:
+        blocks = [block for head in heads for block in head.blocks]
+        shapes = [MatrixShape(*weight.shape) for weight, _ in blocks]
+        packed = iter(NATIVE.empty(shapes, runner.dtype, torch.device("cpu")))
+        recorder: Any = runner.recorder()
+        given, made = recorder.given(shapes[0].in_features), list[Value]()
+        for head in heads:
+            state = given
+            for (weight, bias), matrix in zip(head.blocks, packed, strict=False):
+                NATIVE.write(matrix, 0, weight, mapped=False)
+                NATIVE.finish(matrix, bias)
+                state = state + ops.silu(ops.native_linear(state, matrix))
+            made.append(state)
+        self._made, self._dtype = made, runner.dtype
+        self._program = runner.program_of(recorder, made[-1], max_rows, made[:-1])
+        # Rows as bytes of numpy arrays. Copies in torch would start threads that spin on the model's processors.
+        self._given, *self._results = (
+            self._program.rows_of(value, max_rows).view(torch.uint8).numpy() for value in (given, *made)
+        )
+        self._batches: dict[int, StepBatch] = {}
+        """Number of rows -> batch of that many rows. The program uses only its size."""
+
+    def run(self, states: Tensor, count: int) -> Tensor:
+        """Results [``count``, R, D] of the blocks of the first ``count`` heads, for hidden states [R, D]. Both are in
+        the model's dtype."""
+        rows = len(states)
+        if rows not in self._batches:
+            every = np.zeros(rows, dtype=np.int32)
+            self._batches[rows] = drawing_batch(every[:, None], every, every, [])
+        self._given[:rows] = states.view(torch.uint8).numpy()
+        self._program.run_until(self._made[count - 1], self._batches[rows])
+        made = np.stack([result[:rows] for result in self._results[:count]])
+        return torch.from_numpy(made).view(self._dtype)
 
 
 def _reads_history(request: Request) -> bool:

@@ -166,10 +166,18 @@ class NativeModelRunner:
         :meth:`program_of`."""
         return Recorder(self._dtype)
 
-    def program_of(self, recorder: Recorder, output: Value, max_tokens: int) -> StepProgram:
-        """Step program of the layer that drafts. It uses the served model's threads and the last layers of its
-        cache."""
-        return StepProgram(recorder, output, self._draft_layers, self._pool, isa=self._isa, max_tokens=max_tokens)
+    def program_of(
+        self, recorder: Recorder, output: Value, max_tokens: int, others: Sequence[Value] = ()
+    ) -> StepProgram:
+        """Step program of the layer or the heads that draft. It uses the served model's threads and the last layers of
+        its cache. ``others`` is that of :class:`StepProgram`."""
+        how: dict[str, Any] = {"isa": self._isa, "max_tokens": max_tokens, "others": others}
+        return StepProgram(recorder, output, self._draft_layers, self._pool, **how)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the served model's activations."""
+        return self._dtype
 
     @property
     def vocab_size(self) -> int:
@@ -177,12 +185,12 @@ class NativeModelRunner:
         return self._head_weight.n
 
     def project(self, states: Tensor, rows: NativeRows, head: PackedMatrix | None) -> None:
-        """Compute logits from ``states`` [R, D] of any dtype with an output head, and sample a token for each of
-        ``rows``. ``head`` None is the served model's output head."""
+        """Compute logits from ``states`` [R, D], in the model's dtype, with an output head, and sample a token for each
+        of ``rows``. ``head`` None is the served model's output head."""
         self._head(self._padded(states), np.arange(len(states), dtype=np.int32), rows, head)
 
     def logits(self, states: Tensor, head: PackedMatrix) -> npt.NDArray[np.float32]:
-        """Logits [R, n] of hidden states [R, D] of any dtype with an output head [n, D]."""
+        """Logits [R, n] of hidden states [R, D] in the model's dtype with an output head [n, D]."""
         count, width = len(states), -(-head.n // PANEL) * PANEL
         rows = NativeRows.for_targets(np.zeros(count, dtype=np.int32), -1, head.n)  # such rows store their logits
         stored = Memory(4 * count * width).tensor(torch.float32, (count, width))
@@ -194,11 +202,12 @@ class NativeModelRunner:
         self.program.sample(logits, self.vocab_size, rows.records)
 
     def _padded(self, states: Tensor) -> Tensor:
-        """The hidden states ``states`` [R, D] in the model's dtype. Each row is padded with zeros at its end."""
+        """The hidden states ``states`` [R, D]. Each row is padded with zeros at its end."""
         width = states.shape[1]
-        padded = torch.zeros((len(states), -(-width // PANEL) * PANEL + PANEL), dtype=self._dtype)
-        padded[:, :width] = states
-        return padded[:, :width]
+        given = states.view(torch.uint8).numpy()  # a copy in torch would start threads
+        padded = np.zeros((len(given), (-(-width // PANEL) + 1) * PANEL * states.element_size()), dtype=np.uint8)
+        padded[:, : given.shape[1]] = given
+        return torch.from_numpy(padded).view(states.dtype)[:, :width]
 
     def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
         """Replace all weights of the model; see :func:`~chairlift.models.loader.replace_weights`. The weights keep

@@ -61,6 +61,7 @@ __all__ = [
     "scale",
     "scale_queries",
     "sigmoid_gate",
+    "silu",
     "silu_and_mul",
     "soft_cap",
     "write_kv",
@@ -152,6 +153,12 @@ def relu(x: Tensor) -> Tensor:
 def relu_squared(x: Tensor) -> Tensor:
     """max(x, 0) squared (So et al., 2021)."""
     return torch.nn.functional.relu(x).square()
+
+
+@operation(lambda x: expect(x))
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x)."""
+    return torch.nn.functional.silu(x)
 
 
 @operation(lambda x, factor: expect(x))

@@ -182,6 +182,11 @@ class Recorder:
         self.nodes.append(node)
         return outs if several else outs[0]
 
+    def given(self, width: int) -> Value:
+        """Placeholder of activations [T, width] that no operation computes: the caller writes them before each run of
+        the program."""
+        return Value(self, "rows", width)
+
     def attend(
         self,
         layer: int,

@@ -114,6 +114,13 @@ class Proposer(Protocol):
         ...
 
 
+class Drafter(Proposer, Protocol):
+    """Proposer that makes a limited number of drafts for a row, such as Medusa's heads."""
+
+    most: int
+    """Maximum number of drafts for a row in one step."""
+
+
 class _Drafted(NamedTuple):
     """Drafts of one row from which the step may take the first few."""
 
@@ -354,7 +361,7 @@ def speculator_from_config(
     num_lookahead_steps: int,
     has_states: bool = False,
     guide: Guide | None = None,
-    drafter: Proposer | None = None,
+    drafter: Drafter | None = None,
 ) -> AdaptiveSpeculator | None:
     """The speculator for these settings; None if steps take no drafts (:meth:`SchedulerConfig.takes_drafts`). If no
     method is set, only requests with a ``prediction`` or a grammar get drafts. ``drafter`` is the small model or the
@@ -365,4 +372,5 @@ def speculator_from_config(
     if speculation is None:
         return AdaptiveSpeculator(costs.decode_seconds, _MAX_KNOWN, guide=guide)
     proposer = NgramProposer(speculation.prompt_lookup_min) if drafter is None else drafter
-    return AdaptiveSpeculator(costs.decode_seconds, speculation.num_speculative_tokens, proposer, guide)
+    most = speculation.num_speculative_tokens if drafter is None else drafter.most
+    return AdaptiveSpeculator(costs.decode_seconds, most, proposer, guide)

@@ -163,6 +163,39 @@ def test_each_head_guesses_the_token_of_its_place(shared: bool, models: Models, 
     assert sum(one != other for one, other in zip(drafts, wanted, strict=True)) <= 1  # a near tie
 
 
+@pytest.mark.parametrize(("dtype", "off"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("isa", supported_isas())
+def test_the_blocks_compute_what_plain_torch_does(
+    dtype: str, off: float, isa: str, models: Models, tmp_path: Path
+) -> None:
+    width = hidden_size(models.model_dir("llama"))
+    heads = write_heads(tmp_path / "heads", width, count=3, layers=2)
+    settings = {"num_kv_blocks": 40, "threads": 2, "speculative_config": asked_of(heads), "max_num_seqs": 7}
+    drafter = drafts_are_free(models.llm("llama", isa, dtype, **settings))
+    weights = load_file(heads / "medusa_lm_head.safetensors")
+    kind = getattr(torch, dtype)
+    for rows, count in ((1, 3), (7, 2), (3, 1), (1, 3)):
+        states = torch.randn(rows, width).to(kind)
+        made = drafter._blocks.run(states, count)
+        assert made.shape == (count, rows, width) and made.dtype == kind
+        alone = torch.cat([drafter._blocks.run(states[row : row + 1], count).clone() for row in range(rows)], 1)
+        assert torch.equal(alone, made)
+        for head in range(count):
+            x = states.float()
+            for layer in range(2):
+                weight, bias = (weights[f"{head}.{layer}.linear.{part}"] for part in ("weight", "bias"))
+                x = x + torch.nn.functional.silu(x @ weight.to(kind).float().T + bias)
+            torch.testing.assert_close(made[head].float(), x, rtol=off, atol=off * float(x.abs().max()))
+
+
+def test_there_are_as_many_drafts_as_heads_or_fewer(models: Models, tmp_path: Path) -> None:
+    heads = write_heads(tmp_path / "heads", hidden_size(models.model_dir("llama")), count=3)
+    for asked, most in ((8, 3), (2, 2)):
+        llm = models.llm("llama", "auto", "float32", num_kv_blocks=40, speculative_config=asked_of(heads, asked))
+        assert llm.engine.scheduler.drafts.speculator.most == most
+        assert llm.info.num_speculative_tokens == most
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

@@ -118,31 +118,32 @@ class Plan:
         return list(dict.fromkeys(op.call.label for op in self.ops if op.call is not None))
 
 
-def lower(nodes: Sequence[Node], output: Value) -> Plan:
-    """Fuse ``nodes`` into operations and assign buffers. The buffer of ``output`` keeps its contents after the run."""
-    ops = _Fuser(nodes, output).fuse()
-    return _place(ops, output)
+def lower(nodes: Sequence[Node], *outputs: Value) -> Plan:
+    """Fuse ``nodes`` into operations and assign buffers. The buffers of ``outputs`` keep their contents after the
+    run."""
+    ops = _Fuser(nodes, outputs).fuse()
+    return _place(ops, outputs)
 
 
 def narrow_at(ops: Sequence[FusedOp], output: Value) -> tuple[int, set[Value]]:
     """Where the program can stop computing tokens that are no longer needed: (index of the first operation after all
-    operations that need every token; activations that earlier operations compute and later operations read)."""
+    operations that need every token; activations that later operations read and do not compute)."""
     rows = (OpKind.EMBED, OpKind.ROTARY, OpKind.QKV, OpKind.HEADS)
     shared = (*rows, OpKind.SHORT_CONV, OpKind.MAMBA_SCAN, OpKind.DELTA_SCAN)
     recurrent = [op.call is not None and op.call.op is recurrence for op in ops]
     at = max((i for i, op in enumerate(ops) if op.kind in shared or recurrent[i]), default=-1) + 1
-    read = {value for op in ops[at:] for value in op.inputs} | {output}
-    return at, read & {op.out for op in ops[:at] if op.out.role == "rows"}
+    read = {value for op in ops[at:] for value in op.inputs if value.role == "rows"} | {output}
+    return at, read - {op.out for op in ops[at:]}
 
 
 class _Fuser:
     """Makes operations from nodes. A node becomes an operation of its own, or is fused into the operation that reads
     it."""
 
-    def __init__(self, nodes: Sequence[Node], output: Value) -> None:
+    def __init__(self, nodes: Sequence[Node], outputs: Sequence[Value]) -> None:
         self.nodes = nodes
         self.readers = collections.Counter(value for node in nodes for value in set(node.inputs))
-        self.readers[output] += 1
+        self.readers.update(outputs)
         self.absorbed: dict[Value, Node] = {}
         """Result that is fused into the operation that reads it -> node that computes the result."""
 
@@ -251,6 +252,15 @@ def _sigmoid_gate(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
         return
     fields = {"n": node.out.width, "heads": 1, "flags": int(OpFlag.SIGMOID_GATE), "window": gate.attributes["first"]}
     yield FusedOp(OpKind.GATED_NORM, node.out, (node.inputs[0], gate.inputs[0]), fields)
+
+
+def _silu(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+    """x * sigmoid(x): a gate that opens itself."""
+    if node.out.width % LANES:
+        yield from _call(fuser, node)
+        return
+    fields = {"n": node.out.width, "heads": 1, "flags": int(OpFlag.SIGMOID_GATE)}
+    yield FusedOp(OpKind.GATED_NORM, node.out, (node.inputs[0], node.inputs[0]), fields)
 
 
 def _activation(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
@@ -438,6 +448,7 @@ _KERNELS: dict[Op[..., Any], Callable[[_Fuser, Node], Iterable[FusedOp]]] = {
     ops.rotary_table: _rotary_table,
     ops.scale: _scale,
     ops.sigmoid_gate: _sigmoid_gate,
+    ops.silu: _silu,
     **dict.fromkeys(_ACTIVATIONS, _activation),
     **dict.fromkeys(_GATED, _gated),
 }
@@ -449,15 +460,21 @@ def _product(kind: OpKind, product: Node, out: Value, *aux: Value) -> FusedOp:
     return FusedOp(kind, out, (*product.inputs, *aux), {"n": weight.n, "k": weight.k}, weight)
 
 
-def _place(ops: list[FusedOp], output: Value) -> Plan:
+def _place(ops: list[FusedOp], outputs: Sequence[Value]) -> Plan:
     """Assign a buffer to every activation. A buffer is reused after the last operation that reads it (linear-scan
-    allocation)."""
+    allocation). An activation that no operation computes is an input, and has a buffer of its own."""
     last_read: dict[Value, int] = {}
     for index, op in enumerate(ops):
         last_read[op.out] = index
         last_read.update((value, index) for value in op.inputs)
-    last_read[output] = len(ops)
+    last_read.update((value, len(ops)) for value in outputs)
     plan = Plan(ops, {}, [])
+    computed = {op.out for op in ops}
+    for value in dict.fromkeys(value for op in ops for value in op.inputs):
+        if value.role == "rows" and value not in computed:
+            last_read[value] = len(ops)
+            plan.buffer_of[value] = len(plan.widths)
+            plan.widths.append(value.width)
     free: dict[int, list[int]] = collections.defaultdict(list)
     for index, op in enumerate(ops):
         dying = [value for value in dict.fromkeys(op.inputs) if last_read[value] == index and value in plan.buffer_of]

@@ -43,7 +43,8 @@ class StepProgram:
     tensors of recurrent layers, by layer, for cells without a kernel; ``parts`` maps (layer, part) to the part's index
     in ``kv_layers``. ``adapters`` is the table of the adapters that steps may use, with scratch for ``max_tokens`` plus
     :data:`SPARE_ROWS` tokens. ``taps`` are activations of equal width, computed before the last
-    operation that writes KV; each run stores them in :attr:`tapped`.
+    operation that writes KV; each run stores them in :attr:`tapped`. ``others`` are activations whose buffers keep
+    their contents after a run, too, for :meth:`rows_of`.
     """
 
     def __init__(
@@ -59,16 +60,16 @@ class StepProgram:
         parts: Mapping[tuple[int, int], int] | None = None,
         adapters: LowRankTable | None = None,
         taps: Sequence[Value] = (),
+        others: Sequence[Value] = (),
     ) -> None:
         self._library, self._adapters = lib.require(), adapters
         self._adapter_rows: npt.NDArray[np.int32] | None = None
-        self._pool, self._max_tokens = pool, max_tokens
+        self._pool, self._max_tokens, self._batch = pool, max_tokens, lib.Batch()
         self._step: StepBatch | None = None
         """The step whose arrays the struct ``_batch`` points to; None before the first step."""
-        self._batch = lib.Batch()
         self._recorder, self._states, self._parts = recorder, states or {}, parts or {}
         self._state_layers = {layer: (kv_layers[layer].group, kv_layers[layer].block_size) for layer in self._states}
-        self.plan = lower(recorder.nodes, output)
+        self.plan = lower(recorder.nodes, output, *others)
         self._referenced: list[Any] = []
         """Objects to which structs of the program point. The list keeps the objects alive."""
         self._converted: list[tuple[Tensor, Tensor, float]] = []
@@ -161,7 +162,6 @@ class StepProgram:
     ) -> list[tuple[int, npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
         """(index of an operation, source, destination) for each tap, sorted by index. Before that operation runs, the
         rows of the source are copied to the destination. Both are bytes [capacity, ...]."""
-        index_after = {op.out: at + 1 for at, op in enumerate(self.plan.ops)}
         width = taps[0].width if taps else 0
         size = width * self._recorder.dtype.itemsize
         self.tapped = _buffer(capacity if taps else 1, max(1, len(taps) * width), self._recorder.dtype)
@@ -171,7 +171,7 @@ class StepProgram:
         copies = []
         for i, tap in enumerate(taps):
             buffer = self._buffers[self.plan.buffer_of[tap]].view(torch.uint8).numpy()
-            copies.append((index_after[tap], buffer[:, :size], into[:, i * size : (i + 1) * size]))
+            copies.append((self._index_after[tap], buffer[:, :size], into[:, i * size : (i + 1) * size]))
         return sorted(copies, key=lambda each: each[0])
 
     def _after_layer(self, layer: int) -> tuple[int, npt.NDArray[np.uint8]]:
@@ -187,15 +187,25 @@ class StepProgram:
         return at, buffer.view(torch.uint8).numpy()
 
     @functools.cached_property
+    def _index_after(self) -> dict[Value, int]:
+        """Activation -> index of the operation after the one that computes it."""
+        return {op.out: at + 1 for at, op in enumerate(self.plan.ops)}
+
+    @functools.cached_property
     def _embedded(self) -> tuple[int, npt.NDArray[np.uint8]]:
         """(index of the operation after the embedding of tokens, bytes of its result [T, ...])."""
         at = next(i for i, op in enumerate(self.plan.ops) if op.kind == OpKind.EMBED)
         buffer = self._buffers[self.plan.buffer_of[self.plan.ops[at].out]]
         return at + 1, buffer.view(torch.uint8).numpy()
 
+    def run_until(self, value: Value, step: StepBatch) -> None:
+        """Compute the activation ``value`` of a step, and all operations before it."""
+        self._run(step, 0, self._index_after[value])
+
     def rows_of(self, value: Value, count: int) -> Tensor:
-        """First ``count`` rows of an activation after a run. They are valid if no operation after the one that computes
-        ``value`` reuses its buffer; the next run overwrites them."""
+        """First ``count`` rows of an activation after a run. They are valid if ``value`` is the output or one of
+        ``others``; the next run overwrites them. The rows of an input (:meth:`Recorder.given`) are written here before
+        a run."""
         return self._buffers[self.plan.buffer_of[value]][:count, : value.width]
 
     def _rows_of_output(self, count: int) -> Tensor:

@@ -307,6 +307,37 @@ def test_an_activation_is_part_of_the_product_before_it(activation: Any, recorde
     assert kinds(lower(other.nodes, activation(y) + y)) == ["EMBED", "LINEAR", "CALL", "ADD"]
 
 
+@pytest.mark.parametrize("width", [64, 40])
+def test_inputs_and_several_outputs_keep_their_buffers(width: int, recorder: Recorder) -> None:
+    """The blocks of Medusa heads. SiLU of a width that is no multiple of 16 is computed by torch."""
+    layers = [native_linear(width, width, bias=True, seed=seed) for seed in range(4)]
+    x = recorder.given(width)
+    made = []
+    for head in (layers[:2], layers[2:]):
+        state: Any = x
+        for layer in head:
+            state = state + ops.silu(product(layer, state))
+        made.append(state)
+    program = StepProgram(
+        recorder, made[1], [], lib.Pool(2, pin=False), isa=lib.supported_isas()[-1], max_tokens=64, others=made[:1]
+    )
+    assert kinds(program.plan) == 4 * ["LINEAR", "CALL" if width == 40 else "GATED_NORM", "ADD"]
+    rows = torch.randn(3, width, generator=torch.Generator().manual_seed(2)) * 3
+    program.rows_of(x, 3)[:] = rows
+    expected = []
+    for head in (layers[:2], layers[2:]):
+        state = rows
+        for layer in head:
+            state = state + torch.nn.functional.silu(product(layer, state))
+        expected.append(state)
+    program.run_until(made[0], arrays([4, 9, 1]))
+    torch.testing.assert_close(program.rows_of(made[0], 3), expected[0], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(program.rows_of(made[1], 3), expected[1], rtol=0.1, atol=0.1)
+    for _ in range(2):
+        torch.testing.assert_close(program.run(arrays([4, 9, 1])), expected[1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(program.rows_of(made[0], 3), expected[0], rtol=1e-4, atol=1e-4)
+
+
 def test_factors_are_part_of_the_embedding_or_of_the_sum(recorder: Recorder) -> None:
     layer, table = native_linear(32, 32), torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
     x = ops.scale(embedded(recorder, 32), 3.0)
