@@ -97,6 +97,8 @@ def timed(
     """(output tokens per second, outputs, counts of proposed and accepted drafts). ``make`` returns the proposer; None
     runs without drafts."""
     scheduler, speculator = llm.engine.scheduler, None if make is None else make()
+    if speculator is not None:
+        speculator.reach = speculator.most  # the times of steps are known from the runs before
     scheduler.drafts = None if speculator is None else Drafts(scheduler.batch, speculator)
     drafter = getattr(speculator, "_proposer", None)
     llm.engine.core.executor.drafter = drafter if hasattr(drafter, "saw") else None  # type: ignore[attr-defined]

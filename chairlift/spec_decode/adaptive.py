@@ -50,6 +50,9 @@ times ``_GAIN_PER_COST``: drafts that cost almost nothing lose almost nothing if
 _ALIKE = 0.8
 """Rows take turns if the probability of a row's first draft is at least this fraction of that of the draft that was
 added last."""
+_FIRST_REACH, _ROWS_PER_REACH = 1, 8
+"""Most drafts that the proposer makes for a row at first, and the number of checked rows with that many after which it
+doubles. If large steps came first, the times of smaller ones would stay guesses, and the choice would stay wrong."""
 _MAX_KNOWN = 16
 """Default of the maximum number of drafts of a row in one step, if the drafts come from a predicted output or a
 grammar."""
@@ -154,6 +157,9 @@ class AdaptiveSpeculator:
         self._texts: dict[str, PredictedText] = {}
         self._sources: dict[str, Source] = {}
         """Request id -> source of the drafts that the request got last."""
+        self.reach = _FIRST_REACH
+        """Most drafts that the proposer makes for a row now. It doubles while the engine learns what steps cost."""
+        self._num_reached = 0
         self._idle_steps, self._probe_steps = 0, _PROBE_STEPS[0]
         self._resting_steps = self._resting_rows = 0
         """For how many more steps the answer that drafts do not pay is valid, and for how many decode rows it was
@@ -314,7 +320,7 @@ class AdaptiveSpeculator:
             elif request.prediction and (drafts := self._expected(request, limit)):
                 found[request.request_id] = _Drafted(request, drafts, Source.PREDICTED)
             else:
-                others.append((request, min(limit, depth)))
+                others.append((request, min(limit, depth, self.reach)))
         if self._proposer is not None and others and depth:
             for (request, _), drafts in zip(others, self._proposer.propose(others), strict=True):
                 if drafts:
@@ -340,6 +346,9 @@ class AdaptiveSpeculator:
         self._idle_steps = self._resting_steps = 0
         self._probe_steps = _PROBE_STEPS[0] if num_accepted else min(2 * self._probe_steps, _PROBE_STEPS[1])
         source = self._sources.get(request.request_id, Source.PROPOSED)
+        self._num_reached += source is Source.PROPOSED and len(drafts) >= self.reach
+        if self._num_reached == _ROWS_PER_REACH:
+            self.reach, self._num_reached = 2 * self.reach, 0
         self.acceptance[source].learn(request.request_id, len(drafts), num_accepted)
         if source is Source.PREDICTED:
             request.num_accepted_predicted += num_accepted

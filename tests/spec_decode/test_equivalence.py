@@ -149,16 +149,22 @@ def scripted(seed: int, outputs: Sequence[RequestOutput]) -> Speculator:
     return ScriptedDrafts(seed, lambda request: known[request.request_id], VOCAB, EOS)
 
 
+def eager(speculator: AdaptiveSpeculator) -> AdaptiveSpeculator:
+    """Let the first rows have as many drafts as later ones."""
+    speculator.reach = speculator.most
+    return speculator
+
+
 def by_ngrams(seed: int) -> Speculator:
     """The real proposer, for which every draft pays."""
     rng = random.Random(seed)
-    return AdaptiveSpeculator(lambda step: 1.0, rng.randint(1, 8), NgramProposer(rng.randint(1, 3)))
+    return eager(AdaptiveSpeculator(lambda step: 1.0, rng.randint(1, 8), NgramProposer(rng.randint(1, 3))))
 
 
 def by_predictions(seed: int) -> Speculator:
     """Texts that requests expect, alone or before n-grams."""
     rng = random.Random(seed)
-    return AdaptiveSpeculator(lambda step: 1.0, rng.randint(1, 8), rng.choice((None, NgramProposer(2))))
+    return eager(AdaptiveSpeculator(lambda step: 1.0, rng.randint(1, 8), rng.choice((None, NgramProposer(2)))))
 
 
 def expecting(job: Job, output: RequestOutput, rng: random.Random) -> Job:

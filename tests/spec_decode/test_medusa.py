@@ -81,7 +81,7 @@ def drafts_are_free(llm: LLM) -> MedusaHeads:
     assert drafts is not None and isinstance(drafts.speculator, AdaptiveSpeculator)
     heads = drafts.speculator._proposer
     assert isinstance(heads, MedusaHeads)
-    drafts.speculator._seconds = lambda step: 1.0
+    drafts.speculator._seconds, drafts.speculator.reach = lambda step: 1.0, drafts.speculator.most
     heads.seconds = lambda num_rows: 0.0  # type: ignore[method-assign]
     return heads
 

@@ -180,7 +180,8 @@ def test_a_step_with_drafts_is_recorded_and_seen(model_dir: Path) -> None:
     llm = make(model_dir)
     engine = llm.engine
     scheduler = engine.scheduler
-    scheduler.drafts = Drafts(scheduler.batch, AdaptiveSpeculator(lambda step: 1.0, 4, NgramProposer(2)))
+    scheduler.drafts = Drafts(scheduler.batch, speculator := AdaptiveSpeculator(lambda step: 1.0, 4, NgramProposer(2)))
+    speculator.reach = 4
     recorder = StepRecorder(engine.core)
     llm.generate([[5] * 9], PARAMS)
     verifies = [record for record in engine.core.step_log if any(chunk.drafts for _, chunk in record.chunks)]
@@ -199,7 +200,8 @@ def test_rows_that_have_ended_have_no_drafts(model_dir: Path, batching: str) -> 
     """Rows of a static batch compute until the batch ends, and nothing would use the tokens of drafts."""
     llm = make(model_dir, batching=batching)
     scheduler = llm.engine.scheduler
-    scheduler.drafts = Drafts(scheduler.batch, AdaptiveSpeculator(lambda step: 1.0, 4, NgramProposer(2)))
+    scheduler.drafts = Drafts(scheduler.batch, speculator := AdaptiveSpeculator(lambda step: 1.0, 4, NgramProposer(2)))
+    speculator.reach = 4
     short = dataclasses.replace(PARAMS, max_tokens=3)
     outputs = llm.generate([[5] * 9, [5] * 8], [PARAMS, short])
     assert [answer.outputs[0].token_ids for answer in outputs] == [[5] * 20, [5] * 3]

@@ -43,7 +43,7 @@ def test_drafts_are_often_right_and_change_no_answer(method: str, least: float) 
 def _drafts_are_free(llm: LLM) -> Drafts:
     drafts = llm.engine.scheduler.drafts
     assert drafts is not None and isinstance(drafts.speculator, AdaptiveSpeculator)
-    drafts.speculator._seconds = lambda step: 1.0
+    drafts.speculator._seconds, drafts.speculator.reach = lambda step: 1.0, drafts.speculator.most
     drafts.speculator._proposer.seconds = lambda num_rows: 0.0  # type: ignore[method-assign, union-attr]
     return drafts
 
