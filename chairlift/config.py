@@ -82,6 +82,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "num_kv_blocks": (2, 2**31),
     "state_snapshot_interval": (1, ONE_STATE - 1),
     "swap_space_bytes": (0, 2**50),
+    "image_memory_bytes": (1, 2**50),
     "max_num_seqs": (1, 2**16),
     "max_num_batched_tokens": (1, 2**24),
     "ageing_seconds": (0.001, 10**6),
@@ -216,6 +217,9 @@ class CacheConfig:
     """Host memory for the KV of preempted requests. None: a tenth of the KV cache; 0: no swap space."""
     swap_directory: str | None = None
     """Directory for a file that holds the swap space, instead of memory."""
+    image_memory_bytes: int = 1 << 30
+    """Memory for encoded images. When it is full, images wait, or others are encoded again later, whichever costs less
+    time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

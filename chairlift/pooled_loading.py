@@ -35,6 +35,7 @@ _OF_GENERATION: Final = (
         "state_snapshot_interval",
         "swap_space_bytes",
         "swap_directory",
+        "image_memory_bytes",
         "cuda_graphs",
         "seed",
     ),

@@ -106,6 +106,7 @@ class Request:
         "images",
         "is_guaranteed",
         "is_guided",
+        "is_queued",
         "is_ready",
         "last_node",
         "limit",
@@ -132,6 +133,7 @@ class Request:
         "reserved",
         "resumed_at_step",
         "retention",
+        "rows_lost_until",
         "sampling",
         "sequence",
         "service",
@@ -210,18 +212,8 @@ class Request:
         """Number of KV positions at which the request stops computing. (The last sampled token is never an input.)"""
         self._begin_books()
 
-    def _begin_books(self) -> None:
-        """Initialise the fields that the scheduler and the KV cache maintain."""
-        self.stop_reason: int | str | None = None
-        self.is_guided = False
-        """Whether a grammar or a thinking budget restricts the request's tokens, and so its drafts."""
-        self.may_draft = True
-        """Whether the request may have drafts. False after its grammar failed on a draft."""
-        self.siblings: list[Request] = []
-        """Requests with the same prompt that wait until this request has computed the prompt, and then fork from it."""
-        self.num_sample_positions = 1
-        """Number of positions, counted from the end of the known tokens, at which the last chunk samples a token. A
-        shorter chunk samples at fewer positions. Only the token of the last position is used."""
+    def _begin_kv(self) -> None:
+        """Initialise the fields that the KV cache maintains."""
         self.block_ids: list[list[int]] = []
         """The block table: one list of block ids per cache group."""
         self.num_out_of_reach: list[int] = []
@@ -240,6 +232,25 @@ class Request:
         higher rank are evicted later."""
         self.num_cached_tokens = 0
         """Prompt tokens read from the prefix cache at first admission."""
+
+    def _begin_books(self) -> None:
+        """Initialise the fields that the engine maintains."""
+        self._begin_kv()
+        self.stop_reason: int | str | None = None
+        self.is_guided = False
+        """Whether a grammar or a thinking budget restricts the request's tokens, and so its drafts."""
+        self.may_draft = True
+        """Whether the request may have drafts. False after its grammar failed on a draft."""
+        self.siblings: list[Request] = []
+        """Requests with the same prompt that wait until this request has computed the prompt, and then fork from it."""
+        self.num_sample_positions = 1
+        """Number of positions, counted from the end of the known tokens, at which the last chunk samples a token. A
+        shorter chunk samples at fewer positions. Only the token of the last position is used."""
+        self.is_queued = False
+        """Whether the policy knows that the request waits for a row."""
+        self.rows_lost_until = 0
+        """End of the last image whose encoded rows are not in memory; 0 if all are. The request joins only if it need
+        not compute positions before this one."""
         self.waits_for = ""
         """The reason why the request is not ready: ``adapter`` (being read), ``image`` (being encoded) or empty."""
         self.adapter_passes = 0

@@ -67,6 +67,7 @@ _NOT_SIMULATED: Final = {
     "kernels",
     "seed",
     "swap_directory",
+    "image_memory_bytes",
     "speculative_config",
 }
 _MAX_REQUESTS: Final = 1_000_000

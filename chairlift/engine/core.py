@@ -231,8 +231,8 @@ class EngineCore(EngineClient):
     ) -> None:
         self.adapters, self.grammars = adapters or Adapters(), Grammars(None) if grammars is None else grammars
         self.clock: Clock = clock or SystemClock()
-        self.images = Images(getattr(executor, "images", None), self.clock)
-        self.kv = kv or _kv_cache(executor, config, cache or CacheConfig(), cache_secret)
+        cache = cache or CacheConfig()
+        self.kv = kv or _kv_cache(executor, config, cache, cache_secret)
         self.costs = Costs(executor.block_bytes, max_step_tokens=config.max_num_batched_tokens)
         self.answer_lengths = AnswerLengths()
         has_states = any(group.state_span is not None for group in executor.cache_groups)
@@ -265,8 +265,7 @@ class EngineCore(EngineClient):
         request has a mask. When it is called, the tokens of steps in flight are not known."""
         self.floor: FloorShare | None = None
         """Compares step times with the limits of this machine; None if the limits were not measured."""
-        self.config, self.executor = config, executor
-        self.weight_version = 0
+        self.config, self.executor, self.weight_version = config, executor, 0
         setting = config.num_lookahead_steps
         self.num_lookahead_steps = executor.num_lookahead_steps if setting is None else setting
         counts = getattr(executor, "expert_counts", None)
@@ -274,7 +273,8 @@ class EngineCore(EngineClient):
         """Number of tokens per expert in the last steps; None for a model that does not count the tokens of its
         experts."""
         self._begin_books()
-        self._kv_events = self._publish(None if cache is None else cache.kv_events_endpoint)
+        self.images = self._images(cache.image_memory_bytes)
+        self._kv_events = self._publish(cache.kv_events_endpoint)
 
     def _publish(self, endpoint: str | None) -> KVEventPublisher | None:
         """Publish the changes of the prefix cache on the address ``endpoint``; None: publish nothing. Raises
@@ -287,6 +287,12 @@ class EngineCore(EngineClient):
         publisher = KVEventPublisher(self.kv.prefix_cache, endpoint)
         self.events.subscribe("KV events", publisher)
         return publisher
+
+    def _images(self, limit: int) -> Images:
+        """The images of all requests, with at most ``limit`` bytes of encoded rows."""
+        memory = getattr(self.executor, "images", None)
+        known, seconds = self.scheduler.batch.num_known, self.costs.recompute_seconds
+        return Images(memory, self.clock, limit=limit, num_known=known, compute_seconds=seconds)
 
     def _begin_books(self) -> None:
         """Initialise the core's records of its steps."""
@@ -399,6 +405,11 @@ class EngineCore(EngineClient):
         """Let the encoder compute, and limit the next step's prompt tokens of images, so that both together add at most
         a fraction of a decode step's time to the step. If both have work, they take turns."""
         seconds, batch = self._decode_seconds(), self.scheduler.batch
+        for request in self.images.without_rows():
+            if request in batch.waiting and batch.lacks_rows(request):
+                batch.hold_back(request)
+                self.images.encode_again(request)
+        self.images.find_room()
         computes = any(r.images and r.num_computed_tokens < r.images[-1].end for r in batch.catching_up)
         self._encoder_waits = self.images.is_encoding and computes and seconds is not None and not self._encoder_waits
         start = self.clock.now()

@@ -95,8 +95,8 @@ class ImageMemory(Protocol):
         """Whether the embeddings of the image tile with this key are stored, so that steps may use them."""
         ...
 
-    def size(self, key: bytes) -> int:
-        """Number of bytes of the stored embeddings of the tile with this key."""
+    def nbytes(self, num_rows: int) -> int:
+        """Number of bytes of the embeddings of a tile with this number of rows."""
         ...
 
     def drop(self, key: bytes) -> None:

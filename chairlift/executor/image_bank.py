@@ -18,10 +18,11 @@ __all__ = ["ImageBank"]
 
 class ImageBank:
     """Stored embeddings of image tiles, as bytes in the model's dtype; see
-    :class:`~chairlift.executor.executor.ImageMemory`."""
+    :class:`~chairlift.executor.executor.ImageMemory`. ``row_bytes`` is the number of bytes of a row."""
 
-    def __init__(self, tower: Tower) -> None:
+    def __init__(self, tower: Tower, row_bytes: int) -> None:
         self._tower = tower
+        self._row_bytes = row_bytes
         self.rows: dict[bytes, npt.NDArray[np.uint8]] = {}
         """Key of a tile -> uint8 [rows, bytes of a row]. A row has the embedding of one image token. In some models it
         also has vectors that are added after the first layers."""
@@ -40,8 +41,8 @@ class ImageBank:
     def holds(self, key: bytes) -> bool:
         return key in self.rows
 
-    def size(self, key: bytes) -> int:
-        return self.rows[key].nbytes
+    def nbytes(self, num_rows: int) -> int:
+        return num_rows * self._row_bytes
 
     def drop(self, key: bytes) -> None:
         del self.rows[key]

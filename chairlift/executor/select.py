@@ -32,7 +32,7 @@ from chairlift.models.fallback.model import TransformersLM
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.loader import resolve_dtype
 from chairlift.models.pooled_network import PooledNetwork
-from chairlift.models.vision_config import PooledConfig
+from chairlift.models.vision_config import PatchConfig, PooledConfig
 from chairlift.models.vision_files import load_tower
 
 __all__ = [
@@ -295,7 +295,9 @@ def load_images(
                 f" tokens that are computed in one step, beside max_num_seqs {scheduler.max_num_seqs}; set it to"
                 f" {rows + scheduler.max_num_seqs} or more, or lower max_num_seqs"
             )
-    return ImageBank(load_tower(model_dir, network, dtype))
+    levels = network.vision.levels if isinstance(network.vision, PatchConfig) else ()
+    row_bytes = (1 + len(levels)) * network.hidden_size * dtype.itemsize
+    return ImageBank(load_tower(model_dir, network, dtype), row_bytes)
 
 
 def make_runner(

@@ -168,10 +168,31 @@ class Batch:
             self.unready[request.request_id] = request
             return
         request.is_guaranteed = self.membership.closed or is_pinned(request, self.max_preemptions)
-        self.policy.queued(request, now)
+        if not request.is_queued:
+            request.is_queued = True
+            self.policy.queued(request, now)
         if request.size == SIZE_UNKNOWN:
             request.size = len(request.token_ids) - self.kv.num_shared(request)
         self.waiting.add(request)
+
+    def hold_back(self, request: Request) -> None:
+        """Take a waiting request out of the queue until it is ready again, because rows of its images must be encoded
+        again. For the policy it goes on waiting."""
+        self.waiting.remove(request)
+        request.is_ready = False
+        self.unready[request.request_id] = request
+
+    def num_known(self, request: Request) -> int:
+        """Number of leading positions of a request whose KV exists: a running request has computed them, and a waiting
+        request would not compute them if it joined now."""
+        if request.slot >= 0:
+            return request.num_computed_tokens
+        share = not is_pinned(request, self.max_preemptions) or self.preemption.never
+        return self.kv.num_shared(request) if share or request.status is RequestStatus.SWAPPED else 0
+
+    def lacks_rows(self, request: Request) -> bool:
+        """Whether a waiting request, if it joined now, would read encoded images that are not in memory."""
+        return request.rows_lost_until > 0 and self.num_known(request) < request.rows_lost_until
 
     def refile(self, request: Request) -> None:
         """Move a waiting request to its new position in the queue, after its sort key has changed."""
@@ -202,6 +223,9 @@ class Batch:
         ``reserved``, the request gets a row and blocks that are reserved for short requests."""
         if not self.has_adapter_room(request):
             out.held_up_by = out.held_up_by or "adapter"
+            return False
+        if self.lacks_rows(request):
+            out.held_up_by = out.held_up_by or "image"
             return False
         pinned = is_pinned(request, self.max_preemptions)
         if pinned and not self.policy.may_stay(request):
@@ -242,6 +266,7 @@ class Batch:
         if request.service.seconds_per_token < math.inf:
             self.paced[request.request_id] = request.service.seconds_per_token
         self.catching_up.append(request)
+        request.is_queued = False
         self.policy.joined(request)
         out.copies += admission.copies
         out.swap_in += admission.swap_in

@@ -117,8 +117,9 @@ class SchedulerOutput:
     batch runs).
 
     The value is ``grammar``, ``adapter`` or ``image`` if the queue is empty and a request waits until its grammar is
-    compiled, its adapter is read, or its images are encoded. It is empty if no request waits. It is also set in a step
-    that has nothing to execute.
+    compiled, its adapter is read, or its images are encoded. ``image`` is also the value if images of the first waiting
+    request must be encoded again. It is empty if no request waits. It is also set in a step that has nothing to
+    execute.
     """
     context_tokens: int = 0
     """Number of positions that the decode rows attend to, summed over the rows. The cost of decoding grows with it."""

@@ -91,6 +91,9 @@ class Preemptor:
             step.out.held_up_by = step.out.held_up_by or "adapter"
             self._turned_away = None
             return False
+        if self.batch.lacks_rows(head):
+            step.out.held_up_by = step.out.held_up_by or "image"
+            return False
         let_in = self.batch.open_rows > 0 and self.batch.admit(head, step.out)
         return let_in or (self._displace(head, step) and self.batch.admit(head, step.out))
 
@@ -211,8 +214,8 @@ class Preemptor:
         # The last known token must be computed again, so that the next token can be sampled. Results of steps in flight
         # are dropped.
         remaining = self.kv.tables.num_remaining(request, num_blocks, min(done, len(request.token_ids) - 1))
-        if cut_by(request.images, remaining) is not None:
-            return False
+        if cut_by(request.images, remaining) is not None or remaining < request.rows_lost_until:
+            return False  # an image would have to be computed again in parts, or without its rows
         last = (
             request.num_preemptions + 1 >= self.batch.max_preemptions
         )  # a pinned request must not hold blocks while it waits

@@ -39,7 +39,7 @@ class TimedMemory:
     def holds(self, key: bytes) -> bool:
         return key in self.keys
 
-    def size(self, key: bytes) -> int:
+    def nbytes(self, num_rows: int) -> int:
         return 1
 
     def drop(self, key: bytes) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from chairlift.engine import images
 from chairlift.engine.core import EngineCore
 from chairlift.engine.images import Images
 from chairlift.executor.input_batch import InputBatch
@@ -285,3 +286,100 @@ def each_prompt_with_images_gets_the_tokens_of_all(patch: Patch) -> None:
         step.image_tokens = left
 
     patch(PromptBudget, "_take_chunk", wrong)
+
+
+@mutant
+def rows_given_up_and_still_referenced(patch: Patch) -> None:
+    give_up = Images._give_up
+
+    def wrong(self: Images, key: bytes) -> None:
+        with pytest.MonkeyPatch.context() as planted:
+            planted.setattr(Images, "_note_rows", lambda self, request: None)
+            give_up(self, key)
+
+    patch(Images, "_give_up", wrong)
+
+
+@mutant
+def rows_given_up_are_not_dropped(patch: Patch) -> None:
+    """Bug: rows stay in memory although their bytes count as free."""
+
+    def wrong(self: Images, key: bytes) -> None:
+        self.num_bytes -= self._sizes[key]
+
+    patch(Images, "_drop", wrong)
+
+
+@mutant
+def rows_of_earlier_requests_given_up(patch: Patch) -> None:
+    """Bug: requests may take each other's rows in turns."""
+    held_rows = Images._held_rows
+
+    def wrong(self: Images, needy: Request) -> Any:
+        sequence, needy.sequence = needy.sequence, -1
+        found = list(held_rows(self, needy))
+        needy.sequence = sequence
+        return found
+
+    patch(Images, "_held_rows", wrong)
+
+
+@mutant
+def rows_that_a_running_request_must_read_given_up(patch: Patch) -> None:
+    held_rows = Images._held_rows
+    patch(
+        Images,
+        "_held_rows",
+        lambda self, needy: [dataclasses.replace(rows, may_go=True) for rows in held_rows(self, needy)],
+    )
+
+
+@mutant
+def given_up_rows_never_encoded_again(patch: Patch) -> None:
+    patch(Images, "encode_again", lambda self, request: None)
+
+
+@mutant
+def rows_in_memory_encoded_again(patch: Patch) -> None:
+    def wrong(self: Images, request: Request) -> None:
+        missing = {span.key for span in request.images}
+        for key in missing:
+            self._queue.setdefault(key, self._tiles[key])
+        self._wait(request, missing)
+
+    patch(Images, "encode_again", wrong)
+
+
+@mutant
+def request_joins_without_its_rows(patch: Patch) -> None:
+    patch(Batch, "lacks_rows", lambda self, request: False)
+
+
+@mutant
+def blocks_of_positions_without_rows_lost(patch: Patch) -> None:
+    """Bug: a request keeps its row when it loses the KV of images whose rows were given up."""
+    drop_tail = Preemptor._drop_tail
+
+    def wrong(self: Preemptor, request: Request, *args: Any) -> bool:
+        end, request.rows_lost_until = request.rows_lost_until, 0
+        dropped = drop_tail(self, request, *args)
+        request.rows_lost_until = end
+        return dropped
+
+    patch(Preemptor, "_drop_tail", wrong)
+
+
+@mutant
+def policy_told_twice_of_one_wait(patch: Patch) -> None:
+    wait = Batch.wait
+
+    def wrong(self: Batch, request: Request, now: float) -> None:
+        request.is_queued = False
+        wait(self, request, now)
+
+    patch(Batch, "wait", wrong)
+
+
+@mutant
+def next_tile_waits_for_room_for_ever(patch: Patch) -> None:
+    patch(images, "rows_to_give_up", lambda *args: [])

@@ -13,9 +13,9 @@ from chairlift.vision.processor import ImageProcessor, PreparedImage
 from chairlift.vision.spans import ImageSpan, ImageTile
 from chairlift.workbench.sim.world import BROKEN_IMAGE, IMAGE_TOKEN
 
-__all__ = ["ScriptedEncoder", "ScriptedImages", "input_words", "markers_of"]
+__all__ = ["TILE_BYTES", "ScriptedEncoder", "ScriptedImages", "input_words", "markers_of"]
 
-_TILE_BYTES = 100
+TILE_BYTES = 100
 """Size in bytes of the simulated memory for the rows of a tile."""
 
 
@@ -77,16 +77,24 @@ class ScriptedEncoder:
     seconds: float
     tags: dict[bytes, int] = dataclasses.field(default_factory=dict)
     """Key of an encoded tile -> number of 64 bits that determines the rows of the tile."""
+    flaws: list[str] = dataclasses.field(default_factory=list)
+    """Calls that break the protocol."""
+    num_drops: int = 0
+    """Number of tiles whose rows were dropped."""
+    most: int = 0
+    """Maximum number of tiles whose rows were stored at the same time."""
 
     def encode(self, tile: ImageTile) -> Iterator[None]:
         """Encode a tile, and yield after each piece. Raises ArithmeticError for an image whose content is
         ``BROKEN_IMAGE``."""
+        self.flaws += [f"tile {tile.key.hex()[:8]} is encoded although its rows are in memory"] * self.holds(tile.key)
         for _ in range(self.pieces):
             self.clock.advance(self.seconds)
             yield
         if tile.pixels[0] == BROKEN_IMAGE:
             raise ArithmeticError("injected: the rows are not finite")
         self.tags[tile.key] = _tag_of(tile.key)
+        self.most = max(self.most, len(self.tags))
 
     def rest(self) -> None:
         """Do nothing: this encoder has no threads."""
@@ -95,10 +103,11 @@ class ScriptedEncoder:
         """Whether the encoded rows of the tile with this key are stored."""
         return key in self.tags
 
-    def size(self, key: bytes) -> int:
-        """Size in bytes of a stored tile's rows: the same for every tile."""
-        return _TILE_BYTES
+    def nbytes(self, num_rows: int) -> int:
+        """Size in bytes of a tile's rows: the same for every tile."""
+        return TILE_BYTES
 
     def drop(self, key: bytes) -> None:
         """Remove the stored rows of the tile with this key."""
+        self.num_drops += 1
         del self.tags[key]

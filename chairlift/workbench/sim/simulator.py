@@ -12,7 +12,6 @@ from chairlift.config import CacheGroup, SchedulerConfig
 from chairlift.engine.causes import CAUSES
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.engine import Engine
-from chairlift.engine.images import Images
 from chairlift.engine.input_processor import ModelLimits
 from chairlift.errors import ChairliftError, InvariantError, PromptTooLongError, RequestError
 from chairlift.executor.input_batch import InputBatch
@@ -34,7 +33,7 @@ from chairlift.structured_outputs import StructuredOutputsParams
 from chairlift.workbench.sim.adapters import AdapterFiles, ScriptedAdapters, content_tag, request_for
 from chairlift.workbench.sim.drafts import ScriptedDrafts
 from chairlift.workbench.sim.grammars import GrammarScript, ScriptedGrammars
-from chairlift.workbench.sim.images import ScriptedEncoder, ScriptedImages, markers_of
+from chairlift.workbench.sim.images import TILE_BYTES, ScriptedEncoder, ScriptedImages, markers_of
 from chairlift.workbench.sim.oracle import Expected, byte_tokenizer, expected_answer
 from chairlift.workbench.sim.policy_watch import PolicyWatch, Violation
 from chairlift.workbench.sim.scripts import Scripts
@@ -220,8 +219,6 @@ class Simulation:
             adapters=None if world.adapters is None else ScriptedAdapters(self.files, *world.adapters),
             images=None if world.images is None else ScriptedImages(world.images[3]),
         )
-        if world.images is not None:
-            self.engine.core.images = Images(self.model.images, self.clock, kept_bytes=world.images[2])
         self._versions: Counter[int] = Counter()
         """Number of an adapter -> number of times that the adapter was replaced by files at a new path."""
         self.num_adapted = self.num_reloads = 0
@@ -278,6 +275,10 @@ class Simulation:
         scheduler.batch.max_preemptions = min(
             scheduler.batch.max_preemptions, bounds["max_preemptions"]
         )  # 0: no request is preempted
+        if self.world.images is not None:
+            images, most = self.engine.core.images, self.world.max_tiles
+            images.kept_bytes = self.world.images[2]
+            images.limit = None if most is None else most * TILE_BYTES
 
     def _watch_joins(self, kv: _FaultyCache) -> None:
         """Wrap ``Scheduler.schedule``: after each call, check how long the prompts have waited."""
@@ -335,7 +336,8 @@ class Simulation:
         # Each step computes at least one token, and each token is computed at most once per preemption.
         work = sum(len(s.args["prompt"]) + s.args["max_tokens"] for s in self.pending.values() for _ in s.expected)
         bound = 50 + 2 * work * (self.world.bounds["max_preemptions"] + 2)
-        bound += 20 * sum(len(submitted.args.get("images", ())) for submitted in self.pending.values())
+        tiles = sum(len(submitted.args.get("images", ())) for submitted in self.pending.values())
+        bound += 20 * tiles * (self.world.bounds["max_preemptions"] + 2)
         while self.engine.has_unfinished and bound:
             self._step()
             bound -= 1
@@ -515,6 +517,11 @@ class Simulation:
             )
         if self.model.missing_adapters:
             raise Violation(f"step {self.num_steps}: adapters {self.model.missing_adapters} were not in memory")
+        encoder, most = self.model.images, self.world.max_tiles
+        if encoder is not None and encoder.flaws:
+            raise Violation(f"step {self.num_steps}: {encoder.flaws[0]}")
+        if encoder is not None and most is not None and encoder.most > most:
+            raise Violation(f"step {self.num_steps}: rows of {encoder.most} tiles in memory, but {most} fit")
         if self.model.missing_tiles:
             raise Violation(f"step {self.num_steps}: {len(self.model.missing_tiles)} tiles were not in memory")
 

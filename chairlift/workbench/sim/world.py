@@ -78,6 +78,8 @@ class World:
     images: tuple[int, float, int, bool] | None = None
     """In worlds with images: (number of pieces per tile, seconds to encode a piece, maximum bytes of image rows that no
     request uses, whether an image must be computed in one step). None in other worlds."""
+    max_tiles: int | None = None
+    """Maximum number of tiles whose rows are in memory. None: no limit."""
 
 
 CLASSES = {
@@ -202,7 +204,12 @@ def _picture(rng: random.Random, world: World) -> World:
         longest = max((image[1] for event in arrivals for image in event.args.get("images", ())), default=0)
         most = max(scheduler["max_num_batched_tokens"], longest + scheduler["max_num_seqs"])
         scheduler = {**scheduler, "max_num_batched_tokens": most}
-    return dataclasses.replace(world, images=(*encoder, whole), enable_prefix_caching=caching, scheduler=scheduler)
+    most = max((len({image[1:] for image in event.args.get("images", ())}) for event in arrivals), default=0)
+    max_tiles = rng.choice([max(most, 1), max(most, 1), most + 1, None])
+    images = (*encoder, whole)
+    return dataclasses.replace(
+        world, images=images, max_tiles=max_tiles, enable_prefix_caching=caching, scheduler=scheduler
+    )
 
 
 def _insert_image(rng: random.Random, args: dict[str, Any], length: int, content: int, max_model_len: int) -> None:
