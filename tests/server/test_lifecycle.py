@@ -537,6 +537,61 @@ def test_a_stream_that_is_cut_off_is_told_so(how: str) -> None:
     assert ended(process)[0] == 1
 
 
+def family(root: int) -> set[int]:
+    """Ids of a process and of all its descendants."""
+    parents = {int(path.name): _parent(path) for path in Path("/proc").iterdir() if path.name.isdigit()}
+    found = {root}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def _parent(process: Path) -> int:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0  # it has ended
+
+
+@pytest.mark.parametrize("how", ["drain", "timeout", "second signal"])
+def test_replicas_drain_as_one_engine_does(how: str) -> None:
+    timeout = "0.2" if how == "timeout" else "30"
+    process, port = started("hashlm:10ms", "--replicas", "2", "--shutdown-timeout", timeout)
+    members, length = family(process.pid), 100 if how == "drain" else 4000
+
+    async def test() -> None:
+        streams = [await Connection.open(port) for _ in range(6)]
+        texts = []
+        for stream in streams:
+            stream.post("/v1/completions", BODY % (b"hashlm:10ms", length))
+            assert (await stream.head())[0] == 200
+            texts.append(await stream.chunk())
+        idle = await Connection.open(port)
+        process.send_signal(signal.SIGTERM)
+        if how != "timeout":
+            while True:
+                other = await Connection.open(port)
+                other.get("/ready")
+                if (await other.reply()).status == 503:
+                    break
+            idle.post("/v1/completions", BODY % (b"hashlm:10ms", 1))
+            refused = await idle.reply()
+            assert refused.status == 503 and refused.error["code"] == "server_draining"
+            assert int(refused.headers["retry-after"]) > 0
+        if how == "second signal":
+            process.send_signal(signal.SIGINT)
+        for stream, begin in zip(streams, texts, strict=True):
+            text = begin + await asyncio.wait_for(stream.reader.read(), PATIENCE)
+            assert (b"[DONE]" in text) == (how == "drain")
+            assert (b'data: {"error":' in text) == (how != "drain")
+            assert how != "drain" or b'"completion_tokens":100' in text
+
+    run(test())
+    assert ended(process)[0] == (0 if how == "drain" else 1)
+    assert len(members) >= 3
+    assert not [pid for pid in members if Path(f"/proc/{pid}").exists()]
+
+
 def test_what_dies_with_the_engine_in_the_drain_was_not_answered() -> None:
     process, port = started("hashlm:50ms")
     engine = engine_of(process)
