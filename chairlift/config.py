@@ -263,6 +263,8 @@ class SpeculativeConfig:
                 " the layer, medusa that of the heads (the bundled model comes with both); ngram takes no model; got"
                 f" method {method!r} and model {model!r:.200}"
             )
+        if method != "ngram" and "prompt_lookup_min" in settings:
+            raise ConfigError(f"speculative_config: prompt_lookup_min is for method ngram, not {method}; leave it out")
         for name, maximum in (("num_speculative_tokens", 64), ("prompt_lookup_min", 16)):
             number = settings.get(name, 1)
             if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= maximum:
@@ -423,40 +425,6 @@ class EngineConfig:
         if scheduler.batch_sizes and scheduler.batching == "continuous":
             raise ConfigError("preferred_batch_sizes are for batching static or dynamic; continuous never waits")
 
-    def without_effect(self) -> list[str]:
-        """One sentence for each setting that has no effect together with the other settings. Such settings are not
-        refused, because a comparison uses the same settings in every run."""
-        scheduler, settings = self.scheduler, self.to_flat()
-        plain, ungoverned = scheduler.scheduling_policy == "fcfs", scheduler.governor == "off"
-        swaps = scheduler.preemption_mode in ("swap", "auto") and self.cache.swap_space_bytes != 0
-        offloads = self.cache.enable_prefix_caching and self.cache.swap_space_bytes != 0
-        for_priority = "fcfs looks at no deadlines and priorities; choose scheduling_policy priority"
-        for_governor = "the governor is off; choose governor rules or shadow"
-        idle = {
-            "batch_wait_ms": (scheduler.batching == "continuous", "a continuous batch never waits"),
-            "num_lookahead_steps": (
-                bool(scheduler.num_lookahead_steps) and scheduler.speculation is not None,
-                "steps with drafts are not scheduled ahead; leave speculative_config out",
-            ),
-            **dict.fromkeys(
-                ("max_loras", "max_lora_rank", "max_cpu_loras"),
-                (not self.lora.enable_lora, "no adapters are served; set enable_lora"),
-            ),
-            "late_requests": (plain, for_priority),
-            "ageing_seconds": (plain, for_priority),
-            "governor_ttft_ms": (ungoverned, for_governor),
-            "governor_tpot_ms": (ungoverned, for_governor),
-            "preemption_mode": (
-                scheduler.preemption_mode == "swap" and not swaps,
-                "there is nowhere to swap to, and all is recomputed; raise swap_space_bytes",
-            ),
-            "state_snapshot_interval": (not self.cache.enable_prefix_caching, "it needs enable_prefix_caching"),
-            "swap_directory": (not swaps and not (offloads and self.cache.prefix_offload), "nothing is swapped"),
-            "kv_events_endpoint": (not self.cache.enable_prefix_caching, "it needs enable_prefix_caching"),
-            "prefix_offload": (not offloads, "it needs enable_prefix_caching, and swap space"),
-        }
-        return [f"{name} has no effect: {why}" for name, (is_idle, why) in idle.items() if is_idle and name in settings]
-
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> EngineConfig:
         """Build from ``{"max_num_seqs": 64, ...}``. An unknown name raises ConfigError with the most similar known
@@ -603,6 +571,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _check(self)
+        _check_needs(self)
         _check_replicas(self)
         for origin in self.cors_origin:
             if origin != "*" and not re.fullmatch(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", origin):
@@ -631,16 +600,33 @@ class ServerConfig:
                 raise ConfigError(f"served_model_name must be of letters, digits and ._/:-, got {model_name!r}")
 
 
+_AUTOSCALING: Final = (("max_replicas",), ", which turns autoscaling on")
+_BATCHES: Final = (("batch_dir",), ", without which there are no batches")
+_NEEDS: Final = {
+    "routing": (("replicas", "max_replicas", "ray_address"), ": with one engine there is nothing to choose"),
+    "min_replicas": (_AUTOSCALING[0], f"{_AUTOSCALING[1]}; or set replicas"),
+    **dict.fromkeys(("autoscale_wait", "autoscale_goodput", "autoscale_delay"), _AUTOSCALING),
+    **dict.fromkeys(("batch_max_in_flight", "max_batch_file_bytes"), _BATCHES),
+}
+"""Setting of the server -> (settings of which it needs at least one, end of the message). Without them it would have no
+effect."""
+
+
+def _check_needs(config: ServerConfig) -> None:
+    """Raise ConfigError for a setting that has no effect together with the others."""
+    values = ((field, getattr(config, field.name)) for field in dataclasses.fields(config))
+    given = {field.name: value for field, value in values if value != field.default}
+    for name, (needed, why) in _NEEDS.items():
+        if name in given and not given.keys() & set(needed):
+            raise ConfigError(f"{name} {given[name]} needs {' or '.join(needed)}{why}")
+    if given.get("max_stored_responses") == 0 and "max_stored_response_bytes" in given:
+        raise ConfigError("max_stored_response_bytes has no effect with max_stored_responses 0; leave one of them out")
+
+
 def _check_replicas(config: ServerConfig) -> None:
     """Raise ConfigError if the numbers of replicas contradict each other."""
     least, most, count = config.min_replicas, config.max_replicas, config.replicas
     if most is None:
-        if least is not None:
-            raise ConfigError(f"min_replicas {least} needs max_replicas, which turns autoscaling on; or set replicas")
-        for field in dataclasses.fields(config):
-            value = getattr(config, field.name)
-            if field.name.startswith("autoscale_") and value != field.default:
-                raise ConfigError(f"{field.name} {value} needs max_replicas, which turns autoscaling on")
         return
     if count > most:
         raise ConfigError(f"replicas {count} must not exceed max_replicas {most}")

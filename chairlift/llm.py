@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from chairlift.config import EngineConfig
 from chairlift.engine.adapters import Adapters
 from chairlift.engine.engine import Engine
+from chairlift.engine.idle_settings import idle_settings
 from chairlift.engine.input_processor import ModelLimits, Prompt
 from chairlift.engine.interrupt import held_interrupt
 from chairlift.engine.pooling_inputs import PoolingInputs
@@ -103,7 +104,7 @@ class LLM:
         self.notes: tuple[str, ...] = info.notes
         """Notes on how the model is served here, one per line. They are also logged as warnings."""
         problem = info.too_much_reserved(self.config.scheduler.promises)
-        for each in [*self.config.without_effect(), *info.notes, *([problem] if problem else [])]:
+        for each in [*idle_settings(self.config, info), *info.notes, *([problem] if problem else [])]:
             _log.warning("%s", each)
         source = self.tokenizer
         self._ended: dict[str, RequestOutput] = {}  # outputs that ended while another call was waiting
@@ -122,7 +123,7 @@ class LLM:
         if not self.config.model.skip_tokenizer_init:
             self.tokenizer = read_tokenizer(self.config, self.info.model_dir)
         self._pooled = PooledTexts(loaded.core, PoolingInputs(self.info, self.tokenizer))
-        for each in self.notes:
+        for each in [*idle_settings(self.config, self.info), *self.notes]:
             _log.warning("%s", each)
 
     def embed(

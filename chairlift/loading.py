@@ -257,7 +257,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         takes_images=images is not None,
         sampling_defaults=sampling,
         calls=executor.calls,
-        notes=(*network.notes(uses_generation_config), *_notes(config, network, dtype, executor.calls, kernels)),
+        notes=(*network.notes(uses_generation_config), *_notes(config, network, dtype, executor, kernels)),
         memory_plan=plan.describe(max_model_len),
         dtype=str(dtype).removeprefix("torch."),
         model_impl=network.model_impl,
@@ -371,7 +371,7 @@ def _notes(
     config: EngineConfig,
     network: ModelConfig | TransformersConfig,
     dtype: torch.dtype,
-    calls: Sequence[str],
+    executor: LocalExecutor,
     kernels: str,
 ) -> list[str]:
     """Notes for the user on how this model is run, one per line."""
@@ -390,7 +390,10 @@ def _notes(
             "weights are rounded to 4 bits without calibration, which costs quality: in a model of 135M parameters the "
             "most likely token then changes at one position in three; use a calibrated checkpoint, or int8"
         )
-    return [*notes, *_thread_notes(config), *_call_notes(calls)]
+    has_states = any(group.state_span is not None for group in executor.cache_groups)
+    if None not in (config.cache.num_kv_blocks, config.cache.kv_cache_memory_bytes) and not has_states:
+        notes.append("kv_cache_memory_bytes has no effect: num_kv_blocks says how many blocks there are")
+    return [*notes, *_thread_notes(config), *_call_notes(executor.calls)]
 
 
 def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:

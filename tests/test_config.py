@@ -151,30 +151,3 @@ def test_devices(device: str, good: int) -> None:
     else:
         with pytest.raises(ConfigError, match=f"cuda:N, got '{device}'"):
             EngineConfig.from_flat({"device": device})
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({}, []),
-        ({"batch_wait_ms": 5.0}, ["batch_wait_ms has no effect: a continuous batch never waits"]),
-        ({"batch_wait_ms": 5.0, "batching": "dynamic"}, []),
-        ({"late_requests": "drop", "ageing_seconds": 5.0}, ["late_requests", "ageing_seconds"]),
-        ({"late_requests": "drop", "ageing_seconds": 5.0, "scheduling_policy": "priority"}, []),
-        ({"governor_ttft_ms": 5.0, "governor_tpot_ms": 5.0}, ["governor_ttft_ms", "governor_tpot_ms"]),
-        ({"governor_ttft_ms": 5.0, "governor": "shadow"}, []),
-        ({"preemption_mode": "swap", "swap_space_bytes": 0, "swap_directory": "/x"}, ["preemption_mode", "swap_dir"]),
-        ({"preemption_mode": "recompute", "swap_directory": "/x"}, ["swap_directory has no effect: nothing"]),
-        ({"preemption_mode": "swap", "swap_directory": "/x"}, []),
-        ({"preemption_mode": "recompute", "swap_directory": "/x", "prefix_offload": True}, []),
-        ({"prefix_offload": True, "swap_space_bytes": 0}, ["prefix_offload has no effect: it needs"]),
-        ({"prefix_offload": True, "enable_prefix_caching": False}, ["prefix_offload has no effect: it needs"]),
-        ({"speculative_config": '{"method": "ngram"}', "num_lookahead_steps": 0}, []),
-        ({"speculative_config": '{"method": "ngram"}', "num_lookahead_steps": 1}, ["num_lookahead_steps"]),
-        ({"speculative_config": '{"method": "ngram"}', "batching": "static"}, []),
-    ],
-)
-def test_what_has_no_effect_is_told(settings: dict[str, Any], named: list[str]) -> None:
-    told = EngineConfig.from_flat(settings).without_effect()
-    assert len(told) == len(named)
-    assert all(line.startswith(name) for line, name in zip(told, named, strict=True)), told

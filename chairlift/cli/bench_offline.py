@@ -52,7 +52,6 @@ _STATIC_ROWS: Final = 16
 _SPECULATION: Final = "speculation"
 _SPECULATION_SIZES: Final = [1, 4, 16, 64]
 """Default values of max_num_seqs for ``--compare speculation``."""
-_DEFAULTS: Final = {"skip_tokenizer_init": True, "cuda_graphs": "start"}  # or graphs are recorded in measured time
 _TRAFFIC: Final = ("trace", "workload", "input_len", "output_len", "request_rate", "arrivals", "burstiness")
 """Flags that choose traffic with arrival times. If the user gives one of these flags or a flag in ``_MEASURED``, the
 traffic is replayed at its arrival times."""
@@ -117,6 +116,12 @@ def run(args: argparse.Namespace) -> tuple[Report, int]:
     return _run_traffic(args, settings)
 
 
+def _defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings for measurements, unless the user gives others. On a GPU, no graph is recorded in measured time."""
+    on_gpu = settings.get("device", "cpu") != "cpu"
+    return {"skip_tokenizer_init": True} | ({"cuda_graphs": "start"} if on_gpu else {})
+
+
 def _model(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[str, str, ModelConfig | None]:
     """(name, path or id, configuration) of the model. The configuration is None for the fake model HashLM."""
     from chairlift.models.hashlm_served import parse_hashlm
@@ -143,7 +148,7 @@ def _run_traffic(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple
     slo = parse_goodput([args.slo]) if args.slo is not None else {}
     changes = [] if args.compare is None else [_changes(args.compare)]
     name, where, network = _model(args, settings)
-    own = _DEFAULTS | dict(settings) | {"model": where}
+    own = _defaults(settings) | dict(settings) | {"model": where}
     sides = [*({**own, **each} for each in changes), own]
     for side in sides:
         EngineConfig.from_flat(side)
@@ -182,7 +187,7 @@ def _run_sizes(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[R
         )
     slo = parse_goodput([args.slo]) if args.slo is not None else {}
     name, where, _ = _model(args, settings)
-    own = _DEFAULTS | dict(settings) | {"model": where}
+    own = _defaults(settings) | dict(settings) | {"model": where}
     kinds = ["continuous", *["static"] * (args.compare is not None)]
     names = [(batching, slots) for batching in kinds for slots in args.sizes]
     sides = [own | {"batching": batching, "max_num_seqs": slots} for batching, slots in names]
@@ -244,7 +249,7 @@ def _run_speculation(args: argparse.Namespace, settings: Mapping[str, Any]) -> t
 
     slo = parse_goodput([args.slo]) if args.slo is not None else {}
     name, where, _ = _model(args, settings)
-    sides = sides_of(_DEFAULTS | dict(settings) | {"model": where}, args.sizes or _SPECULATION_SIZES)
+    sides = sides_of(_defaults(settings) | dict(settings) | {"model": where}, args.sizes or _SPECULATION_SIZES)
     for _, _, side in sides:
         EngineConfig.from_flat(side)
     loads, records = loads_of(args, slo)
@@ -350,7 +355,7 @@ def _run_at_once(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple
     name, model_dir, network = _model(args, settings)
     if network is None:
         raise ConfigError(f"{name} has no machine to be measured against; give traffic, such as --workload chat")
-    settings = _DEFAULTS | dict(settings) | {"model": model_dir}
+    settings = _defaults(settings) | dict(settings) | {"model": model_dir}
     vocab_size = min(Workload().vocab_size, network.vocab_size)
     workload = Workload(count=args.num_prompts or 64, seed=args.seed, vocab_size=vocab_size)
     machine = describe_machine()

@@ -24,6 +24,7 @@ from chairlift.engine.adapters import AdapterState
 from chairlift.engine.calibration import Calibration
 from chairlift.engine.core import FinishedSequence
 from chairlift.engine.events import Events
+from chairlift.engine.idle_settings import idle_settings
 from chairlift.engine.info import EngineInfo, check_update
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, PreparedRequest, Prompt, unnamed
 from chairlift.engine.intake import Intake, Place
@@ -793,8 +794,7 @@ class AsyncEngine:
             if self.tokenizer is not None:
                 self._grammars = GrammarChecker(self.tokenizer, info.vocab_size, max_texts)
             problem = info.too_much_reserved(self.service_classes)
-            idle = self.config.without_effect() if chats else []
-            for each in [*idle, *info.notes, *([problem] if problem and chats else [])]:
+            for each in [*idle_settings(self.config, info), *info.notes, *([problem] if problem and chats else [])]:
                 _log.warning("%s", each)
         eos = set(info.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
         self.info = info = dataclasses.replace(info, eos_token_ids=tuple(sorted(eos)))

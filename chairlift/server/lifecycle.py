@@ -32,6 +32,7 @@ from chairlift.server.app import make_app
 from chairlift.server.auth import check_exposure, load_keys
 from chairlift.server.batch_worker import BatchWorker, open_store, working
 from chairlift.server.http_protocol import HttpLimits, HttpServer
+from chairlift.server.idle_settings import check_adapter_settings, idle_server_settings
 from chairlift.server.state import ServerState
 from chairlift.server.status_line import PreemptionAlarm, StatusLine
 from chairlift.server.tracing import RequestTracer, otlp_exporter
@@ -192,6 +193,7 @@ async def serve(
     ConfigError or ModelLoadError when the settings, the port or the model cannot be used.
     """
     keys = load_keys(config)
+    check_adapter_settings(config, engine_config, keys.values())
     exporter = None if config.otlp_traces_endpoint is None else otlp_exporter(config.otlp_traces_endpoint)
     sock = bind(config, keys)
     url, store = _url(sock), None
@@ -224,7 +226,9 @@ async def serve(
         try:
             await server.start(sock)
             await stack.enter_async_context(working(state, app))
-            return await _run(state, server, stop, lambda: (announce or _print)(_ready(state, url, progress)))
+            return await _run(
+                state, server, stop, lambda: (announce or _print)(_ready(state, engine_config, url, progress))
+            )
         finally:
             progress.end()
             await engine.shutdown()
@@ -410,10 +414,12 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
     )
 
 
-def _ready(state: ServerState, url: str, progress: _Progress) -> str:
+def _ready(state: ServerState, engine_config: EngineConfig, url: str, progress: _Progress) -> str:
     progress.end()
-    _logger.info("ready at %s", url)
     info = state.engine.info
+    for each in idle_server_settings(state.config, engine_config, info) if info is not None else ():
+        _logger.warning("%s", each)
+    _logger.info("ready at %s", url)
     return banner(state, info, url) if info is not None else f"Chairlift is ready at {url}"
 
 
