@@ -302,7 +302,7 @@ class EngineCore(EngineClient):
         self._joined: list[tuple[str, int, float]] = []
         self._progress: list[Progress] = []
         self._flights: deque[_Flight] = deque()
-        self._landed_at = self._tenant_gap = 0.0
+        self._landed_at = self._tenant_gap = self._drafted_seconds = 0.0
         self._counted = EngineStats()
         self._reserved = [name for name, each in (self.config.promises or {}).items() if each.min_seqs]
         self._shares_noted = -math.inf
@@ -392,6 +392,13 @@ class EngineCore(EngineClient):
                 outputs, self._joined = CoreOutputs(joined=self._joined), []
             outputs.finished += ended
         return outputs
+
+    def _drafting_seconds(self) -> float:
+        """Seconds that making drafts took since the last call. Call this for every step: the drafter measures this
+        time itself, so that it must not count as part of a step."""
+        drafts = self.scheduler.drafts
+        before, self._drafted_seconds = self._drafted_seconds, drafts.speculator.drafting_seconds if drafts else 0.0
+        return max(0.0, self._drafted_seconds - before)
 
     def _decode_seconds(self) -> float | None:
         """Seconds that a decode step of the running requests takes, according to the cost model; None if no request
@@ -665,14 +672,15 @@ class EngineCore(EngineClient):
         outputs.progress, self._progress = self._progress, []
         outputs.decode_seconds, outputs.decoding = self.causes.decode_seconds, self.causes.decoding
         self.causes.decoding = []
-        end = self.clock.now()
+        end, drafting = self.clock.now(), self._drafting_seconds()
         record = StepRecord.of(out, result, start, end)
         self.events.tell("landed", record)
         if self.governor is not None:
             self.governor.window.saw(out, result, end - max(start, self._landed_at), end)
         if result.sampled and self.costs.wants(out):
             # With look-ahead, a step is scheduled early, but begins only when the previous step has ended.
-            self.costs.observe(record.features, end - max(start, self._landed_at), self.costs.num_copied(out))
+            own = end - max(start, self._landed_at) - drafting
+            self.costs.observe(record.features, own, self.costs.num_copied(out))
         was_busy = out.num_decodes > 0 or len(out.chunks) > len(out.joined)
         if was_busy and not out.swap_out and not out.swap_in:
             self.costs.passed(record.features, end - max(start, self._landed_at), end - self._landed_at)

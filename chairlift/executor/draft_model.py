@@ -20,6 +20,7 @@ from chairlift.executor.drafting import DraftTimes, block_tables
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.request import Request
 from chairlift.scheduler.output import SchedulerOutput
+from chairlift.spec_decode.upkeep import Upkeep
 from chairlift.step_batch import StepBatch
 
 __all__ = ["DraftModel"]
@@ -77,12 +78,19 @@ class DraftModel:
         """Id of a request that lost its row -> number of leading positions whose KV the small model had computed at
         that time."""
         self._times = DraftTimes()
+        self.upkeep = Upkeep()
+        """Decides whether prompts are computed with the served model. Otherwise the small model computes a prompt
+        before the first drafts of its request."""
+        self._has_gaps = False
+        """Whether shared blocks may lack the small model's KV, because the upkeep was off at times."""
 
     # -- beside the model ----------------------------------------------------------------------------------------
 
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
         """Compute the prompt chunks of a step. Must be called after the served model has copied and loaded its
         blocks."""
+        keeps = self.upkeep.passes(bool(out.joined))
+        self._has_gaps |= not keeps
         for slot in out.left:
             self._leave(slot)
         for row in out.joined:
@@ -91,7 +99,11 @@ class DraftModel:
             self._leave(row.slot)
             self._owners[row.slot], self._sure[row.slot] = row.request_id, count
             computed = self._preempted.pop(row.request_id, row.num_computed_tokens)
-            self._counts[row.slot] = min(computed, row.num_computed_tokens)
+            # Blocks of a preempted request may have come back from another request, which has gaps.
+            self._counts[row.slot] = 0 if self._has_gaps else min(computed, row.num_computed_tokens)
+        if not keeps:
+            return
+        started = time.perf_counter()
         prompt_tokens: list[np.ndarray] = []
         first = len(batch.slots) - len(out.chunks)
         for row_index, chunk in enumerate(out.chunks, first):
@@ -102,6 +114,7 @@ class DraftModel:
                 self._counts[chunk.slot] = chunk.end
         if prompt_tokens:
             self._runner.forward(batch.only(np.concatenate(prompt_tokens)))
+        self.upkeep.kept(time.perf_counter() - started)
 
     def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
         """Do nothing: the small model does not use the served model's hidden states."""

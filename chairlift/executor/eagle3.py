@@ -23,12 +23,12 @@ from torch import Tensor
 from chairlift.executor.drafting import DraftTimes, block_tables, drawing_batch, take_rows
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.sampling_rows import RowTemplates
-from chairlift.kernels import ops
 from chairlift.kernels.cpu.library import Memory
 from chairlift.kernels.cpu.program import StepProgram
 from chairlift.models.eagle3 import Eagle3
 from chairlift.request import Request
 from chairlift.scheduler.output import SchedulerOutput
+from chairlift.spec_decode.upkeep import Upkeep
 from chairlift.step_batch import StepBatch
 
 __all__ = ["Eagle3Drafter"]
@@ -69,23 +69,23 @@ class _Layer:
     def __init__(self, network: Eagle3, runner: NativeModelRunner, max_tokens: int, *, projects: bool) -> None:
         config = network.config
         self.max_tokens = max_tokens
-        self._given = torch.zeros(0, 0)
         recorder: Any = runner.recorder()
         width = len(config.taps) * config.target_hidden_size if projects else config.layer.hidden_size
-        given = ops.call_out(lambda positions: self._given, recorder.positions, width=width)
+        given = recorder.given(width)
         features = network.project(given) if projects else given
         own = network.embed_tokens
         embedded = runner.embed(recorder.token_ids) if own is None else own(recorder.token_ids)
         self._next, out = network(embedded, features, recorder.positions, recorder)
-        self._program: StepProgram = runner.program_of(recorder, out, max_tokens)
+        self._program: StepProgram = runner.program_of(recorder, out, max_tokens, [self._next])
+        self.given: npt.NDArray[np.uint8] = self._program.rows_of(given, max_tokens).view(torch.uint8).numpy()
+        """Inputs of the next run, as bytes: [max_tokens, ...]. The run overwrites them."""
 
-    def run(self, batch: StepBatch, given: Tensor, kept: npt.NDArray[np.intp]) -> tuple[Tensor, Tensor]:
-        """Compute a batch of tokens with the inputs ``given`` [T, width].
+    def run(self, batch: StepBatch, kept: npt.NDArray[np.intp]) -> tuple[Tensor, Tensor]:
+        """Compute a batch of T tokens with the inputs in the first T rows of :attr:`given`.
 
         Returns, for the tokens ``kept`` [K], (features of the next positions, hidden states for the output head), each
         [K, D]. The next run overwrites both.
         """
-        self._given = given
         out = self._program.run(batch, kept)
         return self._program.rows_of(self._next, len(out)), out
 
@@ -121,19 +121,25 @@ class Eagle3Drafter:
         self._templates = RowTemplates(runner.vocab_size)
         self._depth = _MAX_WAITING + most + 2
         """Number of positions per slot whose hidden states are stored. Position p is stored at index p % depth."""
-        width, dtype = runner.tapped.shape[1], runner.tapped.dtype
-        memory = Memory(num_slots * self._depth * width * dtype.itemsize)  # a page is allocated when it is first used
-        self._states = memory.tensor(dtype, (num_slots, self._depth, width))
-        """Hidden states of the served model at the newest positions of each slot: [slots, positions, width]."""
-        self._stored = self._states.view(torch.uint8).numpy()
-        """``_states`` as bytes: indexing in torch would start threads that spin on the model's processors."""
+        # As bytes in numpy: indexing in torch would start threads that spin on the model's processors.
+        self._tapped = runner.tapped.view(torch.uint8).numpy()
+        nbytes = self._tapped.shape[1]
+        memory = Memory(num_slots * self._depth * nbytes)  # a page is allocated when it is first used
+        self._stored = memory.array(np.uint8, (num_slots, self._depth, nbytes))
+        """Hidden states of the served model at the newest positions of each slot, as bytes: [slots, positions, ...]."""
         self._ends = np.zeros(num_slots, dtype=np.int32)
         """Per slot: number of leading positions with known tokens whose hidden states the served model has computed."""
         self._counts = np.zeros(num_slots, dtype=np.int32)
         """Per slot: number of leading positions that the drafting layer has computed from the served model's hidden
         states."""
         self._owners: list[str | None] = [None] * num_slots
-        """Per slot: id of the request to which the slot's entries in the other arrays belong."""
+        """Per slot: id of the request to which the slot's entries in the other arrays belong; None if hidden states of
+        the slot's request are missing."""
+        self._whole = np.zeros(num_slots, dtype=np.bool_)
+        """Per slot: whether there is an owner."""
+        self.upkeep = Upkeep()
+        """Decides whether hidden states are kept. A request that they were not kept for from its first step on has no
+        drafts."""
         self._tokens: _Int32 = np.zeros((num_slots, 0), dtype=np.int32)
         """Token ids [slots, positions] of every slot: the engine's own array. Drafts are written after the known
         tokens."""
@@ -143,14 +149,30 @@ class Eagle3Drafter:
 
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
         """Note in which rows of the step the request is new."""
-        for row in out.joined:
-            self._owners[row.slot] = row.request_id
-            self._ends[row.slot] = self._counts[row.slot] = row.num_computed_tokens
+        captured, keeps = self._runner.captures, self.upkeep.passes(bool(out.joined))
+        if keeps != captured:
+            self._runner.captures = keeps  # from the next step on
+            self._owners = [None] * len(self._owners)
+            self._whole[:] = False
+        elif keeps:
+            for row in out.joined:
+                self._owners[row.slot], self._whole[row.slot] = row.request_id, True
+                self._ends[row.slot] = self._counts[row.slot] = row.num_computed_tokens
 
     def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
         """Store the served model's hidden states of a step's tokens, except the tokens of rejected drafts. Rows with
         many new positions, such as prompts, are computed by the layer at once."""
         self._tokens = batch.tokens
+        if self.upkeep.is_on:
+            begin = time.perf_counter()
+            self._keep(batch, token_ids)
+            self.upkeep.kept(time.perf_counter() - begin)
+
+    def _keep(self, batch: StepBatch, token_ids: Sequence[int]) -> None:
+        """Store the hidden states of a step; see :meth:`saw`."""
+        whole = self._whole[batch.slots]
+        if not whole.any():
+            return
         starts = batch.positions[batch.cu_seqlens[:-1]]
         lengths = np.diff(batch.cu_seqlens)
         for first, _, chunk in batch.verifies:
@@ -165,7 +187,7 @@ class Eagle3Drafter:
         ends = starts + lengths
         self._ends[slots] = ends
         waiting = ends - self._counts[slots]
-        long = waiting > self._depth
+        long = whole & (waiting > self._depth)
         if long.any():
             self._compute([self._prompt_part(batch, int(row), int(ends[row])) for row in np.flatnonzero(long)])
         kept = np.minimum(lengths, self._depth)
@@ -174,8 +196,8 @@ class Eagle3Drafter:
         offsets = within + np.repeat(lengths - kept, kept)
         places = (starts[rows] + offsets) % self._depth
         sources = batch.cu_seqlens[rows] + offsets
-        self._stored[slots[rows], places] = self._runner.tapped.view(torch.uint8).numpy()[sources]
-        full = np.flatnonzero(~long & (waiting > _MAX_WAITING))
+        self._stored[slots[rows], places] = self._tapped[sources]
+        full = np.flatnonzero(whole & ~long & (waiting > _MAX_WAITING))
         if len(full):
             begins, behind = self._counts[slots].tolist(), (ends - 1).tolist()
             self._compute(
@@ -227,9 +249,8 @@ class Eagle3Drafter:
             if 0 < len(going) < len(active):
                 features = take_rows(features, going)
             active = [active[at] for at in going]
-            if number or self.most == 1:  # otherwise the first call is left out: it also computes waiting positions
-                self._times.note(len(rows), time.perf_counter() - begin)
-            begin = time.perf_counter()
+        if count := max(map(len, drafts), default=0):
+            self._times.note(len(parts), (time.perf_counter() - begin) / count)
         return drafts
 
     def forget(self, request: Request) -> None:
@@ -252,7 +273,10 @@ class Eagle3Drafter:
                 if end < part.end:
                     waiting.insert(0, part._replace(start=end))
                 room -= end - part.start
-            found.append(self._call(pieces, samples and not (waiting and waiting[0].slot == pieces[-1].slot), samples))
+            made = self._call(pieces, samples and not (waiting and waiting[0].slot == pieces[-1].slot), samples)
+            if not found and not waiting:
+                return made
+            found.append((made[0].clone(), made[1].clone()))  # the next call overwrites them
         if not found:
             empty = torch.zeros(0, self._network.config.layer.hidden_size)
             return empty, empty
@@ -268,19 +292,20 @@ class Eagle3Drafter:
         rows = np.repeat(np.arange(len(parts)), lengths)
         positions = np.arange(cu_seqlens[-1], dtype=np.int32) - cu_seqlens[rows] + starts[rows]
         batch = self._batch(slots, [part.table for part in parts], cu_seqlens, positions, rows, ends)
-        given = take_rows(self._states, slots[rows], positions % self._depth)
+        given = self._first.given[: len(rows)]
+        given[:] = self._stored[slots[rows], positions % self._depth]
         for part, begin in zip(parts, cu_seqlens.tolist(), strict=False):
             if part.tapped >= 0:
                 skipped = max(part.first - part.start, 0)
                 first = part.tapped + part.start + skipped - part.first
                 count = part.end - part.start - skipped
-                given[begin + skipped : begin + skipped + count] = self._runner.tapped[first : first + count]
+                given[begin + skipped : begin + skipped + count] = self._tapped[first : first + count]
         kept = (
             (cu_seqlens[1:] - 1).astype(np.intp)[: len(parts) if is_last else -1] if samples else np.zeros(0, np.intp)
         )
-        features, hidden = self._first.run(batch, given, kept)
+        features, hidden = self._first.run(batch, kept)
         self._counts[slots] = ends
-        return features.clone(), hidden.clone()
+        return features, hidden
 
     def _pass(self, requests: Sequence[Request], number: int, features: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the position before draft ``number`` of each request with the drafting layer. Its inputs are
@@ -291,7 +316,8 @@ class Eagle3Drafter:
         cu_seqlens = np.arange(len(requests) + 1, dtype=np.int32)
         tables = [request.block_ids for request in requests]
         batch = self._batch(slots, tables, cu_seqlens, positions, rows, positions + 1)
-        return self._further.run(batch, features, rows)
+        self._further.given[: len(rows)] = features.view(torch.uint8).numpy()
+        return self._further.run(batch, rows)
 
     def _batch(
         self,

@@ -14,6 +14,7 @@ from chairlift.errors import ConfigError
 from chairlift.executor.executor import AdapterMemory, ImageMemory, LiveWeights, OnProgress, PendingTokens, WeightSource
 from chairlift.executor.input_batch import Awaited, InputBatch
 from chairlift.scheduler.output import SchedulerOutput
+from chairlift.spec_decode.upkeep import Upkeep
 from chairlift.step_batch import Masks, SampledTokens, StepBatch
 
 __all__ = ["Drafter", "LocalExecutor", "ModelRunner"]
@@ -42,6 +43,8 @@ class Drafter(Protocol):
 
     most: int
     """Maximum number of drafts for a row in one step."""
+    upkeep: Upkeep
+    """Decides whether the drafter keeps states."""
 
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
         """Called after the model has computed a step, before the step's tokens are known."""

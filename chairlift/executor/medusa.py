@@ -34,6 +34,7 @@ from chairlift.kernels.recording import Value
 from chairlift.kernels.weights import NATIVE, MatrixShape
 from chairlift.request import Request
 from chairlift.scheduler.output import SchedulerOutput
+from chairlift.spec_decode.upkeep import Upkeep
 from chairlift.step_batch import StepBatch
 
 __all__ = ["MedusaHead", "MedusaHeads", "load_medusa"]
@@ -74,6 +75,7 @@ class MedusaHeads:
         """Token ids [slots, positions] of every slot: the engine's own array. Drafts are written after the known
         tokens."""
         self._times = DraftTimes()
+        self.upkeep = Upkeep()  # there is no upkeep, so it stays on
 
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
         """Do nothing: the heads need only the hidden states that :meth:`saw` gets."""

@@ -153,8 +153,18 @@ class NativeModelRunner:
 
     @property
     def tapped(self) -> Tensor:
-        """[T, number of taps * width]: hidden states of the newest step at the layers that the drafting layer reads."""
+        """[T, number of taps * width]: hidden states of the newest step at the layers that the drafting layer reads,
+        if the step was captured."""
         return self.program.tapped
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps store :attr:`tapped`."""
+        return self.program.captures
+
+    @captures.setter
+    def captures(self, captures: bool) -> None:
+        self.program.captures = captures
 
     def embed(self, token_ids: Value) -> Tensor:
         """Record the look-up of ``token_ids`` in the served model's embedding table. The result is [T, D]."""

@@ -28,6 +28,8 @@ class Speculator(Protocol):
     """Maximum number of drafts for a row in one step."""
     only_known: bool
     """Whether drafts come only from a request's ``prediction`` or grammar, because there is no other source."""
+    drafting_seconds: float
+    """Total seconds that a small model, a layer or heads took to make drafts."""
 
     def rests(self, num_rows: int) -> bool:
         """Whether :meth:`choose` would find no drafts for a step with ``num_rows`` decode rows, as far as is known

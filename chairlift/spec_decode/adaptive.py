@@ -8,6 +8,7 @@ drafts cost more than they give.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -21,6 +22,7 @@ from chairlift.scheduler.drafts import Guide
 from chairlift.spec_decode.acceptance import Acceptance, Source
 from chairlift.spec_decode.ngram import NgramProposer
 from chairlift.spec_decode.predicted import PredictedText
+from chairlift.spec_decode.upkeep import Upkeep
 
 __all__ = ["AdaptiveSpeculator", "Proposer", "best_number", "speculator_from_config"]
 
@@ -164,13 +166,22 @@ class AdaptiveSpeculator:
         self._resting_steps = self._resting_rows = 0
         """For how many more steps the answer that drafts do not pay is valid, and for how many decode rows it was
         given."""
+        self._upkeep: Upkeep = getattr(proposer, "upkeep", None) or Upkeep()
+        self._token_seconds = 0.0
+        """Seconds per token of the newest step that could have drafts, if it has none."""
+        self.drafting_seconds = 0.0
+        """Total seconds that the proposer took to make drafts. 0 for n-grams, which take microseconds."""
         self.only_known = proposer is None
         """Whether drafts come only from a request's ``prediction`` or grammar, because there is no proposer."""
 
     def rests(self, num_rows: int) -> bool:
         """Whether :meth:`choose` found within the last ``_REST_STEPS`` steps that drafts do not pay, and since then no
         draft was checked, no probe became due, and the number of decode rows did not halve. Most steps without drafts
-        then cost nothing more than this call."""
+        then cost nothing more than this call. Also true while the proposer keeps no states: then it can make no
+        drafts, and a probe is due when it keeps them again."""
+        if not self._upkeep.is_on:
+            self._idle_steps, self._resting_steps = _MAX_PAID_PROBE_STEPS, 0
+            return True
         if not self._resting_steps or 2 * num_rows <= self._resting_rows:
             return False
         self._resting_steps -= 1
@@ -193,6 +204,10 @@ class AdaptiveSpeculator:
             return found
 
         self._idle_steps += 1
+        alone = seconds(0)
+        self._token_seconds = alone / step.num_decodes
+        if self._upkeep.is_due:
+            self._upkeep.compare(alone)
         probes = self._idle_steps >= self._probe_steps and self._can_pay_probe(len(rows), seconds)
         price = 0.0 if self._proposer is None else self._proposer.seconds(len(rows))
         if price and not any(request.prediction or request.is_guided for request, _ in rows):
@@ -215,6 +230,9 @@ class AdaptiveSpeculator:
             self._idle_steps = 0
         counts = {name: _FIRST_TRY if self._is_new(each) else 0 for name, each in drafted.items()}
         chosen = Counter(name for _, name in order[:number])
+        proposed = sum(count for name, count in chosen.items() if drafted[name].source is Source.PROPOSED)
+        if proposed:
+            self._upkeep.drafted(max(0.0, seconds(number) - alone) * proposed / number)
         counts = {name: max(at_least, chosen[name]) for name, at_least in counts.items()}
         return [(each.request, each.tokens[: counts[name]]) for name, each in drafted.items() if counts[name]]
 
@@ -321,8 +339,13 @@ class AdaptiveSpeculator:
                 found[request.request_id] = _Drafted(request, drafts, Source.PREDICTED)
             else:
                 others.append((request, min(limit, depth, self.reach)))
-        if self._proposer is not None and others and depth:
-            for (request, _), drafts in zip(others, self._proposer.propose(others), strict=True):
+        if self._proposer is not None and self._upkeep.is_on and others and depth:
+            begin = time.perf_counter()
+            proposals = self._proposer.propose(others)
+            taken = time.perf_counter() - begin
+            self._upkeep.drafted(taken)
+            self.drafting_seconds += taken if self._proposer.seconds(len(others)) else 0.0
+            for (request, _), drafts in zip(others, proposals, strict=True):
                 if drafts:
                     found[request.request_id] = _Drafted(request, drafts, Source.PROPOSED)
         self._sources = {name: each.source for name, each in found.items()}
@@ -350,6 +373,8 @@ class AdaptiveSpeculator:
         if self._num_reached == _ROWS_PER_REACH:
             self.reach, self._num_reached = 2 * self.reach, 0
         self.acceptance[source].learn(request.request_id, len(drafts), num_accepted)
+        if source is Source.PROPOSED:
+            self._upkeep.saved(num_accepted * self._token_seconds)
         if source is Source.PREDICTED:
             request.num_accepted_predicted += num_accepted
             request.num_rejected_predicted += len(drafts) - num_accepted

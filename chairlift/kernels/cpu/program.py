@@ -43,8 +43,8 @@ class StepProgram:
     tensors of recurrent layers, by layer, for cells without a kernel; ``parts`` maps (layer, part) to the part's index
     in ``kv_layers``. ``adapters`` is the table of the adapters that steps may use, with scratch for ``max_tokens`` plus
     :data:`SPARE_ROWS` tokens. ``taps`` are activations of equal width, computed before the last
-    operation that writes KV; each run stores them in :attr:`tapped`. ``others`` are activations whose buffers keep
-    their contents after a run, too, for :meth:`rows_of`.
+    operation that writes KV; each run stores them in :attr:`tapped` while ``captures`` is true. ``others`` are
+    activations whose buffers keep their contents after a run, too, for :meth:`rows_of`.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class StepProgram:
         self._narrow_at, narrowed = narrow_at(self.plan.ops, output)
         # Buffers as numpy bytes. Indexing in torch would start threads that spin on the pool's processors.
         self._narrowed = [self._buffers[self.plan.buffer_of[value]].view(torch.uint8).numpy() for value in narrowed]
-        self._taps = self._make_taps(taps, capacity)
+        self._taps, self.captures = self._make_taps(taps, capacity), True
 
     def run(
         self,
@@ -222,7 +222,7 @@ class StepProgram:
             if self._adapters is not None and step.adapters is not None:
                 self._adapter_rows = self._adapters.rows_of(step.adapters)
             self._step, self._batch = step, lib.Batch.of(step, self._adapter_rows)
-        for tap, source, into in self._taps:
+        for tap, source, into in self._taps if self.captures else ():
             if at <= tap < end:
                 self._advance(step, at, tap)
                 into[: len(step.token_ids)] = source[: len(step.token_ids)]
