@@ -524,6 +524,7 @@ class EngineCore(EngineClient):
             **self._draft_counts(),
             **self._adapter_counts(),
             **self._grammar_counts(),
+            **self.images.counts(),
             num_brought_back_blocks=self.kv.num_brought_back,
             num_late_dropped=scheduler.num_past_deadline if scheduler.drop_late else 0,
             num_late_downgraded=0 if scheduler.drop_late else scheduler.num_past_deadline,

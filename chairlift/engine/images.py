@@ -22,7 +22,7 @@ import dataclasses
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 from chairlift.engine.clock import Clock, SystemClock
 from chairlift.engine.image_room import HeldRows, rows_to_give_up
@@ -119,6 +119,19 @@ class Images:
     def is_used(self) -> bool:
         """Whether a request with images has not ended."""
         return bool(self._of)
+
+    def counts(self) -> dict[str, Any]:
+        """Fields of :class:`~chairlift.metrics.stats.EngineStats`; empty for a model that reads only texts."""
+        if self._memory is None:
+            return {}
+        return {
+            "num_tiles_encoded": self.num_encoded,
+            "num_tile_hits": self.num_hits,
+            "num_tiles_given_up": self.num_given_up,
+            "num_tiles_reencoded": self.num_reencoded,
+            "image_bytes": self.num_bytes,
+            "max_image_bytes": self.limit or 0,
+        }
 
     @property
     def is_encoding(self) -> bool:

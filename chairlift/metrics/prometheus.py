@@ -138,7 +138,7 @@ def render(
     families = [*_gauges(names, stats, info, up, num_waiting), *_counters(names, stats), *_histograms(names, stats)]
     families += [*_drafts(names, stats), *_adapters(names, stats, up)]
     families += _old_names(names, stats, up) if prefix == "vllm" else []
-    families += [*_grammars_and_budgets(names, stats.engine), _batches(names, stats)]
+    families += [*_images(names, stats.engine), *_grammars_and_budgets(names, stats.engine), _batches(names, stats)]
     ours = _Names(_OURS, model_name)
     families += _ours(ours, stats, up, now, oldest_wait, num_tasks)
     families += _engine_process(ours, engine_pid) if not replicas else _replicas(ours, replicas)
@@ -404,6 +404,20 @@ def _adapters(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
     yield names.counter("lora_adapter_reads", "Adapters read from their files.", engine.num_adapter_reads)
     yield names.counter("lora_adapter_hits", "Requests whose adapter was in memory.", engine.num_adapter_hits)
     yield names.counter("lora_adapter_evictions", "Adapters that made room for others.", engine.num_adapter_evictions)
+
+
+def _images(names: _Names, engine: EngineStats) -> Iterator[Metric]:
+    """Metrics of encoded images, if the model reads images."""
+    if not (engine.max_image_bytes or engine.num_tiles_encoded):  # the first is 0 while the engine restarts
+        return
+    yield names.counter("image_tiles_encoded", "Image tiles encoded.", engine.num_tiles_encoded)
+    yield names.counter("image_tile_hits", "Image tiles that were encoded already.", engine.num_tile_hits)
+    text = "Image tiles whose encoded rows made room for others while requests used them."
+    yield names.counter("image_tiles_given_up", text, engine.num_tiles_given_up)
+    text = "Image tiles that were encoded again because a request still needed their rows."
+    yield names.counter("image_tiles_reencoded", text, engine.num_tiles_reencoded)
+    yield names.gauge("image_memory_bytes", "Memory of encoded images.", engine.image_bytes)
+    yield names.gauge("image_memory_limit_bytes", "Maximum memory of encoded images.", engine.max_image_bytes)
 
 
 def _grammars_and_budgets(names: _Names, engine: EngineStats) -> Iterator[Metric]:

@@ -143,6 +143,15 @@ class EngineStats:
     num_grammars_failed: int = 0
     grammar_compile_seconds: float = 0.0
     """Total time in seconds that was spent compiling grammars."""
+    num_tiles_encoded: int = 0
+    """Number of image tiles that were encoded. The next three fields: tiles that a new request found encoded or in the
+    encoder's queue; tiles whose rows were given up for other images; such tiles that were encoded again."""
+    num_tile_hits: int = 0
+    num_tiles_given_up: int = 0
+    num_tiles_reencoded: int = 0
+    image_bytes: int = 0
+    """Number of bytes of the encoded rows in memory. The next field: the maximum; 0 if the model reads no images."""
+    max_image_bytes: int = 0
     num_thinking_limited: int = 0
     """Number of ended outputs that had a thinking budget. The next field: outputs whose reasoning was ended by the
     budget."""
@@ -395,5 +404,6 @@ _COUNTERS = tuple(
 _SUMMED = (
     *_COUNTERS,
     *("num_running", "num_waiting", "used_blocks", "cached_blocks", "free_blocks", "running_limit", "token_budget"),
+    *("image_bytes", "max_image_bytes"),
 )
 _summed_of = operator.attrgetter(*_SUMMED)

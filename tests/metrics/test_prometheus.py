@@ -210,6 +210,32 @@ def test_adapters_are_named_where_they_are_served() -> None:
         assert value(found, "chairlift:lora_adapter_reads_total") == 7
 
 
+def test_images_are_counted_where_the_model_reads_them() -> None:
+    stats = busy()
+    assert not [name for name, _ in samples(stats) if "image" in name]
+    counted = EngineStats(
+        num_tiles_encoded=7,
+        num_tile_hits=5,
+        num_tiles_given_up=3,
+        num_tiles_reencoded=2,
+        image_bytes=900,
+        max_image_bytes=1000,
+    )
+    stats.step(counted)
+    before = samples(stats)
+    stats.engine_died()
+    stats.step(dataclasses.replace(counted, image_bytes=100))
+    found = samples(stats)
+    for name, count in (
+        *(("image_tiles_encoded", 7), ("image_tile_hits", 5)),
+        *(("image_tiles_given_up", 3), ("image_tiles_reencoded", 2)),
+    ):
+        assert value(before, f"chairlift:{name}_total") == count
+        assert value(found, f"chairlift:{name}_total") == 2 * count, "counted over a restart"
+    assert value(found, "chairlift:image_memory_bytes") == 100
+    assert value(found, "chairlift:image_memory_limit_bytes") == 1000
+
+
 def test_grammars_thinking_and_batches_are_counted_over_restarts() -> None:
     stats = RequestStats()
     counted = EngineStats(

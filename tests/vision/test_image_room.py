@@ -61,6 +61,9 @@ def test_rows_are_kept_or_encoded_again(
     check(engine, expected)
     images, num_swaps = engine.engine.core.images, engine.engine.scheduler.preemptor.num_swaps
     assert bool(num_swaps) == bool(swap)
+    stats = engine.engine.core.stats()
+    assert stats.num_tiles_given_up == images.num_given_up and stats.num_tiles_reencoded == images.num_reencoded
+    assert stats.image_bytes == images.num_bytes <= stats.max_image_bytes == room * _IMAGE_BYTES
     assert bool(images.num_given_up) == (room < len(_IMAGES)), "rows were given up without need, or never"
     if room == 1 and not swap and not caching:
         assert images.num_reencoded, "no request had to read rows that were given up"
