@@ -7,7 +7,6 @@ queueing and the reading of tool calls and reasoning are the same for every API.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +33,7 @@ from chairlift.server.protocol import ChatRequest, TokenizeRequest, no_prompt_lo
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import TokenTexts, reply_head, submit_all, truncate
 from chairlift.tool_calls import check_history
-from chairlift.vision.chats import read_addresses
+from chairlift.vision.chats import fetch_images
 from chairlift.vision.processor import PlacedImages
 
 __all__ = ["ChatRun", "begin_chat", "encode_messages"]
@@ -131,7 +130,7 @@ async def lay_out_messages(
     messages = check_history(request.messages or ())
     info = state.engine.info
     if state.media is not None and info is not None and info.takes_images:
-        messages = await state.media.run(functools.partial(read_addresses, messages, state.media))
+        messages = await fetch_images(messages, state.media)
     return await state.engine.lay_out_chat(
         messages,
         add_generation_prompt=not request.continue_final_message if opens is None else opens,

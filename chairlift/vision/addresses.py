@@ -124,7 +124,10 @@ class MediaSource:
             found = self._get(where, parts, end)
             if isinstance(found, bytes):
                 return found
-            url = urljoin(url, found)
+            try:
+                url = urljoin(url, found)
+            except ValueError:
+                raise RequestError(f"{where} was redirected to what is no address; send the image itself") from None
         raise RequestError(f"{where} was redirected more than {_REDIRECTS} times; send the last address")
 
     def _get(self, where: str, parts: SplitResult, end: float) -> bytes | str:
@@ -144,7 +147,10 @@ class MediaSource:
         try:
             with connection.limited():
                 connection.request("GET", path, headers={"User-Agent": "chairlift", "Accept": "image/*"})
-                return _content(where, connection.getresponse())
+                found = _content(where, connection.getresponse())
+                if time.monotonic() >= end:  # the connection was closed, which may look like the end of the content
+                    raise TimeoutError
+                return found
         except RequestError:
             raise
         except (OSError, http.client.HTTPException, ValueError) as error:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from chairlift.errors import RequestError
@@ -11,7 +12,7 @@ from chairlift.vision.addresses import MediaSource
 from chairlift.vision.decode import from_data_url
 from chairlift.vision.processor import MAX_IMAGES, ImageProcessor, PreparedImage
 
-__all__ = ["GivenImage", "prepare_images", "read_addresses", "take_images"]
+__all__ = ["GivenImage", "fetch_images", "prepare_images", "read_addresses", "take_images"]
 
 MOST_ADDRESSES: Final = 16
 """Maximum number of images per request that are read from addresses. They are read one after another."""
@@ -48,26 +49,38 @@ def take_images(messages: Any) -> tuple[Any, list[GivenImage]]:
 def read_addresses(messages: Sequence[Any], source: MediaSource) -> list[Any]:
     """Return ``messages`` in which every address that ``source`` reads is replaced by the image at that address. All
     other parts are unchanged. Raises RequestError that names the path of an image that cannot be read."""
-    found, count, pixels, end = list(messages), 0, 0, time.monotonic() + source.seconds
+    found, pixels, end = list(messages), 0, time.monotonic() + source.seconds
+    for count, (index, place, url) in enumerate(_addresses_in(messages, source), 1):
+        if count > MOST_ADDRESSES:
+            raise RequestError(f"the messages name more than {MOST_ADDRESSES} images by address; send some as data")
+        where = f"messages[{index}].content[{place}].image_url.url"
+        image = source.read(where, url, end)
+        pixels = _with_pixels_of(where, image, pixels)
+        parts = list(found[index]["content"])
+        parts[place] = {"type": "image", "image": image}
+        found[index] = {**found[index], "content": parts}
+    return found
+
+
+async def fetch_images(messages: Sequence[Any], source: MediaSource) -> list[Any]:
+    """The same as :func:`read_addresses`, on the threads of ``source``. Messages without addresses do not wait for a
+    thread, because all threads may wait for slow hosts."""
+    if next(_addresses_in(messages, source), None) is None:
+        return list(messages)
+    return await source.run(functools.partial(read_addresses, messages, source))
+
+
+def _addresses_in(messages: Sequence[Any], source: MediaSource) -> Iterator[tuple[int, int, str]]:
+    """(index of a message, index of a part, address) for each address that ``source`` reads."""
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(content, (list, tuple)):
             continue
-        parts = list(content)
-        for place, part in enumerate(parts):
+        for place, part in enumerate(content):
             given = part.get("image_url") if isinstance(part, Mapping) and part.get("type") == "image_url" else None
             url = given.get("url") if isinstance(given, Mapping) else given
-            if not isinstance(url, str) or not source.reads(url):
-                continue
-            count += 1
-            if count > MOST_ADDRESSES:
-                raise RequestError(f"the messages name more than {MOST_ADDRESSES} images by address; send some as data")
-            where = f"messages[{index}].content[{place}].image_url.url"
-            image = source.read(where, url, end)
-            pixels = _with_pixels_of(where, image, pixels)
-            parts[place] = {"type": "image", "image": image}
-        found[index] = {**message, "content": parts}
-    return found
+            if isinstance(url, str) and source.reads(url):
+                yield index, place, url
 
 
 def prepare_images(processor: ImageProcessor, images: Sequence[GivenImage]) -> list[PreparedImage]:

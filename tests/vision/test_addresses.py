@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import io
 import os
@@ -17,7 +18,7 @@ from PIL import Image
 from chairlift.config import ServerConfig
 from chairlift.errors import ConfigError, RequestError
 from chairlift.vision.addresses import MediaSource, is_public
-from chairlift.vision.chats import MOST_ADDRESSES, read_addresses
+from chairlift.vision.chats import MOST_ADDRESSES, fetch_images, read_addresses
 from chairlift.vision.decode import MAX_BYTES
 from tests.vision.tiny import picture
 
@@ -36,6 +37,7 @@ class Site:
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.left, self.asked = threading.Event(), list[str]()
+        self.begun = False
         site = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -61,6 +63,13 @@ class Site:
             to.wfile.write(file_of(IMAGE)[:20])
             to.wfile.flush()
             self.left.wait(60)  # until the test has ended
+        elif name == "headers.png":
+            try:
+                while not self.left.wait(0.01):
+                    to.wfile.write(b"HTTP/1.1 200 OK\r\n" if not self.begun else b"X: y\r\n")
+                    self.begun = True
+            except OSError:
+                self.left.set()
         elif name == "huge.png":
             to.send_response(200)
             to.end_headers()
@@ -155,6 +164,8 @@ def test_public_addresses(address: str, public: bool) -> None:
         ("to=file:///etc/passwd", "leads to an address of 'file'"),
         ("to=http://user@images.example:PORT/cat.png", "names of users"),
         ("to=/to=/to=/to=/cat.png", "redirected more than 3 times"),
+        ("to=http://[::1", "was redirected to what is no address"),
+        ("to=http://images.example:x/", "is no address of an image"),
     ],
 )
 def test_redirects_are_checked_like_the_first_address(site: Site, path: str, reason: str) -> None:
@@ -182,9 +193,10 @@ def test_answers_that_are_no_images_are_refused(site: Site, path: str, reason: s
         source(site).read("it", f"http://images.example:{site.port}/{path}")
 
 
-def test_an_answer_that_does_not_end_is_given_up(site: Site) -> None:
+@pytest.mark.parametrize("name", ["slow.png", "headers.png"])
+def test_an_answer_that_does_not_end_is_given_up(site: Site, name: str) -> None:
     with pytest.raises(RequestError, match=r"took longer than 0\.5 s"):
-        source(site, seconds=0.5).read("it", f"http://images.example:{site.port}/slow.png")
+        source(site, seconds=0.5).read("it", f"http://images.example:{site.port}/{name}")
 
 
 @pytest.mark.parametrize(
@@ -259,6 +271,23 @@ def test_the_pixels_of_all_images_at_addresses_have_a_limit(site: Site, monkeypa
     assert len(read_addresses([{"role": "user", "content": [part] * 2}], source(site))[0]["content"]) == 2
     with pytest.raises(RequestError, match=r"^messages\[0\]\.content\[2\]\.image_url\.url makes .* pixels"):
         read_addresses([{"role": "user", "content": [part] * 3}], source(site))
+
+
+def test_messages_without_addresses_do_not_wait_for_slow_hosts(site: Site) -> None:
+    reader, url = source(site), f"http://images.example:{site.port}"
+    slow = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"{url}/slow.png"}}]}]
+    text = [{"role": "user", "content": "text"}, {"role": "user", "content": [{"type": "text", "text": "part"}]}]
+
+    async def run() -> None:
+        busy = [asyncio.create_task(fetch_images(slow, reader)) for _ in range(16)]
+        while len(site.paths) < 8:  # all threads read from the slow host
+            await asyncio.sleep(0)
+        assert await fetch_images(text, reader) == text
+        assert not any(task.done() for task in busy), "the messages waited for the slow host"
+        site.left.set()
+        await asyncio.gather(*busy, return_exceptions=True)
+
+    asyncio.run(run())
 
 
 def test_settings_are_checked(tmp_path: Path) -> None:
