@@ -211,7 +211,10 @@ def texts(args: argparse.Namespace) -> list[dict[str, Any]]:
         sides: dict[str, Make] = {"ngram": lambda: AdaptiveSpeculator(seconds, 8, NgramProposer(3))}
         for most in args.fixed:
             sides[f"{most} fixed"] = lambda most=most: Fixed(seconds, most, NgramProposer(3))
-        timed(llm, prompts, params, sides["ngram"])
+        _, answers, _ = timed(llm, prompts, params, sides["ngram"])
+        if args.write is not None:
+            requests = [(prompt, len(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
+            args.write.write_text(json.dumps(requests))
         records += pairs(llm, prompts, params, sides, args.rounds)
     return records
 
@@ -261,6 +264,7 @@ def main() -> None:
     parser.add_argument("--heads", help="of heads: directory of other heads than the model's own")
     parser.add_argument("--eagle3", help="of heads: directory of a layer of EAGLE-3")
     parser.add_argument("--fixed", type=int, nargs="*", default=[])
+    parser.add_argument("--write", type=Path, help="of texts: save the last --rows requests for peers/compare.py")
     parser.add_argument("--json", type=Path, help="append the records to a file")
     args = parser.parse_args()
     records = [{"what": args.what, "model": args.model, **each} for each in globals()[args.what](args)]

@@ -7,11 +7,11 @@ interleaved rounds.
         --llama-cpp /tmp/llama --transformers /tmp/transformers \\
         --limits --rounds 3 --json benchmarks/results/peers.json
 
-All 64 requests of ``workload.py`` arrive at once. Decoding is greedy; end of sequence is ignored; weights, activations
-and the KV cache of 2 GiB have 16 bits; there is no prefix caching. Each engine is a child process with its model loaded
-and warmed up, and is stopped while another engine computes. The minimum time is computed from the machine's limits:
-``--bandwidth`` and ``--peak``, or with ``--limits`` measurements before and after each turn. (The memory bandwidth of a
-virtual machine may change over time.)
+All 64 requests of ``workload.py``, or those of ``--workload``, arrive at once. Decoding is greedy; end of sequence is
+ignored; weights, activations and the KV cache of 2 GiB have 16 bits; there is no prefix caching. Each engine is a child
+process with its model loaded and warmed up, and is stopped while another engine computes. The minimum time is computed
+from the machine's limits: ``--bandwidth`` and ``--peak``, or with ``--limits`` measurements before and after each turn.
+(The memory bandwidth of a virtual machine may change over time.)
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ from chairlift.workbench.bench.limits import measure_limits  # noqa: E402
 from chairlift.workbench.bench.machine import describe_machine  # noqa: E402
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 3}
-"""Drafts of ``--ngram``. vLLM takes the longest match, of up to 3 tokens here, so both look for the same matches."""
+"""Drafts of ``--ngram``. vLLM takes the longest match, of up to 3 tokens here, so all look for the same matches."""
+LLAMA_NGRAM = "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 8"
+"""The same drafts for llama.cpp's server."""
 ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
 
@@ -97,6 +99,10 @@ def commands(args: argparse.Namespace, work: Path) -> dict[str, list[str]]:
         file = args.llama_cpp_model or convert(args.llama_cpp, args.model, work)
         command = [python, str(HERE / "run_llama_cpp.py"), "--model", str(file)]
         engines["llama.cpp"] = [*command, *shlex.split(args.llama_cpp_args)]
+        if args.ngram:  # its server, because the library has no drafts; without drafts too, so that HTTP does not count
+            command = [python, str(HERE / "run_llama_server.py"), "--model", str(file)]
+            engines["llama-server"] = command
+            engines["llama-ngram"] = [*command, "--", *shlex.split(LLAMA_NGRAM)]
     if args.transformers:
         command = [str(args.transformers / "bin" / "python"), str(HERE / "run_transformers.py"), "--model", model]
         engines["transformers"] = [*command, *shlex.split(args.transformers_args)]
@@ -228,7 +234,8 @@ def parse_args() -> argparse.Namespace:
         "--transformers", type=Path, help="environment made by setup_transformers.sh; left out: not compared"
     )
     parser.add_argument("--transformers-padded", action="store_true", help="also its plain generate, in padded batches")
-    parser.add_argument("--ngram", action="store_true", help="also Chairlift and vLLM with n-gram drafts")
+    parser.add_argument("--ngram", action="store_true", help="also each engine with n-gram drafts")
+    parser.add_argument("--workload", type=Path, help="requests as speculation.py --write saves them, instead of draws")
     for name in ("chairlift", "vllm", "openvino", "llama-cpp", "transformers"):
         script = name.replace("-", "_")
         parser.add_argument(f"--{name}-args", default="", help=f"more options for run_{script}.py, in one string")
@@ -254,7 +261,7 @@ def main() -> None:
     # SIGTERM raises SystemExit, so that measure() ends the children, which have process groups of their own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args.work.mkdir(parents=True, exist_ok=True)
-    requests = draw(args.requests)
+    requests = draw(args.requests) if args.workload is None else json.loads(args.workload.read_text())
     prompt_tokens, output_tokens = totals(requests)
     workload = args.work.resolve() / "workload.json"
     workload.write_text(json.dumps(requests))
