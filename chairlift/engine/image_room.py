@@ -41,9 +41,10 @@ def rows_to_give_up(
 ) -> list[bytes]:
     """Keys of the tiles whose rows to give up now, so that ``lack`` more bytes are free. Empty: wait instead.
 
-    Rows that no request needs go first: encoding them again costs nothing, unless KV is lost. Needed rows go if the
-    seconds to encode them again are at most the seconds that ``num_waiting`` requests lose by waiting: those until
-    other requests have computed their images, and those that they have ``waited`` already. So the decision to wait
+    Rows that no request needs go first: encoding them again costs nothing, unless KV is lost. Needed rows go if waiting
+    costs at least as much as encoding them again. Waiting costs the seconds that the request has ``waited`` already,
+    and those until other requests have computed their images. It delays only this request, because others compute
+    meanwhile. Encoding again delays all ``num_waiting`` requests that wait for the encoder. So the decision to wait
     costs at most as much again as encoding (the rule of the ski rental), and no request waits for ever.
 
     ``compute_seconds`` predicts the seconds to compute a number of prompt tokens.
@@ -61,7 +62,7 @@ def rows_to_give_up(
     if any(each.is_needed for each in chosen):
         free = sum(each.size for each in chosen if not each.is_needed)
         wait = waited + _seconds_until_free(held, lack - free, compute_seconds)
-        if wait * num_waiting < cost:
+        if wait < cost * num_waiting:
             return []
     return [each.key for each in chosen]
 

@@ -34,12 +34,13 @@ def test_the_cheapest_rows_for_their_size_go_first() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "waited", "num_waiting", "goes"),
-    [(5, 0.0, 1, False), (15, 0.0, 1, True), (5, 0.6, 1, True), (5, 0.0, 2, True), (4, 0.0, 2, False)],
+    [(5, 0.0, 1, False), (15, 0.0, 1, True), (5, 0.6, 1, True), (15, 0.0, 2, False), (5, 1.6, 2, True)],
 )
-def test_rows_go_if_all_waiting_requests_lose_more_time(
+def test_rows_go_if_the_wait_takes_longer_than_all_lose_by_encoding(
     tokens: int, waited: float, num_waiting: int, goes: bool
 ) -> None:
-    """Encoding again takes a second. Until the rows are free, a request must compute ``tokens`` tokens."""
+    """Encoding again takes a second, and delays all waiting requests. Until the rows are free, a request must compute
+    ``tokens`` tokens."""
     assert chosen([rows("a", tokens=tokens)], waited=waited, num_waiting=num_waiting) == "a" * goes
 
 
