@@ -155,6 +155,8 @@ class AdaptiveSpeculator:
         guide: Guide | None = None,
     ) -> None:
         self._seconds, self.most, self._proposer, self._guide = step_seconds, most, proposer, guide
+        self._most_proposed = min(most, getattr(proposer, "most", most))
+        """Maximum number of drafts for a row that the proposer makes, such as the number of Medusa heads."""
         self.acceptance = Acceptance()
         self._texts: dict[str, PredictedText] = {}
         self._sources: dict[str, Source] = {}
@@ -305,12 +307,12 @@ class AdaptiveSpeculator:
         """Maximum number of drafts that the proposer shall make for each row. If one draft for each row costs ``price``
         seconds: the number that gives the most tokens per second if all are used."""
         if not price:
-            return self.most
+            return self._most_proposed
         acceptance = self.acceptance[Source.PROPOSED]
-        survivals = [acceptance.survivals(request.request_id, self.most) for request, _ in rows]
+        survivals = [acceptance.survivals(request.request_id, self._most_proposed) for request, _ in rows]
         depth, tokens, alone = 0, float(step.num_decodes), seconds(0)
         plain = rate = tokens / alone
-        for number in range(1, self.most + 1):
+        for number in range(1, self._most_proposed + 1):
             tokens += sum([chances[number - 1] for chances in survivals])
             taken = seconds(number * len(rows)) + number * price
             found = tokens / taken
@@ -406,5 +408,4 @@ def speculator_from_config(
     if speculation is None:
         return AdaptiveSpeculator(costs.decode_seconds, _MAX_KNOWN, guide=guide)
     proposer = NgramProposer(speculation.prompt_lookup_min) if drafter is None else drafter
-    most = speculation.num_speculative_tokens if drafter is None else drafter.most
-    return AdaptiveSpeculator(costs.decode_seconds, most, proposer, guide)
+    return AdaptiveSpeculator(costs.decode_seconds, speculation.num_speculative_tokens, proposer, guide)

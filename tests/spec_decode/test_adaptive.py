@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from chairlift.config import SchedulerConfig
 from chairlift.request import Request
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
 from chairlift.spec_decode.acceptance import Source, SourceAcceptance
-from chairlift.spec_decode.adaptive import AdaptiveSpeculator, best_number
+from chairlift.spec_decode.adaptive import AdaptiveSpeculator, best_number, speculator_from_config
 from chairlift.spec_decode.ngram import NgramProposer
 from tests.tiers import one_in
 
@@ -231,6 +232,26 @@ def test_the_text_that_a_request_expects_is_drafted() -> None:
     new, expecting = [50, 51], row("a", [50, 51], prediction=[7, 8, 9])
     assert choose(AdaptiveSpeculator(flat, 3), expecting, row("b", new)) == {"a": [7, 8, 9]}
     assert choose(make(flat), expecting, row("b")) == {"a": [7, 8, 9], "b": [4, 1, 2, 3]}
+
+
+def test_the_number_of_heads_does_not_limit_the_text_that_a_request_expects() -> None:
+    class Heads(NgramProposer):
+        most = 2
+
+        def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
+            assert all(limit <= 2 for _, limit in rows)
+            return super().propose(rows)
+
+        def seconds(self, num_rows: int) -> float:
+            return 0.01
+
+    config = SchedulerConfig(speculative_config='{"method": "medusa", "model": "x", "num_speculative_tokens": 6}')
+    speculator = speculator_from_config(config, Costs([1]), 0, drafter=Heads(2))
+    assert speculator is not None
+    speculator._seconds, speculator.reach = flat, 6
+    assert choose(speculator, row("b")) == {"b": [4, 1]}
+    expecting = row("a", [50, 51], prediction=[7, 8, 9, 10, 11, 12])
+    assert choose(speculator, expecting) == {"a": [7, 8, 9, 10, 11, 12]}
 
 
 def test_only_drafts_from_the_text_count_as_predicted() -> None:

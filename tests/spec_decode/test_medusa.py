@@ -192,7 +192,8 @@ def test_there_are_as_many_drafts_as_heads_or_fewer(models: Models, tmp_path: Pa
     heads = write_heads(tmp_path / "heads", hidden_size(models.model_dir("llama")), count=3)
     for asked, most in ((8, 3), (2, 2)):
         llm = models.llm("llama", "auto", "float32", num_kv_blocks=40, speculative_config=asked_of(heads, asked))
-        assert llm.engine.scheduler.drafts.speculator.most == most
+        speculator = llm.engine.scheduler.drafts.speculator
+        assert (speculator.most, speculator._most_proposed) == (asked, most)
         assert llm.info.num_speculative_tokens == most
 
 
