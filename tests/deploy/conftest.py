@@ -25,6 +25,7 @@ def exposed() -> dict[str, Exposed]:
     engine.stats.last_token_time = 0.0
     engine.stats.engine.floor_share = 0.5  # as with the native kernels
     engine.stats.engine.max_loras = 4
+    engine.stats.engine.max_image_bytes = 1 << 20
     engine.stats.engine.expert_imbalance = [1.5]
     bodies: list[str] = []
 
