@@ -224,7 +224,7 @@ def _too_deep(max_depth: int) -> ApiError:
 
 def _too_long(limit: int) -> ApiError:
     message = f"the body is longer than {limit:,} bytes; shorten it, or start the server with a larger --max-body-bytes"
-    return ApiError(413, message, code="body_too_large")
+    return ApiError(413, message, code="body_too_large", headers={"connection": "close"})
 
 
 _JSON_NAMES: Final[dict[type, str]] = {
