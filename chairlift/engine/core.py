@@ -674,7 +674,7 @@ class EngineCore(EngineClient):
         outputs.decode_seconds, outputs.decoding = self.causes.decode_seconds, self.causes.decoding
         self.causes.decoding = []
         end, drafting = self.clock.now(), self._drafting_seconds()
-        record = StepRecord.of(out, result, start, end)
+        record = StepRecord.of(out, result, start, end, self.images.since_step())
         self.events.tell("landed", record)
         if self.governor is not None:
             self.governor.window.saw(out, result, end - max(start, self._landed_at), end)

@@ -114,6 +114,8 @@ class Images:
         """Counters: tiles that were encoded; tiles that a new request found encoded already, or in the queue."""
         self.num_given_up = self.num_reencoded = 0
         """Counters: tiles whose rows were given up although requests used them; such tiles that were encoded again."""
+        self._at_step = 0, 0, 0
+        """Tiles encoded, given up and encoded again when the newest step ended."""
 
     @property
     def is_used(self) -> bool:
@@ -132,6 +134,23 @@ class Images:
             "image_bytes": self.num_bytes,
             "max_image_bytes": self.limit or 0,
         }
+
+    def state(self) -> tuple[int, ...]:
+        """(tiles encoded, tiles whose rows were given up, such tiles encoded again, bytes of rows in memory, tiles in
+        the encoder's queue, 1 if the next tile waits for room and else 0); empty for a model that reads only texts.
+        The first three count from the engine's start."""
+        if self._memory is None:
+            return ()
+        counters = self.num_encoded, self.num_given_up, self.num_reencoded
+        return (*counters, self.num_bytes, len(self._queue), int(self._blocked_since is not None))
+
+    def since_step(self) -> tuple[int, int, int, int]:
+        """(tiles encoded, given up and encoded again since the last call, bytes of rows in memory)."""
+        if self._memory is None:
+            return 0, 0, 0, 0
+        before, self._at_step = self._at_step, (self.num_encoded, self.num_given_up, self.num_reencoded)
+        encoded, given_up, again = (now - then for now, then in zip(self._at_step, before, strict=True))
+        return encoded, given_up, again, self.num_bytes
 
     @property
     def is_encoding(self) -> bool:

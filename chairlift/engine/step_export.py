@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from chairlift.engine.step_recorder import FORMAT
 from chairlift.errors import ConfigError
@@ -23,6 +23,12 @@ _ENGINE, _ROWS, _QUEUE = 1, 2, 3
 _SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "block_bytes")
 _MAX_SIZE = 1 << 32
 _MAX_NAMED_ROWS = 4096
+_IMAGES: Final = {
+    "image tiles": ("encoded", "given up", "encoded again"),
+    "image memory": ("bytes",),
+    "image tiles in the queue": ("tiles",),
+}
+"""Counter of the trace -> its values."""
 _Event = dict[str, Any]
 
 
@@ -106,6 +112,15 @@ def _parsed(data: bytes) -> Iterator[dict[str, Any]]:
         yield line
 
 
+def _images(line: dict[str, Any]) -> tuple[Any, ...]:
+    """State of the images in a line: six numbers; empty if the line has none."""
+    state = line.get("key", line).get("images")
+    if state is None:
+        return ()
+    encoded, given_up, again, num_bytes, queued, lacks_room = state
+    return encoded, given_up, again, num_bytes, queued, lacks_room
+
+
 class _Reader:
     """Reads the lines of a recording one by one. ``rows`` maps slot -> number of the request that decodes there."""
 
@@ -124,6 +139,8 @@ class _Reader:
         for change in line.get("do", ()):
             self._happened(*change)
         self.end = max(self.end, line.get("at", 0.0))
+        if not all(type(number) is int and number >= 0 for number in _images(line)):
+            raise ValueError(line)
         if "step" not in line:
             return
         for slot in line.get("off", ()):
@@ -234,6 +251,10 @@ class _Writer:
             self._happened(*change)
         if "key" in line and not self._begun:
             self._rows = {slot: (number, self._zero) for slot, number in line["key"].get("on", ())}
+        if images := _images(line):
+            at = line["t"][1] if "step" in line else line.get("at", self._end)
+            for name, counts in zip(_IMAGES, (images[:3], images[3:4], images[4:5]), strict=True):
+                self._add("C", _ENGINE, 0, at, name=name, args=dict(zip(_IMAGES[name], counts, strict=True)))
         if "step" not in line:
             return
         self._begun = True

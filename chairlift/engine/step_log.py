@@ -56,10 +56,26 @@ class StepRecord:
     """Request id -> number of tokens from a row with drafts: accepted drafts plus one."""
     adapter_bytes: int = 0
     """Bytes of the adapters of all rows, each adapter counted once."""
+    num_tiles_encoded: int = 0
+    """Number of image tiles that were encoded since the previous step ended. The next two fields: tiles whose rows were
+    given up for other images since then, and such tiles that were encoded again."""
+    num_tiles_given_up: int = 0
+    num_tiles_reencoded: int = 0
+    image_bytes: int = 0
+    """Bytes of encoded image rows in memory at the step's end; 0 if the model reads no images."""
 
     @classmethod
-    def of(cls, out: SchedulerOutput, result: StepResult, start: float, end: float) -> StepRecord:
-        """Record of a step that was scheduled at ``start`` and whose result was known at ``end``."""
+    def of(
+        cls,
+        out: SchedulerOutput,
+        result: StepResult,
+        start: float,
+        end: float,
+        images: tuple[int, int, int, int] = (0, 0, 0, 0),
+    ) -> StepRecord:
+        """Record of a step that was scheduled at ``start`` and whose result was known at ``end``. ``images``: tiles
+        encoded, given up and encoded again, and bytes of rows."""
+        encoded, given_up, reencoded, num_bytes = images
         return cls(
             step=out.step,
             start=start,
@@ -78,6 +94,10 @@ class StepRecord:
             padding_avoided=out.padding_avoided,
             accepted=_accepted(out, result),
             adapter_bytes=out.adapter_bytes,
+            num_tiles_encoded=encoded,
+            num_tiles_given_up=given_up,
+            num_tiles_reencoded=reencoded,
+            image_bytes=num_bytes,
         )
 
     @property

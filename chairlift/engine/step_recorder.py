@@ -62,6 +62,8 @@ class StepRecorder:
         self._status: tuple[Any, ...] = ()
         self._load = 0
         """Number of the newest reading of the expert load that was written to a line."""
+        self._images: tuple[int, ...] = core.images.state()
+        """State of the images in the newest line that has it."""
         self._held: set[str] = set()
         self._leaving: dict[str, int] = {}
         """Id of a request that ended while steps were in flight -> index of the newest of these steps. Later lines
@@ -156,7 +158,9 @@ class StepRecorder:
 
     def landed(self, record: StepRecord) -> None:
         """Record that the step's tokens, or its error, are known."""
-        self._write(self._step_line(record, self._flights.pop(record.step, [])))
+        line = self._step_line(record, self._flights.pop(record.step, []))
+        self._note_images(line)
+        self._write(line)
         if self._leaving:
             self._leaving = {name: step for name, step in self._leaving.items() if step >= record.step}
         # The buffer is over its limit, so no reader takes the lines: drop them, and write a new snapshot, with which
@@ -217,6 +221,14 @@ class StepRecorder:
             line["experts"], self._load = load.loads(), load.number
         return line
 
+    def _note_images(self, line: dict[str, Any]) -> bool:
+        """Add the state of the images to a line if it has changed. Returns whether it has."""
+        now = self._core.images.state()
+        if now == self._images:
+            return False
+        line["images"] = self._images = now
+        return True
+
     def _place(self, name: str, chunk: Chunk) -> tuple[int, int, int, int]:
         return self._number(name), chunk.slot, chunk.start, chunk.num_tokens
 
@@ -229,10 +241,12 @@ class StepRecorder:
     def _end_idle(self) -> None:
         """If no step is in flight, write the changes since the last step as a separate line."""
         self._drain()
-        if self._changes and not self._core.num_in_flight:
+        line: dict[str, Any] = {"at": round(self._core.clock.now(), 6)}
+        if not self._core.num_in_flight and (self._note_images(line) or self._changes):
             changes, self._changes = self._changes, []
             status = (len(self._core.scheduler.waiting), "", *dataclasses.astuple(self._core.kv.counts()))
-            line = {"at": round(self._core.clock.now(), 6), "do": changes}
+            if changes:
+                line["do"] = changes
             if status != self._status:
                 line["state"] = self._status = status
             self._write(line)
@@ -283,6 +297,8 @@ class StepRecorder:
             "state": self._status or (len(core.scheduler.waiting), "", *dataclasses.astuple(core.kv.counts())),
             "cached": cached,
         }
+        if images := core.images.state():  # older readers skip the snapshot, so the next line may repeat this state
+            key |= {"images": images, "max_image_bytes": core.images.limit or 0}
         size, self._key_at = self._num_bytes, core.clock.now()
         self._write({"key": key})
         if seen := [["seen", self._number(name), name] for name in self._leaving]:

@@ -175,7 +175,7 @@ def _too_long(maximum: int) -> ApiError:
     message = (
         f"the file is longer than {maximum:,} bytes; split it, or start the server with a larger --max-batch-file-bytes"
     )
-    return ApiError(413, message, code="file_too_large", param="file")
+    return ApiError(413, message, code="file_too_large", param="file", headers={"connection": "close"})
 
 
 def _expires_at(form: FormData, now: int) -> int | None:

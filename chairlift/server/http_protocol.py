@@ -65,12 +65,17 @@ class HttpLimits:
     idle_timeout: float = 75.0
     """Maximum time between a response and the next request on the connection."""
     linger_timeout: float = 2.0
-    """Time for a client to stop sending after a response that was sent before the whole request arrived. If the
-    connection closed at once, the client would lose the response."""
+    """Maximum pause of a client that still sends after a response was sent before the whole request arrived. What it
+    sends is discarded. If the connection closed at once, the client would lose the response: many clients read it only
+    after they have sent the whole request."""
+    max_linger_seconds: float = 30.0
+    """Maximum time for which such a client may send."""
     stall_timeout: float = 60.0
     """Time for a client to read 64 KiB of the bytes that wait for it, or all bytes if there are fewer. They may be a
     whole response or a part of a stream."""
-    max_ignored_bytes: int = 64 * 1024 * 1024
+    max_ignored_bytes: int = 512 * 1024 * 1024
+    """Maximum number of bytes that such a client may send. It is more than any request that the default settings allow,
+    which is an upload of 200 MiB. Discarding a gigabyte takes less than a second."""
 
 
 class HttpServer:
@@ -178,7 +183,10 @@ class HttpProtocol(HttpToolsProtocol):
         with these headers only."""
         self._discards = False
         """Whether received data is discarded from now on."""
-        self._ignored = 0
+        self._num_received = 0
+        """Number of bytes that have arrived on the connection."""
+        self._ignored_from = 0
+        """Value of ``_num_received`` when the response was sent, while the connection lingers."""
         self._lingers = False
 
     # --- the transport's side ---
@@ -203,10 +211,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._server.connection_closed()
 
     def data_received(self, data: bytes) -> None:
+        self._num_received += len(data)
         while data:
             if self._discards:
-                self._ignored += len(data)
-                if self._ignored > self._limits.max_ignored_bytes:
+                if self._num_received - self._ignored_from > self._limits.max_ignored_bytes:
                     self.transport.abort()
                 return
             piece, data = (data[:_PIECE], data[_PIECE:]) if self._in_head else (data, b"")
@@ -417,7 +425,26 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle.more_body and not self._discards and not self.transport.is_closing():
             self._unset_keepalive_if_required()
-            self._start_timer(self._limits.linger_timeout, self.finish)
+            self._linger()
+
+    def _linger(self) -> None:
+        """Close the connection when the client stops sending."""
+        self._ignored_from = self._num_received
+        self._linger_on(self.loop.time() + self._limits.max_linger_seconds)
+
+    def _linger_on(self, end: float) -> None:
+        """Wait for ``linger_timeout`` seconds, and again if data has arrived meanwhile. ``end`` is the last moment, on
+        the event loop's clock."""
+        seen, seconds = self._num_received, min(self._limits.linger_timeout, end - self.loop.time())
+
+        def check() -> None:
+            too_many = self._num_received - self._ignored_from > self._limits.max_ignored_bytes
+            if self._num_received == seen or too_many or self.loop.time() >= end:
+                self.finish()
+            else:
+                self._linger_on(end)
+
+        self._start_timer(seconds, check)
 
     def timeout_keep_alive_handler(self) -> None:
         self.finish()
@@ -430,15 +457,14 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def finish_softly(self) -> None:
-        """Close the connection as :meth:`finish` does, but first wait ``linger_timeout`` seconds so that the client
-        can stop sending."""
+        """Close the connection as :meth:`finish` does, but first wait until the client stops sending."""
         if self.transport.is_closing() or self._lingers:
             return
         self._discards = self._lingers = True
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
-        self._start_timer(self._limits.linger_timeout, self.finish)
+        self._linger()
 
     def _refuse(self, status: int, code: str, message: str, retry_after: str | None = None) -> None:
         cycle = self.cycle

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import http.client
 import ipaddress
 import os
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from chairlift.errors import RequestError
@@ -30,7 +31,10 @@ __all__ = ["MediaSource", "is_public"]
 
 _SECONDS: Final = 10.0
 """Maximum time in seconds to read all images of a request, including redirects."""
-_THREADS: Final = 8
+_PER_HOST: Final = 4
+"""Maximum number of images that are read from one host at the same time, so that a slow host does not delay others."""
+_MOST_HOSTS: Final = 8
+"""Number of hosts that have all their threads at the same time. A thread may use 150 MB for an image."""
 _REDIRECTS: Final = 3
 _PIECE: Final = 1 << 16
 _LONGEST: Final = 2048
@@ -38,8 +42,6 @@ _LONGEST: Final = 2048
 _PORTS: Final = {"http": 80, "https": 443}
 _MOVED: Final = (301, 302, 303, 307, 308)
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
-
-_T = TypeVar("_T")
 
 Resolve = Callable[[str, int], list[str]]
 """Function from (host, port) to the host's IP addresses."""
@@ -62,7 +64,8 @@ class MediaSource:
     """Reads images from the hosts in ``domains`` and the files in ``folder``. ``read(where, url)`` returns the image at
     an address.
 
-    ``resolve`` replaces the name service, and ``public`` replaces :func:`is_public`. Any thread may use the object.
+    ``resolve`` replaces the name service, and ``public`` replaces :func:`is_public`. Any thread may call ``read``, and
+    one event loop :meth:`fetch`.
     """
 
     def __init__(
@@ -77,17 +80,38 @@ class MediaSource:
         self._domains = {each.lower().rstrip(".") for each in domains}
         self._folder = None if folder is None else Path(folder).resolve()
         self.seconds, self._resolve, self._public = seconds, resolve or _addresses, public
+        self._places = {host: asyncio.Semaphore(_PER_HOST) for host in ("", *self._domains)}
+        """Host in the list -> its places on the threads. The empty name is for files."""
         # These threads are separate from the server's threads, which must not wait for other machines.
-        self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="chairlift-images")
+        self._threads = concurrent.futures.ThreadPoolExecutor(
+            _PER_HOST * min(len(self._places), _MOST_HOSTS), thread_name_prefix="chairlift-images"
+        )
 
     def reads(self, url: str) -> bool:
         """Whether this object reads addresses of this kind: ``http:``, ``https:`` or ``file:``."""
         scheme = url[:6].lower().partition(":")[0]
         return (bool(self._domains) and scheme in _PORTS) or (self._folder is not None and scheme == "file")
 
-    async def run(self, work: Callable[[], _T]) -> _T:
-        """Run ``work``, which reads images, on one of this object's threads, and return its result."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def fetch(self, where: str, url: str, seconds: float) -> tuple[Any, float]:
+        """Read the image at an address as :meth:`read` does, on a thread of this object, in at most ``seconds``.
+        Returns (image, seconds that reading took). It first waits for one of the places of the address's host, for as
+        long as it takes. A redirect to another host keeps the place."""
+        host = (_split(where, url).hostname or "").rstrip(".")
+        places, loop = self._places.get(host) or self._places[""], asyncio.get_running_loop()
+
+        def work() -> tuple[Any, float]:
+            start = time.monotonic()
+            return self.read(where, url, start + seconds), time.monotonic() - start
+
+        def leave(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(places.release)
+
+        await places.acquire()
+        # The place is free when the thread is. If the request is cancelled, that is later.
+        reading = self._threads.submit(work)
+        reading.add_done_callback(leave)
+        return await asyncio.wrap_future(reading)
 
     def read(self, where: str, url: str, end: float | None = None) -> Any:
         """Return the RGB image at an address. ``where`` names the image in errors. ``end`` is the deadline, a time of

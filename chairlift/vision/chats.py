@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -12,7 +10,7 @@ from chairlift.vision.addresses import MediaSource
 from chairlift.vision.decode import from_data_url
 from chairlift.vision.processor import MAX_IMAGES, ImageProcessor, PreparedImage
 
-__all__ = ["GivenImage", "fetch_images", "prepare_images", "read_addresses", "take_images"]
+__all__ = ["GivenImage", "fetch_images", "prepare_images", "take_images"]
 
 MOST_ADDRESSES: Final = 16
 """Maximum number of images per request that are read from addresses. They are read one after another."""
@@ -46,28 +44,21 @@ def take_images(messages: Any) -> tuple[Any, list[GivenImage]]:
     return found, images
 
 
-def read_addresses(messages: Sequence[Any], source: MediaSource) -> list[Any]:
+async def fetch_images(messages: Sequence[Any], source: MediaSource) -> list[Any]:
     """Return ``messages`` in which every address that ``source`` reads is replaced by the image at that address. All
-    other parts are unchanged. Raises RequestError that names the path of an image that cannot be read."""
-    found, pixels, end = list(messages), 0, time.monotonic() + source.seconds
+    other parts are unchanged. Images are read one after another, in ``source.seconds`` together. Raises RequestError
+    that names the path of an image that cannot be read."""
+    found, pixels, left = list(messages), 0, source.seconds
     for count, (index, place, url) in enumerate(_addresses_in(messages, source), 1):
         if count > MOST_ADDRESSES:
             raise RequestError(f"the messages name more than {MOST_ADDRESSES} images by address; send some as data")
         where = f"messages[{index}].content[{place}].image_url.url"
-        image = source.read(where, url, end)
-        pixels = _with_pixels_of(where, image, pixels)
+        image, seconds = await source.fetch(where, url, left)
+        pixels, left = _with_pixels_of(where, image, pixels), left - seconds
         parts = list(found[index]["content"])
         parts[place] = {"type": "image", "image": image}
         found[index] = {**found[index], "content": parts}
     return found
-
-
-async def fetch_images(messages: Sequence[Any], source: MediaSource) -> list[Any]:
-    """The same as :func:`read_addresses`, on the threads of ``source``. Messages without addresses do not wait for a
-    thread, because all threads may wait for slow hosts."""
-    if next(_addresses_in(messages, source), None) is None:
-        return list(messages)
-    return await source.run(functools.partial(read_addresses, messages, source))
 
 
 def _addresses_in(messages: Sequence[Any], source: MediaSource) -> Iterator[tuple[int, int, str]]:

@@ -12,6 +12,8 @@ import pytest
 from chairlift.engine.step_export import read_recording, to_perfetto
 from chairlift.engine.step_recorder import FORMAT
 from chairlift.errors import ConfigError
+from chairlift.workbench.sim.simulator import Simulation
+from chairlift.workbench.sim.world import make_world
 from tests.server.watched import Tables, Truth, make_truth
 
 MODES: dict[str, dict[str, Any]] = {
@@ -25,6 +27,9 @@ MODES: dict[str, dict[str, Any]] = {
     "static": {"batching": "static", "num_blocks": 200},
     "dynamic": {"batching": "dynamic", "num_blocks": 200},
 }
+
+IMAGE_SEEDS = 14, 374, 1032, 3774
+"""Seeds of simulated worlds with images, most of which give up rows and encode them again."""
 
 HEAD = json.dumps(
     {
@@ -323,6 +328,9 @@ def test_a_recording_knows_its_requests() -> None:
         (HEAD + b'\n{"step":1,"t":[0,1],"ctx":null}', "line 2 of the recording cannot be read"),
         (HEAD + b'\n{"step":1,"t":[0,1],"ctx":1e400}', "line 2 of the recording cannot be read"),
         (HEAD + b'\n{"step":1,"t":[0,1],"ctx":-5}', "line 2 of the recording cannot be read"),
+        (HEAD + b'\n{"at":1,"images":[1,0,0,-5,0,0]}', "line 2 of the recording cannot be read"),
+        (HEAD + b'\n{"step":1,"t":[0,1],"images":[1,0,0,5,0]}', "line 2 of the recording cannot be read"),
+        (HEAD + b'\n{"step":1,"t":[0,1],"images":[1,0,0,5,0,"no"]}', "line 2 of the recording cannot be read"),
     ],
 )
 def test_what_is_no_recording_is_refused(data: bytes, message: str) -> None:
@@ -405,3 +413,100 @@ def test_no_token_of_anybody_is_in_it() -> None:
     for line in watched(truth).splitlines():
         fields |= json.loads(line).keys()
     assert fields <= {"key", "step", "t", "do", "on", "off", "rest", "ctx", "chunks", "state", "at"}
+
+
+def watched_images(seed: int, pieces: int = 7) -> tuple[Simulation, list[bytes]]:
+    """A simulated engine that has read images, and its lines, taken every few steps."""
+    simulation, found = Simulation(make_world(seed)), list[bytes]()
+    core = simulation.engine.core
+    core.watch(True)
+    recorder = core.recorder
+    assert recorder is not None
+    step = simulation.engine.step
+
+    def step_and_take() -> Any:
+        outputs = step()
+        if simulation.num_steps % pieces == 0:
+            found.append(recorder.take())
+        return outputs
+
+    simulation.engine.step = step_and_take  # type: ignore[method-assign]
+    simulation.run()
+    return simulation, [piece for piece in [*found, recorder.take(), recorder.take()] if piece]
+
+
+@pytest.mark.parametrize("seed", IMAGE_SEEDS)
+def test_records_and_lines_count_tiles(seed: int) -> None:
+    simulation, pieces = watched_images(seed)
+    images, log = simulation.engine.core.images, list(simulation.engine.step_log)
+    end = images.state()
+    counted = [
+        sum(getattr(record, f"num_tiles_{name}") for record in log) for name in ("encoded", "given_up", "reencoded")
+    ]
+    later = images.since_step()  # the encoder may have worked after the last step
+    assert [one + other for one, other in zip(counted, later, strict=False)] == list(end[:3])
+    assert end[:4] == (images.num_encoded, images.num_given_up, images.num_reencoded, images.num_bytes)
+    lines = [json.loads(line) for piece in pieces for line in piece.splitlines()]
+    after = {record.step: record.image_bytes for record in log}
+    state = next(line["key"]["images"] for line in lines if "images" in line.get("key", {}))
+    assert all(
+        line["key"]["max_image_bytes"] == (images.limit or 0) for line in lines if "images" in line.get("key", {})
+    )
+    for line in lines:
+        if "images" in line:
+            assert line["images"] != state, "only changes are written"
+        state = line.get("images", state)
+        if "step" in line:
+            assert state[3] == after[line["step"]]
+    assert tuple(state) == end
+
+
+def test_the_worlds_with_images_encode_again() -> None:
+    """What the test above compares is not 0 everywhere."""
+    ends = [watched_images(seed)[0].engine.core.images.state() for seed in IMAGE_SEEDS]
+    assert all(any(end[at] for end in ends) for at in range(3)), ends
+
+
+def test_a_new_recorder_begins_with_the_state_of_images() -> None:
+    simulation, _ = watched_images(374)
+    core = simulation.engine.core
+    core.watch(False)
+    core.watch(True)
+    recorder = core.recorder
+    assert recorder is not None
+    lines = [json.loads(line) for line in recorder.take().splitlines()]
+    assert [line["key"]["images"] for line in lines if "images" in line.get("key", {})] == [list(core.images.state())]
+    assert not any("images" in line for line in lines), "of earlier steps only the rows are known"
+
+
+def test_the_trace_and_the_reader_know_the_images() -> None:
+    simulation, pieces = watched_images(374)
+    data, end = b"\n".join(pieces), simulation.engine.core.images.state()
+    assert read_recording(data).lines
+    counters: dict[str, dict[str, int]] = {}
+    for event in check_trace_events(to_perfetto(data)):
+        if event["ph"] == "C":
+            counters[event["name"]] = event["args"]
+    assert counters["image tiles"] == {"encoded": end[0], "given up": end[1], "encoded again": end[2]}
+    assert counters["image memory"] == {"bytes": end[3]}
+    assert counters["image tiles in the queue"] == {"tiles": end[4]}
+
+
+@pytest.mark.parametrize("seed", IMAGE_SEEDS)
+def test_recordings_without_images_in_their_lines_still_load(seed: int) -> None:
+    """Recordings of earlier versions have no such fields."""
+    _, pieces = watched_images(seed)
+    lines = [json.loads(line) for piece in pieces for line in piece.splitlines()]
+    new = read_recording(b"\n".join(pieces))
+    for line in lines:
+        line.pop("images", None)
+        for name in ("images", "max_image_bytes"):
+            line.get("key", {}).pop(name, None)
+    data = b"\n".join(json.dumps(line).encode() for line in lines)
+    old = read_recording(data)
+    assert (old.requests, old.steps, old.end) == (new.requests, new.steps, new.end)
+    assert not any("image" in event["name"] for event in check_trace_events(to_perfetto(data)))
+
+
+def test_a_text_model_writes_nothing_of_images() -> None:
+    assert b"image" not in watched(make_truth(seed=3))

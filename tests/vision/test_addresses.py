@@ -7,7 +7,8 @@ import http.server
 import io
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from PIL import Image
 from chairlift.config import ServerConfig
 from chairlift.errors import ConfigError, RequestError
 from chairlift.vision.addresses import MediaSource, is_public
-from chairlift.vision.chats import MOST_ADDRESSES, fetch_images, read_addresses
+from chairlift.vision.chats import MOST_ADDRESSES, fetch_images
 from chairlift.vision.decode import MAX_BYTES
 from tests.vision.tiny import picture
 
@@ -110,6 +111,10 @@ def site() -> Iterator[Site]:
 def source(site: Site, *domains: str, seconds: float = 30.0) -> MediaSource:
     named = domains or ("images.example",)
     return MediaSource(named, None, seconds=seconds, resolve=site.resolve, public=lambda address: True)
+
+
+def with_images(messages: Sequence[Any], reader: MediaSource) -> list[Any]:
+    return asyncio.run(fetch_images(messages, reader))
 
 
 def test_an_image_of_a_named_host_is_read(site: Site) -> None:
@@ -252,35 +257,36 @@ def test_addresses_in_messages_become_images(site: Site) -> None:
         {"role": "user", "content": "text"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, part, data]},
     ]
-    first, second = read_addresses(given, source(site))
+    first, second = with_images(given, source(site))
     assert first is given[0] and given[1]["content"][1] is part  # type: ignore[index]
     text, image, kept = second["content"]
     assert (text, kept, image["type"]) == ({"type": "text", "text": "a"}, data, "image")
     assert image["image"].size == IMAGE.size
     with pytest.raises(RequestError, match=r"^messages\[0\]\.content\[1\]\.image_url\.url answers 404"):
-        read_addresses(
-            [{"role": "user", "content": [part, {"type": "image_url", "image_url": url + "x"}]}], source(site)
-        )
+        with_images([{"role": "user", "content": [part, {"type": "image_url", "image_url": url + "x"}]}], source(site))
     with pytest.raises(RequestError, match=f"more than {MOST_ADDRESSES} images by address"):
-        read_addresses([{"role": "user", "content": [part] * (MOST_ADDRESSES + 1)}], source(site))
+        with_images([{"role": "user", "content": [part] * (MOST_ADDRESSES + 1)}], source(site))
 
 
 def test_the_pixels_of_all_images_at_addresses_have_a_limit(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     part = {"type": "image_url", "image_url": f"http://images.example:{site.port}/cat.png"}
     monkeypatch.setattr("chairlift.vision.chats.MOST_PIXELS", 2 * IMAGE.width * IMAGE.height)
-    assert len(read_addresses([{"role": "user", "content": [part] * 2}], source(site))[0]["content"]) == 2
+    assert len(with_images([{"role": "user", "content": [part] * 2}], source(site))[0]["content"]) == 2
     with pytest.raises(RequestError, match=r"^messages\[0\]\.content\[2\]\.image_url\.url makes .* pixels"):
-        read_addresses([{"role": "user", "content": [part] * 3}], source(site))
+        with_images([{"role": "user", "content": [part] * 3}], source(site))
+
+
+def message(url: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
 
 
 def test_messages_without_addresses_do_not_wait_for_slow_hosts(site: Site) -> None:
     reader, url = source(site), f"http://images.example:{site.port}"
-    slow = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"{url}/slow.png"}}]}]
     text = [{"role": "user", "content": "text"}, {"role": "user", "content": [{"type": "text", "text": "part"}]}]
 
     async def run() -> None:
-        busy = [asyncio.create_task(fetch_images(slow, reader)) for _ in range(16)]
-        while len(site.paths) < 8:  # all threads read from the slow host
+        busy = [asyncio.create_task(fetch_images(message(f"{url}/slow.png"), reader)) for _ in range(16)]
+        while len(site.paths) < 4:  # all places of the host
             await asyncio.sleep(0)
         assert await fetch_images(text, reader) == text
         assert not any(task.done() for task in busy), "the messages waited for the slow host"
@@ -288,6 +294,76 @@ def test_messages_without_addresses_do_not_wait_for_slow_hosts(site: Site) -> No
         await asyncio.gather(*busy, return_exceptions=True)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_slow", [1, 3])
+def test_a_fast_host_does_not_wait_for_slow_hosts(site: Site, num_slow: int) -> None:
+    """Neither while requests wait for slow hosts, nor after they were cancelled: their threads still read."""
+    names = [f"slow-{index}.example" for index in range(num_slow)]
+    reader = source(site, *names, "fast.example")
+
+    async def run() -> None:
+        slow = [message(f"http://{name}:{site.port}/slow.png") for name in names]
+        fast = message(f"http://FAST.example.:{site.port}/cat.png")
+        for _ in range(2):
+            busy = [asyncio.create_task(fetch_images(each, reader)) for each in slow for _ in range(12)]
+            while len(site.paths) < 4 * num_slow:
+                await asyncio.sleep(0.001)
+            found = await asyncio.wait_for(fetch_images(fast, reader), 20)
+            assert found[0]["content"][0]["image"].size == IMAGE.size
+            assert not any(task.done() for task in busy)
+            for task in busy:
+                task.cancel()
+            await asyncio.gather(*busy, return_exceptions=True)
+        assert sum("slow" in path for path in site.paths) == 4 * num_slow, (
+            "a cancelled request left its place too early"
+        )
+        site.left.set()  # the answers end, and the places are free again
+        for each in slow:
+            with pytest.raises(RequestError):
+                await fetch_images(each, reader)
+
+    asyncio.run(run())
+
+
+def test_a_host_that_is_not_in_the_list_has_no_place_of_its_own(site: Site) -> None:
+    reader = source(site)
+
+    async def run() -> None:
+        for index in range(12):
+            with pytest.raises(RequestError, match="is on 'other"):
+                await fetch_images(message(f"http://other-{index}.example/cat.png"), reader)
+        assert len(reader._places) == 2
+
+    asyncio.run(run())
+
+
+def test_waiting_for_a_place_does_not_count_as_reading(site: Site) -> None:
+    """The time limit is for reading. With 12 slow images in 4 places, the last ones begin after the limit."""
+    reader, path = source(site, seconds=0.3), f"http://images.example:{site.port}/slow.png"
+
+    async def run() -> list[Any]:
+        slow = [fetch_images(message(path), reader) for _ in range(12)]
+        return await asyncio.gather(*slow, return_exceptions=True)
+
+    assert all("took longer than 0.3 s" in str(each) for each in asyncio.run(run()))
+    assert len(site.paths) == 12, "requests that waited for a place were not read"
+
+
+def test_the_images_of_a_request_share_its_time(site: Site) -> None:
+    reader, url = source(site, seconds=0.5), f"http://images.example:{site.port}"
+    limits = list[float]()
+    read = reader.read
+
+    def noted(where: str, url: str, end: float) -> Any:
+        limits.append(end - time.monotonic())
+        time.sleep(0.02)
+        return read(where, url, end)
+
+    reader.read = noted  # type: ignore[method-assign, assignment]
+    with_images(message(f"{url}/cat.png") * 3, reader)
+    first, second, third = limits
+    assert 0.5 >= first > second + 0.015 > third + 0.03
 
 
 def test_settings_are_checked(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ const CAUSES = {  // docs/why-slow.md explains them
   waiting: "before its first step", "first token": "from its first step to its first token", writing: "from its first token on, pauses included",
 };
 const WAITS_FOR = { slots: "a row", blocks: "KV memory", tokens: "the token budget", reservation: "a reserved row", batch: "their batch",
-  grammar: "their grammar", adapter: "their adapter" };
+  grammar: "their grammar", adapter: "their adapter", image: "their images" };
 const model = new Model(), line = new Timeline($("timeline"), model);
 const view = { mode: "steps", left: 0, right: 400, chosen: undefined };
 let span = Math.max(120, Math.min(400, innerWidth / 3));
@@ -299,6 +299,15 @@ function expertMap() {
   $("experts").setAttribute("aria-label", `Load of experts: the busiest has ${most[worst].toFixed(1)} times the mean of its layer, ${idle} are idle`);
 }
 
+function imageMemory() {
+  const state = model.imagesAt(live && held === null ? Infinity : shownStep()), most = model.about?.max_image_bytes;
+  $("imagebox").hidden = !state;
+  if (!state) return;
+  $("imagebar").hidden = !most;
+  $("imagebar").value = most ? state[3] / most : 0;
+  $("imagenote").textContent = imageText(state, most);
+}
+
 function draw(time) {
   requestAnimationFrame(draw);
   if (playing) play(time);
@@ -317,6 +326,7 @@ function draw(time) {
     gauges(live && held === null ? undefined : shownStep());
     $("empty").hidden = model.count > 0 || source !== "" || !model.about;
     blockMap();
+    imageMemory();
     expertMap();
     detail();
   } else dirty = true;

@@ -27,6 +27,7 @@ class Model {
     this.state = [0, "", 0, 0, 0];
     this.finished = [];  // {t, preempted}
     this.experts = [];  // {i, loads}: tokens of each expert over the mean, a list per layer, as known after step i
+    this.images = [];  // {i, state}: state of the images from step i on; empty if the model reads no images
     this.names = new Map();
   }
 
@@ -38,6 +39,7 @@ class Model {
     if (line.key) this.snapshot(line.key);
     if (line.names) this.name(line.names);
     for (const change of line.do ?? []) this.happened(change);
+    if (line.images) this.images.push({ i: this.count, state: line.images });
     if (line.step !== undefined) this.step(line);
     else if (line.state) this.state = line.state;
   }
@@ -63,6 +65,7 @@ class Model {
     this.state = key.state;
     this.watchedFrom = i;
     this.cached = key.cached.map((blocks) => new Set(blocks));
+    if (key.images) this.images.push({ i, state: key.images });
     this.checkpoint(i - 1);
   }
 
@@ -199,6 +202,8 @@ class Model {
 
   loadsAt(i) { return this.experts.findLast((each) => each.i <= i)?.loads; }
 
+  imagesAt(i) { return this.images.findLast((each) => each.i <= i)?.state; }
+
   checkpoint(i) {
     const tables = new Map();
     for (const [n, r] of this.requests) if (r.tables.some((table) => table.length)) tables.set(n, r.tables.map((table) => [...table]));
@@ -209,6 +214,7 @@ class Model {
     const drop = first - this.first;
     for (const list of [this.numbers, this.starts, this.ends, this.rows, this.tokens, this.states]) list.splice(0, drop);
     this.first = first;
+    this.images.splice(0, Math.max(0, this.images.findLastIndex((each) => each.i <= first)));
     const keep = (list) => list.filter((each) => each.b === null || each.b >= first);
     this.runs = Array.from(this.runs, (list) => keep(list ?? []));
     this.seats = Array.from(this.seats, (list) => keep(list ?? []));
@@ -273,6 +279,13 @@ function changeTable(tables, cached, group, from, blocks, known) {
   else { table.length = Math.min(table.length, from); table.push(...blocks); }
   for (const block of blocks) cached[group].delete(block);
   for (const block of known) cached[group].add(block);
+}
+
+function imageText([encoded, givenUp, again, bytes, queued, lacksRoom], most) {
+  const size = (number) => `${(number / 2 ** 20).toLocaleString("en", { maximumFractionDigits: 1 })} MiB`;
+  const tiles = (number) => `${number.toLocaleString("en")} ${number === 1 ? "tile" : "tiles"}`;
+  return `Encoded images use ${size(bytes)}${most ? ` of ${size(most)}` : ""}. The encoder's queue has ${tiles(queued)}${lacksRoom ? "; the next tile waits for room" : ""}.`
+    + ` Since the start: ${tiles(encoded)} encoded, ${givenUp.toLocaleString("en")} given up for other images, ${again.toLocaleString("en")} encoded again.`;
 }
 
 function lowest(list, holds) {  // index of the first entry for which it holds; it holds for all after it
