@@ -534,8 +534,8 @@ class ServerConfig:
     """Seconds without a completed step, while there is work, after which the engine counts as stuck."""
     restart: bool = True
     """Start the engine again when its process dies. Otherwise the server exits."""
-    max_body_bytes: int = 4 * 1024 * 1024
-    """Maximum length of a request body in bytes."""
+    max_body_bytes: int | None = None
+    """Maximum length of a request body in bytes. None: 4 MiB, or 48 MiB if the model reads images."""
     max_connections: int = 2048
     """Maximum number of open connections."""
     max_stored_responses: int = 1024

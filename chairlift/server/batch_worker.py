@@ -146,7 +146,7 @@ class BatchWorker:
         """Change the status of a batch if the conditions for its next status are met."""
         work = self._works.setdefault(batch.id, _Work())
         if batch.status == "validating":
-            longest = self._state.config.max_body_bytes + (1 << 16)
+            longest = self._state.max_body_bytes + (1 << 16)
             await self.call(lambda store: store.begin(batch.id, now, longest))
             self.wake()
             return

@@ -340,7 +340,7 @@ def _pooling_banner(state: ServerState, info: EngineInfo, pooling: PoolingInfo, 
             f"  computes  {info.device}, {info.kernels} kernels, {info.threads} threads, {info.dtype}",
             f"  pass      up to {info.max_num_seqs:,} texts and {info.max_num_batched_tokens:,} tokens",
             f"  queue     up to {intake.max_requests:,} texts and {intake.max_tokens:,} tokens",
-            f"  limits    {config.max_connections:,} connections, {config.max_body_bytes / 2**20:g} MiB per body, "
+            f"  limits    {config.max_connections:,} connections, {state.max_body_bytes / 2**20:g} MiB per body, "
             f"{config.request_timeout:g} s per request",
             f"  access    {'with' if state.api_keys else 'without'} an API key",
             f"  endpoints {', '.join(paths)}; all of them: {url}/docs   to stop: Ctrl-C (twice: at once)",
@@ -395,7 +395,7 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
         ("queue", f"up to {engine.intake.max_requests:,} requests and {engine.intake.max_tokens:,} prompt tokens"),
         (
             "limits",
-            f"{config.max_connections:,} connections, {config.max_body_bytes / 2**20:g} MiB per body, "
+            f"{config.max_connections:,} connections, {state.max_body_bytes / 2**20:g} MiB per body, "
             f"{config.request_timeout:g} s per request",
         ),
         *((("drafts", _drafts(info)),) if info.speculative_method else ()),

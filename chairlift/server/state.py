@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from chairlift.config import ServerConfig
 from chairlift.server.response_store import ResponseStore
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from chairlift.server.tracing import RequestTracer
 
 __all__ = ["ServerState"]
+
+_MAX_BODY_BYTES: Final = 4 << 20
+_MAX_IMAGE_BODY_BYTES: Final = 48 << 20
+"""Has room for the largest image, 32 MiB, in base64."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,3 +58,12 @@ class ServerState:
     """Writes an OpenTelemetry trace of every request; None if the settings turn it off."""
     batches: BatchWorker | None = None
     """Stores files and processes batches; None if the settings name no directory for them."""
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Maximum length of a request body in bytes. While the model is unknown, images may be sent: the answer is then
+        503, and not that the body is too long."""
+        if self.config.max_body_bytes is not None:
+            return self.config.max_body_bytes
+        info = self.engine.info
+        return _MAX_IMAGE_BODY_BYTES if info is None or info.takes_images else _MAX_BODY_BYTES

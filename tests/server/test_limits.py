@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import math
 import socket
@@ -19,11 +20,23 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
+from chairlift.engine.info import EngineInfo
 from chairlift.server.app import make_app
 from chairlift.server.errors import ApiError
 from chairlift.server.http_protocol import HttpLimits, HttpProtocol
 from chairlift.server.limits import parse_json, read_json
-from tests.server.harness import PATIENCE, Client, Connection, Endpoints, make_state, run, serving, until
+from tests.server.harness import (
+    INFO,
+    PATIENCE,
+    Client,
+    Connection,
+    Endpoints,
+    StateOnlyEngine,
+    make_state,
+    run,
+    serving,
+    until,
+)
 
 HEAD = b"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -138,6 +151,16 @@ def test_marks_within_texts_do_not_count() -> None:
     assert parse_json(json.dumps({"a": text, text: {"b": 1}}).encode()) == {"a": text, text: {"b": 1}}
 
 
+@pytest.mark.parametrize("filling", ["", "A" * (1 << 20)], ids=["short", "long"])
+@pytest.mark.parametrize("end", ["", "\\", "\\\\", '"', '\\"', '"\\', '\\"\\', "[{:,"])
+def test_marks_beside_long_texts_count(filling: str, end: str) -> None:
+    """Texts with few quotation marks, such as images, are cut at these; a backslash may escape one, or end a text."""
+    known = {"image": filling + end, "end" + end: end, "many": [[]] * 65_000}
+    assert parse_json(json.dumps(known).encode()) == known
+    assert "65,536 objects" in refusal(json.dumps(known | {"more": [[]] * 600}).encode())
+    assert "twice" in refusal(json.dumps(known).encode()[:-1] + b', "many": 1}')
+
+
 def outcome_of(body: bytes) -> dict[str, Any] | ApiError:
     try:
         return parse_json(body)
@@ -161,6 +184,8 @@ VALUES = st.recursive(
 def test_what_is_json_is_read_as_it_is(value: dict[str, Any], ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only)
     assert parse_json(text.encode()) == json.loads(text)
+    beside = json.dumps({"image": "A" * 50_000, "value": value}, ensure_ascii=ascii_only)
+    assert parse_json(beside.encode()) == json.loads(beside)
 
 
 @settings(max_examples=300, deadline=None)
@@ -221,6 +246,34 @@ def test_a_declared_length_over_the_cap_is_refused_before_the_body() -> None:
         assert (await client.post("/v1/echo", exactly + b" ")).status == 413
 
     run(echo_server(test, max_body_bytes=2048))
+
+
+@pytest.mark.parametrize(
+    ("info", "config", "most"),
+    [
+        (INFO, {}, 4 << 20),
+        (dataclasses.replace(INFO, takes_images=True), {}, 48 << 20),
+        (dataclasses.replace(INFO, takes_images=True), {"max_body_bytes": 5000}, 5000),
+        (None, {}, 48 << 20),  # the engine starts: the answer must not depend on the body's size
+    ],
+    ids=["texts", "images", "set", "unknown"],
+)
+def test_a_model_that_reads_images_takes_longer_bodies(info: EngineInfo | None, config: Any, most: int) -> None:
+    async def test(client: Client) -> None:
+        body = b'{"a":"' + b"A" * (most - 8) + b'"}'
+        assert len(body) == most
+        assert (await client.post("/v1/echo", body)).status == 200
+        reply = await client.raw(HEAD + b"Content-Length: %d\r\n\r\n" % (most + 1))
+        assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+        assert f"{most:,} bytes" in reply.error["message"]
+
+    async def serve() -> None:
+        engine = StateOnlyEngine()
+        engine.info = info
+        async with serving(make_app(make_state(engine, **config), Endpoints().routes)) as client:
+            await test(client)
+
+    run(serve())
 
 
 def test_an_undeclared_length_is_counted_while_it_arrives() -> None:
