@@ -8,6 +8,7 @@ drafts cost more than they give.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +37,10 @@ which there is a probe whatever it costs, because the measured cost of a drafter
 _REST_STEPS = 16
 """Maximum number of steps for which the answer that no drafts pay stays valid. It depends only on the rows and on
 estimates, which change little without drafts."""
+_LOOK_SECONDS, _LOOK_SHARE, _MAX_PAID_REST_STEPS = 6e-5, 0.002, 128
+"""If making drafts costs time: the seconds in which the answer is found, the fraction of the time that this may take,
+and the largest number of steps for which the answer is valid, instead of ``_REST_STEPS``. Beside a short step, finding
+it takes a tenth of the step."""
 _FEW_ROWS = 4
 """Maximum number of decode rows for which the end of one request can change the answer much."""
 _FIRST_TRY = 4
@@ -168,6 +173,8 @@ class AdaptiveSpeculator:
         self._resting_steps = self._resting_rows = 0
         """For how many more steps the answer that drafts do not pay is valid, and for how many decode rows it was
         given."""
+        self._is_paid_rest = False
+        """Whether making drafts cost time when the answer was given."""
         self._upkeep: Upkeep = getattr(proposer, "upkeep", None) or Upkeep()
         self._token_seconds = 0.0
         """Seconds per token of the newest step that could have drafts, if it has none."""
@@ -177,14 +184,19 @@ class AdaptiveSpeculator:
         """Whether drafts come only from a request's ``prediction`` or grammar, because there is no proposer."""
 
     def rests(self, num_rows: int) -> bool:
-        """Whether :meth:`choose` found within the last ``_REST_STEPS`` steps that drafts do not pay, and since then no
-        draft was checked, no probe became due, and the number of decode rows did not halve. Most steps without drafts
-        then cost nothing more than this call. Also true while the proposer keeps no states: then it can make no
-        drafts, and a probe is due when it keeps them again."""
+        """Whether :meth:`choose` found a few steps ago that drafts do not pay, and since then no draft was checked, no
+        probe became due, and the number of decode rows did not halve or, if making drafts costs time, double. Most
+        steps without drafts then cost nothing more than this call. Also true without decode rows, and while the
+        proposer keeps no states: then it can make no drafts, and a probe is due when it keeps them again."""
         if not self._upkeep.is_on:
             self._idle_steps, self._resting_steps = _MAX_PAID_PROBE_STEPS, 0
             return True
-        if not self._resting_steps or 2 * num_rows <= self._resting_rows:
+        if not num_rows:
+            return True
+        if not self._resting_steps:
+            return False
+        rows = self._resting_rows
+        if 2 * num_rows <= rows or (self._is_paid_rest and num_rows >= 2 * rows):
             return False
         self._resting_steps -= 1
         self._idle_steps += 1
@@ -210,8 +222,8 @@ class AdaptiveSpeculator:
         self._token_seconds = alone / step.num_decodes
         if self._upkeep.is_due:
             self._upkeep.compare(alone)
-        probes = self._idle_steps >= self._probe_steps and self._can_pay_probe(len(rows), seconds)
         price = 0.0 if self._proposer is None else self._proposer.seconds(len(rows))
+        probes = self._idle_steps >= (probe_after := self._steps_before_probe(price, seconds))
         if price and not any(request.prediction or request.is_guided for request, _ in rows):
             depth = self._depth(rows, step, seconds, price)
             may_pay = depth > 0
@@ -219,7 +231,7 @@ class AdaptiveSpeculator:
             may_pay = self._may_pay(rows, step, seconds)
             depth = self._depth(rows, step, seconds, price) if may_pay else 0
         if not probes and not depth:
-            self._rest(step.num_decodes)
+            self._rest(step.num_decodes, price, alone, probe_after)
         if not probes and not may_pay:
             return []
         depth = max(int(probes), depth)
@@ -238,21 +250,22 @@ class AdaptiveSpeculator:
         counts = {name: max(at_least, chosen[name]) for name, at_least in counts.items()}
         return [(each.request, each.tokens[: counts[name]]) for name, each in drafted.items() if counts[name]]
 
-    def _rest(self, num_rows: int) -> None:
-        """Let :meth:`rests` be true for the next few steps, until a probe is due."""
-        until_probe = self._probe_steps - self._idle_steps - 1
-        self._resting_rows = num_rows
-        self._resting_steps = min(_REST_STEPS, until_probe) if until_probe >= 0 else _REST_STEPS
+    def _rest(self, num_rows: int, price: float, alone: float, probe_after: float) -> None:
+        """Let :meth:`rests` be true for the next few steps, until a probe is due: ``probe_after`` steps without drafts.
+        One draft for each row costs ``price`` seconds, and a step without drafts ``alone``."""
+        self._resting_rows, self._is_paid_rest, steps = num_rows, price > 0, _REST_STEPS
+        if price:
+            steps = max(steps, min(int(_LOOK_SECONDS / (_LOOK_SHARE * alone)), _MAX_PAID_REST_STEPS))
+        self._resting_steps = min(steps, math.ceil(probe_after) - self._idle_steps - 1)
 
-    def _can_pay_probe(self, num_rows: int, seconds: Callable[[int], float]) -> bool:
-        """Whether the steps since the last drafts took long enough for the share of probes in the time to pay one:
-        making one draft, and checking it."""
-        price = 0.0 if self._proposer is None else self._proposer.seconds(num_rows)
+    def _steps_before_probe(self, price: float, seconds: Callable[[int], float]) -> float:
+        """Number of steps without drafts after which a probe is due. If one draft for each row costs ``price`` seconds,
+        these steps take so long that making one draft and checking it is a small share of the time."""
         if not price:
-            return True
+            return self._probe_steps
         alone = seconds(0)
         price += max(0.0, seconds(1) - alone)
-        return self._idle_steps >= min(price / (_PROBE_SHARE * alone), _MAX_PAID_PROBE_STEPS)
+        return max(self._probe_steps, min(price / (_PROBE_SHARE * alone), _MAX_PAID_PROBE_STEPS))
 
     def _least_tried(self, drafted: Mapping[str, _Drafted]) -> tuple[float, str]:
         """(probability, request id) of the request with the fewest checked drafts. The probability is the estimate for
@@ -265,6 +278,10 @@ class AdaptiveSpeculator:
         this kind was checked for the request yet."""
         new = drafted.source is Source.PREDICTED
         return new and drafted.request.request_id not in self.acceptance[Source.PREDICTED].requests
+
+    def _is_unknown(self, request: Request) -> bool:
+        """Whether no draft that the proposer made for the request was checked yet."""
+        return request.request_id not in self.acceptance[Source.PROPOSED].requests
 
     def _may_pay(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, seconds: Callable[[int], float]
@@ -383,7 +400,8 @@ class AdaptiveSpeculator:
 
     def forget(self, request: Request) -> None:
         """Remove the state of a request that has ended."""
-        if self._resting_rows <= _FEW_ROWS:
+        # Where making drafts costs time, few requests have checked drafts, and the others are all alike.
+        if self._resting_rows <= _FEW_ROWS and not (self._is_paid_rest and self._is_unknown(request)):
             self._resting_steps = 0
         self.acceptance.forget(request.request_id)
         self._texts.pop(request.request_id, None)

@@ -209,6 +209,64 @@ def test_a_kept_answer_ends_with_a_result_and_delays_no_probe() -> None:
     assert probes == [4, 8, 12, 16] and number == 8
 
 
+def rested(speculator: AdaptiveSpeculator, num_rows: int = 1) -> int:
+    """Number of steps with ``num_rows`` decode rows, each with a request of its own, until the next choice."""
+    for count in range(10_000):
+        if not speculator.rests(num_rows):
+            return count
+        speculator.forget(row(f"ended {count}"))
+        speculator.rests(0)  # a step in which only the next prompt is computed
+    raise AssertionError("it rests for ever")
+
+
+@pytest.mark.parametrize(("alone", "steps"), [(0.05, 16), (0.0005, 60), (0.0001, 128)])
+def test_where_drafts_take_time_the_answer_that_they_do_not_pay_is_kept_longer_in_short_steps(
+    alone: float, steps: int
+) -> None:
+    speculator = AdaptiveSpeculator(lambda step: alone * step.num_decodes, 4, Priced(1000.0))
+    assert not choose(speculator, row("a")) and rested(speculator) == steps
+    assert not choose(speculator, row("a")) and rested(speculator) == steps
+
+
+def test_a_probe_is_not_late_because_of_the_answer_that_was_kept() -> None:
+    speculator, steps = AdaptiveSpeculator(lambda step: 1e-4 * step.num_decodes, 4, Priced(1e-4)), 1
+    while not choose(speculator, row("a")):
+        steps += 1 + rested(speculator)
+    assert steps == 400  # two steps' time in 0.5 % of the time
+
+
+@pytest.mark.parametrize("ends", ["a checked draft", "half the rows", "twice the rows", "a request with drafts"])
+def test_an_answer_of_a_drafter_ends_with_a_change(ends: str) -> None:
+    speculator = AdaptiveSpeculator(lambda step: 1e-4 * step.num_decodes, 4, Priced(1000.0))
+    rows = [row(str(number)) for number in range(4)]
+    speculator.verified(rows[0], [7], 0)
+    choose(speculator, *rows)
+    for ended in (row("unknown"), rows[1]):
+        speculator.forget(ended)
+    assert all(speculator.rests(number) for number in (3, 4, 5, 7))
+    if ends == "a checked draft":
+        speculator.verified(rows[1], [7], 0)
+    elif ends == "a request with drafts":
+        speculator.forget(rows[0])
+    assert not speculator.rests({"half the rows": 2, "twice the rows": 8}.get(ends, 4))
+
+
+def test_a_drafter_whose_drafts_do_not_pay_takes_little_of_the_time() -> None:
+    """A step takes 0.5 ms, a look a tenth of it, and a draft 1 ms. One request after another has 40 tokens."""
+    speculator = AdaptiveSpeculator(lambda step: 5e-4 * (0.9 + 0.1 * step.num_decodes), 4, Priced(1e-3))
+    steps, taken = 20_000, 0.0
+    for step in range(steps):
+        request = row(str(step // 40))
+        if not speculator.rests(1):
+            taken += 5e-5
+            for drafts in choose(speculator, request).values():
+                taken += 1e-3 + 5e-5
+                speculator.verified(request, drafts, step % 2)
+        if step % 40 == 39:
+            speculator.forget(request)
+    assert 0.004 < taken / steps / 5e-4 < 0.0085, taken / steps / 5e-4
+
+
 def test_nothing_is_looked_up_in_steps_where_nothing_can_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     monkeypatch.setattr(NgramProposer, "propose", lambda *given: looked.append(1) or ())
