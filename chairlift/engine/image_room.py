@@ -36,7 +36,7 @@ def rows_to_give_up(
     held: Iterable[HeldRows],
     lack: int,
     waited: float,
-    num_waiting: int,
+    num_requests: int,
     compute_seconds: Callable[[int], float],
 ) -> list[bytes]:
     """Keys of the tiles whose rows to give up now, so that ``lack`` more bytes are free. Empty: wait instead.
@@ -44,8 +44,9 @@ def rows_to_give_up(
     Rows that no request needs go first: encoding them again costs nothing, unless KV is lost. Needed rows go if waiting
     costs at least as much as encoding them again. Waiting costs the seconds that the request has ``waited`` already,
     and those until other requests have computed their images. It delays only this request, because others compute
-    meanwhile. Encoding again delays all ``num_waiting`` requests that wait for the encoder. So the decision to wait
-    costs at most as much again as encoding (the rule of the ski rental), and no request waits for ever.
+    meanwhile. Encoding again delays all ``num_requests`` unfinished requests with images, because the encoder and the
+    steps take turns. So the decision to wait costs at most as much again as encoding (the rule of the ski rental), and
+    no request waits for ever.
 
     ``compute_seconds`` predicts the seconds to compute a number of prompt tokens.
     """
@@ -62,7 +63,7 @@ def rows_to_give_up(
     if any(each.is_needed for each in chosen):
         free = sum(each.size for each in chosen if not each.is_needed)
         wait = waited + _seconds_until_free(held, lack - free, compute_seconds)
-        if wait < cost * num_waiting:
+        if wait < cost * num_requests:
             return []
     return [each.key for each in chosen]
 

@@ -242,7 +242,7 @@ class Images:
             return True
         since = self._blocked_since
         waited = 0.0 if since is None else self._clock.now() - since
-        chosen = rows_to_give_up(self._held_rows(needy), lack, waited, len(self._waiting), self._compute_seconds)
+        chosen = rows_to_give_up(self._held_rows(needy), lack, waited, len(self._requests), self._compute_seconds)
         for key in chosen:
             self._give_up(key)
         return bool(chosen)

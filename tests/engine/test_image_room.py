@@ -13,9 +13,9 @@ def rows(
     return HeldRows(name.encode(), size, seconds, may_go, needed, tokens)
 
 
-def chosen(held: list[HeldRows], lack: int = 10, waited: float = 0.0, num_waiting: int = 1) -> str:
+def chosen(held: list[HeldRows], lack: int = 10, waited: float = 0.0, num_requests: int = 1) -> str:
     """Names of the rows to give up. A prompt token takes 0.1 seconds."""
-    return "".join(key.decode() for key in rows_to_give_up(held, lack, waited, num_waiting, lambda n: 0.1 * n))
+    return "".join(key.decode() for key in rows_to_give_up(held, lack, waited, num_requests, lambda n: 0.1 * n))
 
 
 def test_rows_whose_kv_exists_go_first_and_at_once() -> None:
@@ -33,15 +33,15 @@ def test_the_cheapest_rows_for_their_size_go_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "waited", "num_waiting", "goes"),
+    ("tokens", "waited", "num_requests", "goes"),
     [(5, 0.0, 1, False), (15, 0.0, 1, True), (5, 0.6, 1, True), (15, 0.0, 2, False), (5, 1.6, 2, True)],
 )
 def test_rows_go_if_the_wait_takes_longer_than_all_lose_by_encoding(
-    tokens: int, waited: float, num_waiting: int, goes: bool
+    tokens: int, waited: float, num_requests: int, goes: bool
 ) -> None:
-    """Encoding again takes a second, and delays all waiting requests. Until the rows are free, a request must compute
+    """Encoding again takes a second, and delays all requests. Until the rows are free, a request must compute
     ``tokens`` tokens."""
-    assert chosen([rows("a", tokens=tokens)], waited=waited, num_waiting=num_waiting) == "a" * goes
+    assert chosen([rows("a", tokens=tokens)], waited=waited, num_requests=num_requests) == "a" * goes
 
 
 def test_the_wait_ends_when_enough_rows_are_free() -> None:

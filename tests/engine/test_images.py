@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from chairlift.engine.clock import VirtualClock
+from chairlift.engine.image_room import HeldRows
 from chairlift.engine.images import Images
 from chairlift.request import Request
 from chairlift.sampling.row import SamplingRow
@@ -184,3 +185,23 @@ def test_tiles_that_are_cheap_to_encode_again_are_dropped_first() -> None:
     assert not memory.holds(b"costly"), "a tile that is not used again is kept for ever"
     assert memory.keys == {b"cheap28", b"cheap29"}, "tiles of equal cost are dropped in order of use"
     assert images.num_encoded == 31
+
+
+def test_encoding_again_counts_for_all_requests_with_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for those that wait for KV or run: the encoder takes time from their steps."""
+    asked = list[tuple[int, int]]()
+
+    def rule(held: Iterable[HeldRows], lack: int, waited: float, num_requests: int, seconds: object) -> list[bytes]:
+        asked.append((lack, num_requests))
+        return []
+
+    monkeypatch.setattr("chairlift.engine.images.rows_to_give_up", rule)
+    clock = VirtualClock()
+    images = Images(TimedMemory(clock, 1, 0.001), clock, limit=2)
+    for name in "abcde":
+        key = name.encode()
+        request = Request(name, [1, 1], max_tokens=1, images=(ImageSpan(1, 1, key),))
+        images.add([request], [ImageTile(key, b"")])
+        images.work(None)
+    assert [request.request_id for request in images.take_ready()[0]] == ["a", "b"]
+    assert asked[-1] == (1, 5), "three requests wait for the encoder, and two have their rows"
