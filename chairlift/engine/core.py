@@ -678,7 +678,8 @@ class EngineCore(EngineClient):
         self.events.tell("landed", record)
         if self.governor is not None:
             self.governor.window.saw(out, result, end - max(start, self._landed_at), end)
-        if result.sampled and self.costs.wants(out):
+        drafts = self.scheduler.drafts
+        if result.sampled and (self.costs.wants(out) or (drafts is not None and drafts.measures())):
             # With look-ahead, a step is scheduled early, but begins only when the previous step has ended.
             own = end - max(start, self._landed_at) - drafting
             self.costs.observe(record.features, own, self.costs.num_copied(out))

@@ -28,6 +28,8 @@ class Speculator(Protocol):
     """Maximum number of drafts for a row in one step."""
     only_known: bool
     """Whether drafts come only from a request's ``prediction`` or grammar, because there is no other source."""
+    measures: bool
+    """Whether the newest step has no drafts so that its time is measured. The caller sets it to False again."""
     drafting_seconds: float
     """Total seconds that a small model, a layer or heads took to make drafts."""
 
@@ -215,6 +217,11 @@ class Drafts:
         self.speculator.verified(request, drafts, accepted)
         if request.prediction:
             self.predicted.append(request)
+
+    def measures(self) -> bool:
+        """Whether the newest step has no drafts so that its time is measured. True only once for such a step."""
+        found, self.speculator.measures = self.speculator.measures, False
+        return found
 
     def rejoin(self, flight: Step) -> None:
         """Let rows whose drafts were checked compute one token per step again, unless they have ended. Rows of a static

@@ -60,6 +60,9 @@ added last."""
 _FIRST_REACH, _ROWS_PER_REACH = 1, 8
 """Most drafts that the proposer makes for a row at first, and the number of checked rows with that many after which it
 doubles. If large steps came first, the times of smaller ones would stay guesses, and the choice would stay wrong."""
+_PLAIN_AFTER = 200
+"""Number of steps with drafts and as many decode rows after which there is one without drafts, to measure its time.
+Otherwise, if the first times of steps without drafts were outliers, drafts might seem to pay for ever."""
 _MAX_KNOWN = 16
 """Default of the maximum number of drafts of a row in one step, if the drafts come from a predicted output or a
 grammar."""
@@ -180,6 +183,10 @@ class AdaptiveSpeculator:
         """Seconds per token of the newest step that could have drafts, if it has none."""
         self.drafting_seconds = 0.0
         """Total seconds that the proposer took to make drafts. 0 for n-grams, which take microseconds."""
+        self._drafted_steps: Counter[int] = Counter()
+        """Number of decode rows -> number of steps with drafts since the last step without drafts that was measured."""
+        self.measures = False
+        """Whether the newest step has no drafts so that its time is measured. The caller sets it to False again."""
         self.only_known = proposer is None
         """Whether drafts come only from a request's ``prediction`` or grammar, because there is no proposer."""
 
@@ -218,6 +225,10 @@ class AdaptiveSpeculator:
             return found
 
         self._idle_steps += 1
+        self.measures = self._drafted_steps[num_decodes] >= _PLAIN_AFTER
+        if self.measures:
+            self._drafted_steps[num_decodes] = 0
+            return []
         alone = seconds(0)
         self._token_seconds = alone / step.num_decodes
         if self._upkeep.is_due:
@@ -248,11 +259,13 @@ class AdaptiveSpeculator:
         if proposed:
             self._upkeep.drafted(max(0.0, seconds(number) - alone) * proposed / number)
         counts = {name: max(at_least, chosen[name]) for name, at_least in counts.items()}
+        self._drafted_steps[num_decodes] += any(counts.values())
         return [(each.request, each.tokens[: counts[name]]) for name, each in drafted.items() if counts[name]]
 
     def _rest(self, num_rows: int, price: float, alone: float, probe_after: float) -> None:
         """Let :meth:`rests` be true for the next few steps, until a probe is due: ``probe_after`` steps without drafts.
         One draft for each row costs ``price`` seconds, and a step without drafts ``alone``."""
+        self._drafted_steps[num_rows] = 0  # one of the next few steps, which have no drafts, is measured
         self._resting_rows, self._is_paid_rest, steps = num_rows, price > 0, _REST_STEPS
         if price:
             steps = max(steps, min(int(_LOOK_SECONDS / (_LOOK_SHARE * alone)), _MAX_PAID_REST_STEPS))

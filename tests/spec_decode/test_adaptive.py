@@ -13,6 +13,7 @@ from chairlift.config import SchedulerConfig
 from chairlift.request import Request
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
+from chairlift.scheduler.drafts import Drafts
 from chairlift.spec_decode.acceptance import Source, SourceAcceptance
 from chairlift.spec_decode.adaptive import AdaptiveSpeculator, best_number, speculator_from_config
 from chairlift.spec_decode.ngram import NgramProposer
@@ -531,6 +532,40 @@ def test_the_number_is_nearly_the_best_where_step_times_are_learnt(name: str, ow
         of_best, of_none = (statistics.fmean(found) for found in zip(*runs, strict=True))
         assert of_best > 0.93, (num_rows, of_best)
         assert of_none > 0.96, (num_rows, of_none)
+
+
+@pytest.mark.parametrize("name", one_in(3, CURVES))
+def test_wrong_first_times_of_steps_without_drafts_do_not_last(name: str) -> None:
+    """The first three such steps take ten times as long as usual, so drafts seem to pay."""
+    costs, rng, seconds, plain, own = Costs([1]), random.Random(0), curve(name), 0, [[0.05]] * 16
+    speculator = AdaptiveSpeculator(costs.decode_seconds, 8, Any7())
+
+    def saw(step: StepFeatures, num_drafts: int) -> None:
+        nonlocal plain
+        noise = rng.lognormvariate(0, 0.05)
+        if num_drafts or speculator.measures or rng.random() < 1 / 8:
+            plain += not num_drafts
+            outlier = 10 if not num_drafts and plain <= 3 else 1
+            costs.observe(step, 0.02 * seconds(step) * noise * outlier, 0)
+
+    found = [tokens_per_second(speculator, own, seed, seconds, saw) for seed in range(32)][-4:]
+    without = tokens_per_second(Fixed(seconds, 0, Any7()), own, 0, seconds)
+    assert statistics.fmean(found) > 0.99 * without, statistics.fmean(found) / without
+
+
+def test_a_step_without_drafts_is_measured_now_and_then() -> None:
+    speculator, plain = make(flat), dict[int, list[int]]({1: [], 2: []})
+    drafts = Drafts.__new__(Drafts)
+    drafts.speculator = speculator
+    for step in range(1, 1001):
+        for rows in (1, 2):
+            chosen = choose(speculator, *(row(str(number)) for number in range(rows)))
+            assert drafts.measures() == (not chosen) and not drafts.measures()
+            if not chosen:
+                plain[rows].append(step)
+            for name, tokens in chosen.items():
+                speculator.verified(row(name), tokens, len(tokens))
+    assert plain == {1: [201, 402, 603, 804], 2: [201, 402, 603, 804]}
 
 
 @pytest.mark.parametrize("name", one_in(3, CURVES))

@@ -352,6 +352,28 @@ def test_the_cost_of_a_step_leaves_out_the_time_for_making_drafts(
     assert found[0.75] > 3 and set(found) <= {0.75, 0.0}
 
 
+def test_the_engine_measures_the_step_without_drafts_that_was_made_for_it(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = models.llm("llama", "auto", "float32", num_kv_blocks=200, threads=1, speculative_config={"method": "ngram"})
+    core, drafts = llm.engine.core, llm.engine.scheduler.drafts
+    assert drafts is not None
+    speculator, steps, observed = drafts.speculator, list[int](), list[int]()
+    choose: Any = speculator.choose
+
+    def made(rows: Any, step: StepFeatures, budget: int) -> Any:
+        steps.append(step.num_decodes)
+        speculator.measures = len(steps) % 3 == 0
+        return [] if speculator.measures else choose(rows, step, budget)
+
+    monkeypatch.setattr(speculator, "rests", lambda num_rows: False)
+    monkeypatch.setattr(speculator, "choose", made)
+    monkeypatch.setattr(core.costs, "wants", lambda out: False)
+    monkeypatch.setattr(core.costs, "observe", lambda features, taken, copied: observed.append(features.num_decodes))
+    llm.generate([[7, 8, 9] * 6], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    assert len(observed) == len(steps) // 3 > 3 and set(observed) == {1}
+
+
 # -- the tests can fail ------------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,7 @@ class ScriptedDrafts:
         self._vocab_size, self._eos = vocab_size, eos
         self.num_forgotten = 0
         self.most = 128
-        self.drafting_seconds = 0.0
+        self.drafting_seconds, self.measures = 0.0, False
         self.only_known = False
         """Whether drafts come only from a request's ``prediction`` or grammar. Scripted drafts do not."""
 
