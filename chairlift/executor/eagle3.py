@@ -2,7 +2,8 @@
 
 The layer's KV is stored after the served model's layers, in the same blocks and with the same block tables. So shared,
 copied and swapped blocks contain it too. The entry at position p depends on token p + 1, so the last entry of a shared
-block may belong to another continuation. That can only make a draft worse: every draft is checked.
+block may belong to another continuation. That can only make a draft worse: every draft is checked. Blocks that were
+computed while the layer kept no hidden states lack its KV, and requests on such blocks get no drafts.
 
 The served model's hidden states are collected per row. The layer computes them when the row drafts next, or when
 several states have collected. So the layer need not run in every step for rows without drafts. KV that drafts wrote is
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from chairlift.executor.drafting import DraftTimes, block_tables, drawing_batch, take_rows
+from chairlift.executor.kept_blocks import KeptBlocks
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.sampling_rows import RowTemplates
 from chairlift.kernels.cpu.library import Memory
@@ -138,8 +140,9 @@ class Eagle3Drafter:
         self._whole = np.zeros(num_slots, dtype=np.bool_)
         """Per slot: whether there is an owner."""
         self.upkeep = Upkeep()
-        """Decides whether hidden states are kept. A request that they were not kept for from its first step on has no
-        drafts."""
+        """Decides whether hidden states are kept. A request has no drafts if hidden states were not kept from its first
+        step on, or when its shared blocks were computed."""
+        self._kept = KeptBlocks(*runner.draft_blocks, block_size)
         self._tokens: _Int32 = np.zeros((num_slots, 0), dtype=np.int32)
         """Token ids [slots, positions] of every slot: the engine's own array. Drafts are written after the known
         tokens."""
@@ -150,14 +153,19 @@ class Eagle3Drafter:
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
         """Note in which rows of the step the request is new."""
         captured, keeps = self._runner.captures, self.upkeep.passes(bool(out.joined))
+        if captured and not keeps:
+            self._kept.stop(np.flatnonzero(self._whole).tolist(), self._counts)
+        self._kept.joined(out)
         if keeps != captured:
             self._runner.captures = keeps  # from the next step on
             self._owners = [None] * len(self._owners)
             self._whole[:] = False
         elif keeps:
             for row in out.joined:
-                self._owners[row.slot], self._whole[row.slot] = row.request_id, True
+                whole = self._kept.has_all(row)
+                self._owners[row.slot], self._whole[row.slot] = row.request_id if whole else None, whole
                 self._ends[row.slot] = self._counts[row.slot] = row.num_computed_tokens
+        self._kept.grew(out, self._whole)
 
     def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
         """Store the served model's hidden states of a step's tokens, except the tokens of rejected drafts. Rows with

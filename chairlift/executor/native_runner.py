@@ -185,6 +185,11 @@ class NativeModelRunner:
         return StepProgram(recorder, output, self._draft_layers, self._pool, **how)
 
     @property
+    def draft_blocks(self) -> tuple[int, int]:
+        """(number of the cache group, number of its blocks) of the drafting layer's cache."""
+        return self._draft_layers[-1].group, self._draft_layers[-1].num_blocks
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the served model's activations."""
         return self._dtype

@@ -5,17 +5,20 @@ drafter that starts again drafts as well as before.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from chairlift import LLM, SamplingParams
 from chairlift.executor.draft_model import DraftModel
 from chairlift.executor.eagle3 import Eagle3Drafter
+from chairlift.executor.kept_blocks import KeptBlocks
 from chairlift.models.model_files import read_config
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.spec_decode.adaptive import AdaptiveSpeculator
@@ -158,13 +161,39 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
+def guard(drafter: Eagle3Drafter, seen: collections.Counter[str]) -> None:
+    """Fill the layer's KV in a block with 0xFF when a position in it is computed without the layer. Check that no row
+    that may have drafts begins with such blocks. ``seen`` counts the rows with shared blocks, with and without
+    drafts."""
+    runner: Any = drafter._runner
+    group, _ = runner.draft_blocks
+    cache, size, follow = runner._kv._caches[group][-1], drafter._block_size, drafter.follow
+
+    def guarded(out: Any, batch: Any) -> None:
+        follow(out, batch)
+        for each in out.joined:
+            shared, whole = each.block_ids[group][: -(-each.num_computed_tokens // size)], drafter._whole[each.slot]
+            lacking = [block for block in shared if (cache[block] == 255).mean() > 0.5]
+            assert not whole or not lacking, (each.num_computed_tokens, shared, lacking)
+            seen["drafting"] += bool(shared and whole)
+            seen["refused"] += bool(lacking)
+            seen["refused in vain"] += bool(shared and not whole and not lacking and runner.captures)
+        kept = np.repeat(drafter._whole[batch.slots], np.diff(batch.cu_seqlens))
+        blocks = batch.slot_mapping[group] // size
+        cache[blocks[kept & (batch.positions % size == 0)]] = 0
+        cache[blocks[~kept]] = 255
+
+    drafter.follow = guarded  # type: ignore[method-assign]
+
+
 @needs_kernels
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 @pytest.mark.parametrize("count", [6, pytest.param(150, marks=pytest.mark.nightly)])
 def test_upkeep_that_flips_changes_no_bit(
     method: str, count: int, models: Models, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a small model that is the model itself, ``check`` also finds that every draft is right."""
+    """For a small model that is the model itself, ``check`` also finds that every draft is right. For a layer,
+    :func:`guard` checks that no row reads blocks that lack its KV."""
     seen: collections.Counter[str] = collections.Counter()
     module: Any = test_eagle3 if method == "eagle3" else test_draft_model
     free = module.drafts_are_free
@@ -172,6 +201,8 @@ def test_upkeep_that_flips_changes_no_bit(
     def check(seed: int) -> None:
         def flipping(llm: LLM) -> Any:
             watch(llm, Flipping(seed))
+            if method == "eagle3":
+                guard(llm.engine.core.executor.drafter, seen)  # type: ignore[attr-defined]
             return free(llm)
 
         monkeypatch.setattr(module, "drafts_are_free", flipping)
@@ -250,6 +281,36 @@ def test_as_many_drafts_are_right_after_a_restart(method: str, models: Models) -
     assert inside[2] == whole[2] and inside[1] >= 0.9 * whole[1]
 
 
+def long_questions(llm: LLM, name: str) -> list[list[int]]:
+    """Prompts that begin with the same text, which is longer than a few blocks."""
+    first = f"My name is {name}. " + "Please answer in one sentence. " * 4
+    return [llm.encode_chat([{"role": "user", "content": f"{first}What is {what}?"}]) for what in QUESTIONS]
+
+
+def after_a_break(stops: bool) -> dict[str, tuple[int, int, int]]:
+    """(drafts, accepted drafts, answers) of requests of the bundled model with its own layer: with prompts that were
+    first computed before a break, in it, and after it."""
+    settings: dict[str, Any] = {"num_kv_blocks": 400, "threads": 1, "max_num_seqs": 4}
+    llm = LLM(speculative_config={"method": "eagle3", "num_speculative_tokens": 4}, **settings)
+    test_eagle3.drafts_are_free(llm)
+    upkeep = Switched()
+    watch(llm, upkeep)
+    accepted(llm, long_questions(llm, "before"))
+    upkeep.is_on = not stops
+    accepted(llm, long_questions(llm, "within"))
+    upkeep.is_on = True
+    llm.generate([[3, 4]], SamplingParams(max_tokens=1))  # it starts with the step after the one in which it is on
+    return {name: accepted(llm, long_questions(llm, name)) for name in ("before", "within", "after")}
+
+
+@needs_kernels
+def test_only_rows_on_blocks_without_the_layers_kv_have_no_drafts() -> None:
+    expected, found = after_a_break(stops=False), after_a_break(stops=True)
+    assert found["before"] == expected["before"] and found["after"] == expected["after"]
+    assert found["within"] == (0, 0, expected["within"][2])
+    assert min(drafted[1] for drafted in expected.values()) > 20
+
+
 @needs_kernels
 def test_a_stopped_layer_is_not_run_and_nothing_is_stored(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -308,6 +369,26 @@ def a_gap_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Eagle3Drafter, "follow", wrong)
 
 
+def all_blocks_have_the_layers_kv(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KeptBlocks, "has_all", lambda self, row: True)
+
+
+def blocks_of_new_rows_are_not_marked(patch: pytest.MonkeyPatch) -> None:
+    grew = KeptBlocks.grew
+    patch.setattr(KeptBlocks, "grew", lambda self, out, keeps: grew(self, dataclasses.replace(out, joined=[]), keeps))
+
+
+def blocks_in_use_at_a_stop_are_not_marked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KeptBlocks, "stop", lambda self, slots, counts: None)
+
+
+MARKS_LOST = [
+    all_blocks_have_the_layers_kv,
+    blocks_of_new_rows_are_not_marked,
+    blocks_in_use_at_a_stop_are_not_marked,
+]
+
+
 def shared_blocks_are_trusted(patch: pytest.MonkeyPatch) -> None:
     init = DraftModel.__init__
 
@@ -354,3 +435,16 @@ def test_a_small_model_with_missing_kv_is_noticed(
     plant(monkeypatch)
     with pytest.raises(AssertionError, match="drafts were right"):
         test_upkeep_that_flips_changes_no_bit("draft_model", 20, models, request, monkeypatch)
+
+
+@needs_kernels
+@pytest.mark.parametrize("plant", MARKS_LOST)
+def test_blocks_without_the_layers_kv_are_noticed(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    models: Models,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match="differ"):  # a step fails, so its answers end early
+        test_upkeep_that_flips_changes_no_bit("eagle3", 60, models, request, monkeypatch)
