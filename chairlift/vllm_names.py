@@ -26,7 +26,7 @@ class Name:
     """One setting of vLLM that Chairlift does not have."""
 
     kind: type
-    """Type of the setting: bool, int, float or str."""
+    """Type of the setting: bool, int, float, str or dict. The value of a dict's flag is JSON."""
     accepted: tuple[Any, ...] | None
     """Values that have no effect here and are accepted; None: all values."""
     why: str
@@ -71,6 +71,13 @@ NAMES: Final[dict[str, Name]] = {
     "swap_space": Name(float, None, "in GiB; swap_space_bytes is its name here"),
     "num_gpu_blocks_override": Name(int, None, "num_kv_blocks is its name here"),
     "task": Name(str, None, "runner is its name here"),
+    "limit_mm_per_prompt": Name(dict, None, "a prompt may have up to 64 images, whatever the limit says"),
+    "mm_processor_kwargs": Name(
+        dict,
+        ({},),
+        "there are none",
+        "images are prepared as preprocessor_config.json says; set max_pixels or size there",
+    ),
 }
 """Name of a setting of vLLM's engine -> how Chairlift treats the setting."""
 SERVER_NAMES: Final[dict[str, Name]] = {

@@ -66,6 +66,19 @@ def test_no_name_is_known_to_both() -> None:
         assert known.why or known.accepted == (), name
 
 
+def test_settings_of_images(capsys: pytest.CaptureFixture[str]) -> None:
+    assert translate({"limit_mm_per_prompt": {"image": 2}, "mm_processor_kwargs": {}}) == {}
+    assert notes({"limit_mm_per_prompt": {"image": 2}})[0].startswith("limit_mm_per_prompt {'image': 2} is accepted: a")
+    with pytest.raises(ConfigError, match=r"mm_processor_kwargs is .* not offered: .*preprocessor_config\.json"):
+        translate({"mm_processor_kwargs": {"max_pixels": 9}})
+    with pytest.raises(ConfigError, match="limit_mm_per_prompt must be of type dict, got 2"):
+        translate({"limit_mm_per_prompt": 2})
+    assert main(["serve", "--limit-mm-per-prompt", '{"image": 2}', "--dry-run"]) == 0
+    assert "a prompt may have up to 64 images" in capsys.readouterr().err
+    assert main(["serve", "--limit-mm-per-prompt", "image=2", "--dry-run"]) == 2
+    assert "--limit-mm-per-prompt: must be a JSON object, got 'image=2'" in capsys.readouterr().err
+
+
 def test_what_is_translated() -> None:
     given = {"swap_space": 4, "enforce_eager": True, "num_gpu_blocks_override": 9, "task": "embed", "max_num_seqs": 3}
     assert translate(given) == {

@@ -104,8 +104,20 @@ def _add_vllm_flags(parser: argparse.ArgumentParser, names: Mapping[str, Name]) 
     list them."""
     for name, known in names.items():
         options: dict[str, Any] = {"dest": _ENGINE + name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        options |= {"action": argparse.BooleanOptionalAction} if known.kind is bool else {"type": known.kind}
+        read = _object if known.kind is dict else known.kind
+        options |= {"action": argparse.BooleanOptionalAction} if known.kind is bool else {"type": read}
         parser.add_argument(*([_SHORT[name]] if name in _SHORT else []), _spelled(name), **options)
+
+
+def _object(text: str) -> Any:
+    """argparse parser for a JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text[:60]!r}")
+    return value
 
 
 def _add_flag(group: argparse._ArgumentGroup, flag: Flag, prefix: str) -> None:

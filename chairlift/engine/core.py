@@ -509,7 +509,7 @@ class EngineCore(EngineClient):
         stats = dataclasses.replace(
             self._counted,
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(scheduler.batch.unready),
+            num_waiting=scheduler.batch.num_waiting,
             used_blocks=counts.used,
             cached_blocks=counts.cached,
             free_blocks=counts.free,

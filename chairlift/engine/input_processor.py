@@ -356,8 +356,11 @@ def images_of(prompt: Any) -> tuple[list[Any], Any]:
     if not isinstance(prompt, Mapping) or "multi_modal_data" not in prompt:
         return [], prompt
     data = prompt["multi_modal_data"]
+    if data is None or (isinstance(data, Mapping) and not data):
+        data = {"image": []}
     if not isinstance(data, Mapping) or set(data) != {"image"}:
-        raise RequestError("multi_modal_data must be {'image': an image or a list of them}; nothing else is read")
+        got = ", ".join(map(repr, data)) if isinstance(data, Mapping) else type(data).__name__
+        raise RequestError(f"multi_modal_data must be {{'image': an image or a list of them}}, got {got[:200]}")
     images = data["image"]
     rest = {key: value for key, value in prompt.items() if key != "multi_modal_data"}
     return list(images) if isinstance(images, (list, tuple)) else [images], rest

@@ -42,6 +42,7 @@ class StepRecord:
     context_tokens: int
     """Number of positions that the decode rows attended to, summed over the rows."""
     num_waiting: int
+    """Number of requests without a row, also those whose grammar, adapter or images are not ready."""
     held_up_by: str
     """Resource that the first waiting request lacks, such as blocks; empty if no request waits."""
     num_held: int

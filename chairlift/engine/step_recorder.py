@@ -221,6 +221,12 @@ class StepRecorder:
             line["experts"], self._load = load.loads(), load.number
         return line
 
+    def _idle_status(self) -> tuple[Any, ...]:
+        """The field ``state`` of a line while no step runs."""
+        batch = self._core.scheduler.batch
+        why = "" if batch.waiting else batch.unready_for
+        return batch.num_waiting, why, *dataclasses.astuple(self._core.kv.counts())
+
     def _note_images(self, line: dict[str, Any]) -> bool:
         """Add the state of the images to a line if it has changed. Returns whether it has."""
         now = self._core.images.state()
@@ -244,7 +250,7 @@ class StepRecorder:
         line: dict[str, Any] = {"at": round(self._core.clock.now(), 6)}
         if not self._core.num_in_flight and (self._note_images(line) or self._changes):
             changes, self._changes = self._changes, []
-            status = (len(self._core.scheduler.waiting), "", *dataclasses.astuple(self._core.kv.counts()))
+            status = self._idle_status()
             if changes:
                 line["do"] = changes
             if status != self._status:
@@ -294,7 +300,7 @@ class StepRecorder:
             "after": core.step_log[-1].step if len(core.step_log) else 0,
             "requests": [self._described(request) for request in requests.values()],
             "on": [(slot, self._number(name)) for name, slot in self._decodes],
-            "state": self._status or (len(core.scheduler.waiting), "", *dataclasses.astuple(core.kv.counts())),
+            "state": self._status or self._idle_status(),
             "cached": cached,
         }
         if images := core.images.state():  # older readers skip the snapshot, so the next line may repeat this state

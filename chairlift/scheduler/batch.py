@@ -103,6 +103,11 @@ class Batch:
         its row."""
 
     @property
+    def num_waiting(self) -> int:
+        """Number of requests without a row, also those whose grammar, adapter or images are not ready."""
+        return len(self.waiting) + len(self.unready)
+
+    @property
     def unready_for(self) -> str:
         """What the first request in ``unready`` waits for: ``grammar``, ``adapter`` or ``image``. Empty if all are
         ready."""

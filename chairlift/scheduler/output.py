@@ -126,6 +126,7 @@ class SchedulerOutput:
     adapter_bytes: int = 0
     """Bytes of the adapters of all rows, each adapter counted once."""
     num_waiting: int = 0
+    """Number of requests without a row, also those whose grammar, adapter or images are not ready."""
     num_held: int = 0
     """Number of finished decode rows that compute on until their static batch ends (``batching="static"``)."""
     blocks: BlockCounts | None = None

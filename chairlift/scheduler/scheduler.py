@@ -368,7 +368,7 @@ class Scheduler:
                 last = [r for r in older.finals if r.slot >= 0 and r.resumed_at_step <= number and not r.decoding]
                 prompts += sum(request.num_computed_tokens for request in last)
             out.context_tokens = self.batch.num_computed_tokens - prompts
-        out.num_waiting = len(self.waiting)
+        out.num_waiting = self.batch.num_waiting
         out.blocks = self.kv.counts()
         num_groups = sum(kind.stores_positions for kind in self.kv.layout.kinds)
         out.unused_slots = self.kv.tables.held_blocks * self.kv.block_size - self.batch.num_computed_tokens * num_groups

@@ -19,6 +19,8 @@ MOST_PIXELS: Final = 200_000_000
 """Maximum number of pixels of all encoded image files of a request together. Decoding takes time for each pixel, and a
 few kilobytes may unpack to millions of pixels."""
 
+_PART: Final = "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}}"
+
 GivenImage = tuple[str, Any]
 """(position of an image in the messages, such as ``messages[0].content[1]``; its URL or Pillow image)."""
 
@@ -27,9 +29,9 @@ def take_images(messages: Any) -> tuple[Any, list[GivenImage]]:
     """Returns (messages in which each image is replaced by the bare part ``{"type": "image"}``, list of the images in
     order).
 
-    Images are ``{"type": "image_url", "image_url": {"url": ...}}`` as in OpenAI's API, and ``{"type": "image", "image":
-    ...}`` as in transformers. Malformed messages are returned unchanged; the chat validator reports them. Raises
-    RequestError.
+    Images are ``{"type": "image_url", "image_url": {"url": ...}}`` as in OpenAI's API, ``{"type": "image", "image":
+    ...}`` as in transformers, and ``{"type": "image_pil", "image_pil": ...}`` as in vLLM. Malformed messages are
+    returned unchanged; the chat validator reports them. Raises RequestError.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         return messages, []
@@ -106,10 +108,17 @@ def _part(where: str, part: Any, images: list[GivenImage]) -> Any:
         given = part.get("image_url")
         url = given.get("url") if isinstance(given, Mapping) else given
         if not isinstance(url, str):
-            raise RequestError(f"{where}.image_url.url must be a data URL (data:image/png;base64,...)")
+            got = "nothing" if url is None else repr(url)[:60]
+            raise RequestError(f"{where}.image_url.url must be a data URL (data:image/png;base64,...), got {got}")
         images.append((f"{where}.image_url.url", url))
-    elif kind == "image":
-        images.append((f"{where}.image", part.get("image")))
+    elif kind in ("image", "image_pil"):
+        image = part.get(kind)
+        if image is None or isinstance(image, Mapping):
+            got = "nothing" if image is None else repr(image)[:60]
+            raise RequestError(f"{where}.{kind} must be an image of Pillow, got {got}; over HTTP, send {_PART}")
+        images.append((f"{where}.{kind}", image))
+    elif isinstance(kind, str) and "image" in kind.lower():
+        raise RequestError(f"{where} has the type {kind[:60]!r}; send an image as {_PART}")
     else:
         return part
     return {"type": "image"}

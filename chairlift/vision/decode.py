@@ -23,7 +23,14 @@ _MOST_SCANS: Final = 50
 """Maximum number of scans of a JPEG file. A decoder passes over all pixels once for each scan. Usual files have at most
 20, and previews inside the file have some more."""
 _DATA_URL: Final = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.IGNORECASE)
+_FLAGS: Final = {
+    **dict.fromkeys(("http", "https"), ", or have the server started with --allowed-media-domains HOST"),
+    "file": ", or have the server started with --allowed-local-media-path DIRECTORY",
+}
+"""Scheme of an address -> what else helps."""
 _HINT: Final = "send a PNG, JPEG, WebP, GIF, BMP or TIFF file"
+_BASE64: Final = "encode the whole file with the standard alphabet and padding, without line breaks"
+_MAKE: Final = "make one with PIL.Image.open or PIL.Image.fromarray"
 _DEEP: Final = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
 """Pillow's modes that have more than 8 bits per channel."""
 
@@ -33,15 +40,15 @@ def from_data_url(where: str, url: str) -> Any:
     head = _DATA_URL.match(url)
     if head is None:
         raise RequestError(
-            f"{where} must be a data URL (data:image/png;base64,...), got {url[:60]!r}; other addresses are not read:"
-            " send the image itself"
+            f"{where} must be a data URL (data:image/png;base64,...), got {url[:60]!r}; send the image itself"
+            + _FLAGS.get(url[:8].lower().partition(":")[0], "")
         )
     if len(url) - head.end() > MAX_BYTES * 4 // 3 + 4:
         raise RequestError(f"{where} has {len(url):,} characters; an image file may have {MAX_BYTES:,} bytes")
     try:
         data = base64.b64decode(url[head.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RequestError(f"{where} is no valid base64 ({error}); encode the whole file") from None
+        raise RequestError(f"{where} is no valid base64 ({error}); {_BASE64}") from None
     return decode_image(where, data)
 
 
@@ -74,7 +81,7 @@ def to_rgb(where: str, image: Any) -> Any:
     from PIL import ImageOps
 
     if not isinstance(image, pillow.Image):
-        raise RequestError(f"{where} must be an image of Pillow (PIL.Image.Image), got {type(image).__name__}")
+        raise RequestError(f"{where} must be an image of Pillow (PIL.Image.Image), got {type(image).__name__}; {_MAKE}")
     width, height = image.size
     if not 1 <= width * height <= MAX_PIXELS:
         raise RequestError(_too_large(where, f"{width} x {height} = {width * height:,}"))

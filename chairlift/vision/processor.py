@@ -16,6 +16,9 @@ __all__ = ["MAX_IMAGES", "ImageProcessor", "PlacedImages", "PreparedImage", "Tok
 
 MAX_IMAGES: Final = 64
 """Maximum number of images in a prompt."""
+_FEW_PLACES: Final = (
+    "it must have one for each image. Some chat templates write them only for images in messages of the user"
+)
 
 
 class Tokens(Protocol):
@@ -67,12 +70,12 @@ class ImageProcessor(abc.ABC):
         ``images`` are :class:`PreparedImage` objects in the order of the markers. Raises RequestError if the numbers of
         images and markers differ.
         """
-        marker = self.image_token_id
+        marker, marker_text = self.image_token_id, repr(self.marker)
         count = sum(token == marker for token in token_ids)
         if count != len(images):
+            fix = _FEW_PLACES if count < len(images) else f"send one for each, and no {marker_text} in a text"
             raise RequestError(
-                f"the prompt has {count} places for images ({self.marker!r}), and {len(images)} images were sent;"
-                f" send one for each, and no {self.marker!r} in a text"
+                f"the prompt has {count} places for images ({marker_text}), and {len(images)} images were sent; {fix}"
             )
         found, spans, left = list[int](), list[ImageSpan](), iter(images)
         for token in token_ids:

@@ -21,7 +21,8 @@ def advice(kind: str) -> str:
         return f"no model reads video here: send frames as images to a model of {_FAMILIES}"
     if "image" in name:
         part = "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}}"
-        return f"only models of {_FAMILIES} read images, as {part}: use one of them, or leave the image out"
+        who = f"models of {_FAMILIES} on the native CPU kernels"
+        return f"only {who} read images, as {part}: use one of them, or leave the image out"
     if "file" in name or "document" in name:
         return "files are not read: send their text"
     return ""

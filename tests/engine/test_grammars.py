@@ -159,7 +159,9 @@ def test_a_request_waits_for_its_grammar_and_others_do_not() -> None:
     while not done:
         done += [output.request_id for output in llm.engine.step()]
         llm.engine.check_invariants()
-    assert done == ["free"] and llm.engine.step_log[-1].held_up_by == "grammar" and llm.engine.core.has_work
+    record = llm.engine.step_log[-1]
+    assert done == ["free"] and llm.engine.core.has_work
+    assert (record.held_up_by, record.num_waiting) == ("grammar", 1)
     slow.finish()
     output = _drain(llm)["held"]
     assert all(json.loads(answer.text) for answer in output.outputs)

@@ -467,6 +467,16 @@ def test_the_worlds_with_images_encode_again() -> None:
     assert all(any(end[at] for end in ends) for at in range(3)), ends
 
 
+def test_requests_whose_images_are_not_encoded_are_waiting() -> None:
+    """The page shows the reason only if requests wait."""
+    pieces = [piece for seed in IMAGE_SEEDS for piece in watched_images(seed)[1]]
+    lines = [json.loads(line) for piece in pieces for line in piece.splitlines()]
+    reasons = [(line["state"][1], line["state"][0]) for line in lines if "state" in line and line["state"][1]]
+    assert any(why == "image" for why, _ in reasons)
+    assert all(num_waiting for _, num_waiting in reasons)
+    assert any("step" not in line and line.get("state", ("", ""))[1] == "image" for line in lines), "no step runs"
+
+
 def test_a_new_recorder_begins_with_the_state_of_images() -> None:
     simulation, _ = watched_images(374)
     core = simulation.engine.core

@@ -198,7 +198,10 @@ def test_a_message_may_be_as_deep_as_a_body() -> None:
         ([{"role": "user", "content": None}], "content must be"),
         ([{"role": "user", "content": []}], "content must be"),
         ([{"role": "user", "content": b"Hi"}], "content must be"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "smolvlm read images, as {'type'"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+            "smolvlm on the native CPU kernels read images, as {'type'",
+        ),
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "got type 'input_audio'; no model reads audio here"),
         ([{"role": "user", "content": [{"type": "video_url"}]}], "no model reads video here: send frames as images"),
         ([{"role": "user", "content": [{"type": "file"}]}], "files are not read: send their text"),

@@ -18,6 +18,7 @@ from PIL import Image
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+from chairlift.engine.input_processor import images_of
 from chairlift.errors import ConfigError, ModelLoadError, RequestError
 from chairlift.models.vision_files import read_processor
 from chairlift.quantize.run import quantize_model
@@ -210,6 +211,59 @@ def test_images_are_taken_out_of_messages() -> None:
     assert take_images("no list") == ("no list", [])
 
 
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"type": "image_url"}, r"\.image_url\.url must be a data URL .*, got nothing$"),
+        ({"type": "image_url", "image_url": {"url": 7}}, r"\.image_url\.url must be a data URL .*, got 7$"),
+        (
+            {"type": "image", "source": {}},
+            r"\.image must be an image of Pillow, got nothing; over HTTP, send ",
+        ),
+        (
+            {"type": "image", "image": {"url": "x"}},
+            r"\.image must be .*, got \{'url': 'x'\}; over HTTP, send ",
+        ),
+        ({"type": "input_image", "image_url": "data:x"}, " has the type 'input_image'; send an image as .*'image_url'"),
+        ({"type": "image_embeds"}, " has the type 'image_embeds'; send an image as .*'image_url'"),
+    ],
+)
+def test_parts_of_other_forms_are_refused_with_the_form_to_send(given: Any, reason: str) -> None:
+    with pytest.raises(RequestError, match=r"^messages\[0\]\.content\[0\]" + reason):
+        take_images([{"role": "user", "content": [given]}])
+
+
+def test_parts_of_vllm_are_images() -> None:
+    image = picture(1)
+    messages, images = take_images([{"role": "user", "content": [{"type": "image_pil", "image_pil": image}]}])
+    assert messages[0]["content"] == [{"type": "image"}]
+    assert images == [("messages[0].content[0].image_pil", image)]
+
+
+def test_addresses_and_base64_are_refused_with_what_helps() -> None:
+    with pytest.raises(RequestError, match=r"send the image itself, or have the server started with --allowed-media-"):
+        from_data_url("it", "HTTPS://example.com/cat.png")
+    with pytest.raises(RequestError, match=r"or have the server started with --allowed-local-media-path DIRECTORY$"):
+        from_data_url("it", "file:///cat.png")
+    with pytest.raises(RequestError, match=r"send the image itself$"):
+        from_data_url("it", "/cat.png")
+    lines = base64.encodebytes(file_of(picture(1, 30, 30))).decode()
+    with pytest.raises(RequestError, match=r"encode the whole file with the standard alphabet .*without line breaks"):
+        from_data_url("it", "data:image/png;base64," + lines)
+
+
+@pytest.mark.parametrize("empty", [None, {}, {"image": []}])
+def test_a_prompt_without_images_may_have_the_key_for_them(empty: Any) -> None:
+    assert images_of({"prompt": "Hi", "multi_modal_data": empty}) == ([], {"prompt": "Hi"})
+
+
+def test_other_data_than_images_are_named() -> None:
+    with pytest.raises(RequestError, match=r"must be \{'image': .*\}, got 'image', 'audio'"):
+        images_of({"prompt": "Hi", "multi_modal_data": {"image": picture(1), "audio": 1}})
+    with pytest.raises(RequestError, match=r"must be \{'image': .*\}, got list"):
+        images_of({"prompt": "Hi", "multi_modal_data": [picture(1)]})
+
+
 def test_images_are_counted_before_the_first_is_decoded() -> None:
     processor = TileProcessor(settings(), tiny_tokenizer(), Path("model"))
     with pytest.raises(RequestError, match="the messages have 65 images; at most 64 are read"):
@@ -262,11 +316,13 @@ def test_markers_and_images_must_be_as_many() -> None:
     marker = processor.settings.image_token_id
     with pytest.raises(RequestError, match=r"has 2 places for images .* and 1 images were sent"):
         place_images(processor, [marker, 5, marker], [picture(1)])
+    with pytest.raises(RequestError, match=r"has 1 places .* 2 images were sent; it must have one .* chat templates"):
+        place_images(processor, [marker, 5], [picture(1), picture(2)])
     with pytest.raises(RequestError, match="reads no images"):
         place_images(None, [marker], [picture(1)])
     with pytest.raises(RequestError, match="at most 64"):
         place_images(processor, [marker] * 65, [picture(1)] * 65)
-    with pytest.raises(RequestError, match="image 0 must be an image of Pillow"):
+    with pytest.raises(RequestError, match=r"image 0 must be an image of Pillow .* got str; make one with"):
         place_images(processor, [marker], ["/etc/passwd"])
 
 
