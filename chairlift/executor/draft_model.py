@@ -81,6 +81,7 @@ class DraftModel:
         self.upkeep = Upkeep()
         """Decides whether prompts are computed with the served model. Otherwise the small model computes a prompt
         before the first drafts of its request."""
+        self.sleeps = False
         self._has_gaps = False
         """Whether shared blocks may lack the small model's KV, because the upkeep was off at times."""
 

@@ -147,12 +147,16 @@ class Eagle3Drafter:
         """Token ids [slots, positions] of every slot: the engine's own array. Drafts are written after the known
         tokens."""
         self._times = DraftTimes()
+        self._step = -1
+        """Number of the newest step that :meth:`follow` has seen."""
+        self.sleeps = False
 
     # -- beside the model ----------------------------------------------------------------------------------------
 
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
         """Note in which rows of the step the request is new."""
-        captured, keeps = self._runner.captures, self.upkeep.passes(bool(out.joined))
+        captured, keeps = self._runner.captures, self.upkeep.passes(bool(out.joined), out.step - self._step)
+        self._step, self.sleeps = out.step, not keeps
         if captured and not keeps:
             self._kept.stop(np.flatnonzero(self._whole).tolist(), self._counts)
         self._kept.joined(out)

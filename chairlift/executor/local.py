@@ -45,13 +45,17 @@ class Drafter(Protocol):
     """Maximum number of drafts for a row in one step."""
     upkeep: Upkeep
     """Decides whether the drafter keeps states."""
+    sleeps: bool
+    """Whether the drafter keeps no states, so that a step concerns it only if it changes the rows or their blocks."""
 
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
-        """Called after the model has computed a step, before the step's tokens are known."""
+        """Called after the model has computed a step, before the step's tokens are known. A drafter that sleeps is
+        called only for steps that change the rows or their blocks."""
         ...
 
     def saw(self, hidden: Any, batch: StepBatch, token_ids: Sequence[int]) -> None:
-        """Called when the tokens of a step are known. ``hidden`` is the result of the runner's ``forward``."""
+        """Called when the tokens of a step are known, if the drafter does not sleep. ``hidden`` is the result of the
+        runner's ``forward``."""
         ...
 
 
@@ -113,7 +117,7 @@ class LocalExecutor:
     def execute(self, out: SchedulerOutput) -> tuple[Any, StepBatch]:
         batch = self._input.apply(out)
         hidden = self._runner.forward(batch)
-        if self.drafter is not None:
+        if self.drafter is not None and not (self.drafter.sleeps and out.keeps_rows):
             self.drafter.follow(out, batch)
         return hidden, batch
 
@@ -121,7 +125,7 @@ class LocalExecutor:
         hidden, batch = handle
         tokens = self._runner.sample(hidden, batch, masks)
         if isinstance(tokens, SampledTokens):
-            if self.drafter is not None:
+            if self.drafter is not None and not self.drafter.sleeps:
                 self.drafter.saw(hidden, batch, tokens.token_ids)
             self._input.store(batch, tokens.token_ids)
             return _KnownTokens(tokens)

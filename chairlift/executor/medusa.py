@@ -76,6 +76,7 @@ class MedusaHeads:
         tokens."""
         self._times = DraftTimes()
         self.upkeep = Upkeep()  # there is no upkeep, so it stays on
+        self.sleeps = False
 
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
         """Do nothing: the heads need only the hidden states that :meth:`saw` gets."""

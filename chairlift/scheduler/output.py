@@ -135,6 +135,11 @@ class SchedulerOutput:
     padding_avoided: int = 0
     """Number of additional tokens that an engine with padding would compute for the rows of this step."""
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the step has the rows and blocks of the previous step, and no blocks are copied or swapped."""
+        return not (self.joined or self.left or self.new_blocks or self.copies or self.swap_in or self.swap_out)
+
 
 @dataclasses.dataclass(slots=True)
 class StepResult:

@@ -36,11 +36,12 @@ class Upkeep:
         self._pause = 0
         """Number of steps until the next try. Used only while the upkeep is off."""
 
-    def passes(self, has_new: bool) -> bool:
-        """Called once for each step of the served model. ``has_new``: a request has joined in this step. Returns
-        whether the drafter keeps states. After a pause it starts again with the next new request."""
+    def passes(self, has_new: bool, num_steps: int = 1) -> bool:
+        """Called for each step of the served model, or, during a pause, once for ``num_steps`` steps. ``has_new``: a
+        request has joined in the newest step. Returns whether the drafter keeps states. After a pause it starts again
+        with the next new request."""
         if not self.is_on:
-            self._pause -= 1
+            self._pause -= num_steps
             self.is_on = has_new and self._pause <= 0
         return self.is_on
 

@@ -142,7 +142,7 @@ class Flipping(Upkeep):
         super().__init__()
         self._rng, self._chance = random.Random(seed), chance
 
-    def passes(self, has_new: bool) -> bool:
+    def passes(self, has_new: bool, num_steps: int = 1) -> bool:
         self.is_on ^= self._rng.random() < self._chance
         return self.is_on
 
@@ -236,7 +236,7 @@ def accepted(llm: LLM, prompts: list[list[int]]) -> tuple[int, int, int]:
 class Switched(Upkeep):
     """Upkeep that the test switches."""
 
-    def passes(self, has_new: bool) -> bool:
+    def passes(self, has_new: bool, num_steps: int = 1) -> bool:
         return self.is_on
 
     is_due = False  # type: ignore[assignment]
