@@ -9,6 +9,7 @@ from chairlift.errors import RequestError
 from chairlift.vision.addresses import MediaSource
 from chairlift.vision.decode import from_data_url
 from chairlift.vision.processor import MAX_IMAGES, ImageProcessor, PreparedImage
+from chairlift.vision.refusals import IMAGE_PART
 
 __all__ = ["GivenImage", "fetch_images", "prepare_images", "take_images"]
 
@@ -18,8 +19,6 @@ MOST_ADDRESSES: Final = 16
 MOST_PIXELS: Final = 200_000_000
 """Maximum number of pixels of all encoded image files of a request together. Decoding takes time for each pixel, and a
 few kilobytes may unpack to millions of pixels."""
-
-_PART: Final = "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}}"
 
 GivenImage = tuple[str, Any]
 """(position of an image in the messages, such as ``messages[0].content[1]``; its URL or Pillow image)."""
@@ -115,10 +114,10 @@ def _part(where: str, part: Any, images: list[GivenImage]) -> Any:
         image = part.get(kind)
         if image is None or isinstance(image, Mapping):
             got = "nothing" if image is None else repr(image)[:60]
-            raise RequestError(f"{where}.{kind} must be an image of Pillow, got {got}; over HTTP, send {_PART}")
+            raise RequestError(f"{where}.{kind} must be an image of Pillow, got {got}; over HTTP, send {IMAGE_PART}")
         images.append((f"{where}.{kind}", image))
     elif isinstance(kind, str) and "image" in kind.lower():
-        raise RequestError(f"{where} has the type {kind[:60]!r}; send an image as {_PART}")
+        raise RequestError(f"{where} has the type {kind[:60]!r}; send an image as {IMAGE_PART}")
     else:
         return part
     return {"type": "image"}

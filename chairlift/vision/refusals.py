@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["SEEING", "advice"]
+__all__ = ["IMAGE_PART", "SEEING", "advice"]
 
 SEEING: Final = ("gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 """``model_type`` of the families that read images."""
+IMAGE_PART: Final = "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}}"
+"""How an image is sent over HTTP, for errors."""
 _FAMILIES: Final = ", ".join(SEEING)
 
 
@@ -20,9 +22,8 @@ def advice(kind: str) -> str:
     if "video" in name:
         return f"no model reads video here: send frames as images to a model of {_FAMILIES}"
     if "image" in name:
-        part = "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}}"
         who = f"models of {_FAMILIES} on the native CPU kernels"
-        return f"only {who} read images, as {part}: use one of them, or leave the image out"
+        return f"only {who} read images, as {IMAGE_PART}: use one of them, or leave the image out"
     if "file" in name or "document" in name:
         return "files are not read: send their text"
     return ""
