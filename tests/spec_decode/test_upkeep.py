@@ -21,6 +21,7 @@ from chairlift.executor.eagle3 import Eagle3Drafter
 from chairlift.executor.kept_blocks import KeptBlocks
 from chairlift.models.model_files import read_config
 from chairlift.scheduler.cost_model import StepFeatures
+from chairlift.scheduler.drafts import Drafts
 from chairlift.spec_decode.adaptive import AdaptiveSpeculator
 from chairlift.spec_decode.upkeep import Upkeep
 from tests.kernels.cpu.models import VOCAB
@@ -329,13 +330,19 @@ def test_a_stopped_layer_is_not_run_and_nothing_is_stored(
     assert (drafter._stored == 7).all() and (drafter._tapped == 7).all()
 
 
+def ngram_engine(models: Models) -> tuple[LLM, Any, Drafts]:
+    """(engine with n-gram drafts, its core, its drafts)."""
+    llm = models.llm("llama", "auto", "float32", num_kv_blocks=200, threads=1, speculative_config={"method": "ngram"})
+    drafts = llm.engine.scheduler.drafts
+    assert drafts is not None
+    return llm, llm.engine.core, drafts
+
+
 def test_the_cost_of_a_step_leaves_out_the_time_for_making_drafts(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading the clock takes a second here, and making drafts a quarter. Some steps are not observed."""
-    llm = models.llm("llama", "auto", "float32", num_kv_blocks=200, threads=1, speculative_config={"method": "ngram"})
-    core, drafts = llm.engine.core, llm.engine.scheduler.drafts
-    assert drafts is not None
+    llm, core, drafts = ngram_engine(models)
     speculator, seconds, wants, observed = drafts.speculator, itertools.count(1), itertools.cycle([1, 0]), list[float]()
     choose: Any = speculator.choose
     monkeypatch.setattr(core.clock, "now", lambda: float(next(seconds)))
@@ -355,9 +362,7 @@ def test_the_cost_of_a_step_leaves_out_the_time_for_making_drafts(
 def test_the_engine_measures_the_step_without_drafts_that_was_made_for_it(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = models.llm("llama", "auto", "float32", num_kv_blocks=200, threads=1, speculative_config={"method": "ngram"})
-    core, drafts = llm.engine.core, llm.engine.scheduler.drafts
-    assert drafts is not None
+    llm, core, drafts = ngram_engine(models)
     speculator, steps, observed = drafts.speculator, list[int](), list[int]()
     choose: Any = speculator.choose
 
