@@ -136,7 +136,7 @@ class DraftModel:
             limits[index] = min(requested, min(positions, self._most_positions) - known + 1)
             start = self._begin(request)
             end = min(known, start + room)
-            if limits[index] > 0 and start < end:
+            if limits[index] > 0 and start < end and self._has_window(request, start):
                 parts.append(_Part(index, request, start, end))
                 room -= end - start
         begin = time.perf_counter()
@@ -178,6 +178,12 @@ class DraftModel:
         self._sure[slot] = known
         self._counts[slot] = min(self._counts[slot], right, known - 1)
         return self._counts[slot]
+
+    def _has_window(self, request: Request, start: int) -> bool:
+        """Whether the request still has the blocks to which position ``start`` attends. A row that catches up may need
+        blocks that the model's sliding windows have passed, whose entries are 0 (the null block); it has no drafts."""
+        firsts = ((group, max(0, start + 1 - window)) for group, window in self._runner.windows.items())
+        return all(request.block_ids[group][first // self._block_size] for group, first in firsts)
 
     def _pass(self, parts: Sequence[_Part]) -> dict[int, int]:
         """Compute the tokens of ``parts`` in one forward pass. Returns row index -> token sampled after the row's last

@@ -79,6 +79,9 @@ class NativeModelRunner:
         taps = draft.config.taps if isinstance(draft, Eagle3) else ()
         hidden, tapped = _record(model, recorder, taps)
         layers, states = self._kv.layers[first_layer:], {} if first_layer else self._kv.states
+        windows = ((each.group, plan.groups[each.group].window) for each in layers)
+        self.windows = {group: window for group, window in windows if window is not None}
+        """Cache group -> its sliding window in positions, for the groups of this model's layers that have one."""
         how: dict[str, Any] = {"isa": isa, "max_tokens": max_tokens, "states": states, "adapters": table}
         self.program = StepProgram(recorder, hidden, layers, pool, parts=self._kv.parts, taps=tapped, **how)
         self.calls = self.program.plan.calls

@@ -19,6 +19,7 @@ from chairlift import LLM, SamplingParams
 from chairlift.executor.draft_model import DraftModel
 from chairlift.executor.eagle3 import Eagle3Drafter
 from chairlift.executor.kept_blocks import KeptBlocks
+from chairlift.kernels.cpu.library import supported_isas
 from chairlift.models.model_files import read_config
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.drafts import Drafts
@@ -212,6 +213,21 @@ def test_upkeep_that_flips_changes_no_bit(
     sweep(request, count, check)
     if request.config.getoption("--seeds") is None:
         assert seen["drafted" if method == "eagle3" else "accepted"] > 3 * count, seen
+
+
+@needs_kernels
+def test_a_row_does_not_catch_up_from_behind_its_window(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this world a sliding window has passed blocks that a preempted row needs to catch up. ``check`` finds the
+    wrong drafts."""
+    free = test_draft_model.drafts_are_free
+
+    def flipping(llm: LLM) -> Any:
+        watch(llm, Flipping(8))
+        return free(llm)
+
+    monkeypatch.setattr(test_draft_model, "drafts_are_free", flipping)
+    isas = [supported_isas()[0]] * 3  # the rest of the world must not depend on the processor
+    assert test_draft_model.check(models, 8, twin=True, isas=isas)["accepted"]
 
 
 def random_prompts(first: int = 0) -> list[list[int]]:
