@@ -39,9 +39,10 @@ _OUTER_NAMES: Final = {"token_embd": "model.embed_tokens", "output_norm": "model
 class GGUFTensor(StoredRows):
     """One tensor of a GGUF file. If its type stores integers, slices of it are these integers, unchanged.
 
-    Types with groups of 16 (Q6_K, Q3_K, Q2_K) are the exception: they are rounded again to 8 bits in groups of 32, the
-    smallest groups that the kernels support. The error is at most 1/254 of the largest number in a group. ``offset`` is
-    subtracted from the numbers of a tensor with one dimension.
+    Types with groups of 16 (Q6_K, Q3_K, Q2_K) are the exception, because the smallest groups of the kernels have 32
+    columns: slices of them are float32, without rounding. Only a layer that stores integers rounds them again, to 8
+    bits; the error is at most 1/254 of the largest number in a group. ``offset`` is subtracted from the numbers of a
+    tensor with one dimension.
     """
 
     def __init__(self, model: GGUFModel, name: str, order: npt.NDArray[np.intp] | None, offset: float = 0.0) -> None:
@@ -64,8 +65,7 @@ class GGUFTensor(StoredRows):
         first, last, _ = rows.indices(shape[0])
         place = (self._name, first, last, self._order)
         if self.kind is None or not self._exact:
-            values = torch.from_numpy(self._model.read(*place))
-            return values if self.kind is None else GroupedRows.quantize(values, self.kind)
+            return torch.from_numpy(self._model.read(*place))
         codes, scales, minimums = self._model.read_groups(*place)
         lows = None if minimums is None else torch.from_numpy(minimums)
         return GroupedRows(self.kind, torch.from_numpy(codes), torch.from_numpy(scales), lows)

@@ -19,11 +19,13 @@ MOST_NUMBERS: Final = 1 << 22
 class StoredRows(abc.ABC):
     """One tensor, read piece by piece through the interface of a tensor in a safetensors file.
 
-    ``rows[first:last]`` has rows ``first`` to ``last`` (excluded): integers in groups of :attr:`kind`, or float32.
+    ``rows[first:last]`` has rows ``first`` to ``last`` (excluded), with exactly the numbers of the checkpoint: integers
+    in groups of :attr:`kind`, or float32.
     """
 
     kind: GroupKind | None = None
-    """Kind of integer groups that slices return; None if slices are floats."""
+    """Kind of integer groups for layers that keep integers; None if the checkpoint stores floats. Slices are integers
+    of this kind, or float32 if the kind cannot represent the stored numbers exactly."""
     stacked: bool = False
     """Whether the rows belong to several weights that are stacked one above the other."""
 

@@ -1,4 +1,4 @@
-"""Slices of a tensor in a GGUF file: the file's own integers where our kinds hold them."""
+"""Slices of a tensor in a GGUF file: the file's own integers where our kinds hold them, otherwise its exact numbers."""
 
 from __future__ import annotations
 
@@ -32,17 +32,22 @@ HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_
 """Bytes of a block at which half numbers begin; in other types with minimums at 0 and 2, else at 0."""
 
 
-def raw_blocks(name: str, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Random rows [ROWS, bytes], with scales as models have them."""
+def raw_blocks(
+    name: str, seed: int = 0, rows: int = ROWS, columns: int = COLUMNS
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Random rows [rows, bytes] of ``columns`` numbers, with scales as models have them."""
     kind = next(kind for kind in BLOCK_TYPES.values() if kind.name == name)
     rng = np.random.default_rng(seed)
-    blocks = rng.integers(0, 256, (ROWS * COLUMNS // kind.weights, kind.bytes), dtype=np.uint8)
+    if not kind.bits:
+        numbers = rng.normal(scale=0.1, size=(rows, columns)).astype(np.float32)
+        return gguf.quants.quantize(numbers, gguf.GGMLQuantizationType[name]).view(np.uint8)
+    blocks = rng.integers(0, 256, (rows * columns // kind.weights, kind.bytes), dtype=np.uint8)
     for at in HALVES.get(name, (0, 2) if kind.minimum else (0,)):
         scales = rng.normal(scale=0.01, size=len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = scales[:, None].view(np.uint8)
     if name == "MXFP4":
         blocks[:, 0] = rng.integers(110, 125, len(blocks))
-    return blocks.reshape(ROWS, -1)
+    return blocks.reshape(rows, -1)
 
 
 def stored(path: Path, name: str, order: Any = None) -> tuple[GGUFTensor, torch.Tensor]:
@@ -76,13 +81,20 @@ def test_integers_are_the_files_own(tmp_path: Path, name: str, permuted: bool) -
     assert torch.equal(tensor.get_tensor("any"), worth)
 
 
+@pytest.mark.parametrize("permuted", [False, True])
 @pytest.mark.parametrize("name", ROUNDED)
-def test_groups_of_16_are_rounded_again(tmp_path: Path, name: str) -> None:
-    tensor, worth = stored(tmp_path / "model.gguf", name)
+def test_groups_of_16_are_read_exactly_and_rounded_only_by_layers_that_store_integers(
+    tmp_path: Path, name: str, permuted: bool
+) -> None:
+    order = np.random.default_rng(1).permutation(ROWS) if permuted else None
+    tensor, worth = stored(tmp_path / "model.gguf", name, order)
+    worth = worth if order is None else worth[torch.from_numpy(order)]
     rows = tensor[:]
-    assert isinstance(rows, GroupedRows) and rows.kind == tensor.kind == GroupKind(8, 32)
+    assert isinstance(rows, torch.Tensor) and torch.equal(rows, worth) and torch.equal(tensor[7:20], worth[7:20])
+    assert tensor.kind == GroupKind(8, 32)
+    rounded = GroupedRows.quantize(rows, tensor.kind).dequantize()
     largest = worth.view(ROWS, -1, 32).abs().amax(-1).repeat_interleave(32, dim=1)
-    assert ((rows.dequantize() - worth).abs() <= largest / 254 * 1.13 + 1e-9).all()  # scales are rounded to float16
+    assert ((rounded - worth).abs() <= largest / 254 * 1.13 + 1e-9).all()  # scales are rounded to float16
 
 
 def test_floats_and_vectors_are_no_integers(tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""Weights of every block type are exact where floats are asked for: equal to the ``gguf`` package's, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from chairlift.executor.select import choose_format
+from chairlift.gguf.blocks import BLOCK_TYPES
+from chairlift.kernels.weights import PLAIN, WeightFormat
+from chairlift.models.loader import load_model
+from chairlift.models.model_files import read_config
+from tests.gguf.test_tensors import raw_blocks
+from tests.native import needs_kernels
+
+NAMES = [kind.name for kind in BLOCK_TYPES.values()]
+WIDTH, VOCABULARY = 256, 96
+MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+
+
+def one_layer(path: Path, name: str) -> dict[str, torch.Tensor]:
+    """Write a Llama with one layer, whose matrices have the block type ``name``. Returns name of a layer in memory ->
+    its weight as the public package reads it, float32."""
+    writer = gguf.GGUFWriter(path, "llama")
+    sizes = {"block_count": 1, "context_length": 64, "embedding_length": WIDTH, "feed_forward_length": WIDTH}
+    for key, value in (sizes | {"attention.head_count": 4}).items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    kind, found = gguf.GGMLQuantizationType[name], dict[str, torch.Tensor]()
+    for seed, matrix in enumerate(("token_embd", *(f"blk.0.{each}" for each in MATRICES))):
+        raw = raw_blocks(name, seed, WIDTH if seed else VOCABULARY, WIDTH)
+        writer.add_tensor(f"{matrix}.weight", raw, raw_dtype=kind)
+        found[matrix.rpartition(".")[2]] = torch.from_numpy(gguf.quants.dequantize(raw, kind))
+    for norm in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{norm}.weight", np.ones(WIDTH, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    q, k = (found[each].view(4, 32, 2, WIDTH).transpose(1, 2).reshape(WIDTH, WIDTH) for each in MATRICES[:2])
+    return {
+        "model.embed_tokens": found["token_embd"],
+        "model.layers.0.self_attn.qkv_proj": torch.cat([q, k, found["attn_v"]]),
+        "model.layers.0.self_attn.o_proj": found["attn_output"],
+        "model.layers.0.mlp.gate_up_proj": torch.cat([found["ffn_gate"], found["ffn_up"]]),
+        "model.layers.0.mlp.down_proj": found["ffn_down"],
+    }
+
+
+def check_exact(path: Path, expected: dict[str, torch.Tensor], weight_format: WeightFormat) -> None:
+    model = load_model(path, read_config(path), "float32", weight_format=weight_format)
+    assert model.quantization is None
+    for name, numbers in expected.items():
+        weight = model.get_submodule(name).weight
+        assert torch.equal(weight if isinstance(weight, torch.Tensor) else weight.unpack(), numbers), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float_weights_for_pytorch_equal_the_public_reader_bit_for_bit(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "model.gguf"
+    check_exact(path, one_layer(path, name), PLAIN)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", NAMES)
+def test_float_weights_of_the_native_kernels_equal_the_public_reader_bit_for_bit(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "model.gguf"
+    check_exact(path, one_layer(path, name), choose_format("avx2", "none"))
