@@ -16,8 +16,9 @@ from chairlift.grammar.compiler import have_llguidance, markers_of, matcher_for
 from chairlift.grammar.structural_tag import Markers
 from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, Grammar
 from chairlift.tokenizer.byte_level import byte_tokenizer
-from chairlift.tokenizer.template_worker import Answer, WorkerPool, serve
 from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.workers.child import Answer, serve
+from chairlift.workers.pool import WorkerPool
 
 __all__ = ["GrammarChecker"]
 

@@ -4,9 +4,8 @@ The recorded values are measured, and are reported first. A cost model is fitted
 batching is simulated with it. The recorded run is simulated, too. If the cost model is inaccurate, or if this
 simulation differs from the recording, there is no comparison, and the error says why.
 
-:func:`main` runs in a process of its own. It reads a recording from standard input and writes one line with the
-comparison, followed by a recording of the static run. With the argument ``demo`` it writes a recording of a simulated
-example.
+The program of this module is a worker (:mod:`chairlift.workers`). It replies to a recording with one line with the
+comparison, followed by a recording of the static run, and to ``demo`` with a recording of a simulated example.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -29,8 +27,9 @@ from chairlift.replay.machines import Deployment
 from chairlift.replay.replay import ServedTrace, serve_trace, simulated_core
 from chairlift.replay.traced_request import TracedRequest
 from chairlift.scheduler.cost_model import CostModel, Roofline
+from chairlift.workers.child import Answer, serve
 
-__all__ = ["compare", "compare_sides", "demo", "main", "recorded_config", "recorded_deployment", "recorded_trace"]
+__all__ = ["compare", "compare_sides", "demo", "recorded_config", "recorded_deployment", "recorded_trace"]
 
 _MAX_REQUESTS: Final = 4000
 _MAX_BYTES: Final = 256 << 20
@@ -284,13 +283,18 @@ def demo() -> bytes:
     return _simulate(trace, EngineConfig.from_flat(settings), deployment)[1]
 
 
-def main() -> None:
-    """Run the subcommand named last on the command line: ``demo``, or by default the comparison of a recording with
-    static batching. The exit code is 2 if no comparison is possible."""
+def _prepare(setup: dict[str, Any]) -> tuple[Answer, Callable[[], object]]:
     os.nice(10)  # lower priority than the engine
+    return _answer, lambda: None
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Reply with the example if ``what`` is ``demo``, else with the comparison of a recording with static batching."""
     try:
-        out = demo() if sys.argv[-1] == "demo" else compare(sys.stdin.buffer.read())
+        return {"data": demo() if request["what"] == "demo" else compare(request.get("data", b""))}
     except ChairliftError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    sys.stdout.buffer.write(out)
+        return {"error": str(error)}
+
+
+if __name__ == "__main__":
+    serve(_prepare, "the simulation takes more memory than it may; record a shorter time")

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Final
 
 from starlette.requests import Request
@@ -21,13 +19,13 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from chairlift.engine.step_export import to_perfetto
-from chairlift.parent import kill_child
 from chairlift.server.auth import ADMIN, Caller
 from chairlift.server.errors import ApiError
 from chairlift.server.live_feed import LiveFeed, StepRing
 from chairlift.server.pages import assemble, page_response
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import EventStream
+from chairlift.workers.pool import WorkerPool
 
 __all__ = ["live_page", "routes"]
 
@@ -42,11 +40,9 @@ _BEAT_SECONDS: Final = 15.0
 _WORK_SECONDS: Final = 60.0
 _FIRST_SECONDS: Final = 3.0
 _NDJSON: Final = "application/x-ndjson"
-_ROOT: Final = str(Path(__file__).parents[2])
-_BOOT: Final = (
-    "import sys; sys.path.append(sys.argv[1]); from chairlift.parent import die_with_parent;"
-    " die_with_parent(int(sys.argv[2])); from chairlift.replay.side_by_side import main; main()"
-)
+_SIMULATOR: Final = "chairlift.replay.side_by_side"
+_WORK_BYTES: Final = 4 << 30
+_MAX_RESULT: Final = 256 << 20
 
 
 def live_page() -> str:
@@ -233,28 +229,24 @@ async def _in_turn(request: Request, work: Callable[[], Awaitable[bytes]]) -> by
 
 
 async def _simulate(what: str, lines: bytes) -> bytes:
-    """Simulate a recording in a separate process. Raises ApiError with the reason if the simulation fails."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-c", _BOOT, _ROOT, str(os.getpid()), what),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+    """Simulate a recording in a worker process. Raises ApiError with the reason if the simulation fails."""
+    setup = {"memory_bytes": _WORK_BYTES}
+    pool = WorkerPool(
+        _SIMULATOR, setup, "simulations", _MAX_RESULT, num_workers=1, max_waiting=1, patience=1, spare=False
     )
+    fields = {"what": what, "data": lines, "cpu_seconds": math.ceil(_WORK_SECONDS)}
     try:
-        out, error = await asyncio.wait_for(process.communicate(lines), _WORK_SECONDS)
+        reply = await pool.ask(fields, _WORK_SECONDS)
     except TimeoutError:
         raise ApiError(503, "the simulation took too long; record a shorter time", code="too_long") from None
+    except (EOFError, ValueError):
+        message = "the simulation takes more time or memory than it may; record a shorter time"
+        raise ApiError(422, message, code="cannot_simulate") from None
     finally:
-        if process.returncode is None:
-            kill_child(process.pid)
-            await process.wait()
-    if process.returncode is not None and process.returncode < 0:  # out of memory, or killed by an operator
-        message = "the simulation's process was ended from outside; try again later"
-        raise ApiError(503, message, code="worker_lost", headers={"retry-after": "30"})
-    if process.returncode:
-        reason = error.decode("utf-8", "replace").strip().rpartition("\n")[2] or "the simulation failed"
-        raise ApiError(422 if process.returncode == 2 else 500, reason, code="cannot_simulate")
-    return out
+        await pool.close()
+    if "error" in reply:
+        raise ApiError(422, str(reply["error"])[:1000], code="cannot_simulate")
+    return bytes(reply["data"])
 
 
 routes: Final = [

@@ -15,7 +15,7 @@ from chairlift.tokenizer.messages import normalize_messages, text_size
 from chairlift.tokenizer.template_worker import TemplateWorker
 from chairlift.tokenizer.text_worker import TextWorker
 from chairlift.tokenizer.tokenizer import Tokenizer
-from chairlift.tokenizer.turns import Turns
+from chairlift.workers.turns import Turns
 
 __all__ = ["Encoder"]
 

@@ -14,9 +14,10 @@ from typing import Any, Final
 
 from chairlift.errors import ModelLoadError, RequestError
 from chairlift.tokenizer.growth import MAX_ADDED, MAX_GROWTH
-from chairlift.tokenizer.template_worker import Answer, WorkerPool, limit_resources, serve
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.tokenizer.trial import TRIAL_BYTES, TRIAL_BYTES_PER_BYTE, TRIAL_SECONDS
+from chairlift.workers.child import Answer, limit_resources, serve
+from chairlift.workers.pool import WorkerPool
 
 __all__ = ["TextWorker"]
 

@@ -3,13 +3,13 @@ a tokenizer that hangs cannot stop the program."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Final
 
 from chairlift.errors import ModelLoadError
-from chairlift.parent import child_environment
+from chairlift.workers.blocking import run_twice
+from chairlift.workers.process import Ending, ending_of
 
 __all__ = ["TRIAL_BYTES", "TRIAL_BYTES_PER_BYTE", "TRIAL_SECONDS", "try_out"]
 
@@ -24,16 +24,15 @@ of the limit."""
 def try_out(folder: Path, file_bytes: int, doubt: str) -> None:
     """Raise ModelLoadError if a limited process cannot read the tokenizer, or cannot use it for short texts."""
     command = [sys.executable, "-P", "-m", _PROGRAM, "try", str(folder), str(file_bytes)]
-    try:
-        trial = subprocess.run(
-            command, env=child_environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=10 * TRIAL_SECONDS
-        )
-        code = trial.returncode
-    except subprocess.TimeoutExpired:
-        code = -1
+    code, output = run_twice(command, 10 * TRIAL_SECONDS)
     if code == 0:
         return
-    printed = trial.stdout.decode(errors="replace").strip()[:400] if code == 1 else ""
+    if ending_of(code) is Ending.OUTSIDE:
+        raise ModelLoadError(
+            f"the process that tries {folder / 'tokenizer.json'} was ended from outside twice (out of memory, "
+            "perhaps); free some memory and start again"
+        )
+    printed = output.decode(errors="replace").strip()[:400] if code == 1 else ""
     raise ModelLoadError(
         printed
         or f"{folder / 'tokenizer.json'} takes too much time or memory for a few characters, because {doubt}; use the "

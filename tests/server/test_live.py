@@ -631,7 +631,7 @@ def test_who_may_not_look_may_not_look_at_the_example(tmp_path: Path, monkeypatc
 
 def test_the_simulator_ends_with_the_server() -> None:
     """Before it reads: what it was to simulate would take it a minute."""
-    command = [sys.executable, "-c", live._BOOT, live._ROOT, str(os.getppid()), "static"]  # who is not its parent
+    command = [sys.executable, "-m", live._SIMULATOR, str(os.getppid())]  # who is not its parent
     assert subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PATIENCE).returncode == 1
 
 

@@ -254,12 +254,11 @@ def test_a_text_whose_process_is_killed_from_outside_is_tried_once_more_and_is_n
         await worker.start()
         text = asyncio.create_task(worker.encode("a" * 200_000))
         for _ in range(2):
-            await asyncio.sleep(0)
-            while worker._starting or not (busy := worker._processes - set(worker._idle)):
+            while not worker.busy_pids:
                 await asyncio.sleep(0.001)
-            (process,) = busy
-            os.kill(process.pid, signal.SIGKILL)
-            while process in worker._processes:
+            (pid,) = worker.busy_pids
+            os.kill(pid, signal.SIGKILL)
+            while pid in worker.pids:
                 await asyncio.sleep(0.001)
         with pytest.raises(WorkerLostError, match="from outside"):
             await text

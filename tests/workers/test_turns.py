@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chairlift.errors import QueueFullError
-from chairlift.tokenizer.turns import Turns
+from chairlift.workers.turns import Turns
 
 
 def test_who_finds_the_line_full_hears_how_long_it_takes() -> None:
