@@ -20,8 +20,6 @@ from chairlift.vision.spans import ImageSpan
 __all__ = ["PatchProcessor", "PatchSettings"]
 
 _MARKER: Final = "<|image_pad|>"
-_LONGEST: Final = 200
-"""Maximum ratio of an image's longer side to its shorter side; transformers has the same limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +58,6 @@ class PatchProcessor(ImageProcessor):
             return image
         settings, image = self.settings, to_rgb(where, image)
         square = settings.patch_size * settings.merge_size
-        if max(image.size) > _LONGEST * min(image.size):
-            width, height = image.size
-            raise RequestError(
-                f"{where} has {width} x {height} pixels; one side may be {_LONGEST} times as long as the other: cut it"
-            )
         if settings.resizes:
             image = image.resize(self._size(image.size), resample=settings.resample)
         if image.size[0] % square or image.size[1] % square:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import ModelLoadError, RequestError
-from chairlift.vision.decode import to_rgb
+from chairlift.vision.decode import MAX_PIXELS, to_rgb
 from chairlift.vision.processor import ImageProcessor, PreparedImage, Tokens, tile_of
 from chairlift.vision.spans import ImageSpan
 
@@ -20,8 +20,6 @@ __all__ = ["FramedProcessor", "SquareProcessor", "SquareSettings"]
 
 _MOST_LINES = 64
 """Maximum number of line breaks in a token for which :class:`FramedProcessor` searches."""
-_LARGEST_SIDE = 2**16
-"""Maximum length in pixels of a side after resizing; a narrow image whose shorter side grows would exceed memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +77,10 @@ class SquareProcessor(ImageProcessor):
             return self.settings.resized[1], self.settings.resized[0]
         (shortest,), (width, height) = self.settings.resized, size
         longest = int(shortest * max(size) / min(size))
-        if longest > _LARGEST_SIDE:
+        if shortest * longest > MAX_PIXELS:
             raise RequestError(
-                f"{where} has {width} x {height} pixels; one side may be {_LARGEST_SIDE // shortest} times as long as"
-                " the other: cut it"
+                f"{where} has {width} x {height} pixels; this model resizes the shorter side to {shortest} pixels, and"
+                f" the other may then have {MAX_PIXELS // shortest:,}: cut the image"
             )
         return (shortest, longest) if width <= height else (longest, shortest)
 

@@ -107,6 +107,17 @@ def many_scans() -> bytes:
     return data[:-2] + data[begin:-2] * 10_000 + b"\xff\xd9"
 
 
+def tall_tile(side: int = 16_384) -> bytes:
+    """A TIFF of 16 x 16 pixels whose only tile has ``side`` x ``side``."""
+    tile = zlib.compress(bytes(1 << 20))
+    tags = [(256, 16), (257, 16), (258, 8), (259, 8), (262, 1), (277, 1), (322, side), (323, side), (324, 0)]
+    tags += [(325, len(tile))]
+    head = b"II*\0" + struct.pack("<IH", 8, len(tags))
+    at = len(head) + 12 * len(tags) + 4
+    rows = (struct.pack("<HHII", tag, 4, 1, at if tag == 324 else value) for tag, value in tags)
+    return head + b"".join(rows) + bytes(4) + tile
+
+
 BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty": (lambda: b"", "no image that can be read"),
     "text": (lambda: b"<svg onload=alert(1)>", "no image that can be read"),
@@ -116,6 +127,9 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "bomb": (lambda: bomb(8_000, 8_000), "has 8000 x 8000 = 64,000,000 pixels; an image may have"),
     "larger bomb": (lambda: bomb(10_000, 10_000), "pixels; an image may have"),
     "large bomb": (lambda: bomb(60_000, 60_000), "pixels; an image may have"),
+    "line": (lambda: bomb(30_000_000, 1), "one side may be 200 times as long as the other"),
+    "column": (lambda: bomb(1, 30_000_000), "one side may be 200 times as long as the other"),
+    "large tile": (tall_tile, "has tiles of 16,384 x 16,384 pixels for an image of 16 x 16; save it without tiles"),
     "animated": (animated, "animated or has several pages"),
     "animated png": (apng, "animated or has several pages"),
     "many pages": (many_pages, "animated or has several pages"),

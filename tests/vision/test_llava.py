@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -168,8 +169,11 @@ def test_pixels_are_those_of_transformers(resized: dict[str, int], tmp_path: Pat
 def test_images_that_are_too_long_are_refused(folder: Path) -> None:
     processor = read_processor(folder, llava_tokenizer())
     assert processor is not None
-    with pytest.raises(RequestError, match="one side may be 2730 times as long as the other: cut it"):
+    with pytest.raises(RequestError, match="one side may be 200 times as long as the other: cut it"):
         processor.prepare("it", picture(1, 5000, 1))
+    processor.settings = dataclasses.replace(processor.settings, resized=(2000,))
+    with pytest.raises(RequestError, match=r"resizes the shorter side to 2000 pixels, .* may then have 20,000: cut"):
+        processor.prepare("it", picture(1, 55, 5))
 
 
 def test_files_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
