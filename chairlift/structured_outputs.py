@@ -40,8 +40,7 @@ class Grammar:
 
     @property
     def key(self) -> bytes:
-        """SHA-256 of kind, text and whitespace option. Equal grammars have equal keys, so they share one compiled
-        form."""
+        """SHA-256 of kind, text and whitespace option. Equal grammars have equal keys."""
         return hashlib.sha256(f"{self.kind}\0{self.compact}\0{self.text}".encode("utf-8", "surrogatepass")).digest()
 
 

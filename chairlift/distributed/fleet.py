@@ -477,8 +477,8 @@ class Fleet(RemoteCore):
         """Add a request to the queue of the router (the door)."""
         prepared = job.prepared
         known = [*prepared.prompt_token_ids, *prepared.answer_token_ids]
-        salt = (prepared.cache_salt, prepared.adapter_id)
-        keys = prefix_keys(known, salt) if self.config.cache.enable_prefix_caching else []
+        whose = prepared.cache_salt, prepared.adapter_id
+        keys = prefix_keys(known, *whose) if self.config.cache.enable_prefix_caching else []
         job.member = None
         version = job.version if prepared.answer_token_ids else None
         self.door.add(prepared.make_sequences()[0], keys, self._now(), version)

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+from chairlift.cache_key import cache_key
 from chairlift.errors import ConfigError
 
 __all__ = [
@@ -43,12 +44,12 @@ _LONGEST_STEP: Final = 60.0
 """Maximum duration of a step in seconds. A longer time is ignored: the process was stopped for a while."""
 
 
-def prefix_keys(token_ids: Sequence[int], salt: object = "") -> list[int]:
+def prefix_keys(token_ids: Sequence[int], salt: str = "", adapter_id: int = 0) -> list[int]:
     """One key for each whole block of :data:`PREFIX_BLOCK` tokens. A key is a hash of all tokens up to its block.
 
     Keys of different prompts can collide. A router then expects a cache hit that does not happen; answers stay correct.
     """
-    keys, key = [], hash(salt)
+    keys, key = [], hash(cache_key("route", salt, str(adapter_id).encode()))
     for begin in range(0, len(token_ids) - PREFIX_BLOCK + 1, PREFIX_BLOCK):
         key = hash((key, tuple(token_ids[begin : begin + PREFIX_BLOCK])))
         keys.append(key)

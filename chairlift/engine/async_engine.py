@@ -304,8 +304,9 @@ class AsyncEngine:
         own = None if self.tokenizer is None else self.tokenizer.chat_template
         return own if self._chat_template is None else self._chat_template
 
-    async def check_grammar(self, params: SamplingParams) -> None:
-        """Check that the grammar in ``params``, if it has one, compiles.
+    async def check_grammar(self, params: SamplingParams, cache_salt: str = "") -> None:
+        """Check that the grammar in ``params``, if it has one, compiles. Only callers with the same ``cache_salt``
+        share what was found.
 
         Raises RequestError for a bad grammar, QueueFullError if too many grammars wait for this check, and
         OverloadedError if the check fails for lack of resources.
@@ -316,7 +317,7 @@ class AsyncEngine:
         if self._grammars is None:
             raise RequestError("structured_outputs needs the tokenizer, which was not loaded; leave it out")
         with self._refusing():
-            await self._grammars.check(params.structured_outputs.value)
+            await self._grammars.check(params.structured_outputs.value, cache_salt)
 
     async def encode_chat(
         self,
@@ -408,7 +409,7 @@ class AsyncEngine:
         if isinstance(params, SamplingParams):
             params = await self.encode_prediction(params)
             bad_word_ids = await self.encode_words(params) if bad_word_ids is None else bad_word_ids
-            await self.check_grammar(params)
+            await self.check_grammar(params, cache_salt)
         self._ready()
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")

@@ -4,7 +4,6 @@ borders."""
 from __future__ import annotations
 
 import codecs
-import functools
 from collections.abc import Sequence
 from typing import Final, Protocol
 
@@ -204,7 +203,6 @@ class _StopMatcher:
         return begun
 
 
-@functools.lru_cache(maxsize=1024)
 def _borders(stop: str) -> tuple[int, ...]:
     """For each prefix of ``stop``: length of the longest shorter text with which the prefix begins and also ends."""
     borders = [0] * len(stop)

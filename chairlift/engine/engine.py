@@ -128,7 +128,7 @@ class Engine:
         who = cache_salt, tenant
         prepared = self._inputs.prepare(request_id, prompt, params, now, *who, adapter_id=adapter_id)
         if params.structured_outputs is not None:
-            self.core.grammars.check(params.structured_outputs.value)
+            self.core.grammars.check(params.structured_outputs.value, cache_salt)
         try:
             self.core.add(prepared)
             self._outputs.add(prepared, stream)

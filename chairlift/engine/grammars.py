@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from chairlift.cache_key import cache_key
 from chairlift.engine.thinking import ThinkingMatcher
 from chairlift.errors import RequestError
 from chairlift.grammar.compiler import Compiled, Compiler, Matcher
@@ -128,16 +129,18 @@ class Grammars:
 
     # -- compiling -----------------------------------------------------------------------------------------------
 
-    def check(self, grammar: Grammar) -> None:
-        """Compile the grammar in this thread, unless it is cached. Raises RequestError for a bad grammar."""
-        if grammar.key not in self._kept:
+    def check(self, grammar: Grammar, salt: str = "") -> None:
+        """Compile the grammar in this thread, unless it is cached for this ``salt``. Raises RequestError for a bad
+        grammar."""
+        key = cache_key("grammar", salt, grammar.key)
+        if key not in self._kept:
             compiler = self._compiler_of()
-            self._keep(grammar, self._timed(lambda: compiler.compile(grammar)))
+            self._keep(key, grammar, self._timed(lambda: compiler.compile(grammar)))
 
     def add(self, requests: Sequence[Request], grammar: Grammar) -> None:
         """Set the grammar of all sequences of one request. Sequences that must wait for the compiler are marked as not
         ready."""
-        compiler, key = self._compiler_of(), grammar.key
+        compiler, key = self._compiler_of(), cache_key("grammar", requests[0].cache_salt, grammar.key)
         for request in requests:
             request.is_guided = True
         if key in self._kept:
@@ -167,7 +170,7 @@ class Grammars:
             waiting = [request for request in job.requests if not request.is_finished]
             try:
                 compiled = job.future.result()
-                self._keep(job.grammar, compiled)
+                self._keep(key, job.grammar, compiled)
                 self._start(waiting, compiled)
                 ready += waiting
             except Exception as error:
@@ -226,9 +229,9 @@ class Grammars:
             self._threads[name] = ThreadPoolExecutor(1, f"grammar-{name}")
         return self._threads[name]
 
-    def _keep(self, grammar: Grammar, compiled: Compiled) -> None:
+    def _keep(self, key: bytes, grammar: Grammar, compiled: Compiled) -> None:
         self.num_compiled += 1
-        self._kept[grammar.key] = compiled, len(grammar.text)
+        self._kept[key] = compiled, len(grammar.text)
         while len(self._kept) > _MAX_CACHED or sum(size for _, size in self._kept.values()) > _MAX_CACHED_CHARS:
             self._kept.popitem(last=False)
 

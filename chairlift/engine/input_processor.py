@@ -181,6 +181,7 @@ class InputProcessor:
         prompt, own_text = unnamed(prompt)
         if given_images:
             prompt, images = place_images(self._images, self._ids_of(prompt), given_images)
+        images = None if images is None else images.keyed(cache_salt)
         token_ids = self._token_ids(prompt, int(params.max_tokens != 0))
         self._check_params(params)
         max_tokens = self._max_tokens(len(token_ids), params)

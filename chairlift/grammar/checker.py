@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from chairlift.cache_key import cache_key
 from chairlift.errors import RequestError
 from chairlift.grammar.compiler import have_llguidance, markers_of, matcher_for
 from chairlift.grammar.structural_tag import Markers
@@ -59,13 +60,14 @@ class GrammarChecker(WorkerPool):
         self._time_limit = time_limit
         self._good: OrderedDict[bytes, None] = OrderedDict()
 
-    async def check(self, grammar: Grammar) -> None:
-        """Raise RequestError if the grammar is invalid, or takes too much time or memory.
+    async def check(self, grammar: Grammar, salt: str = "") -> None:
+        """Raise RequestError if the grammar is invalid, or takes too much time or memory. A grammar that was good is
+        not compiled again for callers with the same ``salt``.
 
         Other errors, those of :meth:`WorkerPool.ask`, do not mean that the grammar is wrong.
         """
         have_llguidance()
-        key = grammar.key
+        key = cache_key("grammar", salt, grammar.key)
         if key in self._good:
             self._good.move_to_end(key)
             return

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from chairlift.cache_key import key_material
 from chairlift.errors import InvariantError
 from chairlift.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from chairlift.kv_cache.cache_kind import CacheKind
@@ -244,7 +245,7 @@ class PrefixCache:
         return root if root.owner == owner else None
 
     def _root_key(self, request: Request) -> bytes:
-        return self._hash(f"{request.adapter_id}:{request.cache_salt}".encode() + b"\0" + self._secret)
+        return self._hash(key_material("prefix", request.cache_salt, str(request.adapter_id).encode(), self._secret))
 
     def _child_key(self, parent: PrefixNode, tokens: bytes) -> bytes:
         return self._hash(parent.key + tokens)

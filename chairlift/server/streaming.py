@@ -220,7 +220,7 @@ async def submit_all(
     bad_word_ids = await state.engine.encode_words(params)
     if params.structured_outputs is not None:
         with naming(request):
-            await state.engine.check_grammar(params)
+            await state.engine.check_grammar(params, salt)
     state.engine.check_room(len(prompts), class_of(params), sum(map(len, prompts)), caller.tenant)
     try:
         for index, prompt in enumerate(prompts):

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
+from chairlift.cache_key import cache_key
 from chairlift.errors import RequestError
 from chairlift.vision.spans import ImageSpan, ImageTile
 
@@ -45,6 +46,12 @@ class PlacedImages:
     spans: tuple[ImageSpan, ...]
     tiles: tuple[ImageTile, ...]
     """Tiles to which the spans refer, each listed once."""
+
+    def keyed(self, salt: str) -> PlacedImages:
+        """The same images, with keys that only requests with the same ``salt`` share."""
+        spans = [dataclasses.replace(span, key=cache_key("image", salt, span.key)) for span in self.spans]
+        tiles = [dataclasses.replace(tile, key=cache_key("image", salt, tile.key)) for tile in self.tiles]
+        return PlacedImages(tuple(spans), tuple(tiles))
 
 
 class ImageProcessor(abc.ABC):

@@ -23,7 +23,8 @@ class ImageTile:
     """A part of an image that is encoded separately, with the pixels that the model's encoder reads."""
 
     key: bytes
-    """SHA-256 of the pixels and their shape. Tiles with equal keys have equal encoded rows."""
+    """Hash of the pixels and their shape; in the engine also of the caller's salt (:mod:`chairlift.cache_key`). Tiles
+    with equal keys have equal encoded rows."""
     pixels: bytes
     """The pixels as uint8 [3, height, width], before normalisation."""
     grid: tuple[int, int] = (0, 0)

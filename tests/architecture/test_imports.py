@@ -19,6 +19,7 @@ PLAIN = [
 BRAIN = ["request", "kv_cache", "scheduler"]
 ALLOWED: dict[str, list[str]] = {
     "errors": [],
+    "cache_key": [],
     "outputs": [],
     "parent": [],
     "workers": ["errors", "parent"],
@@ -30,13 +31,13 @@ ALLOWED: dict[str, list[str]] = {
     "structured_outputs": ["errors"],
     "sampling_params": ["errors", "structured_outputs", "thinking"],
     "thinking": ["errors"],
-    "grammar": ["errors", "structured_outputs", "tokenizer", "workers"],
-    "vision": ["errors"],
+    "grammar": ["errors", "cache_key", "structured_outputs", "tokenizer", "workers"],
+    "vision": ["errors", "cache_key"],
     "vision.spans": [],
     "vision.refusals": [],
     "request": ["errors", "outputs", "kv_cache.prefix_node", "vision.spans"],
     "kv_cache.prefix_node": [],
-    "kv_cache": ["errors", "config", "request", "vision.spans"],
+    "kv_cache": ["errors", "cache_key", "config", "request", "vision.spans"],
     "scheduler": ["errors", "config", "outputs", "request", "kv_cache", "service_class", "vision.spans"],
     "spec_decode": ["errors", "config", "request", "scheduler"],
     "spec_decode.upkeep": [],
@@ -80,6 +81,7 @@ ALLOWED: dict[str, list[str]] = {
     "engine": [
         *PLAIN,
         *BRAIN,
+        "cache_key",
         "executor.executor",
         "grammar",
         "metrics.stats",
@@ -118,7 +120,7 @@ ALLOWED: dict[str, list[str]] = {
         *("tokenizer", "tool_calls", "vision", "workers"),
     ],
     "writing": ["errors"],
-    "distributed": ["errors", "request", "scheduler"],
+    "distributed": ["errors", "cache_key", "request", "scheduler"],
     "distributed.fleet": [
         *("errors", "config", "distributed", "engine", "metrics.stats", "outputs", "scheduler", "service_class"),
     ],

@@ -201,3 +201,26 @@ def test_equal_grammars_are_compiled_once(llm: LLM) -> None:
     stats = llm.engine.core.stats()
     assert (stats.num_grammars_compiled, stats.num_grammar_hits) == (grammars.num_compiled, grammars.num_hits)
     assert stats.grammar_compile_seconds == grammars.compile_seconds
+
+
+def test_callers_with_different_salts_share_no_grammar(llm: LLM) -> None:
+    """The time of an answer would show whether another caller had sent the grammar."""
+    grammars = llm.engine.core.grammars
+    params = SamplingParams(structured_outputs={"choice": ["three", "four"]}, max_tokens=9)
+    before, hits = grammars.num_compiled, grammars.num_hits
+    for salt in ("one", "two", "one", ""):
+        llm.engine.add_request("a", params, cache_salt=salt)
+        _drain(llm)
+    assert (grammars.num_compiled, grammars.num_hits) == (before + 3, hits + 4)
+
+
+def test_a_grammar_that_is_being_compiled_is_waited_for_by_its_own_caller_only() -> None:
+    llm = make(num_kv_blocks=60)
+    slow, params = _Slow(llm), SamplingParams(structured_outputs={"choice": ["three", "four"]}, max_tokens=9)
+    for index, salt in enumerate(("one", "two", "one")):
+        prepared = llm.engine._inputs.prepare(str(index), "Hi", params, llm.engine.clock.now(), salt)
+        llm.engine.core.add(prepared)
+        llm.engine._outputs.add(prepared, False)
+    assert len(slow.work) == 2
+    slow.finish()
+    assert all(output.error is None for output in _drain(llm).values())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.errors import RequestError
+from chairlift.errors import OverloadedError, RequestError
 from chairlift.grammar.checker import GrammarChecker
 from chairlift.structured_outputs import StructuredOutputsParams
 from tests.grammar.models import bundled
@@ -71,5 +71,17 @@ def test_what_passed_once_is_not_tried_again() -> None:
         await checker.check(grammar(choice=["a"]))
         await checker.close()
         await checker.check(grammar(choice=["a"]))
+
+    run(test)
+
+
+def test_what_one_caller_has_sent_is_tried_again_for_another_one() -> None:
+    async def test(checker: GrammarChecker) -> None:
+        await checker.check(grammar(choice=["a"]), "one")
+        await checker.close()
+        await checker.check(grammar(choice=["a"]), "one")
+        for salt in ("two", ""):
+            with pytest.raises(OverloadedError, match="stopping"):  # it would need a process
+                await checker.check(grammar(choice=["a"]), salt)
 
     run(test)

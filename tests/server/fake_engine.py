@@ -238,7 +238,7 @@ class FakeEngine:
     async def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return [await self.encode(text, add_special_tokens) for text in texts]
 
-    async def check_grammar(self, params: SamplingParams) -> None:
+    async def check_grammar(self, params: SamplingParams, cache_salt: str = "") -> None:
         if params.structured_outputs is not None and not self.follows_grammars:
             raise RequestError("structured_outputs cannot be followed: this engine's answers are scripted")
 

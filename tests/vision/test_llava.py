@@ -239,3 +239,16 @@ def test_the_comparison_notices(
     conversations = [(text, picture(seed)) for text in ("ab", "abc", "abcd") for seed in (1, 5)]
     with pytest.raises(AssertionError):
         check(reference, engine, *conversations)
+
+
+def test_callers_with_different_salts_share_no_encoded_image(llm: Callable[..., LLM]) -> None:
+    """The time to the first token would show whether another caller had sent the image."""
+    engine = llm().engine
+    prompt = {"prompt": "<image> What?", "multi_modal_data": {"image": picture(6)}}
+    answers = []
+    for salt, encoded in (("one", 1), ("two", 2), ("one", 2), ("", 3), ("", 3)):
+        engine.add_request(prompt, _GREEDY, cache_salt=salt, stream=False)
+        while engine.has_unfinished:
+            answers += [output.outputs[0].token_ids for output in engine.step()]
+        assert engine.core.images.num_encoded == encoded
+    assert len(answers) == 5 and all(answer == answers[0] for answer in answers)

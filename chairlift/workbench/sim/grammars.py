@@ -140,7 +140,7 @@ class ScriptedGrammars(Grammars):
         self._delay = 0
         self._tick = 0
 
-    def check(self, grammar: Grammar) -> None:
+    def check(self, grammar: Grammar, salt: str = "") -> None:
         """Accept every grammar without compiling it; :meth:`tick` compiles it later."""
 
     def add(self, requests: Any, grammar: Grammar) -> None:

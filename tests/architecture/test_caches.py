@@ -1,0 +1,180 @@
+"""Each cache has a decision: its keys contain the caller's salt, or its content does not depend on callers.
+
+A cache that callers with different API keys share shows one caller, by its response times, what another one has sent.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.architecture.source import modules, tree
+
+PACKAGES = (
+    *("batches", "distributed", "engine", "executor", "grammar", "kv_cache", "server", "spec_decode", "tokenizer"),
+    *("tool_calls", "vision", "workers"),
+)
+_DICTS = {"OrderedDict", "WeakKeyDictionary", "WeakValueDictionary", "defaultdict", "dict"}
+_DECORATORS = {"cache", "cached_property", "lru_cache"}
+
+KEYED = {
+    "engine.grammars": "_kept _jobs",
+    "engine.images": "_sizes _tiles _unused _seconds _worth _users _queue",
+    "executor.image_bank": "rows",
+    "grammar.checker": "_good",
+    "kv_cache.prefix_cache": "_nodes",
+    "kv_cache.swap": "_kept",
+    "distributed.routing": "_keys",
+}
+"""Caches that outlive requests. Their keys come from :func:`chairlift.cache_key.cache_key` (or, for blocks and tiles,
+stand for things with such keys)."""
+
+OWNED = {"server.response_store": "_stored _bytes"}
+"""Caches whose first key is the holder itself, and whose entries are found by random ids."""
+
+OF_REQUESTS = {
+    "distributed.door": "_keys _requests _at _pinned _newest",
+    "distributed.fleet": "_jobs _answers _loads _loading",
+    "distributed.ray": "_claims",
+    "distributed.routing": "unstarted small",
+    "engine.adapters": "_of",
+    "engine.async_engine": "_streams _loads",
+    "engine.causes": "_accounts _hanging",
+    "engine.core": "_rows_by_class _adapters_in_use",
+    "engine.grammars": "_rows",
+    "engine.images": "_waiting _of _requests",
+    "engine.intake": "_waiting _starts _unforeseen _lane_ends",
+    "engine.output_processor": "_states _answers",
+    "engine.pooled_requests": "_texts",
+    "engine.pooling_core": "_waiting",
+    "engine.step_export": "requests rows _rows _resting",
+    "engine.step_recorder": "_numbers _started _flights _leaving",
+    "executor.draft_model": "_preempted",
+    "executor.drafting": "known",
+    "executor.input_batch": "images _axes",
+    "executor.kept_blocks": "_tables",
+    "grammar.structural_tag": "_without",
+    "kv_cache.manager": "swapped",
+    "server.batch_worker": "_works",
+    "server.completions": "_offsets",
+    "server.live_feed": "_names",
+    "server.messages_input": "places",
+    "server.responses_input": "places",
+    "server.tracing": "_under_way",
+    "server.translation": "places",
+    "spec_decode.acceptance": "requests",
+    "spec_decode.adaptive": "_texts _sources",
+    "spec_decode.ngram": "_ends _indexes",
+    "spec_decode.predicted": "_ends",
+}
+"""State of requests in progress: an entry is found by the id of its own request or row, and leaves with it."""
+
+OF_ADAPTERS = {"engine.adapter_names": "_by_name _by_int_id", "engine.adapters": "_known _resident sizes"}
+"""Adapters that the operator has loaded, by name. All callers use the same adapters."""
+
+OF_THE_PROGRAM = {
+    "engine.core": "_NO_ERRORS",
+    "engine.events": "subscribers",
+    "engine.grammars": "_threads",
+    "executor.medusa": "_batches",
+    "executor.native_kv": "states parts",
+    "executor.sampling_rows": "storing columns",
+    "executor.triton_runner": "_decodes _bodies",
+    "server.live": "_made",
+    "server.pages": "assemble _headers",
+    "server.protocol": "_field_names _type_info _whole_numbers _entry_type",
+    "tokenizer.chat_template": "_environment _forms _tree _template",
+    "tokenizer.template_forms": "_content",
+    "tokenizer.tokenizer": "_bytes _texts _neighbour",
+    "tool_calls.scan": "markers_of",
+}
+"""Things that follow from the program, its settings or the model's files: pages, types, forms of the chat template,
+texts of token ids, marks of tool calls, shapes of kernels."""
+
+DECISIONS = (KEYED, OWNED, OF_REQUESTS, OF_ADAPTERS, OF_THE_PROGRAM)
+
+
+def _name(node: ast.AST) -> str:
+    """Last part of a dotted name, also of one that is called or has parameters."""
+    while isinstance(node, (ast.Call, ast.Subscript)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _is_empty_dict(value: ast.AST) -> bool:
+    if isinstance(value, ast.Tuple):
+        return any(map(_is_empty_dict, value.elts))
+    if isinstance(value, (ast.List, ast.ListComp)):
+        return any(_name(each) == "OrderedDict" for each in ast.walk(value) if isinstance(each, ast.Call))
+    if isinstance(value, ast.Dict):
+        return not value.keys
+    return isinstance(value, ast.Call) and _name(value) in _DICTS and (not value.args or _name(value) == "defaultdict")
+
+
+def _names_in(target: ast.AST, at_top: bool) -> Iterator[str]:
+    """Names of attributes, and at the top of a module of variables, that an assignment sets."""
+    for each in ast.walk(target):
+        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self":
+            yield each.attr
+        elif isinstance(each, ast.Name) and at_top and each.id != "self":
+            yield each.id
+
+
+def caches_of(module: ast.Module) -> set[str]:
+    """Names of the caches and growing mappings of a module: functions with a cache, and mappings that begin empty."""
+    found = set()
+    for node in ast.walk(module):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found |= {node.name for each in node.decorator_list if _name(each) in _DECORATORS}
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None and _is_empty_dict(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {name for target in targets for name in _names_in(target, node in module.body)}
+    return found
+
+
+def decided(module: str) -> set[str]:
+    return {name for table in DECISIONS for name in table.get(module, "").split()}
+
+
+NAMES = sorted(
+    name.removeprefix("chairlift.")
+    for name in modules()
+    if name.removeprefix("chairlift.").partition(".")[0] in PACKAGES
+)
+
+
+def test_every_cache_has_a_decision_about_its_key() -> None:
+    missing = {name: caches_of(tree(f"chairlift.{name}")) - decided(name) for name in NAMES}
+    assert not {name: caches for name, caches in missing.items() if caches}, (
+        "make the key with chairlift.cache_key and add it to KEYED, or say in another table why callers may share it"
+    )
+
+
+def test_no_decision_is_about_a_cache_that_is_gone() -> None:
+    gone = {name: decided(name) - caches_of(tree(f"chairlift.{name}")) for table in DECISIONS for name in table}
+    assert not {name: caches for name, caches in gone.items() if caches}
+
+
+@pytest.mark.parametrize("module", ["engine.grammars", "grammar.checker", "kv_cache.prefix_cache", "vision.processor"])
+def test_keys_are_made_by_one_function(module: str) -> None:
+    calls = {_name(node) for node in ast.walk(tree(f"chairlift.{module}")) if isinstance(node, ast.Call)}
+    assert calls & {"cache_key", "key_material"}
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import functools\n@functools.lru_cache(maxsize=9)\ndef f(): pass", {"f"}),
+        ("class A:\n    def __init__(self):\n        self._kept: OrderedDict[bytes, int] = OrderedDict()", {"_kept"}),
+        ("class A:\n    def __init__(self):\n        self.a, self.b = {}, 1", {"a", "b"}),
+        ("class A:\n    def __init__(self):\n        self.a = collections.defaultdict(list)", {"a"}),
+        ("class A:\n    def __init__(self):\n        self.a = [OrderedDict() for _ in range(2)]", {"a"}),
+        ("_made: dict[str, bytes] = {}", {"_made"}),
+        ("def f():\n    own = {}", set()),
+        ("class A:\n    def __init__(self, given):\n        self.a = dict(given)", set()),
+    ],
+)
+def test_the_sweep_finds_caches(code: str, found: set[str]) -> None:
+    assert caches_of(ast.parse(code)) == found
