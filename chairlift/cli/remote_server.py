@@ -7,6 +7,7 @@ import http.client
 import json
 import re
 import socket
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from chairlift.errors import ConfigError, EngineDeadError, OverloadedError, PromptTooLongError, RequestError
+from chairlift.timed_socket import TimedSocket
 
 __all__ = ["MAX_BYTES", "NotThereError", "RemoteServer", "message", "parse_object", "plain", "read_key"]
 
@@ -56,7 +58,7 @@ class RemoteServer:
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a request and return the JSON object of its response. Raises the errors of :meth:`request`."""
-        with self.request(method, path, body) as response:
+        with self.request(method, path, body, whole=True) as response:
             return parse_object(response.read(MAX_BYTES))
 
     @contextmanager
@@ -68,17 +70,20 @@ class RemoteServer:
         *,
         headers: Mapping[str, str] | None = None,
         seconds: float = _ANSWER_SECONDS,
+        whole: bool = False,
         statuses: Collection[int] = (200,),
     ) -> Iterator[http.client.HTTPResponse]:
         """Context manager: send a request and return its response, if the status is one of ``statuses``. The
         connection is closed at the end of the block.
 
-        ``seconds`` is the maximum wait for the next bytes. Raises ConfigError if the server does not respond or
-        refuses the key, NotThereError for an unknown path, OverloadedError, PromptTooLongError or RequestError if it
-        refuses the request, and EngineDeadError if the server fails or closes the connection.
+        ``seconds`` is the maximum wait for the next bytes, or, with ``whole``, for the whole response. Raises
+        ConfigError if the server does not respond or refuses the key, NotThereError for an unknown path,
+        OverloadedError, PromptTooLongError or RequestError if it refuses the request, and EngineDeadError if the server
+        fails or closes the connection.
         """
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=min(seconds, _CONNECT_SECONDS))
+        end = time.monotonic() + seconds
         try:
             content = None if body is None else json.dumps(body).encode()
             try:
@@ -90,6 +95,8 @@ class RemoteServer:
                 ) from None
             self._socket = connection.sock
             connection.sock.settimeout(seconds)
+            if whole:
+                connection.sock = TimedSocket(connection.sock, end)
             try:
                 connection.request(method, self._path + path, content, {**self._headers, **(headers or {})})
                 with connection.getresponse() as response:
@@ -101,8 +108,10 @@ class RemoteServer:
             except (OSError, http.client.HTTPException) as error:
                 raise EngineDeadError(f"the connection to {self.url} broke: {plain(str(error))}") from None
         finally:
-            self._socket = None
+            sock, self._socket = self._socket, None
             connection.close()
+            if sock is not None:
+                sock.close()
 
     def break_off(self) -> None:
         """Abort a request that another thread has sent, by closing its connection."""

@@ -112,7 +112,7 @@ class _Observer:
         return Snapshot(when, self._server.url, model=self._model, version=self._version, **seen)
 
     def _get(self, path: str, statuses: Sequence[int]) -> tuple[int, bytes]:
-        with self._server.request("GET", path, seconds=_ASK_SECONDS, statuses=statuses) as response:
+        with self._server.request("GET", path, seconds=_ASK_SECONDS, whole=True, statuses=statuses) as response:
             body = response.read(_MAX_METRICS_BYTES)
             return response.status, body
 

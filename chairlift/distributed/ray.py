@@ -17,6 +17,7 @@ import signal
 import socket
 import stat
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -38,6 +39,9 @@ LOCAL: Final = "local"
 _OBJECT_STORE_BYTES: Final = 80 * 2**20
 _WAIT_SECONDS: Final = 20.0
 """Time in seconds between two log messages which say that a replica still waits for free processors."""
+_ROOM_SECONDS: Final = 1800.0
+"""Maximum time in seconds for which a replica waits for free processors. Machines that are added on demand start in
+minutes."""
 _CONNECT_SECONDS: Final = 20.0
 _ACTOR_SECONDS: Final = 60.0
 
@@ -229,8 +233,12 @@ class _Actor(Place):
 
     async def _place(self, opened: Any) -> tuple[str, NodeFacts]:
         """Wait for the result of :meth:`_Replica.open`. Ray starts the actor when it has found free processors."""
-        future = _future(opened)
+        future, end = _future(opened), time.monotonic() + _ROOM_SECONDS
         while not (await asyncio.wait({future}, timeout=_WAIT_SECONDS))[0]:
+            if time.monotonic() >= end:
+                raise EngineDeadError(
+                    f"the Ray cluster had no room for the replica for {_ROOM_SECONDS:g} s: {self._cluster.room()}"
+                )
             _log.warning("replica %d waits for room in the Ray cluster: %s", self._index, self._cluster.room())
         found: tuple[str, NodeFacts] = future.result()
         return found

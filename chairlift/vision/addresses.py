@@ -17,7 +17,6 @@ import os
 import socket
 import ssl
 import stat
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any, Final
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from chairlift.errors import RequestError
+from chairlift.timed_socket import TimedSocket
 from chairlift.vision.decode import MAX_BYTES, decode_image
 
 __all__ = ["MediaSource", "is_public"]
@@ -35,6 +35,8 @@ _PER_HOST: Final = 4
 """Maximum number of images that are read from one host at the same time, so that a slow host does not delay others."""
 _MOST_HOSTS: Final = 8
 """Number of hosts that have all their threads at the same time. A thread may use 150 MB for an image."""
+_GRACE: Final = 0.1
+"""Seconds after the time limit of reading, in which the thread reports that the limit has passed."""
 _REDIRECTS: Final = 3
 _PIECE: Final = 1 << 16
 _LONGEST: Final = 2048
@@ -98,20 +100,33 @@ class MediaSource:
         long as it takes. A redirect to another host keeps the place."""
         host = (_split(where, url).hostname or "").rstrip(".")
         places, loop = self._places.get(host) or self._places[""], asyncio.get_running_loop()
+        begun = asyncio.Event()
+
+        def call(function: Callable[[], object]) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(function)
 
         def work() -> tuple[Any, float]:
+            call(begun.set)
             start = time.monotonic()
             return self.read(where, url, start + seconds), time.monotonic() - start
 
-        def leave(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop has ended
-                loop.call_soon_threadsafe(places.release)
-
         await places.acquire()
-        # The place is free when the thread is. If the request is cancelled, that is later.
+        # The place is free when the thread is. If the request is cancelled or late, that is later.
         reading = self._threads.submit(work)
-        reading.add_done_callback(leave)
-        return await asyncio.wrap_future(reading)
+        reading.add_done_callback(lambda _: call(places.release))
+        found = asyncio.wrap_future(reading)
+        found.add_done_callback(lambda each: each.cancelled() or each.exception())  # the caller may have left
+        try:
+            await begun.wait()
+            # The name service has no time limit, so a thread that waits for it is left alone.
+            await asyncio.wait({found}, timeout=seconds + _GRACE)
+        except asyncio.CancelledError:
+            found.cancel()
+            raise
+        if not found.done():
+            raise self._late(where)
+        return found.result()
 
     def read(self, where: str, url: str, end: float | None = None) -> Any:
         """Return the RGB image at an address. ``where`` names the image in errors. ``end`` is the deadline, a time of
@@ -166,69 +181,38 @@ class MediaSource:
             raise RequestError(f"{where}: the host {host!r:.80} is not found; check its spelling") from None
         if not addresses or not all(map(self._public, addresses)):
             raise RequestError(f"{where}: the host {host!r:.80} has a private address, which is not read")
-        connection = _Connection(host, port, addresses[0], parts.scheme == "https", end)
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         try:
-            with connection.limited():
+            with _connected(host, port, addresses[0], parts.scheme == "https", end) as sock:
+                connection = http.client.HTTPConnection(host, port)
+                connection.sock = TimedSocket(sock, end)
                 connection.request("GET", path, headers={"User-Agent": "chairlift", "Accept": "image/*"})
-                found = _content(where, connection.getresponse())
-                if time.monotonic() >= end:  # the connection was closed, which may look like the end of the content
-                    raise TimeoutError
-                return found
+                with connection.getresponse() as response:
+                    return _content(where, response)
         except RequestError:
             raise
+        except TimeoutError:
+            raise self._late(where) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            if time.monotonic() >= end:
-                raise RequestError(f"{where} took longer than {self.seconds:g} s; send the image itself") from None
             raise RequestError(f"{where} cannot be read ({type(error).__name__}); send the image itself") from None
-        finally:
-            connection.close()
+
+    def _late(self, where: str) -> RequestError:
+        return RequestError(f"{where} took longer than {self.seconds:g} s; send the image itself")
 
 
-class _Connection(http.client.HTTPConnection):
-    """A connection to one IP address of a host. At a given time of the monotonic clock it is closed, even while data
-    arrives."""
-
-    def __init__(self, host: str, port: int, address: str, secure: bool, end: float) -> None:
-        super().__init__(host, port, timeout=max(end - time.monotonic(), 0.001))
-        self._address, self._end = address, end
-        self._context = ssl.create_default_context() if secure else None
-        self._guard: socket.socket | None = None
-
-    def connect(self) -> None:
-        plain = socket.create_connection((self._address, self.port), self.timeout)
-        self._guard = plain.dup()  # the timer ends the connection by it, below TLS
-        self.sock = plain if self._context is None else self._context.wrap_socket(plain, server_hostname=self.host)
-
-    def limited(self) -> _Limit:
-        return _Limit(self._end, self._stop)
-
-    def _stop(self) -> None:
-        if self._guard is not None:
-            try:
-                self._guard.shutdown(socket.SHUT_RDWR)
-            except OSError:  # it has ended
-                return
-
-    def close(self) -> None:
-        super().close()
-        if self._guard is not None:
-            self._guard.close()
-
-
-class _Limit:
-    """Calls ``stop`` at a given time of the monotonic clock, unless the ``with`` block has ended before."""
-
-    def __init__(self, end: float, stop: Callable[[], None]) -> None:
-        self._timer = threading.Timer(max(end - time.monotonic(), 0.001), stop)
-        self._timer.daemon = True
-
-    def __enter__(self) -> None:
-        self._timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        self._timer.join()
+def _connected(host: str, port: int, address: str, secure: bool, end: float) -> socket.socket:
+    """A connection to one IP address of a host. Raises TimeoutError at ``end``, a time of the monotonic clock."""
+    if (left := end - time.monotonic()) <= 0:
+        raise TimeoutError
+    sock = socket.create_connection((address, port), left)
+    if not secure:
+        return sock
+    try:
+        sock.settimeout(max(end - time.monotonic(), 0.001))
+        return ssl.create_default_context().wrap_socket(sock, server_hostname=host)
+    except BaseException:
+        sock.close()
+        raise
 
 
 def _content(where: str, response: http.client.HTTPResponse) -> bytes | str:

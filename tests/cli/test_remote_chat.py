@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from chairlift.cli.remote_server import RemoteServer
+from chairlift.errors import EngineDeadError
 from tests.cli.conftest import Run
 from tests.cli.terminal import Terminal
 from tests.server.openai_fake import FakeServer, serve_fake
@@ -233,3 +237,30 @@ def test_ctrl_c_ends_a_chat_that_is_piped(fake: FakeServer) -> None:
         process.send_signal(2)
         assert process.wait(120) == 130
     assert fake.left.wait(120)
+
+
+@pytest.mark.parametrize("close", ["", "Connection: close\r\n"])
+def test_an_answer_that_comes_byte_by_byte_is_given_up(close: str) -> None:
+    """A byte always comes before a time limit per read."""
+    left = threading.Event()
+
+    def drip(server: socket.socket) -> None:
+        with server.accept()[0] as peer, contextlib.suppress(OSError):
+            peer.recv(1 << 16)
+            peer.sendall(f"HTTP/1.1 200 OK\r\n{close}Content-Length: 300\r\n\r\n".encode())
+            while not left.wait(0.01):
+                peer.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        peer = threading.Thread(target=drip, args=(server,))
+        peer.start()
+        there = RemoteServer(f"http://127.0.0.1:{server.getsockname()[1]}")
+        try:
+            with (
+                pytest.raises(EngineDeadError, match="has not answered for"),
+                there.request("GET", "/v1/models", seconds=0.3, whole=True) as response,
+            ):
+                response.read()
+        finally:
+            left.set()
+            peer.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import importlib.util
 import os
 import signal
@@ -15,9 +16,9 @@ from typing import Any
 import pytest
 
 from chairlift.config import EngineConfig, ServerConfig
-from chairlift.distributed.ray import ray_replicas
+from chairlift.distributed.ray import _Actor, ray_replicas
 from chairlift.engine.async_engine import AsyncEngine
-from chairlift.errors import ConfigError
+from chairlift.errors import ConfigError, EngineDeadError
 from chairlift.outputs import OutputKind
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.lifecycle import start_engine
@@ -48,6 +49,26 @@ def environment(
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()
         _tokens.append(os.environ.get("RAY_AUTH_TOKEN", ""))
+
+
+def test_a_replica_without_room_is_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The cluster never finds processors for it."""
+
+    class Full:
+        def room(self) -> str:
+            return "0 of 4 processors are free"
+
+        def future(self) -> concurrent.futures.Future[Any]:
+            return concurrent.futures.Future()
+
+    async def wait() -> None:
+        monkeypatch.setattr("chairlift.distributed.ray._WAIT_SECONDS", 0.001)
+        monkeypatch.setattr("chairlift.distributed.ray._ROOM_SECONDS", 0.02)
+        with pytest.raises(EngineDeadError, match=r"had no room for the replica for 0\.02 s: 0 of 4 processors"):
+            await _Actor(Full(), 3, False)._place(Full())  # type: ignore[arg-type]
+
+    asyncio.run(wait())
+    assert "replica 3 waits for room" in caplog.text
 
 
 def test_a_cluster_without_a_token_is_refused(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:

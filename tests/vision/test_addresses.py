@@ -64,6 +64,8 @@ class Site:
             to.wfile.write(file_of(IMAGE)[:20])
             to.wfile.flush()
             self.left.wait(60)  # until the test has ended
+        elif name.startswith("drip"):
+            self.drip(to, name)
         elif name == "headers.png":
             try:
                 while not self.left.wait(0.01):
@@ -91,6 +93,21 @@ class Site:
         else:
             to.send_error(404)
 
+    def drip(self, to: http.server.BaseHTTPRequestHandler, name: str) -> None:
+        """An image, a byte each 10 ms, for three seconds: a byte always comes before a time limit per read."""
+        old, close, chunks = (each in name for each in ("old", "close", "chunks"))
+        head = f"HTTP/1.{0 if old else 1} 200 OK\r\n" + "Connection: close\r\n" * close
+        head += "Transfer-Encoding: chunked\r\n" if chunks else "Content-Length: 1000\r\n" * (not old)
+        to.close_connection = True
+        try:
+            to.wfile.write(head.encode() + b"\r\n")
+            for _ in range(300):
+                to.wfile.write(b"1\r\nx\r\n" if chunks else b"x")
+                if self.left.wait(0.01):
+                    break
+        except OSError:
+            return
+
     def resolve(self, host: str, port: int) -> list[str]:
         self.asked.append(host)
         return ["127.0.0.1"]
@@ -99,7 +116,7 @@ class Site:
 @pytest.fixture
 def site() -> Iterator[Site]:
     site = Site()
-    thread = threading.Thread(target=site.server.serve_forever)
+    thread = threading.Thread(target=site.server.serve_forever, args=(0.01,))
     thread.start()
     yield site
     site.left.set()
@@ -198,10 +215,31 @@ def test_answers_that_are_no_images_are_refused(site: Site, path: str, reason: s
         source(site).read("it", f"http://images.example:{site.port}/{path}")
 
 
-@pytest.mark.parametrize("name", ["slow.png", "headers.png"])
+SLOW = ["slow.png", "headers.png", "drip", "drip-close", "drip-old", "drip-old-close", "drip-chunks-close"]
+
+
+@pytest.mark.parametrize("name", SLOW)
 def test_an_answer_that_does_not_end_is_given_up(site: Site, name: str) -> None:
-    with pytest.raises(RequestError, match=r"took longer than 0\.5 s"):
-        source(site, seconds=0.5).read("it", f"http://images.example:{site.port}/{name}")
+    with pytest.raises(RequestError, match=r"took longer than 0\.3 s"):
+        source(site, seconds=0.3).read("it", f"http://images.example:{site.port}/{name}")
+
+
+def test_a_name_service_that_does_not_answer_is_given_up(site: Site) -> None:
+    """The thread that waits for it keeps its place."""
+
+    def resolve(host: str, port: int) -> list[str]:
+        site.left.wait(60)  # until the test has ended
+        return ["127.0.0.1"]
+
+    reader = MediaSource(["images.example"], None, seconds=0.1, resolve=resolve)
+
+    async def run() -> None:
+        with pytest.raises(RequestError, match=r"took longer than 0\.1 s"):
+            await fetch_images(message(f"http://images.example:{site.port}/cat.png"), reader)
+        assert reader._places["images.example"]._value == 3
+        site.left.set()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
