@@ -93,7 +93,7 @@ class ScriptedEncoder:
             yield
         if tile.pixels[0] == BROKEN_IMAGE:
             raise ArithmeticError("injected: the rows are not finite")
-        self.tags[tile.key] = _tag_of(tile.key)
+        self.tags[tile.key] = _tag_of(_key_of(*tile.pixels))  # the rows depend on the pixels alone
         self.most = max(self.most, len(self.tags))
 
     def rest(self) -> None:
