@@ -113,6 +113,49 @@ class StepBatch:
         ends = zip(self.sample_slots.tolist(), self.sample_lengths.tolist(), strict=True)
         return [self.tokens[slot, :length] for slot, length in ends]
 
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether blocks must be moved before the step is computed."""
+        return bool(self.swap_out or self.copies or self.swap_in)
+
+    def sampled_at(self, position: int) -> StepBatch:
+        """The step with only one of its sample positions, for sampling. The tokens stay the same."""
+        kept = slice(position, position + 1)
+        return dataclasses.replace(
+            self,
+            sampling=list(self.sampling),  # another list, because other rows are sampled than in the step before
+            sample_rows=self.sample_rows[kept],
+            sample_tokens=self.sample_tokens[kept],
+        )
+
+    def part(self, first: int, end: int) -> StepBatch:
+        """A step of the rows ``first`` to ``end - 1`` alone. It moves no blocks: the whole step has done that."""
+        begin, stop = int(self.cu_seqlens[first]), int(self.cu_seqlens[end])
+        sample, last = self.sample_range(first, end)
+        return StepBatch(
+            token_ids=self.token_ids[begin:stop],
+            positions=self.positions[begin:stop],
+            cu_seqlens=self.cu_seqlens[first : end + 1] - begin,
+            seq_lens=self.seq_lens[first:end],
+            block_tables=np.ascontiguousarray(self.block_tables[:, first:end]),
+            slot_mapping=np.ascontiguousarray(self.slot_mapping[:, begin:stop]),
+            axes=None if self.axes is None else np.ascontiguousarray(self.axes[:, begin:stop]),
+            adapters=None if self.adapters is None else self.adapters[begin:stop],
+            seen_ends=None if self.seen_ends is None else self.seen_ends[begin:stop],
+            image_rows=[(at - begin, count, key, row) for at, count, key, row in self.image_rows if begin <= at < stop],
+            slots=self.slots[first:end],
+            tokens=self.tokens,
+            sampling=self.sampling[first:end],
+            sample_rows=self.sample_rows[sample:last] - first,
+            sample_tokens=self.sample_tokens[sample:last] - begin,
+            prompt_rows=[(row - first, start, known) for row, start, known in self.prompt_rows if first <= row < end],
+        )
+
+    def sample_range(self, first: int, end: int) -> tuple[int, int]:
+        """(first, end) of the sample positions of the rows ``first`` to ``end - 1``."""
+        begin, stop = np.searchsorted(self.sample_rows, (first, end)).tolist()
+        return begin, stop
+
     def only(self, kept: npt.NDArray[np.intp]) -> StepBatch:
         """The step reduced to its tokens ``kept`` [K], for attention. ``kept`` is ascending. The kept tokens of a row
         are its last tokens, without gaps."""
@@ -132,7 +175,7 @@ class StepBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of the prompt tokens that one chunk computed."""
+    """Log-probabilities of the prompt tokens that one chunk computed, or the reason why the chunk failed."""
 
     slot: int
     first: int
@@ -140,7 +183,7 @@ class PromptLogprobs:
     entries: list[Any]
     """One entry per position, beginning at ``first``; see ``logprobs`` of :class:`SampledTokens` for the type."""
     error: str = ""
-    """Reason why there are no entries. Only this request ends with an error."""
+    """Reason why there are no entries, or why the chunk could not be computed. Only this request ends with an error."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -155,3 +198,18 @@ class SampledTokens:
     errors: dict[int, str] = dataclasses.field(default_factory=dict)
     """Sample position -> reason why it has no token."""
     prompt_logprobs: list[PromptLogprobs] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def joined(cls, parts: Sequence[SampledTokens]) -> SampledTokens:
+        """Tokens of consecutive parts of a step, as the tokens of the whole step."""
+        whole = cls([])
+        logprobs: list[Any] = []
+        for part in parts:
+            first = len(whole.token_ids)
+            whole.token_ids += part.token_ids
+            whole.errors |= {first + position: reason for position, reason in part.errors.items()}
+            whole.prompt_logprobs += part.prompt_logprobs
+            logprobs += part.logprobs or [None] * len(part.token_ids)
+        if any(entry is not None for entry in logprobs):
+            whole.logprobs = logprobs
+        return whole

@@ -70,6 +70,7 @@ _LEAST_IMAGE_TOKENS = 8
 """Minimum number of prompt tokens of images in a step without a turn of the encoder."""
 _FAILED = (FinishReason.ERROR, FinishReason.DEADLINE)
 _TOO_LATE = "the request could not be answered by its deadline"
+_ROW_FAILED = "a step failed for this request"
 _NO_ERRORS: Mapping[str, str] = {}
 
 
@@ -741,7 +742,7 @@ class EngineCore(EngineClient):
             outputs.logprobs = [records[row] for row in rows]
         failed = ((result.sampled[row], reason) for row, reason in tokens.errors.items())
         errors = {request.request_id: reason for request, reason in failed if request is not None}
-        outputs.finished = ended + self._finished([*result.finished, *complete], now, errors=errors)
+        outputs.finished = ended + self._finished([*result.finished, *complete], now, _ROW_FAILED, errors)
         return result
 
     def _complete(self, flight: _Flight, now: float) -> list[Request]:
@@ -762,18 +763,20 @@ class EngineCore(EngineClient):
         names = {chunk.slot: name for name, chunk in zip(out.chunk_ids, out.chunks, strict=True)}
         ended: list[FinishedSequence] = []
         for report in tokens.prompt_logprobs:
+            if report.error:
+                failed = self.scheduler.fail_row(names[report.slot], out.step, now)
+                ended += self._finished(failed, now, report.error)
+                continue
             request = self.scheduler.running.get(names[report.slot])
             # The id may already belong to a new request. Results of the earlier request must not go to it.
             if request is None or request.admitted_at_step > out.step:
                 continue
-            reason, name = report.error, request.request_id
-            if not reason:
-                try:
-                    records = [_token_record(entry) for entry in report.entries]
-                    outputs.prompt_logprobs.append((name, report.first, records))
-                except Exception as error:
-                    reason = output_reason(error)
-            if reason:
+            name = request.request_id
+            try:
+                records = [_token_record(entry) for entry in report.entries]
+                outputs.prompt_logprobs.append((name, report.first, records))
+            except Exception as error:
+                reason = output_reason(error)
                 _log.error("sequence %s ends with an error: %s", name, reason)
                 ended += self._finished(self.scheduler.finish(name, FinishReason.ERROR, None, now), now, reason)
         return ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -13,11 +14,14 @@ from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
 from chairlift.executor.executor import AdapterMemory, ImageMemory, LiveWeights, OnProgress, PendingTokens, WeightSource
 from chairlift.executor.input_batch import Awaited, InputBatch
+from chairlift.sampling.apart import compute_apart
 from chairlift.scheduler.output import SchedulerOutput
 from chairlift.spec_decode.upkeep import Upkeep
 from chairlift.step_batch import Masks, SampledTokens, StepBatch
 
 __all__ = ["Drafter", "LocalExecutor", "ModelRunner"]
+
+_log = logging.getLogger(__name__)
 
 
 class ModelRunner(Protocol):
@@ -27,9 +31,19 @@ class ModelRunner(Protocol):
     block_bytes: list[int]
     """Per cache group: bytes of one block over all layers of the group."""
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a step may be computed again, as a whole or in parts, after its forward pass has failed. False if a
+        step changes something in place, such as recurrent states."""
+        ...
+
+    def move_blocks(self, batch: StepBatch) -> None:
+        """Swap out, copy and swap in the blocks of a step, in this order. Called once per step, before ``forward``, if
+        the step moves blocks."""
+        ...
+
     def forward(self, batch: StepBatch) -> Any:
-        """Compute a step: copy and swap blocks, then run the layers, which write KV and attend. Returns the input of
-        :meth:`sample`."""
+        """Compute a step: run the layers, which write KV and attend. Returns the input of :meth:`sample`."""
         ...
 
     def sample(self, hidden: Any, batch: StepBatch, masks: Masks | None) -> SampledTokens | PendingTokens:
@@ -83,6 +97,13 @@ class _Arriving:
         return tokens
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Failed:
+    """Stands for the result of a forward pass that failed. The step's rows can be computed apart."""
+
+    error: Exception
+
+
 class LocalExecutor:
     """Runs each step at once in this process; see :class:`~chairlift.executor.executor.Executor`."""
 
@@ -116,20 +137,35 @@ class LocalExecutor:
 
     def execute(self, out: SchedulerOutput) -> tuple[Any, StepBatch]:
         batch = self._input.apply(out)
-        hidden = self._runner.forward(batch)
+        if batch.moves_blocks:
+            self._runner.move_blocks(batch)
+        try:
+            hidden = self._runner.forward(batch)
+        except Exception as error:
+            if self.drafter is not None or not self._runner.repeats:
+                raise
+            return _Failed(error), batch
         if self.drafter is not None and not (self.drafter.sleeps and out.keeps_rows):
             self.drafter.follow(out, batch)
         return hidden, batch
 
     def sample(self, handle: tuple[Any, StepBatch], masks: Masks | None = None) -> PendingTokens:
         hidden, batch = handle
-        tokens = self._runner.sample(hidden, batch, masks)
+        if isinstance(hidden, _Failed):
+            _log.error("a step failed, and its rows are computed again in parts", exc_info=hidden.error)
+            tokens: SampledTokens | PendingTokens = compute_apart(batch, masks, self._compute)
+        else:
+            tokens = self._runner.sample(hidden, batch, masks)
         if isinstance(tokens, SampledTokens):
             if self.drafter is not None and not self.drafter.sleeps:
                 self.drafter.saw(hidden, batch, tokens.token_ids)
             self._input.store(batch, tokens.token_ids)
             return _KnownTokens(tokens)
         return _Arriving(tokens, self._input, self._input.expect(batch))
+
+    def _compute(self, batch: StepBatch, masks: Masks | None) -> SampledTokens:
+        tokens = self._runner.sample(self._runner.forward(batch), batch, masks)
+        return tokens if isinstance(tokens, SampledTokens) else tokens.result()
 
     def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
         """Replace all weights of the model; see :class:`~chairlift.executor.executor.LiveWeights`. Raises ConfigError

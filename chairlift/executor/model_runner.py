@@ -20,6 +20,7 @@ from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PagedContext
 from chairlift.models.fallback.model import TransformersLM
 from chairlift.models.loader import replace_weights
+from chairlift.sampling.apart import sample_rows
 from chairlift.sampling.failures import output_reason
 from chairlift.sampling.logprobs import TokenLogprobs, token_logprobs
 from chairlift.sampling.sampler import Sampler
@@ -49,6 +50,8 @@ class TorchModelRunner:
         self._device = device
         self._layer_groups = plan.layer_groups
         self._state_spans = [group.state_span for group in plan.groups]
+        self.repeats = not any(self._state_spans)
+        """Whether a failed step may be computed again: recurrent states are changed in place, KV is not."""
         spec = model.kv_cache_spec()
         self._kv_caches = make_kv_caches(spec, plan, dtype, device)
         self._swap_space = make_swap_space(self._kv_caches, plan)
@@ -61,7 +64,6 @@ class TorchModelRunner:
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Any:
         """Hidden states of all tokens of the step, [T, D]."""
-        self._move_blocks(batch)
         if self.adapters is not None:
             self.adapters.begin(batch.adapters)
         ctx = PagedContext(
@@ -81,13 +83,16 @@ class TorchModelRunner:
         """Compute the logits of the sample positions, and sample a token from each."""
         tokens = SampledTokens([])
         if len(batch.sample_tokens):
-            logits = self._compute_logits(hidden.index_select(0, self._to_device(batch.sample_tokens)))
-            rows = [batch.sampling[row] for row in batch.sample_rows]
-            drawn = self._sampler(logits, rows, batch.histories, masks)
-            has_logprobs = any(row is not None for row in drawn.logprobs)
-            tokens = SampledTokens(drawn.token_ids, drawn.logprobs if has_logprobs else None, drawn.errors)
+            tokens = sample_rows(batch, masks, lambda _, part, masks: self._draw_tokens(hidden, part, masks))
         self._score_prompts(hidden, batch, tokens)
         return tokens
+
+    def _draw_tokens(self, hidden: Tensor, batch: StepBatch, masks: Masks | None) -> SampledTokens:
+        logits = self._compute_logits(hidden.index_select(0, self._to_device(batch.sample_tokens)))
+        rows = [batch.sampling[row] for row in batch.sample_rows]
+        drawn = self._sampler(logits, rows, batch.histories, masks)
+        has_logprobs = any(row is not None for row in drawn.logprobs)
+        return SampledTokens(drawn.token_ids, drawn.logprobs if has_logprobs else None, drawn.errors)
 
     def _score_prompts(self, hidden: Tensor, batch: StepBatch, tokens: SampledTokens) -> None:
         """Add the log-probabilities of prompt tokens to ``tokens``, for the rows that asked for them."""
@@ -119,8 +124,9 @@ class TorchModelRunner:
             )
         replace_weights(self._model, source, progress)
 
-    def _move_blocks(self, batch: StepBatch) -> None:
-        """Swap out, copy and swap in the blocks of a step, before the step is computed."""
+    @torch.inference_mode()
+    def move_blocks(self, batch: StepBatch) -> None:
+        """Swap out, copy and swap in the blocks of a step, in this order."""
         if batch.swap_out:
             self._swap_space.swap_out(batch.swap_out)
         self._copy_blocks(batch.copies)

@@ -27,6 +27,7 @@ from chairlift.lora.bank import NativeAdapters
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.eagle3 import Eagle3, hidden_at
 from chairlift.models.loader import replace_weights
+from chairlift.sampling.apart import sample_rows
 from chairlift.sampling.failures import output_reason
 from chairlift.step_batch import Masks, PromptLogprobs, SampledTokens, StepBatch
 
@@ -113,14 +114,22 @@ class NativeModelRunner:
         experts."""
         return self.program.expert_counts
 
-    def forward(self, batch: StepBatch) -> Tensor:
-        """Hidden states [K, D] of the tokens that :func:`_needed` returns. The next step overwrites them."""
+    @property
+    def repeats(self) -> bool:
+        """Whether a failed step may be computed again: recurrent states are changed in place, KV is not."""
+        return not self._kv.states
+
+    def move_blocks(self, batch: StepBatch) -> None:
+        """Swap out, copy and swap in the blocks of a step, in this order."""
         if batch.swap_out:
             self._kv.host.swap_out(batch.swap_out)
         if batch.copies:
             self._kv.copy_blocks(batch.copies)
         if batch.swap_in:
             self._kv.host.swap_in(batch.swap_in)
+
+    def forward(self, batch: StepBatch) -> Tensor:
+        """Hidden states [K, D] of the tokens that :func:`_needed` returns. The next step overwrites them."""
         return self.program.run(batch, _needed(batch), None if self.images is None else self.images.rows)
 
     def sample(self, hidden: Tensor, batch: StepBatch, masks: Masks | None) -> SampledTokens:
@@ -132,9 +141,13 @@ class NativeModelRunner:
             at = np.searchsorted(needed, at).astype(np.int32)
         tokens = SampledTokens([])
         if len(hidden_rows):
-            rows = self._templates.fill(batch, masks)
-            self._head(hidden, hidden_rows, rows)
-            tokens = rows.sampled()
+
+            def draw(places: slice, part: StepBatch, masks: Masks | None) -> SampledTokens:
+                rows = self._templates.fill(part, masks)
+                self._head(hidden, hidden_rows[places], rows)
+                return rows.sampled()
+
+            tokens = sample_rows(batch, masks, draw)
         for row, first, known in batch.prompt_rows:
             start, count = int(at[row]), min(int(at[row + 1] - at[row]), len(known) - 1 - first)
             targets, slot = known[first + 1 : first + 1 + count], int(batch.slots[row])

@@ -94,6 +94,7 @@ class TritonModelRunner(TorchModelRunner):
         batch_invariant: bool = False,
     ) -> None:
         super().__init__(model, plan, dtype, device)
+        self.repeats = False  # the rows on the device may be those of the failed step
         self._network = model.config
         cuda = device.type == "cuda"
         if device.index is not None:
@@ -139,7 +140,6 @@ class TritonModelRunner(TorchModelRunner):
         """Compute a step and sample its tokens, without waiting for the device."""
         if self._device.index is not None:
             torch.cuda.set_device(self._device)  # Triton launches on the current device of the calling thread
-        self._move_blocks(batch)
         num_rows, slots = len(batch.slots), batch.sample_slots
         for group, tables in enumerate(batch.block_tables):
             self._state.note_tables(group, batch.slots, tables)

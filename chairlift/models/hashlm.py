@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chairlift.config import CacheGroup
+from chairlift.sampling.apart import sample_rows
 from chairlift.sampling.failures import shaped_reason
 from chairlift.sampling.row import SamplingRow
 from chairlift.step_batch import Masks, SampledTokens, StepBatch
@@ -70,9 +71,13 @@ class HashLM:
         """Key of an encoded tile -> 64-bit value on which the hashes of the tile's rows depend."""
         self._offsets = np.arange(block_size, dtype=np.int64)
 
-    def forward(self, batch: StepBatch) -> list[int]:
-        """Write the step's words into the cache. Returns a hash per sample position: it covers everything that the
-        position attends to."""
+    @property
+    def repeats(self) -> bool:
+        """Whether a failed step may be computed again: recurrent states are changed in place, KV is not."""
+        return not self._recurrent
+
+    def move_blocks(self, batch: StepBatch) -> None:
+        """Swap out, copy and swap in the blocks of a step, in this order."""
         sizes = self._places
         for group, block, host in batch.swap_out:
             _copy(self._words[group], block, self._host_words[group], host, sizes[group])
@@ -80,6 +85,10 @@ class HashLM:
             _copy(self._words[group], source, self._words[group], target, sizes[group])
         for group, host, block in batch.swap_in:
             _copy(self._host_words[group], host, self._words[group], block, sizes[group])
+
+    def forward(self, batch: StepBatch) -> list[int]:
+        """Write the step's words into the cache. Returns a hash per sample position: it covers everything that the
+        position attends to."""
         tags = np.array([row.tag & _MASK if row is not None else 0 for row in batch.sampling], dtype=np.uint64)
         lengths = np.diff(batch.cu_seqlens)
         tags = np.repeat(tags, lengths)
@@ -100,6 +109,10 @@ class HashLM:
     def sample(self, hidden: list[int], batch: StepBatch, masks: Masks | None = None) -> SampledTokens:
         """One token per sample position. It depends on what the position attends to, and on the row's history, sampling
         parameters and mask."""
+        return sample_rows(batch, masks, lambda places, part, masks: self.draw(hidden[places], part, masks))
+
+    def draw(self, hidden: list[int], batch: StepBatch, masks: Masks | None) -> SampledTokens:
+        """Sample the sample positions of ``batch``; ``hidden`` has a hash for each of them."""
         tokens = SampledTokens([])
         places = zip(hidden, batch.sample_rows.tolist(), batch.histories, strict=True)
         for index, (seen, row, history) in enumerate(places):

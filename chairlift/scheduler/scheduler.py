@@ -386,9 +386,13 @@ class Scheduler:
                 append(token)
         else:
             sampled = self._accept_some(flight, tokens)
+        finished: list[Request] = []
+        if FAILED_ROW in tokens:
+            for request, token, taker in zip(flight.sampled, tokens, sampled, strict=True):
+                if token == FAILED_ROW and request is not None and taker is None:  # it was preempted since
+                    finished += self.fail_row(request.request_id, out.step, now)
         if flight.verifies and self.drafts is not None:
             sampled = self.drafts.accept(flight, tokens, sampled)
-        finished: list[Request] = []
         hits: list[tuple[Request, int]] = []
         if not self.batch.stops.keys().isdisjoint(tokens):
             hits = [(r, t) for r, t in zip(sampled, tokens, strict=True) if r is not None and t in self.batch.stops]
@@ -423,8 +427,7 @@ class Scheduler:
         finished: list[Request] = []
         self.kv.copies_lost(out.step)
         for request_id in self.kv.swapped_since(out.step):
-            self.kv.drop_swapped(self.requests[request_id])
-            self.requests[request_id].move_to(RequestStatus.PREEMPTED)
+            self._lose_saved(self.requests[request_id])
         for request in rows:  # also requests that lost their last blocks: this step computed their other blocks
             if request.slot >= 0 and request.admitted_at_step <= out.step and request.finish_reason is None:
                 self.kv.forget(request)
@@ -432,6 +435,27 @@ class Scheduler:
         for request in [each for each in self.running.values() if each.admitted_at_step == out.step]:
             self.batch.put_back(request)  # it computed no token in this step, but its first blocks were not copied
         return StepResult([], finished)
+
+    def fail_row(self, request_id: str, step: int, now: float) -> list[Request]:
+        """Handle a step that failed for one request only. Returns the requests that end with an error.
+
+        The request ends if it still has the blocks that the step should have filled. If it was preempted since, it has
+        lost these blocks; only KV that was saved from them must be dropped.
+        """
+        request = self.requests.get(request_id)
+        if request is None or request.finish_reason is not None:
+            return []
+        if request.slot >= 0 and request.admitted_at_step <= step:
+            self.kv.forget(request)
+            return self._end(request, FinishReason.ERROR, None, now)
+        if request_id in self.kv.swapped_since(step):
+            self._lose_saved(request)
+        return []
+
+    def _lose_saved(self, request: Request) -> None:
+        """Drop the KV of a swapped request. It is computed again."""
+        self.kv.drop_swapped(request)
+        request.move_to(RequestStatus.PREEMPTED)
 
     def _accept_some(self, flight: Step, tokens: Sequence[int]) -> list[Request | None]:
         """Append the sampled tokens to their requests, and drop the tokens of requests that left while the step was in

@@ -58,6 +58,7 @@ ALLOWED: dict[str, list[str]] = {
         "kernels",
         "mistaken_models",
         "rerankers",
+        "sampling.apart",
         "sampling.failures",
         "sampling.row",
         "step_batch",

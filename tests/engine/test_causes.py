@@ -38,6 +38,7 @@ class Timed(HashLM):
 
     clock: VirtualClock
     failing = False
+    repeats = False
 
     def forward(self, batch: StepBatch) -> list[int]:
         self.clock.advance(STEP + TOKEN * len(batch.token_ids))

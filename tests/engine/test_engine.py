@@ -139,11 +139,15 @@ class _Failing(HashLM):
     """Fails in the steps and rows it is told."""
 
     fail_next = False
+    fails_for: int | None = None
     nan_for: int | None = None
+    repeats = True
 
     def forward(self, batch: StepBatch) -> list[int]:
         if self.fail_next:
             self.fail_next = False
+            raise RuntimeError("secret detail")
+        if self.fails_for in batch.tokens[batch.slots, 0]:
             raise RuntimeError("secret detail")
         return super().forward(batch)
 
@@ -163,8 +167,37 @@ def _model(engine: Any) -> _Failing:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(depth: int) -> None:
+def test_a_step_that_fails_once_ends_no_request(depth: int) -> None:
+    engine = make_engine(model=_Failing, num_lookahead_steps=depth)
+    engine.add_request([1, 2, 3, 4], greedy(6), request_id="a")
+    engine.add_request([5] * 4, greedy(6), request_id="b")
+    engine.step()
+    _model(engine).fail_next = True
+    seen = drain(engine)
+    assert not _model(engine).fail_next
+    assert seen["a"][-1].outputs[0].token_ids == alone([1, 2, 3, 4], greedy(6))
+    assert seen["b"][-1].outputs[0].token_ids == alone([5] * 4, greedy(6))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("budget", [3, 64])
+def test_a_row_that_cannot_be_computed_ends_alone(depth: int, budget: int) -> None:
+    engine = make_engine(model=_Failing, num_lookahead_steps=depth, max_num_batched_tokens=budget, max_num_seqs=3)
+    _model(engine).fails_for = 9
+    engine.add_request([9, 2, 3, 4, 5], greedy(6), request_id="bad")
+    engine.add_request([5] * 4, greedy(6), request_id="good")
+    seen = drain(engine)
+    bad = seen["bad"][-1]
+    assert bad.outputs[0].finish_reason is FinishReason.ERROR
+    assert bad.error == "its output could not be made (RuntimeError); the server's log says more"
+    assert seen["good"][-1].outputs[0].token_ids == alone([5] * 4, greedy(6))
+    assert seen["good"][-1].error is None
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_failed_step_that_cannot_be_repeated_ends_its_requests_only(depth: int) -> None:
     engine = make_engine(model=_Failing, num_lookahead_steps=depth, max_num_batched_tokens=4)
+    _model(engine).repeats = False
     engine.add_request([1, 2, 3, 4], greedy(6), request_id="a")
     engine.add_request([5] * 4, greedy(6), request_id="b")
     _model(engine).fail_next = True

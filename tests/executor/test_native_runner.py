@@ -73,6 +73,8 @@ class Pair:
 
     def step(self, out: SchedulerOutput, masks: Masks | None = None) -> tuple[SampledTokens, SampledTokens]:
         batch = self.input.apply(out)
+        for runner in (self.truth, self.native):
+            runner.move_blocks(batch)
         truth = self.truth.sample(self.truth.forward(batch), batch, masks)
         found = self.native.sample(self.native.forward(batch), batch, masks)
         self.input.store(batch, truth.token_ids)

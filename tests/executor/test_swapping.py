@@ -64,13 +64,13 @@ def test_hashlm_answers_as_if_nothing_had_moved(windows: tuple[int | None, ...],
 
 @pytest.mark.parametrize("part", ["swap_out", "swap_in"])
 def test_a_copy_left_out_changes_the_answer(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = HashLM.forward
+    original = HashLM.move_blocks
 
-    def forward(self: HashLM, batch: Any) -> Any:
+    def move_blocks(self: HashLM, batch: Any) -> None:
         del getattr(batch, part)[-1:]
         return original(self, batch)
 
-    monkeypatch.setattr(HashLM, "forward", forward)
+    monkeypatch.setattr(HashLM, "move_blocks", move_blocks)
     with pytest.raises(AssertionError, match="At index"):
         test_hashlm_answers_as_if_nothing_had_moved((None,), "memory", Path())
 

@@ -14,6 +14,7 @@ from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.engine import Engine
 from chairlift.engine.grammars import Grammars
 from chairlift.engine.output_processor import OutputProcessor
+from chairlift.executor import local
 from chairlift.executor.input_batch import InputBatch
 from chairlift.executor.local import LocalExecutor
 from chairlift.kv_cache import prefix_cache
@@ -23,7 +24,9 @@ from chairlift.kv_cache.layout import CacheLayout
 from chairlift.kv_cache.manager import Admission, KVCacheManager
 from chairlift.kv_cache.prefix_cache import PrefixCache
 from chairlift.kv_cache.swap import SwapPool
+from chairlift.models import hashlm
 from chairlift.request import Request, RequestStatus
+from chairlift.sampling import apart
 from chairlift.scheduler import preemptor, prefill_mode
 from chairlift.scheduler.admission import WaitingQueue
 from chairlift.scheduler.batch import Batch
@@ -37,7 +40,7 @@ from chairlift.scheduler.prompt_budget import PromptBudget
 from chairlift.scheduler.prompt_share import PromptShare
 from chairlift.scheduler.scheduler import Scheduler
 from chairlift.scheduler.step import Step
-from chairlift.step_batch import StepBatch
+from chairlift.step_batch import SampledTokens, StepBatch
 
 Patch = Callable[[Any, str, Any], None]
 MUTANTS: dict[str, Callable[[Patch], None]] = {}
@@ -804,6 +807,41 @@ def _unless_prefill_mode(original: Callable[..., Any]) -> Callable[..., Any]:
         return None if self.prefill_mode.name == "separate" else original(self, *args)
 
     return called
+
+
+@mutant
+def one_row_without_memory_ends_the_whole_step(patch: Patch) -> None:
+    def computed_apart(batch: StepBatch, masks: Any, compute: Callable[..., Any]) -> SampledTokens:
+        return compute(batch, masks)
+
+    patch(local, "compute_apart", computed_apart)
+
+
+@mutant
+def one_row_that_cannot_be_sampled_ends_the_whole_step(patch: Patch) -> None:
+    patch(hashlm, "sample_rows", lambda batch, masks, sample: sample(slice(None), batch, masks))
+
+
+@mutant
+def parts_of_a_failed_step_take_the_first_masks(patch: Patch) -> None:
+    patch(apart, "_shifted", lambda masks, first, end: masks)
+
+
+@mutant
+def parts_of_a_failed_step_take_the_first_sampling_parameters(patch: Patch) -> None:
+    original = StepBatch.part
+
+    def part(self: StepBatch, first: int, end: int) -> StepBatch:
+        found = original(self, first, end)
+        found.sampling = self.sampling[: end - first]
+        return found
+
+    patch(StepBatch, "part", part)
+
+
+@mutant
+def saved_kv_of_a_failed_row_is_kept(patch: Patch) -> None:
+    patch(Scheduler, "fail_row", lambda self, request_id, step, now: [])
 
 
 def _without(original: Callable[..., Any], attribute: str, method: str) -> Callable[..., Any]:

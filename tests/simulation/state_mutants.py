@@ -65,24 +65,24 @@ def two_requests_use_one_state(patch: Patch) -> None:
 
 @mutant
 def state_not_saved_by_a_swap(patch: Patch) -> None:
-    original = HashLM.forward
+    original = HashLM.move_blocks
 
-    def forward(self: HashLM, batch: StepBatch) -> list[int]:
+    def move_blocks(self: HashLM, batch: StepBatch) -> None:
         batch.swap_out = [move for move in batch.swap_out if move[0] not in self._recurrent]
         return original(self, batch)
 
-    patch(HashLM, "forward", forward)
+    patch(HashLM, "move_blocks", move_blocks)
 
 
 @mutant
 def state_not_restored_by_a_swap(patch: Patch) -> None:
-    original = HashLM.forward
+    original = HashLM.move_blocks
 
-    def forward(self: HashLM, batch: StepBatch) -> list[int]:
+    def move_blocks(self: HashLM, batch: StepBatch) -> None:
         batch.swap_in = [move for move in batch.swap_in if move[0] not in self._recurrent]
         return original(self, batch)
 
-    patch(HashLM, "forward", forward)
+    patch(HashLM, "move_blocks", move_blocks)
 
 
 @mutant

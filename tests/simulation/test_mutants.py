@@ -17,6 +17,8 @@ SEEN_AT = {
     "token_that_the_grammar_refuses_is_delivered": 299,
     "mask_goes_to_the_row_that_was_there_before": 119,
     "request_joins_before_its_grammar_is_compiled": 99,
+    "saved_kv_of_a_failed_row_is_kept": 27_945,
+    "parts_of_a_failed_step_take_the_first_masks": 37,
     "host_copies_of_untrusted_content_kept": 1_131,
 }
 """Where the search begins for what few seeds notice: it saves a minute; when worlds change, it takes longer."""

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 from chairlift.config import CacheGroup, SchedulerConfig
@@ -50,6 +51,13 @@ class _Faults:
 
     def __init__(self) -> None:
         self.active: dict[str, int] = {}
+        self.starving: int | None = None
+        """Row for which there is no memory in this step; None before the step's first allocation has failed."""
+
+    def begin(self) -> None:
+        """End the faults of the last step."""
+        self.active.clear()
+        self.starving = None
 
     def on(self, kind: str) -> bool:
         return kind in self.active
@@ -92,6 +100,16 @@ class _FaultyModel(HashLM):
         """Keys of tiles whose rows a step needed and that were not in memory."""
         self.missing_adapters: set[int] = set()
         """Numbers of adapters that a step needed although they were not in memory."""
+        self.owner_of: Callable[[int], str] = str
+        """Function that returns the id of the request in a row."""
+        self.starved: set[str] = set()
+        """Ids of the requests that a step had no memory for."""
+
+    def move_blocks(self, batch: StepBatch) -> None:
+        if self.faults.on("break_moves"):
+            super().move_blocks(dataclasses.replace(batch, copies=[], swap_in=[]))
+            raise OSError("injected: the blocks could not be moved")
+        super().move_blocks(batch)
 
     def forward(self, batch: StepBatch) -> list[int]:
         if self.faults.on("raise"):
@@ -101,7 +119,23 @@ class _FaultyModel(HashLM):
             self.max_step_adapters = max(self.max_step_adapters, len(needed))
             self.missing_adapters |= needed - set(self.adapter_tags)
         self.missing_tiles |= {key for _, _, key, _ in batch.image_rows if key not in self.image_tags}
+        self._starve("starve_forward", batch.slots.tolist())
         return super().forward(batch)
+
+    def draw(self, hidden: list[int], batch: StepBatch, masks: Masks | None) -> SampledTokens:
+        self._starve("starve_sampling", batch.sample_slots.tolist())
+        return super().draw(hidden, batch, masks)
+
+    def _starve(self, kind: str, slots: list[int]) -> None:
+        """Raise MemoryError if the fault is active and the row that it concerns is among ``slots``. The first call of a
+        step chooses the row."""
+        if not self.faults.on(kind) or not slots:
+            return
+        if self.faults.starving is None:
+            self.faults.starving = slots[self.faults.active[kind] % len(slots)]
+            self.starved.add(self.owner_of(self.faults.starving))
+        if self.faults.starving in slots:
+            raise MemoryError("injected: there is no memory for a row")
 
     def sample(self, hidden: list[int], batch: StepBatch, masks: Masks | None = None) -> SampledTokens:
         tokens = super().sample(hidden, batch, masks)
@@ -222,6 +256,7 @@ class Simulation:
         self._versions: Counter[int] = Counter()
         """Number of an adapter -> number of times that the adapter was replaced by files at a new path."""
         self.num_adapted = self.num_reloads = 0
+        self.model.owner_of = self._owner_of
         self._set_bounds()
         # An image that must be computed in one step may take tokens from either part of the prompt budget. The bounds
         # of ShareWatch then do not hold.
@@ -252,6 +287,10 @@ class Simulation:
         self._records = 0
         self._budgets: dict[int, int] = {}
         """Number of a step in flight -> maximum number of tokens that the step may compute."""
+
+    def _owner_of(self, slot: int) -> str:
+        """Id of the request in a row."""
+        return next(name for name, request in self.engine.scheduler.running.items() if request.slot == slot)
 
     def _answer_of(self, request: Request) -> list[int] | None:
         """Tokens that the request must generate; None for a request that has ended."""
@@ -327,12 +366,12 @@ class Simulation:
         events = list(self.world.events)
         tick = 0
         while events:
-            self.faults.active.clear()
+            self.faults.begin()
             while events and events[0].at <= tick:
                 self._apply(events.pop(0))
             self._step()
             tick += 1
-        self.faults.active.clear()
+        self.faults.begin()
         # Each step computes at least one token, and each token is computed at most once per preemption.
         work = sum(len(s.args["prompt"]) + s.args["max_tokens"] for s in self.pending.values() for _ in s.expected)
         bound = 50 + 2 * work * (self.world.bounds["max_preemptions"] + 2)
@@ -600,7 +639,7 @@ class Simulation:
             raise Violation(f"{where}: {len(given)} tokens after {submitted.seen[answer.index]}")
         submitted.seen[answer.index] = len(given)
         if answer.finish_reason is FinishReason.ERROR:
-            broken = any(event.kind in ("nan", "raise") for event in self.world.events)
+            broken = any(event.kind in ("nan", "raise", "break_moves") for event in self.world.events)
             if (
                 self.world.grammars
                 and not broken
@@ -611,8 +650,13 @@ class Simulation:
                 )
             ):
                 raise Violation(f"{where}: failed after {given}, and not {expected}")
+            starves = any(event.kind.startswith("starve") for event in self.world.events)
+            if starves and not broken and not _is_one_of(name, answer.index, self.model.starved):
+                raise Violation(f"{where}: failed, but there was memory for it; only {self.model.starved} had none")
             rewritten = any(event.kind == "rewrite" for event in self.world.events)
-            explained = broken or rewritten or self.world.grammars or expected.finish_reason is FinishReason.ERROR
+            explained = (
+                broken or starves or rewritten or self.world.grammars or expected.finish_reason is FinishReason.ERROR
+            )
             if (self.world.adapters or self.world.images) and not explained:
                 raise Violation(f"{where}: failed after {given}, and not {expected}")
             return
@@ -668,6 +712,11 @@ def _cache_group(world: World, window: int | None) -> CacheGroup:
 def _structured_outputs(args: dict[str, Any]) -> StructuredOutputsParams | None:
     script = args.get("grammar")
     return None if script is None else StructuredOutputsParams(regex=GrammarScript(**script).text)
+
+
+def _is_one_of(name: str, index: int, sequence_ids: set[str]) -> bool:
+    """Whether answer ``index`` of request ``name`` is one of the sequences."""
+    return not sequence_ids.isdisjoint((name, f"{name}#{index}"))
 
 
 def _has_deadline(args: dict[str, Any]) -> bool:

@@ -33,9 +33,10 @@ class Event:
     at: int
     kind: str
     """Kind of event: ``arrive``, ``abort``, ``preempt``, ``duplicate``, ``nan``, ``raise``, ``refuse_admission``,
-    ``refuse_growth``, ``evict``, ``stall`` (the clock jumps ahead), ``limits`` (a governor changes the scheduler's
-    settings), ``reload`` (an adapter is replaced under its name), ``unload`` or ``rewrite`` (its files are replaced
-    without notice)."""
+    ``refuse_growth``, ``evict``, ``stall`` (the clock jumps ahead), ``starve_forward`` and ``starve_sampling`` (no
+    memory for one row), ``break_moves`` (blocks cannot be copied or swapped), ``limits`` (a governor changes the
+    scheduler's settings), ``reload`` (an adapter is replaced under its name), ``unload`` or ``rewrite`` (its files are
+    replaced without notice)."""
     target: int = 0
     """Depending on ``kind``: number of a request, of a batch row or of an adapter, or a count or a duration."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -169,6 +170,14 @@ def make_world(seed: int) -> World:
         drafts=drafts,
         adapters=adapters,
     )
+    return _with_more(world, horizon)
+
+
+def _with_more(world: World, horizon: int) -> World:
+    """Add the kinds of faults and of requests that only the worlds of some seeds have."""
+    seed = world.seed
+    if seed % 20 == 5 or seed % 100 == 37:  # the seeds of the second condition combine it with masks
+        world = _starve(random.Random(seed ^ 0xA110), world, horizon)
     if seed % 20 in (4, 15):
         return _recur(random.Random(seed ^ 0x57A7), world)
     return _picture(random.Random(seed ^ 0x1346), world) if seed % 100 in (14, 32, 74) else world
@@ -440,6 +449,15 @@ def _limits(rng: random.Random, scheduler: dict[str, Any], horizon: int) -> list
         }
         events.append(Event(at, "limits", 0, args))
     return events
+
+
+def _starve(rng: random.Random, world: World, horizon: int) -> World:
+    """Add steps in which an allocation for one row fails. In some worlds, blocks cannot be moved in some steps."""
+    kinds = rng.choice([["starve_forward"], ["starve_sampling"], ["starve_forward", "starve_sampling"]])
+    events = [Event(rng.randrange(horizon), rng.choice(kinds), rng.randrange(8)) for _ in range(rng.choice([1, 3, 9]))]
+    if rng.random() < 0.3:
+        events += [Event(rng.randrange(horizon), "break_moves") for _ in range(rng.choice([1, 4]))]
+    return dataclasses.replace(world, events=tuple(sorted((*world.events, *events), key=lambda event: event.at)))
 
 
 def _faults(rng: random.Random, num_requests: int, horizon: int) -> list[Event]:
