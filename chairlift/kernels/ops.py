@@ -248,12 +248,20 @@ def rotary_table(
 ) -> Rotary:
     """Cosines and sines of the angles ``positions`` [T] times float32 ``frequencies`` [Dh / 2], scaled by ``factor``.
 
+    A frequency of 0 marks a pair of dimensions that is not rotated. ``factor`` does not apply to it, so that its cosine
+    is 1 and its sine 0.
+
     ``axes`` [Dh / 2] says which of a token's three positions each frequency uses: time, height or width (0, 1, 2). The
     three are equal for text. Only native step programs support different positions; see
     :attr:`~chairlift.step_batch.StepBatch.axes`.
     """
-    angles = positions.float()[:, None, None] * frequencies
-    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+    return _cosines_and_sines(positions.float()[:, None, None] * frequencies, frequencies, factor, dtype)
+
+
+def _cosines_and_sines(angles: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Rotary:
+    """Cosines and sines of ``angles`` [T, 1, Dh / 2], scaled by ``factor`` where the frequency is not 0."""
+    factors = factor if factor == 1.0 else torch.where(frequencies == 0.0, 1.0, factor)
+    return (angles.cos() * factors).to(dtype), (angles.sin() * factors).to(dtype)
 
 
 def _head_widths(
@@ -288,25 +296,29 @@ def rotary_heads(
     if q_norm is None and k_norm is None:
         both = heads[:, :split] if rotary is None else apply_rotary(heads[:, :split], *rotary)
         return both[:, :num_heads], both[:, num_heads:], v
-    q, k = heads[:, :num_heads], heads[:, num_heads:split]
-    if q_norm is not None:
-        q = rms_norm_offset(q, q_norm, eps, norm_offset) if norm_offset else rms_norm(q, q_norm, eps)
-    if k_norm is not None:
-        k = rms_norm_offset(k, k_norm, eps, norm_offset) if norm_offset else rms_norm(k, k_norm, eps)
+    q = _normed(heads[:, :num_heads], q_norm, eps, norm_offset)
+    k = _normed(heads[:, num_heads:split], k_norm, eps, norm_offset)
     if rotary is not None:
         q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
     return q, k, v
 
 
-@operation(lambda qkv, q_norm, k_norm, eps: expect(qkv))
-def norm_all_heads(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
+def _normed(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    """RMSNorm of ``x`` over the last dimension with ``offset + weight``; ``x`` itself without a weight."""
+    if weight is None:
+        return x
+    return rms_norm_offset(x, weight, eps, offset) if offset else rms_norm(x, weight, eps)
+
+
+@operation(lambda qkv, q_norm, k_norm, eps, norm_offset=0.0: expect(qkv))
+def norm_all_heads(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float, norm_offset: float = 0.0) -> Tensor:
     """Apply RMSNorm over all heads of q together, and over all heads of k together, to ``qkv`` [T, (Hq + 2 Hkv) Dh]. v
     is unchanged (OLMo 2).
 
-    ``q_norm`` is [Hq Dh], ``k_norm`` [Hkv Dh].
+    ``q_norm`` is [Hq Dh], ``k_norm`` [Hkv Dh]. ``norm_offset`` is added to both.
     """
     split, both = len(q_norm), len(q_norm) + len(k_norm)
-    q, k = rms_norm(qkv[:, :split], q_norm, eps), rms_norm(qkv[:, split:both], k_norm, eps)
+    q, k = _normed(qkv[:, :split], q_norm, eps, norm_offset), _normed(qkv[:, split:both], k_norm, eps, norm_offset)
     return torch.cat((q, k, qkv[:, both:]), dim=-1)
 
 
@@ -330,26 +342,22 @@ def rotate_and_norm(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    norm_offset: float = 0.0,
 ) -> Tensor:
-    """Rotate q and k in ``qkv`` [T, (Hq + 2 Hkv) Dh], then normalise them per head. v is unchanged.
+    """Rotate q and k in ``qkv`` [T, (Hq + 2 Hkv) Dh], then normalise them per head (Hunyuan). v is unchanged.
 
-    The first 2 F dimensions of each head are rotated by the angles ``positions`` [T] times float32 ``frequencies`` [F],
-    scaled by ``factor``. The other dimensions are not rotated (Phi-3). The norms' weights [Dh], if given, apply after
-    the rotation (Hunyuan).
+    The angles are ``positions`` [T] times float32 ``frequencies`` [Dh / 2]. ``factor`` scales the cosines and sines of
+    all frequencies that are not 0, as in :func:`rotary_table`. ``norm_offset`` is added to the norms' weights [Dh].
     """
-    heads, rotated = qkv.view(qkv.shape[0], -1, head_dim), 2 * len(frequencies)
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
     # Angles are float64, because the rounding of torch's float32 cosine depends on an element's index in the tensor,
     # and a row must not depend on other rows.
     angles = (positions.float()[:, None, None] * frequencies).double()
-    cos, sin = ((table * factor).to(qkv.dtype) for table in (angles.cos(), angles.sin()))
+    cos, sin = _cosines_and_sines(angles, frequencies, factor, qkv.dtype)
     split = num_heads + num_kv_heads
-    both = heads[:, :split]
-    both = torch.cat((apply_rotary(both[..., :rotated], cos, sin), both[..., rotated:]), dim=-1)
-    q, k = both[:, :num_heads], both[:, num_heads:]
-    if q_norm is not None:
-        q = rms_norm(q, q_norm, eps)
-    if k_norm is not None:
-        k = rms_norm(k, k_norm, eps)
+    both = apply_rotary(heads[:, :split], cos, sin)
+    q = _normed(both[:, :num_heads], q_norm, eps, norm_offset)
+    k = _normed(both[:, num_heads:], k_norm, eps, norm_offset)
     return torch.cat((q, k, heads[:, split:]), dim=1).flatten(1)
 
 

@@ -154,10 +154,7 @@ def _head_order(config: ModelConfig) -> tuple[int, ...]:
         first, second = tuple(range(0, dim, 2)), tuple(range(1, dim, 2))
     else:
         first, second = tuple(range(half)), tuple(range(half, dim))
-    if config.rotates_apart:
-        order = (*first, *second, *rest)
-    else:
-        order = (*first, *rest[: len(rest) // 2], *second, *rest[len(rest) // 2 :])
+    order = (*first, *rest[: len(rest) // 2], *second, *rest[len(rest) // 2 :])
     return () if order == tuple(range(config.head_dim)) else order
 
 

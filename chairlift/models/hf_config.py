@@ -280,11 +280,8 @@ class ModelConfig:
 
     @property
     def rotates_apart(self) -> bool:
-        """Whether the rotation is a separate operation. This is the case if a norm follows the rotation, or if the
-        rotation scales only the rotated dimensions."""
-        ropes = [rope for rope in self.layer_ropes if rope is not None]
-        scaled = any(rope.dim is not None and rope.rope_type in ("longrope", "yarn") for rope in ropes)
-        return scaled or (self.qk_norm == "rotated" and bool(ropes))
+        """Whether the rotation is a separate operation. This is the case if a norm follows the rotation."""
+        return self.qk_norm == "rotated" and any(rope is not None for rope in self.layer_ropes)
 
     def for_length(self, longest: int) -> ModelConfig:
         """The network for texts of at most ``longest`` tokens. Only the rotations LongRoPE and ``dynamic`` depend on

@@ -8,6 +8,7 @@ from typing import Any
 
 from chairlift.models.family import MAX_CONTEXT, Family, Fields
 from chairlift.models.mistral import MISTRAL
+from chairlift.models.rope_config import WITH_ORIGINAL, original_length
 
 __all__ = ["MINISTRAL3"]
 
@@ -15,9 +16,14 @@ __all__ = ["MINISTRAL3"]
 def _read(fields: Fields, layers: int) -> dict[str, Any]:
     given = fields.get("rope_scaling") or fields.get("rope_parameters") or _ROPE
     rope = Fields(given if isinstance(given, Mapping) else {}, f"{fields.where}: rope parameters")
-    beta = rope.optional_number("llama_4_scaling_beta", 0.0, 1e6) if rope.get("llama_4_scaling_beta") else None
-    original = rope.integer("original_max_position_embeddings", 1, MAX_CONTEXT, default=MAX_CONTEXT)
-    return {**MISTRAL.read(fields, layers), "query_scaling": None if beta is None else (beta, original)}
+    found = dict(MISTRAL.read(fields, layers))
+    if not rope.get("llama_4_scaling_beta"):
+        return found
+    if (rope.get("rope_type") or rope.get("type")) in WITH_ORIGINAL:
+        original = original_length(fields, rope, fields.integer("max_position_embeddings", 1, MAX_CONTEXT))
+    else:
+        original = rope.integer("original_max_position_embeddings", 1, MAX_CONTEXT)
+    return {**found, "query_scaling": (rope.number("llama_4_scaling_beta", 0.0, 1e6), original)}
 
 
 _ROPE = {

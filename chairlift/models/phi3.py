@@ -19,7 +19,6 @@ PHI3 = Family(
     architecture="Phi3ForCausalLM",
     models="Phi-3, Phi-3.5, Phi-4",
     differences="LongRoPE; a part of a head may be rotated",
-    called_out="rotation, where both meet (Phi-4-mini)",
     read=_read,
     defaults={
         "eos_token_id": 32000,

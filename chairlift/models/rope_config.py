@@ -14,7 +14,7 @@ from typing import Any
 from chairlift.errors import ModelLoadError
 from chairlift.models.family import MAX_CONTEXT, Family, Fields
 
-__all__ = ["RopeConfig", "read_ropes"]
+__all__ = ["WITH_ORIGINAL", "RopeConfig", "original_length", "read_ropes"]
 
 _ROPE_NUMBERS = (
     "factor",
@@ -29,6 +29,8 @@ _ROPE_NUMBERS = (
 )
 _ROPE_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """Keys of rotary scaling for which the value 0 means the same as a missing key, as in transformers."""
+WITH_ORIGINAL = ("llama3", "longrope", "yarn")
+"""Types that read ``original_max_position_embeddings``. The others ignore the key, as in transformers."""
 _AXIS_KEYS = ("mrope_section", "mrope_interleaved")
 _ROPE_KEYS = {*_ROPE_NUMBERS, "rope_type", "type", "rope_theta", "truncate", "partial_rotary_factor", "finetuned"}
 
@@ -81,10 +83,8 @@ def read_ropes(fields: Fields, family: Family, context: int, head_dim: int) -> d
     if not family.window_rope:
         given = scaling or given or family.defaults.get("rope_parameters") or {}
         return {"rope": _rope(fields, family, given, context, head_dim)}
-    nested = {"full_attention": scaling} if scaling else given or {}
     kinds = ("full_attention", "sliding_attention")
-    if not isinstance(nested, Mapping) or not set(kinds).issuperset(nested):
-        fields.fail(f"rope_parameters {nested!r:.160} must have {' and '.join(kinds)}, and nothing else")
+    nested = _nested(fields, kinds, given or {}, scaling)
     # The file's rope_theta applies to full attention only, as in transformers. Gemma 3 has another key for layers with
     # a sliding window.
     local = fields.get("rope_local_base_freq")
@@ -96,25 +96,49 @@ def read_ropes(fields: Fields, family: Family, context: int, head_dim: int) -> d
     return {"rope": whole, "window_rope": None if window == whole else window}
 
 
+def _nested(fields: Fields, kinds: tuple[str, str], given: Any, scaling: Any) -> Mapping[str, Any]:
+    """Rotary parameters per type of layer: ``given`` (``rope_parameters``), with ``scaling`` (``rope_scaling``) added
+    to those of full attention.
+
+    Raises :class:`~chairlift.errors.ModelLoadError` for the settings that transformers ignores in such models.
+    """
+    ignored = f"which transformers ignores for model_type {fields.get('model_type')!r}"
+    if not isinstance(given, Mapping) or not set(kinds).issuperset(given):
+        fields.fail(f"rope_parameters {given!r:.160} must have {' and '.join(kinds)}, and nothing else")
+    whole = given.get(kinds[0]) or {"rope_type": "default"}
+    if scaling and isinstance(scaling, Mapping) and isinstance(whole, Mapping):
+        named, used = scaling.get("type"), scaling.get("rope_type", whole.get("rope_type", "default"))
+        if named is not None and named != used:
+            fields.fail(
+                f"rope_scaling has the type {named!r:.80} under the key 'type', {ignored}: it takes {used!r:.80};"
+                " write it under the key 'rope_type'"
+            )
+        whole = {**whole, **scaling}
+    elif scaling:
+        whole = scaling
+    nested = {**given, kinds[0]: whole}
+    for kind, rope in nested.items():
+        if isinstance(rope, Mapping) and rope.get("truncate") is False:
+            fields.fail(
+                f"truncate is false in the rope parameters of {kind}, {ignored}; supported: true, or leave it out"
+            )
+    if (beside := fields.get("original_max_position_embeddings")) is not None:
+        fields.fail(
+            f"original_max_position_embeddings {beside!r:.80} stands outside the rope parameters, {ignored}; write it"
+            " into those of full_attention"
+        )
+    return nested
+
+
 def _rope(outer: Fields, family: Family, given: Any, context: int, head_dim: int) -> RopeConfig:
     """Read one rotation. ``given`` are its rotary parameters; ``outer`` has the rotary keys that older files store at
     top level."""
-    where, keys = outer.where, {*_ROPE_KEYS, *family.rope_keys, *(_AXIS_KEYS if family.rope_sections else ())}
-    if not isinstance(given, Mapping) or not keys.issuperset(given):
-        known = ", ".join(sorted(keys))
-        raise ModelLoadError(f"{where}: rope parameters {given!r:.160} are not supported; known keys: {known}")
+    where = outer.where
+    rope_type, absent = _rope_type(family, given, where)
     parameters: dict[str, Any] = {"rope_theta": 10_000.0}
     beside = {key: outer.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     parameters.update({key: value for key, value in beside.items() if value is not None})
-    absent = {key for key, value in given.items() if value is None or (key in _ROPE_OR_ZERO and value == 0)}
     parameters.update({key: value for key, value in given.items() if key not in absent})
-    named = parameters.get("rope_type", parameters.get("type", "default"))
-    rope_type = family.rope_types.get(named) if isinstance(named, str) else None
-    if rope_type is None:
-        supported = ", ".join(family.rope_types)
-        raise ModelLoadError(f"{where}: rope_type {named!r:.80} is not supported; supported: {supported}")
-    if outer.get("original_max_position_embeddings") is not None:
-        parameters["original_max_position_embeddings"] = outer.get("original_max_position_embeddings")
     fields = Fields(parameters, f"{where}: rope parameters")
     dim, theta = _rotated(fields, family, head_dim), fields.number("rope_theta", 1.0, 1e15)
     common: dict[str, Any] = {"dim": None if dim == head_dim else dim, "interleaved": family.interleaved}
@@ -126,7 +150,7 @@ def _rope(outer: Fields, family: Family, given: Any, context: int, head_dim: int
         rope_type, theta = "default", theta * alpha ** (dim / (dim - 2))  # the scaling is static, whatever its name is
     if rope_type == "default":
         return RopeConfig(theta=theta, original_max_position_embeddings=context, **common)
-    original = fields.integer("original_max_position_embeddings", 1, MAX_CONTEXT, default=context)
+    original = original_length(outer, fields, context) if rope_type in WITH_ORIGINAL else context
     common |= {"rope_type": rope_type, "theta": theta, "original_max_position_embeddings": original}
     if rope_type == "longrope":
         return RopeConfig(**common, **_longrope(fields, context, original, dim))
@@ -147,11 +171,44 @@ def _rope(outer: Fields, family: Family, given: Any, context: int, head_dim: int
     return rope
 
 
+def original_length(outer: Fields, rope: Fields, context: int) -> int:
+    """Length of texts before scaling: ``original_max_position_embeddings``. A value beside the rotary parameters
+    ``rope`` has priority, as in transformers; by default it is ``context``."""
+    key = "original_max_position_embeddings"
+    if outer.get(key) is not None:
+        return outer.integer(key, 1, MAX_CONTEXT)
+    return rope.integer(key, 1, MAX_CONTEXT, default=context)
+
+
+def _rope_type(family: Family, given: Any, where: str) -> tuple[str, set[str]]:
+    """(rotation that the rotary parameters ``given`` name, by its name in this package; keys whose value means the same
+    as a missing key). Raises :class:`~chairlift.errors.ModelLoadError` for an unknown type or key."""
+    keys = {*_ROPE_KEYS, *family.rope_keys, *(_AXIS_KEYS if family.rope_sections else ())}
+    unknown = f"{where}: rope parameters {given!r:.160} are not supported; known keys: {', '.join(sorted(keys))}"
+    if not isinstance(given, Mapping):
+        raise ModelLoadError(unknown)
+    absent = {key for key, value in given.items() if value is None or (key in _ROPE_OR_ZERO and value == 0)}
+    named = next((given[key] for key in ("rope_type", "type") if key in given and key not in absent), "default")
+    rope_type = family.rope_types.get(named) if isinstance(named, str) else None
+    if rope_type is None:
+        supported = ", ".join(family.rope_types)
+        raise ModelLoadError(
+            f"{where}: rope_type {named!r:.80} is not supported for model_type {family.model_type!r}; supported:"
+            f" {supported}"
+        )
+    if not keys.issuperset(given):
+        raise ModelLoadError(unknown)
+    return rope_type, absent
+
+
 def _rotated(fields: Fields, family: Family, head_dim: int) -> int:
     """Number of dimensions of a head that are rotated."""
     share = fields.number("partial_rotary_factor", 0.0, 1.0, default=1.0)
     if share != 1.0 and not family.partial_rotary:
-        fields.fail(f"partial_rotary_factor {share:g} is not supported")
+        fields.fail(
+            f"partial_rotary_factor {share:g} is not supported for model_type {family.model_type!r}, which rotates all"
+            " dimensions of a head; supported: 1, or leave it out"
+        )
     dim = int(head_dim * share)
     if dim < 2 or dim % 2:
         fields.fail(f"partial_rotary_factor {share:g} of head_dim {head_dim} is {dim} dimensions, which are no pairs")

@@ -64,7 +64,8 @@ static void embed(const cl_op& op, const cl_program& program, const cl_batch& ba
 }
 
 // Writes the cosines and sines of each token's rotary angles. An angle is the position times a frequency, both as
-// float32, as in transformers. The C library computes one cosine or sine at a time, so that no value depends on its
+// float32, as in transformers. A frequency of 0 marks a pair of dimensions that is not rotated: its cosine is 1, whatever
+// the scale of the others is. The C library computes one cosine or sine at a time, so that no value depends on its
 // neighbours.
 static void rotary_table(const cl_op& op, const cl_program& program, const cl_batch& batch, Share share) {
   const float* frequencies = static_cast<const float*>(op.weight);
@@ -75,8 +76,9 @@ static void rotary_table(const cl_op& op, const cl_program& program, const cl_ba
     for (int i = 0; i < half; i++) {
       const int32_t position = axes ? batch.axes[int64_t(axes[i]) * batch.num_tokens + t] : batch.positions[t];
       const float angle = float(position) * frequencies[i];
-      row[i] = cosf(angle) * op.scale;
-      row[half + i] = sinf(angle) * op.scale;
+      const float scale = frequencies[i] == 0.0f ? 1.0f : op.scale;
+      row[i] = cosf(angle) * scale;
+      row[half + i] = sinf(angle) * scale;
     }
   }
 }

@@ -203,6 +203,7 @@ def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None
         ({"dual_chunk_attention_config": {"chunk_size": 8, "local_size": 8}}, ["local_size", "0 to 7"]),
         ({"is_causal": False}, ["is_causal", "text-generation"]),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["'longrope'", "yarn"]),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}, ["'longrope'", "yarn"]),
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2]}}, ["mrope_section"]),
         ({"rope_scaling": {"type": "linear"}}, ["factor", "missing"]),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, ["factor", "0"]),

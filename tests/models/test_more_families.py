@@ -111,7 +111,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-CALLING_OUT = ("hunyuan_v1_dense", "hunyuan_v1_dense-alpha", "ministral3", "ministral3-scaled", "phi3-partial-longrope")
+CALLING_OUT = ("hunyuan_v1_dense", "hunyuan_v1_dense-alpha", "ministral3", "ministral3-scaled")
 """The families of which PyTorch computes a part between the native kernels."""
 
 

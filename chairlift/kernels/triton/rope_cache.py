@@ -105,15 +105,15 @@ def _rotary_table(
     token, i = tl.program_id(0), tl.arange(0, HALF_PAD)
     frequencies = tl.load(frequencies_ptr + i, mask=i < HALF, other=0.0)
     angles = tl.load(positions_ptr + token).to(tl.float32) * frequencies
-    out = out_ptr + token * HALF + i
-    tl.store(out, (tl.cos(angles) * factor).to(out_ptr.dtype.element_ty), mask=i < HALF)
-    sines = (tl.sin(angles) * factor).to(out_ptr.dtype.element_ty)
+    out, factors = out_ptr + token * HALF + i, tl.where(frequencies == 0.0, 1.0, factor)
+    tl.store(out, (tl.cos(angles) * factors).to(out_ptr.dtype.element_ty), mask=i < HALF)
+    sines = (tl.sin(angles) * factors).to(out_ptr.dtype.element_ty)
     tl.store(out + tl.num_programs(0) * HALF, sines, mask=i < HALF)
 
 
 def rotary_table(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
     """Cosines and sines [2, T, 1, Dh / 2] of the angles ``positions`` (integers [T]) times ``frequencies`` (float32 [Dh
-    / 2]), scaled by ``factor``."""
+    / 2]), scaled by ``factor`` where the frequency is not 0."""
     half = len(frequencies)
     out = torch.empty((2, len(positions), 1, half), dtype=dtype, device=positions.device)
     if len(positions):

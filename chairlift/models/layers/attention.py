@@ -22,8 +22,8 @@ class Attention(nn.Module):
 
     q and k are normalised according to ``config.qk_norm``, and rotated if there is a table of cosines and sines. With
     ``config.output_gate``, the first rows of that matmul's result are a gate for each head's attention result
-    (Qwen3-Next). A rotation that needs more than a table is applied before q, k and v are split: see
-    :attr:`ModelConfig.rotates_apart`.
+    (Qwen3-Next). If a norm follows the rotation (:attr:`ModelConfig.rotates_apart`), both are applied before q, k and v
+    are split.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         rope = config.layer_ropes[layer]
         self.rotary = None
         if rope is not None and config.rotates_apart:
-            self.rotary = RotaryEmbedding(rope.dim or self.head_dim, rope, config.max_position_embeddings)
+            self.rotary = RotaryEmbedding(self.head_dim, rope, config.max_position_embeddings)
 
     def forward(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:
         product: Tensor = self.qkv_proj(x)
@@ -60,15 +60,15 @@ class Attention(nn.Module):
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         if self.qk_norm == "all" and q_norm is not None and k_norm is not None:
-            qkv = ops.norm_all_heads(qkv, q_norm, k_norm, self.eps)
+            qkv = ops.norm_all_heads(qkv, q_norm, k_norm, self.eps, self.norm_offset)
             q_norm = k_norm = None
         if self.clip is not None:  # no family has both a clip and norms per head
             qkv = ops.clip(qkv, self.clip)
         if self.rotary is not None:
             frequencies, factor = self.rotary.frequencies(positions.device), self.rotary.attention_factor
-            # No norm before the rotation is needed here. Only ``qk_norm="head"`` has such a norm, and no family
-            # combines it with a separate rotation.
-            qkv = ops.rotate_and_norm(qkv, positions, frequencies, factor, *heads, q_norm, k_norm, self.eps)
+            qkv = ops.rotate_and_norm(
+                qkv, positions, frequencies, factor, *heads, q_norm, k_norm, self.eps, self.norm_offset
+            )
             q_norm = k_norm = None
         if self.query_scaling is not None:
             qkv = ops.scale_queries(qkv, positions, self.num_heads * self.head_dim, *self.query_scaling)

@@ -17,7 +17,7 @@ __all__ = ["RotaryEmbedding", "inverse_frequencies"]
 class RotaryEmbedding(nn.Module):
     """``positions[T]`` -> cos and sin, each [T, 1, Dh/2], scaled by the attention factor (YaRN, LongRoPE; otherwise 1).
 
-    If only ``rope.dim`` dimensions are rotated, the angles of all other dimensions are 0.
+    If only ``rope.dim`` dimensions are rotated, the frequencies of all other dimensions are 0: these keep their values.
 
     The values are computed in each step, not looked up in a table. Computing takes microseconds, while a table for 128
     Ki positions would take 64 MiB. The frequencies are always float32, whatever the model's dtype.

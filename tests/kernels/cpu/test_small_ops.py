@@ -67,13 +67,15 @@ def check_rotary(machine: Machine, seed: int) -> None:
     start = size_in(rng, (0, 100), (0, 5000), (0, 2_000_000))
     batch = Batch([(tokens, start + tokens)])
     frequencies = 1 / rng.choice((1e4, 1e6)) ** (torch.arange(half) / half)
+    frequencies[rng.choice((half, half, half // 2)) :] = 0
     table = torch.full((tokens + 32, 2 * half), NAN)
     factor = rng.choice((1.0, 1.3))
     run(machine, OpKind.ROTARY, batch, [], tables=[table], head_dim=2 * half, layer=0, scale=factor, weight=frequencies)
     # The angle is what float32 makes of it, as in transformers; cosine and sine of that are exact to a rounding or two.
     angles = torch.from_numpy(batch.positions).float()[:, None] * frequencies
     exact = torch.cat((angles.double().cos(), angles.double().sin()), 1)
-    expected = (Approximate.exactly(exact).rounded(times=2) * Approximate.exactly(torch.tensor(factor))).rounded()
+    factors = torch.where(frequencies == 0, 1.0, factor).repeat(2)  # pairs of frequency 0 are not rotated, nor scaled
+    expected = (Approximate.exactly(exact).rounded(times=2) * Approximate.exactly(factors)).rounded()
     assert_near(table[:tokens], expected, f"{tokens} tokens from {start}, heads of {2 * half}")
     assert table[tokens:].isnan().all(), "rows behind the last token were written to"
 

@@ -70,10 +70,12 @@ def test_no_rows(device: torch.device) -> None:
 def test_a_rotary_table_is_that_of_pytorch(dtype: torch.dtype, device: torch.device) -> None:
     positions = torch.tensor([0, 1, 17, 4095, 131_071], dtype=torch.int32, device=device)
     frequencies = 1e4 ** (-torch.arange(12, device=device) / 12)
+    frequencies[9:] = 0  # not rotated
     for factor in (1.0, 1.25):
         cos, sin = ops.rotary_table(positions, frequencies, factor, torch.float32)
         table = rotary_table(positions, frequencies, factor, dtype)
         assert table.dtype == dtype
+        assert bool((table[0, ..., 9:] == 1).all()) and not bool(table[1, ..., 9:].any())
         torch.testing.assert_close(table.float(), torch.stack((cos, sin)), rtol=0, atol=1e-6 + TOLERANCE[dtype] / 4)
     assert rotary_table(positions[:0], frequencies, 1.0, dtype).shape == (2, 0, 1, 12)
 
