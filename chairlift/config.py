@@ -113,6 +113,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_connections": (1, 2**20),
     "batch_max_in_flight": (1, 2**16),
     "max_batch_file_bytes": (1024, 2**40),
+    "max_batch_dir_bytes": (2**20, 2**50),
     "max_stored_responses": (0, 2**20),
     "max_stored_response_bytes": (0, 2**40),
 }
@@ -559,6 +560,9 @@ class ServerConfig:
     """Maximum number of batch requests in the engine at a time. None: half of max_num_seqs."""
     max_batch_file_bytes: int = 200 * 1024 * 1024
     """Maximum size of a file uploaded for a batch, in bytes."""
+    max_batch_dir_bytes: int = 32 * 1024**3
+    """Maximum size of all files and answers in batch_dir, in bytes. Uploads beyond it are refused, and batches pause
+    until files are deleted."""
     allowed_media_domains: tuple[str, ...] = ()
     """Host from which the server may fetch images that requests name by an http or https address; may be repeated.
     Private network addresses of the host are refused. None: the server fetches nothing."""
@@ -606,7 +610,7 @@ _NEEDS: Final = {
     "routing": (("replicas", "max_replicas", "ray_address"), ": with one engine there is nothing to choose"),
     "min_replicas": (_AUTOSCALING[0], f"{_AUTOSCALING[1]}; or set replicas"),
     **dict.fromkeys(("autoscale_wait", "autoscale_goodput", "autoscale_delay"), _AUTOSCALING),
-    **dict.fromkeys(("batch_max_in_flight", "max_batch_file_bytes"), _BATCHES),
+    **dict.fromkeys(("batch_max_in_flight", "max_batch_file_bytes", "max_batch_dir_bytes"), _BATCHES),
 }
 """Setting of the server -> (settings of which it needs at least one, end of the message). Without them it would have no
 effect."""

@@ -12,6 +12,7 @@
     │   ├── WorkerLostError               its worker process was killed from outside, twice
     │   ├── QueueFullError                the queue is full, or the wait would be too long
     │   └── QueueTimeoutError             the request has waited as long as it may
+    ├── StorageError (RuntimeError)       files that the server keeps cannot be written or read now
     ├── DivergedError (RuntimeError)      training: the loss is not a finite number
     ├── TemplateError (ValueError)        the chat template is missing, failed, or refused the messages
     │   └── TemplateFailedError           the template itself has an error
@@ -32,6 +33,7 @@ __all__ = [
     "QueueFullError",
     "QueueTimeoutError",
     "RequestError",
+    "StorageError",
     "TemplateError",
     "TemplateFailedError",
     "WorkerLostError",
@@ -90,6 +92,17 @@ class QueueFullError(OverloadedError):
 
 class QueueTimeoutError(OverloadedError):
     """The request did not start within its queue timeout."""
+
+
+class StorageError(ChairliftError, RuntimeError):
+    """Files that the server keeps cannot be written or read now."""
+
+    def __init__(self, message: str, *, is_full: bool = False, is_quota: bool = False) -> None:
+        super().__init__(message)
+        self.is_full = is_full or is_quota
+        """Whether there is no room. If false, the disk fails or may only be read."""
+        self.is_quota = is_quota
+        """Whether the server's own limit was reached, and not the end of the disk."""
 
 
 class DivergedError(ChairliftError, RuntimeError):

@@ -3,7 +3,7 @@ is killed."""
 
 from chairlift.batches.lines import ENDPOINTS, BadLine, BatchLine, answer_line, error_line, read_line
 from chairlift.batches.records import ACTIVE, BatchRecord, FileRecord, Pending
-from chairlift.batches.store import BatchStore
+from chairlift.batches.store import BatchStore, storage_error
 
 __all__ = [
     "ACTIVE",
@@ -17,4 +17,5 @@ __all__ = [
     "answer_line",
     "error_line",
     "read_line",
+    "storage_error",
 ]

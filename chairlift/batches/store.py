@@ -13,6 +13,7 @@ at each commit, so stored responses also survive a power failure.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -25,9 +26,9 @@ from typing import IO, Any, BinaryIO, Final
 
 from chairlift.batches.lines import BadLine, error_line, read_line
 from chairlift.batches.records import ACTIVE, BATCH_FIELDS, FILE_FIELDS, BatchRecord, FileRecord, Pending
-from chairlift.errors import ConfigError
+from chairlift.errors import ConfigError, StorageError
 
-__all__ = ["MAX_REQUESTS", "BatchStore"]
+__all__ = ["MAX_REQUESTS", "BatchStore", "storage_error"]
 
 MAX_REQUESTS: Final = 50_000
 """Maximum number of requests in one input file, the same as OpenAI's limit."""
@@ -51,6 +52,7 @@ CREATE TABLE requests (
 );
 PRAGMA user_version = {_VERSION};
 """
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNFINISHED: Final = {
     "expired": ("batch_expired", "the request was not answered before the batch's completion window ended"),
     "cancelled": ("batch_cancelled", "the batch was cancelled before the request was answered"),
@@ -58,15 +60,25 @@ _UNFINISHED: Final = {
 """Final status of a batch -> (code, message) of the error for each request without a response."""
 
 
+def storage_error(error: OSError | sqlite3.Error, what: str) -> StorageError:
+    """The StorageError for an error of the operating system or of SQLite. ``what`` names the directory."""
+    code = error.errno if isinstance(error, OSError) else getattr(error, "sqlite_errorcode", None)
+    if code in _FULL if isinstance(error, OSError) else code == sqlite3.SQLITE_FULL:
+        return StorageError(f"the disk of {what} is full; delete files, or try again later", is_full=True)
+    return StorageError(f"{what} cannot be used now, because its disk fails or may only be read; try again later")
+
+
 class BatchStore:
     """The store in ``directory``, which is created if needed.
 
-    One process at a time may open a store, and one thread at a time may call it. Raises ConfigError for a directory
-    that cannot be used. Methods raise OSError or sqlite3.Error for disk errors. The change that failed is undone.
+    One process at a time may open a store, and one thread at a time may call it. ``max_bytes`` is the maximum size of
+    all files and answers. Raises ConfigError for a directory that cannot be used. Methods raise StorageError if files
+    or answers exceed the maximum size, and OSError or sqlite3.Error for disk errors. The change that failed is undone.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, max_bytes: int = 1 << 60) -> None:
         self._root = Path(directory)
+        self._max_bytes = max_bytes
         self._files = self._root / "files"
         self._lock: IO[str] | None = None
         try:
@@ -129,7 +141,8 @@ class BatchStore:
         try:
             yield self._db
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # SQLite itself undoes a transaction for which the disk has no room
+                self._db.execute("ROLLBACK")
             raise
         self._commit()
 
@@ -142,6 +155,24 @@ class BatchStore:
             raise
 
     # -- files ---------------------------------------------------------------------------------------------------
+
+    def num_bytes(self) -> int:
+        """Size in bytes of all files and of the database."""
+        files = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()[0]
+        pages, free, size = (
+            self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+        )
+        return int(files + (pages - free) * size)
+
+    def check_room(self, num_bytes: int, what: str) -> None:
+        """Raise StorageError if ``what``, which has ``num_bytes``, would exceed the maximum size."""
+        used = self.num_bytes()
+        if used + num_bytes > self._max_bytes:
+            raise StorageError(
+                f"files and answers of batches have {used:,} bytes, and at most {self._max_bytes:,} are kept; {what} "
+                f"has {num_bytes:,} more: delete files, or start the server with a larger --max-batch-dir-bytes",
+                is_quota=True,
+            )
 
     def part(self) -> Path:
         """Temporary path for writing the content of a file, before :meth:`add_file` or a similar method adds the
@@ -156,6 +187,9 @@ class BatchStore:
         self, content: BinaryIO, filename: str, purpose: str, *, owner: str, now: int, expires_at: int | None = None
     ) -> FileRecord:
         """Add a file with a copy of ``content``, which is read from its current position."""
+        begin = content.tell()
+        self.check_room(content.seek(0, os.SEEK_END) - begin, "the file")
+        content.seek(begin)
         part = self.part()
         try:
             with part.open("wb") as file:
@@ -389,6 +423,7 @@ class BatchStore:
 
         Returns False and changes nothing if the request already has a result or the batch has ended.
         """
+        self.check_room(len(answer), "an answer")
         with self._transaction() as db:
             changed = db.execute(
                 "UPDATE requests SET good = ?, answer = ? WHERE batch = ? AND line = ? AND good IS NULL",

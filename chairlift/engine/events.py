@@ -29,6 +29,8 @@ class Events:
         self.subscribers: dict[str, Any] = {}
         self._calls: dict[str, tuple[tuple[str, Callable[..., object]], ...]] = dict.fromkeys(events, ())
         self._changed = changed
+        self._missed: dict[str, int] = {}
+        """Name of a subscriber -> number of events that it has missed by an exception."""
 
     def subscribe(self, name: str, subscriber: Any) -> None:
         """Add a subscriber. Earlier subscribers are called before it."""
@@ -50,10 +52,17 @@ class Events:
             try:
                 call(*facts)
             except Exception:
-                _log.exception("%s missed something (%s)", name, event)
+                self._log_missed(name, event)
                 missed = getattr(self.subscribers.get(name), "missed", None)
                 if missed is not None:
                     missed()
+
+    def _log_missed(self, name: str, event: str) -> None:
+        """Log the current exception of a subscriber. A subscriber that fails at every step is logged at its 1st, 10th,
+        100th, ... failure."""
+        self._missed[name] = count = self._missed.get(name, 0) + 1
+        if str(count).strip("0") == "1":
+            _log.error("%s missed something (%s), %d times so far", name, event, count, exc_info=True)
 
     def _renew(self) -> None:
         for event in self._calls:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import sqlite3
 import time
 from collections import deque
@@ -21,9 +22,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
-from chairlift.batches import BatchRecord, BatchStore, Pending, answer_line, error_line, read_line
+from chairlift.batches import BatchRecord, BatchStore, Pending, answer_line, error_line, read_line, storage_error
 from chairlift.config import ServerConfig
 from chairlift.engine.async_engine import EngineState
+from chairlift.errors import StorageError
 from chairlift.server.auth import caller_of
 from chairlift.server.state import ServerState
 
@@ -36,8 +38,12 @@ _LOADED_AT_ONCE: Final = 64
 """Number of requests that are read from the store at a time, per batch."""
 _CHECK_SECONDS: Final = 1.0
 """Seconds between checks of conditions that have no event: deadlines, the state of the engine, the queue length."""
-_ERROR_SECONDS: Final = 10.0
-"""Seconds for which the batch worker pauses after a disk error."""
+_FIRST_PAUSE: Final = 1.0
+_LONGEST_PAUSE: Final = 60.0
+"""Seconds for which the batch worker pauses after a disk error. The pause is as long as the error has lasted, within
+these limits."""
+_LOG_SECONDS: Final = 60.0
+"""Minimum number of seconds between two log lines about disk errors."""
 _MAX_ATTEMPTS: Final = 5
 """Maximum number of attempts to send a request, if the engine dies or the request times out. After the last attempt,
 the error is stored as the request's result."""
@@ -48,7 +54,7 @@ _log: Final = logging.getLogger("chairlift.server")
 
 def open_store(config: ServerConfig) -> BatchStore | None:
     """The batch store from the settings; None if no directory is set. Raises ConfigError."""
-    return None if config.batch_dir is None else BatchStore(config.batch_dir)
+    return None if config.batch_dir is None else BatchStore(config.batch_dir, config.max_batch_dir_bytes)
 
 
 @contextlib.asynccontextmanager
@@ -86,6 +92,39 @@ class _Reply:
     retry_after: float
 
 
+class _Disk:
+    """State of the disk as the batch worker sees it: since when it fails, and what was logged. ``clock`` returns
+    seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failing_since: float | None = None
+        self._logged_at = -math.inf
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the worker's newest write failed."""
+        return self._failing_since is not None
+
+    def failed(self) -> float:
+        """Note that the worker could not write or read. Returns the seconds to wait before the next try."""
+        if self._failing_since is None:
+            self._failing_since = self._clock()
+        return min(_LONGEST_PAUSE, max(_FIRST_PAUSE, self._clock() - self._failing_since))
+
+    def worked(self) -> None:
+        """Note that the worker could write or read."""
+        if self._failing_since is not None:
+            _log.info("batches go on after %.0f s without a disk", self._clock() - self._failing_since)
+            self._failing_since = None
+
+    def log(self, error: StorageError, cause: Exception | None) -> None:
+        """Log an error, unless one was logged a short time ago."""
+        if self._clock() - self._logged_at >= _LOG_SECONDS:
+            self._logged_at = self._clock()
+            _log.error("batches: %s%s", error, "" if cause is None else f" ({cause})")
+
+
 class BatchWorker:
     """Processes the batches of one server. All methods run on one event loop; calls of the store run on one thread."""
 
@@ -97,10 +136,30 @@ class BatchWorker:
         self._thread = ThreadPoolExecutor(1, "batches")
         self._works: dict[str, _Work] = {}
         self._news = asyncio.Event()
+        self._disk = _Disk()
 
     async def call(self, work: Callable[[BatchStore], _T]) -> _T:
-        """Run ``work`` with the store, on the store's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, self.store)
+        """Run ``work`` with the store, on the store's thread. Raises StorageError if the directory is full or its disk
+        fails."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, self.store)
+        except (OSError, sqlite3.Error) as error:
+            found = storage_error(error, "the directory of batches")
+            self._disk.log(found, error)
+            raise found from error
+
+    async def _surely(self, work: Callable[[BatchStore], _T]) -> _T:
+        """Run ``work`` with the store, again after growing pauses until the disk takes it. So an answer that was
+        computed is not computed again because it could not be stored."""
+        while True:
+            try:
+                found = await self.call(work)
+            except StorageError as error:
+                self._disk.log(error, None)
+                await asyncio.sleep(self._disk.failed())
+            else:
+                self._disk.worked()
+                return found
 
     def wake(self) -> None:
         """Tell the worker that a batch or its status has changed."""
@@ -120,17 +179,32 @@ class BatchWorker:
         """Run until the server drains. After the next start, unanswered requests are sent again."""
         try:
             while not self._state.draining:
-                pause = _CHECK_SECONDS
                 try:
                     await self._turn(app)
-                except (OSError, sqlite3.Error) as error:
-                    _log.error("batches pause for %g s: %s", _ERROR_SECONDS, error)
-                    pause = _ERROR_SECONDS
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), pause)
-                self._news.clear()
+                except StorageError as error:
+                    self._disk.log(error, None)
+                    await self._rest(self._disk.failed())
+                else:
+                    await self._wait_for_news(_CHECK_SECONDS)
         finally:
             await self._stop([task for work in self._works.values() for task in work.tasks.values()])
+
+    async def _wait_for_news(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), seconds)
+        self._news.clear()
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait for ``seconds``, or until the server drains. News do not end the pause."""
+        end = time.monotonic() + seconds
+        while not self._state.draining and (left := end - time.monotonic()) > 0:
+            await self._wait_for_news(left)
+
+    async def _write(self, work: Callable[[BatchStore], _T]) -> _T:
+        """Run ``work`` with the store as :meth:`call` does, and note that the disk works."""
+        found = await self.call(work)
+        self._disk.worked()
+        return found
 
     async def _turn(self, app: ASGIApp) -> None:
         now = int(time.time())
@@ -147,7 +221,7 @@ class BatchWorker:
         work = self._works.setdefault(batch.id, _Work())
         if batch.status == "validating":
             longest = self._state.max_body_bytes + (1 << 16)
-            await self.call(lambda store: store.begin(batch.id, now, longest))
+            await self._write(lambda store: store.begin(batch.id, now, longest))
             self.wake()
             return
         end = "completed"
@@ -158,8 +232,8 @@ class BatchWorker:
         elif batch.status == "in_progress":
             if work.tasks or await self._more(batch, work):
                 return
-            await self.call(lambda store: store.finalize(batch.id, now))
-        await self.call(lambda store: store.finish(batch.id, end, now))
+            await self._write(lambda store: store.finalize(batch.id, now))
+        await self._write(lambda store: store.finish(batch.id, end, now))
         del self._works[batch.id]
         _log.info("batch %s: %s", batch.id, end)
 
@@ -175,11 +249,12 @@ class BatchWorker:
 
     async def _fill(self, batches: list[BatchRecord], app: ASGIApp) -> None:
         """Send requests of the batches in turn, up to the limit. While other clients' requests wait for the engine,
-        only one batch request runs."""
+        only one batch request runs. While the disk fails, no request is sent, because its answer could not be
+        stored."""
         info, engine = self._state.engine.info, self._state.engine
         rows = 1 if info is None else info.max_num_seqs
         limit = self._state.config.batch_max_in_flight or max(1, rows // 2)
-        started = True
+        started = not self._disk.is_failing
         while started:
             started = False
             for batch in batches:
@@ -212,13 +287,13 @@ class BatchWorker:
 
     async def _answer(self, batch: BatchRecord, pending: Pending, app: ASGIApp) -> None:
         """Send a request, with retries, until there is a final response, and store the response."""
-        content = await self.call(lambda store: store.read(batch.input_file_id, pending))
+        content = await self._surely(lambda store: store.read(batch.input_file_id, pending))
         line = read_line(content, batch.endpoint)
         caller = caller_of(self._state.api_keys, batch.owner)
         if caller is None:
             message = "the API key that created the batch is no longer one of this server's"
             lost = error_line(line.custom_id, "invalid_api_key", message, line=pending.line)
-            await self.call(lambda store: store.record(batch.id, pending.line, lost, False))
+            await self._surely(lambda store: store.record(batch.id, pending.line, lost, False))
             self._state.engine.stats.batch_requests["failed"] += 1
             return
         scope = _scope(batch.endpoint, line.body, f"{batch.id}-{pending.line}")
@@ -239,7 +314,7 @@ class BatchWorker:
                 await asyncio.sleep(_CHECK_SECONDS)
         answer = answer_line(line.custom_id, reply.status, reply.request_id, reply.body)
         good = 200 <= reply.status < 300
-        await self.call(lambda store: store.record(batch.id, pending.line, answer, good))
+        await self._surely(lambda store: store.record(batch.id, pending.line, answer, good))
         self._state.engine.stats.batch_requests["completed" if good else "failed"] += 1
 
 

@@ -21,6 +21,7 @@ from chairlift.errors import (
     QueueFullError,
     QueueTimeoutError,
     RequestError,
+    StorageError,
     TemplateError,
     WorkerLostError,
 )
@@ -108,6 +109,10 @@ def to_api_error(error: Exception, state: ServerState, request_id: str, *, chat:
             return ApiError(429, str(error), code=code, headers=retry)
         code = next((code for kind, code in _OVERLOADED.items() if isinstance(error, kind)), "timeout")
         return ApiError(503, str(error), code=code, headers=retry)
+    if isinstance(error, StorageError):
+        if error.is_full:
+            return ApiError(507, str(error), code="insufficient_storage")
+        return ApiError(503, str(error), code="storage_unavailable", headers={"retry-after": "10"})
     if isinstance(error, EngineDeadError):
         seconds = _whole_seconds(state.engine.retry_after())
         if state.draining or state.engine.state is EngineState.STOPPED:

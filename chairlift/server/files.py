@@ -20,7 +20,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import Message
 
-from chairlift.batches import FileRecord
+from chairlift.batches import FileRecord, storage_error
 from chairlift.server.auth import Caller
 from chairlift.server.batch_worker import BatchWorker
 from chairlift.server.errors import ApiError
@@ -112,6 +112,10 @@ async def upload_file(request: Request) -> Response:
     """Store a file: multipart/form-data with ``purpose`` and ``file``."""
     worker, owner, now = batch_worker(request), owner_of(request), int(time.time())
     num_files = await worker.call(lambda store: store.num_files(owner))
+    length = request.headers.get("content-length", "")
+    if length.isdecimal():  # before the body is read
+        least = max(0, int(length[:20]) - _OVERHEAD)
+        await worker.call(lambda store: store.check_room(least, "the file"))
     if num_files >= MAX_FILES:
         message = f"you have {num_files:,} files, and {MAX_FILES:,} may be kept; delete some"
         raise ApiError(400, message, code="too_many_files")
@@ -165,6 +169,8 @@ async def _form(request: Request) -> AsyncIterator[FormData]:
         form = await Request(request.scope, receive).form(max_files=1, max_fields=8, max_part_size=1024)
     except HTTPException as error:
         raise ApiError(400, f"the form cannot be read: {error.detail}", code="invalid_form") from None
+    except OSError as error:
+        raise storage_error(error, "the directory of temporary files") from error
     try:
         yield form
     finally:

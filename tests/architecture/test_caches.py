@@ -76,7 +76,7 @@ OF_ADAPTERS = {"engine.adapter_names": "_by_name _by_int_id", "engine.adapters":
 
 OF_THE_PROGRAM = {
     "engine.core": "_NO_ERRORS",
-    "engine.events": "subscribers",
+    "engine.events": "subscribers _missed",
     "engine.grammars": "_threads",
     "executor.medusa": "_batches",
     "executor.native_kv": "states parts",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import sqlite3
@@ -11,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from chairlift.batches import ACTIVE, BatchStore, FileRecord, answer_line, error_line, read_line
+from chairlift.batches import ACTIVE, BatchStore, FileRecord, answer_line, error_line, read_line, storage_error
 from chairlift.batches import store as store_module
-from chairlift.errors import ConfigError
+from chairlift.errors import ConfigError, StorageError
 
 PATH = "/v1/completions"
 DAY = 86_400
@@ -252,3 +253,59 @@ def test_a_disk_that_fails_leaves_nothing_half_done(store: BatchStore, monkeypat
     store.finish(batch_id, "completed", 6)
     assert [each["custom_id"] for each in written(store, batch_id)[0]] == ["r0", "r1"]
     assert error_line("x", "a", "b").endswith(b"\n")
+
+
+class Full(BatchStore):
+    """A store whose files end on a full disk, as long as ``is_full``."""
+
+    is_full = True
+
+    def part(self) -> Path:
+        part = super().part()
+        if self.is_full:
+            part.symlink_to("/dev/full")
+        return part
+
+
+def test_an_error_of_the_disk_says_whether_there_is_no_room(tmp_path: Path) -> None:
+    store = Full(tmp_path)
+    with pytest.raises(OSError, match="No space") as file:
+        add(store, b"x" * 100_000)
+    store.is_full = False
+    batch_id = begin(store, requests(2))
+    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(sqlite3.Error, match="full") as database:
+        store.record(batch_id, 1, b"x" * 100_000, True)
+    for caught in (file, database):
+        found = storage_error(caught.value, "the directory")
+        assert found.is_full and "full" in str(found)
+    store._db.execute(f"PRAGMA max_page_count = {pages + 1000}")
+    assert store.record(batch_id, 1, b"x" * 100_000, True), "the failed transaction is undone, and the store goes on"
+    assert list(tmp_path.glob("files/*.part")) == []
+    read_only = storage_error(OSError(errno.EROFS, "Read-only file system"), "the directory")
+    assert not read_only.is_full and "only be read" in str(read_only)
+    store.close()
+
+
+def test_the_size_of_all_files_and_answers_is_limited(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, max_bytes=200_000)
+    batch_id = begin(store, requests(3))
+    record = add(store, b"x" * 60_000)
+    used = store.num_bytes()
+    assert 60_000 < used < 140_000
+    with pytest.raises(
+        StorageError, match=f"have {used:,} bytes, and at most 200,000 .* 140,000 more: delete"
+    ) as caught:
+        add(store, b"x" * 140_000)
+    assert caught.value.is_quota and caught.value.is_full
+    with pytest.raises(StorageError, match="an answer has 150,000 more"):
+        store.record(batch_id, 1, b"x" * 150_000, True)
+    store.delete_file(record.id)
+    assert store.record(batch_id, 1, b"x" * 70_000, True)
+    before = store.num_bytes()
+    store.record(batch_id, 2, b"x" * 10_000, True)
+    store.record(batch_id, 3, b"x", True)
+    store.finish(batch_id, "completed", 6)
+    assert store.num_bytes() < before + 40_000, "rows of answers are gone when the output file has them"
+    store.close()

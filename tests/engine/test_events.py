@@ -50,6 +50,17 @@ def test_one_that_fails_is_told_so_and_the_others_hear_all() -> None:
     assert (failing.heard, hearing.heard) == (["nothing"], ["a"])
 
 
+def test_one_that_fails_at_every_event_is_logged_a_few_times(caplog: pytest.LogCaptureFixture) -> None:
+    events, failing = Events("came"), Failing()
+    events.subscribe("failing", failing)
+    for _ in range(1500):
+        events.tell("came", "a")
+    assert len(failing.heard) == 1500
+    assert [record.getMessage().split(", ")[1] for record in caplog.records] == [
+        f"{count} times so far" for count in (1, 10, 100, 1000)
+    ]
+
+
 def test_unknown_events_are_a_mistake() -> None:
     with pytest.raises(KeyError):
         Events("came").tell("gone")

@@ -334,3 +334,96 @@ def test_while_others_wait_one_request_goes_on(tmp_path: Path) -> None:
         kept.engine.num_queued = 0
         kept.http.portal.call(kept.worker.wake)  # type: ignore[union-attr]
         kept.wait(lambda: kept.engine.num_requests == 8)
+
+
+def limit_pages(kept: Kept, more: int) -> None:
+    """Let the database grow by at most ``more`` pages; further pages are a full disk for SQLite."""
+    database = kept.worker.store._db
+    pages = database.execute("PRAGMA page_count").fetchone()[0]
+    database.execute(f"PRAGMA max_page_count = {pages + more}")
+
+
+def test_answers_wait_for_a_full_disk_and_are_not_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(batch_worker, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(batch_worker, "_LONGEST_PAUSE", 0.0)
+    tries: list[int] = []
+    record = BatchStore.record
+
+    def counted(self: BatchStore, batch: str, number: int, answer: bytes, good: bool) -> bool:
+        tries.append(number)
+        return record(self, batch, number, answer + b" " * 5000, good)
+
+    monkeypatch.setattr(BatchStore, "record", counted)
+    with Kept(tmp_path, batch_max_in_flight=2) as kept:
+        batch_id = kept.batch(b"".join(line(f"r{i}", prompt=str(i)) for i in range(40)))
+        kept.worker.store.begin(batch_id, 1, 1 << 20)
+        kept.worker.store._db.execute("VACUUM")
+        limit_pages(kept, 0)
+        kept.work()
+        kept.wait(lambda: len(tries) > 200)
+        assert len(kept.engine.submitted) <= 4, "what cannot be stored is not computed"
+        assert len([each for each in caplog.records if each.levelname == "ERROR"]) == 1
+        assert "the disk of the directory of batches is full" in caplog.text and "Traceback" not in caplog.text
+        limit_pages(kept, 1000)
+        assert kept.ended(batch_id).request_counts.completed == 40
+        assert len(kept.engine.submitted) == 40, "each request was computed once"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (OSError(28, "No space left on device"), 507, "insufficient_storage"),
+        (OSError(30, "Read-only file system"), 503, "storage_unavailable"),
+        (OSError(5, "Input/output error"), 503, "storage_unavailable"),
+    ],
+)
+def test_clients_hear_that_the_disk_fails(
+    kept: Kept,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: OSError,
+    status: int,
+    code: str,
+) -> None:
+    source = kept.client.files.create(file=line("r", prompt="x"), purpose="batch")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    for name in ("add_file", "add_batch", "delete_file"):
+        monkeypatch.setattr(BatchStore, name, fail)
+    for _ in range(5):
+        for ask in (
+            lambda: kept.client.files.create(file=line("r", prompt="x"), purpose="batch"),
+            lambda: kept.client.batches.create(input_file_id=source.id, endpoint=TEXT, completion_window="24h"),
+            lambda: kept.client.files.delete(source.id),
+        ):
+            with pytest.raises(openai.APIStatusError) as refused:
+                ask()
+            body: Any = refused.value.body
+            assert (refused.value.status_code, body["code"]) == (status, code) and "try again" in body["message"]
+    assert len(caplog.records) == 1 and "Traceback" not in caplog.text
+
+
+def test_a_full_directory_refuses_with_both_numbers_before_the_file_is_read(tmp_path: Path) -> None:
+    with Kept(tmp_path) as kept:
+        kept.worker.store._max_bytes = 300_000
+        with pytest.raises(openai.APIStatusError, match="at most 300,000 are kept; the file has") as refused:
+            kept.client.files.create(file=b"x" * 400_000, purpose="batch")
+        assert refused.value.status_code == 507
+        source = kept.client.files.create(file=line("r", prompt="x"), purpose="batch")
+        assert [each.id for each in kept.client.files.list()] == [source.id]
+
+
+def test_a_full_disk_for_temporary_files_is_no_mistake_of_the_server(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("starlette.formparsers.SpooledTemporaryFile", full)
+    with pytest.raises(openai.APIStatusError, match="temporary files is full") as refused:
+        kept.client.files.create(file=line("r", prompt="x"), purpose="batch")
+    assert refused.value.status_code == 507

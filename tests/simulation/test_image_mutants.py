@@ -13,6 +13,7 @@ from tests.simulation.image_mutants import IMAGE_MUTANTS
 
 SEEDS = [seed for seed in range(40_000) if seed % 100 in (14, 32, 74)]
 SEEN_AT = {
+    "blocks_of_positions_without_rows_lost": 77_414,
     "placeholders_alone_identify_a_block": 874,
     "image_that_must_be_whole_waits_for_ever": 1_414,
     "lost_blocks_begin_inside_an_image_that_must_be_whole": 319_732,
