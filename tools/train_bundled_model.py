@@ -40,18 +40,22 @@ VOCAB_SIZE = 3072
 CONTEXT = 512
 
 # The question is converted to lower case, so that the model need not learn to ignore case. Earlier turns are left out,
-# because the model was trained on single questions.
+# because the model was trained on single questions. Instructions are a part of the question, so that none is lost.
 CHAT_TEMPLATE = """\
-{%- set ns = namespace(question='', answer=none) %}
+{%- set ns = namespace(instructions='', question='', answer=none) %}
 {%- for message in messages %}
-    {%- if message['role'] == 'user' %}
+    {%- if message['role'] == 'system' %}
+        {%- set ns.instructions = ns.instructions + message['content'] | trim + ' ' %}
+        {%- set ns.answer = none %}
+    {%- elif message['role'] == 'user' %}
         {%- set ns.question = message['content'] %}
         {%- set ns.answer = none %}
     {%- elif message['role'] == 'assistant' %}
         {%- set ns.answer = message['content'] %}
     {%- endif %}
 {%- endfor %}
-{{- bos_token + '<|user|> ' + ns.question | trim | lower + '<|end|><|assistant|>\\n' }}
+{%- set question = ns.instructions + ns.question | trim %}
+{{- bos_token + '<|user|> ' + question | trim | lower + '<|end|><|assistant|>\\n' }}
 {%- if ns.answer is not none %}
     {{- ns.answer | trim + '<|end|>' }}
     {%- if add_generation_prompt %}

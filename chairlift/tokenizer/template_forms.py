@@ -26,6 +26,8 @@ from chairlift.tokenizer.messages import REASONING_KEYS
 __all__ = ["ContentForm", "TemplateForms", "loops_over_content"]
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+_INSTRUCTIONS: Final = ("system", "developer")
+"""Roles of messages that instruct the model."""
 _FIRST: Final = "alphachair"
 """Text of a test message: a word that occurs in no template. The next three constants are such words, too."""
 _SECOND: Final = "omegalift"
@@ -72,6 +74,8 @@ class TemplateForms:
         self._names = self._words | {attribute.attr for attribute in tree.find_all(nodes.Getattr)}
         self._loops = loops_over_content(tree)
         self._content: dict[tuple[str, bool], ContentForm | None] = {}
+        self._developers: dict[bool, bool] = {}
+        self._alone: dict[str, bool] = {}
         self._arguments: str | None = None
         self._no_content: bool | None = None
         self._short: bool | None = None
@@ -84,7 +88,7 @@ class TemplateForms:
         """The messages, converted to forms that the template can print.
 
         - A content becomes a string or a list of parts, depending on which of them the template prints.
-        - The role ``developer`` becomes ``system`` if the template does not know ``developer``.
+        - The role ``developer`` becomes ``system`` if the template does not name or not print ``developer``.
         - An assistant's reasoning is passed as ``reasoning_content`` and ``thinking``, as in transformers, and also as
           ``reasoning`` if the template uses this name.
         - A message without a content gets an empty content if the template needs one.
@@ -94,17 +98,17 @@ class TemplateForms:
 
         Raises RequestError for a role that the template does not know or does not print.
         """
-        return [self._fit(f"messages[{index}]", index, message) for index, message in enumerate(messages)]
+        fitted = [self._fit(f"messages[{index}]", index, message) for index, message in enumerate(messages)]
+        if len(fitted) == 1 and fitted[0]["role"] in _INSTRUCTIONS and not self._prints_alone(fitted[0]["role"]):
+            raise _not_printed("messages[0]", messages[0]["role"])
+        return fitted
 
     def _fit(self, where: str, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        fitted = {**message, "role": self._role(where, message["role"])}
+        fitted = {**message, "role": self._role(where, message["role"], first=index == 0)}
         if "content" in fitted:
             form = self.content(fitted["role"], first=index == 0)
             if form is None:
-                raise RequestError(
-                    f"{where}.role is {message['role']!r}, but the model's chat template prints nothing of such a "
-                    "message there; put its text into a message of the user"
-                )
+                raise _not_printed(where, message["role"])
             fitted["content"] = form.fit(fitted["content"])
         elif not self._takes_no_content():
             fitted["content"] = self._fitted("assistant", "")
@@ -120,9 +124,9 @@ class TemplateForms:
             fitted["tool_call_id"] = self._id(fitted["tool_call_id"])
         return fitted
 
-    def _role(self, where: str, role: str) -> str:
-        if role == "developer" and role not in self._words:
-            return "system"
+    def _role(self, where: str, role: str, first: bool) -> str:
+        if role == "developer":
+            return role if self._knows_developers(first) else "system"
         if role not in _ROLES and role not in self._words:
             raise RequestError(
                 f"{where}.role must be one of {', '.join(_ROLES)}, or one that the model's chat template names; got "
@@ -130,12 +134,35 @@ class TemplateForms:
             )
         return role
 
+    def _knows_developers(self, first: bool) -> bool:
+        """Whether the template names the role ``developer`` and prints such a message. A template that prints neither
+        ``developer`` nor ``system`` knows what it names."""
+        if "developer" not in self._words:
+            return False
+        if first not in self._developers:
+            prints = [
+                any(self._prints(chat, _FIRST) for wrapped in (False, True) for chat in _chats(role, first, wrapped))
+                for role in ("developer", "system")
+            ]
+            self._developers[first] = prints != [False, True]
+        return self._developers[first]
+
+    def _prints_alone(self, role: str) -> bool:
+        """Whether the template prints instructions without a message of the user. Mistral Nemo's prints them only
+        before the last message of the user."""
+        if role not in self._alone:
+            form = self.content(role)
+            given = _FIRST if form is None else form.fit(_FIRST)
+            printed = self._prints(lambda content: [{"role": role, "content": content}], given)
+            self._alone[role] = printed is not False or not self._prints_users()
+        return self._alone[role]
+
     def content(self, role: str, *, first: bool = True) -> ContentForm | None:
         """Supported forms of a role's contents; None if the template prints none of them.
 
         ``first`` says whether the message is the first of the chat, where some templates expect instructions.
         """
-        key = (role, first or role not in ("system", "developer"))
+        key = (role, first or role not in _INSTRUCTIONS)
         if key not in self._content:
             self._content[key] = self._try_content(*key)
         return self._content[key]
@@ -268,6 +295,13 @@ class TemplateForms:
         return text if form is None else form.fit(text)
 
 
+def _not_printed(where: str, role: str) -> RequestError:
+    return RequestError(
+        f"{where}.role is {role!r}, but the model's chat template prints nothing of such a message there; put its text "
+        "into a message of the user"
+    )
+
+
 def _calling(arguments: Any) -> dict[str, Any]:
     function = {"name": "look", "arguments": arguments}
     return {
@@ -286,7 +320,7 @@ def _chats(role: str, first: bool, wrapped: bool) -> Iterator[Callable[[Any], li
 
     user, assistant, calling = other("user"), other("assistant"), _calling({"place": "x"})
     around: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]
-    if role in ("system", "developer"):
+    if role in _INSTRUCTIONS:
         around = [([], [user])] if first else [([user, assistant], [user]), ([user], [user]), ([other(role)], [user])]
     elif role == "user":
         around = [([], []), ([user, assistant], []), ([], [assistant, user])]

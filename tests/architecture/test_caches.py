@@ -86,7 +86,7 @@ OF_THE_PROGRAM = {
     "server.pages": "assemble _headers",
     "server.protocol": "_field_names _type_info _whole_numbers _entry_type",
     "tokenizer.chat_template": "_environment _forms _tree _template",
-    "tokenizer.template_forms": "_content",
+    "tokenizer.template_forms": "_alone _content _developers",
     "tokenizer.tokenizer": "_bytes _texts _neighbour",
     "tool_calls.scan": "markers_of",
 }

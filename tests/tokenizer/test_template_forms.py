@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jinja2
 import pytest
 
+import chairlift
 from chairlift.errors import RequestError, TemplateError
 from chairlift.tokenizer import ChatTemplate
 from chairlift.tokenizer.template_forms import TemplateForms, loops_over_content
@@ -170,6 +172,65 @@ def test_the_developer_is_the_system_where_the_template_does_not_know_it() -> No
     assert ChatTemplate(PRINTS).render(chat, False) == "<|system|>a<|end|><|user|>b<|end|>"
     knows = "{% for m in messages %}{{ 'D' if m.role == 'developer' else m.role }}{{ m.content }}{% endfor %}"
     assert ChatTemplate(knows).render(chat) == "Dauserb"
+    names = (
+        "{% for m in messages %}{% if m.role == 'developer' %}{% elif m.role == 'system' %}S{{ m.content }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert ChatTemplate(names).render(chat) == "Sab"
+    assert ChatTemplate(names).render([chat[1], chat[0]]) == "bSa"
+
+
+@pytest.mark.parametrize("knows", ["user", "user or developer"])
+def test_a_developer_is_refused_like_a_system_that_the_template_does_not_print(knows: str) -> None:
+    chat = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
+    template = ChatTemplate(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% elif m.role == 'system' %}{% endif %}"
+        + ("{% if m.role == 'developer' %}{% endif %}" if "developer" in knows else "")
+        + "{% endfor %}"
+    )
+    for role in ("developer", "system"):
+        with pytest.raises(RequestError, match=rf"messages\[0\]\.role is '{role}', but .* prints nothing of such"):
+            template.render([{**chat[0], "role": role}, chat[1]])
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_the_bundled_template_prints_instructions_before_the_question(role: str) -> None:
+    settings = json.loads((Path(chairlift.__file__).parent / "assets" / "tokenizer_config.json").read_text())
+    template = ChatTemplate(settings["chat_template"], {"bos_token": "<b>"})
+    told, asked = {"role": role, "content": " Be brief. "}, {"role": "user", "content": "What is a batch?"}
+    end = "<|end|><|assistant|>\n"
+    assert template.render([told, asked]) == f"<b><|user|> be brief. what is a batch?{end}"
+    assert template.render([told]) == f"<b><|user|> be brief.{end}"
+    assert template.render([told, asked, {"role": "assistant", "content": "A."}, asked]) == template.render(
+        [told, asked]
+    )
+
+
+def test_a_template_tries_the_developer_once() -> None:
+    rendered: list[int] = []
+
+    def render(messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        rendered.append(len(messages))
+        return "".join(m["content"] for m in messages if isinstance(m["content"], str) and m["role"] != "developer")
+
+    forms = TemplateForms(jinja2.Environment().parse("{{ 'developer' }}"), render)
+    chat = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
+    assert forms.fit(chat)[0] == {"role": "system", "content": "a"}
+    before = len(rendered)
+    assert forms.fit(chat)[0] == {"role": "system", "content": "a"}
+    assert len(rendered) == before < 20
+
+
+def test_instructions_that_are_printed_only_beside_a_question_are_refused_alone() -> None:
+    """As in Mistral Nemo."""
+    template = ChatTemplate(
+        "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set chat = messages[1:] %}"
+        "{% else %}{% set chat = messages %}{% endif %}{% for m in chat %}{{ system }}{{ m.content }}{% endfor %}"
+    )
+    system, user = {"role": "system", "content": "a"}, {"role": "user", "content": "b"}
+    assert template.render([system, user]) == "ab"
+    with pytest.raises(RequestError, match=r"messages\[0\]\.role is 'system', but .* prints nothing of such"):
+        template.render([system])
 
 
 THINKS = (
