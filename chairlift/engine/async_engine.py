@@ -55,8 +55,10 @@ from chairlift.scheduler.prompt_share import PromptShare
 from chairlift.service_class import DEFAULT_CLASS
 from chairlift.tokenizer.encoder import Encoder
 from chairlift.tokenizer.tokenizer import Tokenizer
-from chairlift.vision.chats import GivenImage, prepare_images, take_images
-from chairlift.vision.processor import ImageProcessor, PlacedImages, place_images
+from chairlift.vision.addresses import MediaSource
+from chairlift.vision.chats import GivenImage, take_images
+from chairlift.vision.image_reader import ImageReader
+from chairlift.vision.processor import ImageProcessor, PlacedImages
 
 __all__ = ["AsyncEngine", "EngineState"]
 
@@ -130,7 +132,7 @@ class AsyncEngine:
             Calibration(self.stats.forecast_error),
         )
         self._read_images = read_images
-        self._images: ImageProcessor | None = None
+        self._images: ImageReader | None = None
         self._read_tokenizer, self._chat_template = read_tokenizer, chat_template
         self._on_progress, self._restart = on_progress, restart
         self._queue_timeout, self._request_timeout = queue_timeout, request_timeout
@@ -352,9 +354,12 @@ class AsyncEngine:
             token_ids = await encoder.encode_chat(messages, *how)
             if not given_images or self._images is None:
                 return token_ids, None
-            reader = self._images
-            work = lambda: place_images(reader, token_ids, prepare_images(reader, given_images))  # noqa: E731
-            return await encoder.beside(work)
+            return await self._images.place(token_ids, given_images, encoder.beside)
+
+    async def fetch_images(self, messages: list[dict[str, Any]], source: MediaSource) -> list[dict[str, Any]]:
+        """``messages`` in which the images at addresses that ``source`` reads are prepared. Raises RequestError."""
+        with self._front():
+            return messages if self._images is None else await self._images.fetch(messages, source)
 
     async def beside(self, work: Callable[[], _T]) -> _T:
         """Run ``work`` in another thread and return its result. Long texts are processed one after another. Raises
@@ -591,6 +596,8 @@ class AsyncEngine:
         self._fail_all()
         if self._encoder is not None:
             await self._encoder.close()
+        if self._images is not None:
+            await self._images.close()
         if self._grammars is not None:
             await self._grammars.close()
         if not self._first_outcome.done():
@@ -789,7 +796,10 @@ class AsyncEngine:
             max_texts = self.intake.max_requests + self.config.scheduler.max_num_seqs
             chats = info.pooling is None
             if self.tokenizer is not None and self._read_images is not None and info.takes_images:
-                self._images = self._read_images(info.model_dir, self.tokenizer)
+                reads = self._read_images(info.model_dir, self.tokenizer)
+                self._images = None if reads is None else ImageReader(reads, info.max_model_len, max_texts)
+            if self._images is not None:
+                await self._images.start()
             self._encoder = Encoder(self.tokenizer, info.max_model_len, max_texts, self._chat_template, chats=chats)
             await self._encoder.start()
             if self.tokenizer is not None:
@@ -801,7 +811,8 @@ class AsyncEngine:
         self.info = info = dataclasses.replace(info, eos_token_ids=tuple(sorted(eos)))
         limits = ModelLimits(info.vocab_size, info.max_model_len, info.eos_token_ids, self.service_classes)
         self.pooling_inputs = PoolingInputs(info, self.tokenizer) if info.pooling else None
-        self._inputs = InputProcessor(limits, self.tokenizer, info, self.config.model.seed, self._images)
+        reader = None if self._images is None else self._images.processor
+        self._inputs = InputProcessor(limits, self.tokenizer, info, self.config.model.seed, reader)
         self._outputs = OutputProcessor(self.tokenizer, info.eos_token_ids, self.stats)
         self._outputs.weights_changed(info.weight_version)
         self.failure = ""

@@ -4,7 +4,6 @@ torch."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -40,10 +39,6 @@ def gguf_config(model: GGUFModel) -> ModelConfig:
     if turned != config.head_dim and not GGUF_FAMILIES[architecture].partial_rotary:
         metadata.fail("rope.dimension_count", f"is {turned} of {config.head_dim} dimensions, which is not supported")
     if FREQUENCY_DIVISORS in model and config.rope is not None:
-        if config.rope.rope_type != "default":
-            metadata.fail(
-                "rope.scaling.type", f"is {config.rope.rope_type}, beside {FREQUENCY_DIVISORS}; only one may scale"
-            )
         divisors = model.read(FREQUENCY_DIVISORS, 0, 1)[0]
         if len(divisors) != config.head_dim // 2 or not (np.isfinite(divisors) & (divisors > 0)).all():
             raise ModelLoadError(f"{model.path}: {FREQUENCY_DIVISORS} must be {config.head_dim // 2} positive numbers")
@@ -143,38 +138,20 @@ def _as_config_json(metadata: _Metadata, architecture: str) -> dict[str, Any]:
         metadata.fail("expert_count", "says that the model has experts, which are not supported")
     if not family.long_rope and any(name in model for name in ROPE_FACTORS.values()):
         metadata.fail("rope.scaling", "has factors for each frequency (LongRoPE), which is not supported for it")
-    longrope = family.long_rope and any(name in model for name in ROPE_FACTORS.values())
-    return raw | _rotary(metadata, longrope) | dict(family.read(metadata, raw))
+    return raw | _rotary(metadata) | dict(family.read(metadata, raw))
 
 
-_USUAL_SCALES: Final[Mapping[str, tuple[float, ...]]] = {
-    "attn_factor": (1.0,),
-    "yarn_attn_factor": (1.0,),
-    "yarn_ext_factor": (1.0, -1.0),  # llama.cpp replaces -1 by 1
-    "yarn_log_multiplier": (0.0,),
-}
-"""Setting of rotary scaling under ``rope.scaling`` -> its supported values."""
-
-
-def _rotary(metadata: _Metadata, longrope: bool) -> dict[str, Any]:
-    """Rotary keys of ``config.json``, except those of LongRoPE, for which a model may have its own ``attn_factor``."""
+def _rotary(metadata: _Metadata) -> dict[str, Any]:
     found: dict[str, Any] = {"rope_theta": metadata.number("rope.freq_base", 10_000.0)}
-    for name, usual in _USUAL_SCALES.items():
-        value = metadata.number(f"rope.scaling.{name}", usual[0])
-        if value not in usual and not (longrope and name == "attn_factor"):
-            metadata.fail(f"rope.scaling.{name}", f"is {value:g}, which is not supported; {usual[0]:g} is")
     kind = metadata.model.metadata.get(f"{metadata.model.metadata['general.architecture']}.rope.scaling.type", "none")
     factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 0.0))
     if kind not in ("none", "linear", "yarn"):
         metadata.fail("rope.scaling.type", f"{kind!r:.40} is not supported; none, linear and yarn are")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
-        keys = {"original_context_length": "original_max_position_embeddings"}
-        keys |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-        values = {key: metadata.number(f"rope.scaling.{name}") for name, key in keys.items()}
-        scaling |= {key: value for key, value in values.items() if value is not None}
     if kind != "none" and factor:
-        found["rope_scaling"] = scaling
+        found["rope_scaling"] = {"rope_type": kind, "factor": factor}
+        original = metadata.number("rope.scaling.original_context_length")
+        if original is not None and kind == "yarn":
+            found["rope_scaling"]["original_max_position_embeddings"] = original
     return found
 
 

@@ -33,7 +33,6 @@ from chairlift.server.protocol import ChatRequest, TokenizeRequest, no_prompt_lo
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import TokenTexts, reply_head, submit_all, truncate
 from chairlift.tool_calls import check_history
-from chairlift.vision.chats import fetch_images
 from chairlift.vision.processor import PlacedImages
 
 __all__ = ["ChatRun", "begin_chat", "encode_messages"]
@@ -130,7 +129,7 @@ async def lay_out_messages(
     messages = check_history(request.messages or ())
     info = state.engine.info
     if state.media is not None and info is not None and info.takes_images:
-        messages = await fetch_images(messages, state.media)
+        messages = await state.engine.fetch_images(messages, state.media)
     return await state.engine.lay_out_chat(
         messages,
         add_generation_prompt=not request.continue_final_message if opens is None else opens,

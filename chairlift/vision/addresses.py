@@ -20,12 +20,12 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from chairlift.errors import RequestError
 from chairlift.timed_socket import TimedSocket
-from chairlift.vision.decode import MAX_BYTES, decode_image
+from chairlift.vision.decode import MAX_BYTES
 
 __all__ = ["MediaSource", "is_public"]
 
@@ -34,7 +34,7 @@ _SECONDS: Final = 10.0
 _PER_HOST: Final = 4
 """Maximum number of images that are read from one host at the same time, so that a slow host does not delay others."""
 _MOST_HOSTS: Final = 8
-"""Number of hosts that have all their threads at the same time. A thread may use 150 MB for an image."""
+"""Number of hosts that have all their threads at the same time."""
 _GRACE: Final = 0.1
 """Seconds after the time limit of reading, in which the thread reports that the limit has passed."""
 _REDIRECTS: Final = 3
@@ -63,7 +63,7 @@ def is_public(address: str) -> bool:
 
 
 class MediaSource:
-    """Reads images from the hosts in ``domains`` and the files in ``folder``. ``read(where, url)`` returns the image at
+    """Reads images from the hosts in ``domains`` and the files in ``folder``. ``read(where, url)`` returns the file at
     an address.
 
     ``resolve`` replaces the name service, and ``public`` replaces :func:`is_public`. Any thread may call ``read``, and
@@ -94,10 +94,10 @@ class MediaSource:
         scheme = url[:6].lower().partition(":")[0]
         return (bool(self._domains) and scheme in _PORTS) or (self._folder is not None and scheme == "file")
 
-    async def fetch(self, where: str, url: str, seconds: float) -> tuple[Any, float]:
-        """Read the image at an address as :meth:`read` does, on a thread of this object, in at most ``seconds``.
-        Returns (image, seconds that reading took). It first waits for one of the places of the address's host, for as
-        long as it takes. A redirect to another host keeps the place."""
+    async def fetch(self, where: str, url: str, seconds: float) -> tuple[bytes, float]:
+        """Read the file at an address as :meth:`read` does, on a thread of this object, in at most ``seconds``.
+        Returns (the file, seconds that reading took). It first waits for one of the places of the address's host, for
+        as long as it takes. A redirect to another host keeps the place."""
         host = (_split(where, url).hostname or "").rstrip(".")
         places, loop = self._places.get(host) or self._places[""], asyncio.get_running_loop()
         begun = asyncio.Event()
@@ -106,7 +106,7 @@ class MediaSource:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(function)
 
-        def work() -> tuple[Any, float]:
+        def work() -> tuple[bytes, float]:
             call(begun.set)
             start = time.monotonic()
             return self.read(where, url, start + seconds), time.monotonic() - start
@@ -128,12 +128,11 @@ class MediaSource:
             raise self._late(where)
         return found.result()
 
-    def read(self, where: str, url: str, end: float | None = None) -> Any:
-        """Return the RGB image at an address. ``where`` names the image in errors. ``end`` is the deadline, a time of
-        the monotonic clock. Raises RequestError."""
+    def read(self, where: str, url: str, end: float | None = None) -> bytes:
+        """Return the file at an address. ``where`` names the image in errors. ``end`` is the deadline, a time of the
+        monotonic clock. Raises RequestError."""
         parts, end = _split(where, url), time.monotonic() + self.seconds if end is None else end
-        data = self._file(where, parts) if parts.scheme == "file" else self._fetch(where, url, end)
-        return decode_image(where, data)
+        return self._file(where, parts) if parts.scheme == "file" else self._fetch(where, url, end)
 
     def _file(self, where: str, parts: SplitResult) -> bytes:
         folder = self._folder

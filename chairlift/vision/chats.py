@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from chairlift.errors import RequestError
+from chairlift.errors import PromptTooLongError, RequestError
 from chairlift.vision.addresses import MediaSource
 from chairlift.vision.decode import from_data_url
 from chairlift.vision.processor import MAX_IMAGES, ImageProcessor, PreparedImage
 from chairlift.vision.refusals import IMAGE_PART
 
-__all__ = ["GivenImage", "fetch_images", "prepare_images", "take_images"]
+__all__ = ["GivenImage", "ImageBudget", "check_number", "fetch_images", "prepare_images", "take_images"]
 
 MOST_ADDRESSES: Final = 16
 """Maximum number of images per request that are read from addresses. They are read one after another."""
@@ -20,8 +21,12 @@ MOST_PIXELS: Final = 200_000_000
 """Maximum number of pixels of all encoded image files of a request together. Decoding takes time for each pixel, and a
 few kilobytes may unpack to millions of pixels."""
 
+MOST_SECONDS: Final = 30.0
+"""Maximum processor time in seconds for all images of a request together."""
+
 GivenImage = tuple[str, Any]
-"""(position of an image in the messages, such as ``messages[0].content[1]``; its URL or Pillow image)."""
+"""(position of an image in the messages, such as ``messages[0].content[1]``; its URL, its Pillow image, or the prepared
+image)."""
 
 
 def take_images(messages: Any) -> tuple[Any, list[GivenImage]]:
@@ -45,17 +50,60 @@ def take_images(messages: Any) -> tuple[Any, list[GivenImage]]:
     return found, images
 
 
-async def fetch_images(messages: Sequence[Any], source: MediaSource) -> list[Any]:
-    """Return ``messages`` in which every address that ``source`` reads is replaced by the image at that address. All
-    other parts are unchanged. Images are read one after another, in ``source.seconds`` together. Raises RequestError
-    that names the path of an image that cannot be read."""
-    found, pixels, left = list(messages), 0, source.seconds
+class ImageBudget:
+    """Sums of what the images of a request take, with their limits.
+
+    ``most_positions`` is the maximum number of prompt positions of all images. The bytes of a prepared image grow with
+    its positions, so this also limits the memory of a request.
+    """
+
+    def __init__(self, processor: ImageProcessor, most_positions: int | None = None) -> None:
+        self._processor = processor
+        self._most_positions = most_positions
+        self._positions = self._pixels = 0
+        self._seconds = 0.0
+
+    def add(self, where: str, image: PreparedImage) -> None:
+        """Add an image. Raises RequestError that names it if a sum exceeds its limit."""
+        self._pixels += image.file_pixels
+        self._seconds += image.seconds
+        if self._pixels > MOST_PIXELS:
+            raise RequestError(
+                f"{where} makes {self._pixels:,} pixels together with the images before it; all images of a request may"
+                f" have {MOST_PIXELS:,}: make them smaller, or send several requests"
+            )
+        if self._seconds > MOST_SECONDS:
+            raise RequestError(
+                f"{where} and the images before it took {self._seconds:.1f} s of processor time; all images of a"
+                f" request may take {MOST_SECONDS:g} s: send baseline JPEG or PNG, or several requests"
+            )
+        if self._most_positions is not None:
+            self._positions += self._processor.num_positions(image)
+            if self._positions > self._most_positions:
+                raise PromptTooLongError(
+                    f"{where} and the images before it take {self._positions:,} positions of the prompt, and the model"
+                    f" has at most {self._most_positions:,}: send fewer or smaller images"
+                )
+
+
+PrepareFile = Callable[[str, "str | bytes"], Awaitable[PreparedImage]]
+"""Function that prepares the image in a ``data:`` URL or in the bytes of a file. Its first argument names the image."""
+
+
+async def fetch_images(
+    messages: Sequence[Any], source: MediaSource, prepare: PrepareFile, budget: ImageBudget
+) -> list[Any]:
+    """Return ``messages`` in which every address that ``source`` reads is replaced by the prepared image at that
+    address. All other parts are unchanged. Images are read one after another, in ``source.seconds`` together, and each
+    is prepared before the next is read. Raises RequestError that names the path of an image that cannot be read."""
+    found, left = list(messages), source.seconds
     for count, (index, place, url) in enumerate(_addresses_in(messages, source), 1):
         if count > MOST_ADDRESSES:
             raise RequestError(f"the messages name more than {MOST_ADDRESSES} images by address; send some as data")
         where = f"messages[{index}].content[{place}].image_url.url"
-        image, seconds = await source.fetch(where, url, left)
-        pixels, left = _with_pixels_of(where, image, pixels), left - seconds
+        data, seconds = await source.fetch(where, url, left)
+        image, left = await prepare(where, data), left - seconds
+        budget.add(where, image)
         parts = list(found[index]["content"])
         parts[place] = {"type": "image", "image": image}
         found[index] = {**found[index], "content": parts}
@@ -76,29 +124,24 @@ def _addresses_in(messages: Sequence[Any], source: MediaSource) -> Iterator[tupl
 
 
 def prepare_images(processor: ImageProcessor, images: Sequence[GivenImage]) -> list[PreparedImage]:
-    """Decode and cut images, at most :data:`MAX_IMAGES`. Any thread may call it. Raises RequestError that names the
-    path of a bad image."""
-    if len(images) > MAX_IMAGES:  # checked before the first image is decoded
-        raise RequestError(f"the messages have {len(images):,} images; at most {MAX_IMAGES} are read")
-    prepared, pixels = list[PreparedImage](), 0
-    for where, image in images:
-        if isinstance(image, str):
-            image = from_data_url(where, image)
-            pixels = _with_pixels_of(where, image, pixels)
-        prepared.append(processor.prepare(where, image))
+    """Decode and cut images in this process, at most :data:`MAX_IMAGES`. Raises RequestError that names the path of a
+    bad image."""
+    check_number(images)
+    prepared, budget = list[PreparedImage](), ImageBudget(processor)
+    for where, given in images:
+        image = from_data_url(where, given) if isinstance(given, str) else given
+        done = processor.prepare(where, image)
+        if isinstance(given, str):
+            done = dataclasses.replace(done, file_pixels=image.width * image.height)
+        budget.add(where, done)
+        prepared.append(done)
     return prepared
 
 
-def _with_pixels_of(where: str, image: Any, pixels: int) -> int:
-    """``pixels`` plus the number of pixels of a Pillow image. Raises RequestError if the sum exceeds
-    :data:`MOST_PIXELS`."""
-    pixels += image.width * image.height
-    if pixels > MOST_PIXELS:
-        raise RequestError(
-            f"{where} makes {pixels:,} pixels together with the images before it; all images of a request may have"
-            f" {MOST_PIXELS:,}: make them smaller, or send several requests"
-        )
-    return pixels
+def check_number(images: Sequence[GivenImage]) -> None:
+    """Raise RequestError if a prompt has too many images."""
+    if len(images) > MAX_IMAGES:  # checked before the first image is decoded
+        raise RequestError(f"the messages have {len(images):,} images; at most {MAX_IMAGES} are read")
 
 
 def _part(where: str, part: Any, images: list[GivenImage]) -> Any:

@@ -11,12 +11,29 @@ from typing import Any, Final
 
 from chairlift.errors import RequestError
 
-__all__ = ["FORMATS", "MAX_BYTES", "MAX_PIXELS", "MAX_RATIO", "decode_image", "from_data_url", "open_image", "to_rgb"]
+__all__ = [
+    "FORMATS",
+    "MAX_BYTES",
+    "MAX_PIXELS",
+    "MAX_RATIO",
+    "MAX_RESIZED",
+    "base64_of",
+    "decode_image",
+    "from_base64",
+    "from_data_url",
+    "need_pillow",
+    "open_image",
+    "resize",
+    "to_rgb",
+    "webp_size",
+]
 
 MAX_BYTES: Final = 32 << 20
 """Maximum number of bytes of an image file."""
 MAX_PIXELS: Final = 40_000_000
 """Maximum number of pixels of an image. A small file may unpack to any number of pixels."""
+MAX_RESIZED: Final = 2 * MAX_PIXELS
+"""Maximum number of pixels of an image after a resizing."""
 MAX_RATIO: Final = 200
 """Maximum ratio of an image's longer side to its shorter side. Qwen's models have the same limit in transformers."""
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -51,6 +68,11 @@ _DEEP: Final = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
 
 def from_data_url(where: str, url: str) -> Any:
     """RGB image in a ``data:`` URL; see :func:`decode_image`."""
+    return decode_image(where, from_base64(where, base64_of(where, url)))
+
+
+def base64_of(where: str, url: str) -> bytes:
+    """The Base64 text of a ``data:`` URL. Raises RequestError for another URL, and for a file that is too large."""
     head = _DATA_URL.match(url)
     if head is None:
         raise RequestError(
@@ -60,10 +82,17 @@ def from_data_url(where: str, url: str) -> Any:
     if len(url) - head.end() > MAX_BYTES * 4 // 3 + 4:
         raise RequestError(f"{where} has {len(url):,} characters; an image file may have {MAX_BYTES:,} bytes")
     try:
-        data = base64.b64decode(url[head.end() :], validate=True)
+        return url[head.end() :].encode("ascii")
+    except UnicodeEncodeError:
+        raise RequestError(f"{where} is no valid base64 (it has other characters than ASCII); {_BASE64}") from None
+
+
+def from_base64(where: str, text: bytes) -> bytes:
+    """The bytes of a Base64 text. Raises RequestError."""
+    try:
+        return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise RequestError(f"{where} is no valid base64 ({error}); {_BASE64}") from None
-    return decode_image(where, data)
 
 
 def decode_image(where: str, data: bytes) -> Any:
@@ -77,9 +106,11 @@ def decode_image(where: str, data: bytes) -> Any:
 def open_image(where: str, data: bytes) -> Any:
     """Image of Pillow in the bytes of a file. Only the file's header is read. Raises RequestError for a file of another
     format, and for a header that asks for more memory or time than an image may take."""
-    pillow = _pillow()
+    pillow = need_pillow()
     if len(data) > MAX_BYTES:
         raise RequestError(f"{where} has {len(data):,} bytes; an image file may have {MAX_BYTES:,}")
+    if 0 not in (size := webp_size(data)):  # the decoder allocates the whole image when it opens a file
+        _check_size(where, size)
     try:
         image = pillow.open(io.BytesIO(data), formats=FORMATS)
     except MemoryError:
@@ -98,13 +129,28 @@ def open_image(where: str, data: bytes) -> Any:
     return image
 
 
+def webp_size(data: bytes) -> tuple[int, int]:
+    """(width, height) in the header of a WebP file; (0, 0) for other files."""
+    if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
+        return 0, 0
+    kind = data[12:16]
+    if kind == b"VP8X":
+        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
+    if kind == b"VP8L":
+        sides = int.from_bytes(data[21:25], "little")
+        return 1 + (sides & 0x3FFF), 1 + (sides >> 14 & 0x3FFF)
+    if kind == b"VP8 ":
+        return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
+    return 0, 0
+
+
 def to_rgb(where: str, image: Any) -> Any:
     """An image of Pillow as 8-bit RGB, turned upright as its EXIF data says. Transparent pixels show white, in every
     mode that has transparency, as in the image processors of transformers.
 
     Raises RequestError for images that are damaged, too large or animated, and for objects that are not images.
     """
-    pillow = _pillow()
+    pillow = need_pillow()
     if not isinstance(image, pillow.Image):
         raise RequestError(f"{where} must be an image of Pillow (PIL.Image.Image), got {type(image).__name__}; {_MAKE}")
     _check_size(where, image.size)
@@ -121,6 +167,17 @@ def to_rgb(where: str, image: Any) -> Any:
         raise RequestError(
             f"{where} is damaged or incomplete ({type(error).__name__}: {str(error)[:80]}); {_HINT}"
         ) from None
+
+
+def resize(where: str, image: Any, size: tuple[int, int], resample: int) -> Any:
+    """An image of Pillow in another ``size`` (width, height). Raises RequestError if the new image has too many
+    pixels."""
+    if size[0] * size[1] > MAX_RESIZED:
+        raise RequestError(
+            f"{where} has {image.width} x {image.height} pixels, and would have {size[0]:,} x {size[1]:,} after this"
+            f" model's resizing; at most {MAX_RESIZED:,} pixels are made: cut the image"
+        )
+    return image.resize(size, resample=resample)
 
 
 def _check_size(where: str, size: tuple[int, int]) -> None:
@@ -179,7 +236,7 @@ def _on_white(image: Any) -> Any:
             image = image.copy()
             del image.info["transparency"]
         return image.convert("RGB")
-    pillow, (width, height) = _pillow(), image.size
+    pillow, (width, height) = need_pillow(), image.size
     found = pillow.new("RGB", image.size)
     rows = max(1, _STRIP_PIXELS // width)
     for top in range(0, height, rows):  # in strips, because whole images in RGBA would take three times the memory
@@ -208,7 +265,7 @@ def _equal(image: Any, key: int) -> Any:
     """Mask of the pixels of an image with 16 bits per pixel that have the value ``key``."""
     import numpy as np
 
-    return _pillow().fromarray((np.asarray(image) == key).astype(np.uint8) * 255)
+    return need_pillow().fromarray((np.asarray(image) == key).astype(np.uint8) * 255)
 
 
 def _scaled(image: Any) -> Any:
@@ -218,14 +275,14 @@ def _scaled(image: Any) -> Any:
     values = np.asarray(image)
     if values.dtype.kind == "f" or int(values.max()) > 0xFFFF or int(values.min()) < 0:
         raise ValueError("32-bit pixels have no agreed range")
-    return _pillow().fromarray((values >> 8).astype(np.uint8))
+    return need_pillow().fromarray((values >> 8).astype(np.uint8))
 
 
 def _too_large(where: str, what: str) -> str:
     return f"{where} has {what} pixels; an image may have 1 to {MAX_PIXELS:,}: make it smaller"
 
 
-def _pillow() -> Any:
+def need_pillow() -> Any:
     """The module ``PIL.Image``. Raises RequestError if Pillow is not installed."""
     try:
         from PIL import Image

@@ -6,14 +6,26 @@ from __future__ import annotations
 import abc
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from chairlift.cache_key import cache_key
 from chairlift.errors import RequestError
+from chairlift.vision.decode import to_rgb
 from chairlift.vision.spans import ImageSpan, ImageTile
 
-__all__ = ["MAX_IMAGES", "ImageProcessor", "PlacedImages", "PreparedImage", "Tokens", "place_images", "tile_of"]
+__all__ = [
+    "MAX_IMAGES",
+    "ImageProcessor",
+    "ImageSettings",
+    "PlacedImages",
+    "PreparedImage",
+    "Tokens",
+    "pixels_of",
+    "place_images",
+    "tile_of",
+]
 
 MAX_IMAGES: Final = 64
 """Maximum number of images in a prompt."""
@@ -37,6 +49,10 @@ class PreparedImage:
     """Number of rows in the grid of tiles; 0 if the image is not cut."""
     columns: int
     tiles: tuple[ImageTile, ...]
+    file_pixels: int = 0
+    """Number of pixels of the image's file; 0 for an image that was given decoded."""
+    seconds: float = 0.0
+    """Processor seconds that a worker process took to read the file."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,18 +70,56 @@ class PlacedImages:
         return PlacedImages(tuple(spans), tuple(tiles))
 
 
+class ImageSettings(abc.ABC):
+    """Base class: settings of a family for resizing and cutting images, as plain data. A worker process applies them
+    without the model's files."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def cut(self, where: str, image: Any) -> tuple[int, int, list[Any]]:
+        """Resize and cut an RGB image of Pillow. Returns (rows, columns, tiles as RGB images of Pillow). Raises
+        RequestError; ``where`` names the image in it."""
+
+    @abc.abstractmethod
+    def shapes(self, rows: int, columns: int) -> tuple[tuple[int, int], list[int]]:
+        """(:attr:`ImageTile.grid` of the tiles, number of bytes of each tile) of an image with so many rows and columns
+        of tiles."""
+
+
 class ImageProcessor(abc.ABC):
     """Base class: creates :class:`PreparedImage` objects, and expands the markers in a prompt. Any thread may use it.
 
     ``marker`` is the text of the marker. ``image_token_id`` is the marker's token id, which the placeholders also have.
     """
 
-    def __init__(self, marker: str, image_token_id: int) -> None:
-        self.marker, self.image_token_id = marker, image_token_id
+    def __init__(self, marker: str, image_token_id: int, settings: ImageSettings) -> None:
+        self.marker, self.image_token_id, self.settings = marker, image_token_id, settings
 
-    @abc.abstractmethod
     def prepare(self, where: str, image: Any) -> PreparedImage:
-        """Resize and cut a Pillow image. ``where`` names the image in errors. Raises RequestError."""
+        """Resize and cut a Pillow image; a prepared image is returned unchanged. ``where`` names the image in errors.
+        Raises RequestError."""
+        if isinstance(image, PreparedImage):
+            return image
+        rows, columns, tiles = self.settings.cut(where, to_rgb(where, image))
+        return self.restore(rows, columns, b"".join(map(pixels_of, tiles)))
+
+    def restore(
+        self, rows: int, columns: int, pixels: bytes, file_pixels: int = 0, seconds: float = 0.0
+    ) -> PreparedImage:
+        """The image whose tiles have these ``pixels``, one after another. Raises ValueError if they do not fit."""
+        grid, sizes = self.settings.shapes(rows, columns)
+        if sum(sizes) != len(pixels):
+            raise ValueError(f"tiles of {len(pixels):,} bytes instead of {sum(sizes):,}")
+        ends = itertools.accumulate(sizes)
+        tiles = (tile_of(pixels[end - size : end], grid) for size, end in zip(sizes, ends, strict=True))
+        return PreparedImage(rows, columns, tuple(tiles), file_pixels, seconds)
+
+    def num_positions(self, image: PreparedImage) -> int:
+        """Number of prompt positions of an image."""
+        found = list[int]()
+        self.lay_out(image, found, [])
+        return len(found)
 
     @abc.abstractmethod
     def lay_out(self, image: PreparedImage, found: list[int], spans: list[ImageSpan]) -> None:
@@ -108,10 +162,14 @@ def place_images(
     return found, PlacedImages(tuple(spans), tuple(tiles.values()))
 
 
-def tile_of(image: Any, grid: tuple[int, int] = (0, 0)) -> ImageTile:
-    """Tile with the pixels of an RGB Pillow image."""
-    import numpy as np
-
-    pixels = np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)).tobytes()
+def tile_of(pixels: bytes, grid: tuple[int, int] = (0, 0)) -> ImageTile:
+    """Tile with these pixels (uint8 [3, height, width])."""
     shape = b"" if grid == (0, 0) else repr(grid).encode()
-    return ImageTile(hashlib.sha256(shape + pixels).digest(), pixels, grid)
+    digest = hashlib.sha256(shape)
+    digest.update(pixels)
+    return ImageTile(digest.digest(), pixels, grid)
+
+
+def pixels_of(image: Any) -> bytes:
+    """The pixels of an RGB image of Pillow as uint8 [3, height, width]."""
+    return b"".join(band.tobytes() for band in image.split())

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from chairlift.errors import ModelLoadError, RequestError
-from chairlift.vision.decode import MAX_PIXELS, to_rgb
-from chairlift.vision.processor import ImageProcessor, PreparedImage, Tokens, tile_of
+from chairlift.errors import ModelLoadError
+from chairlift.vision.decode import resize
+from chairlift.vision.processor import ImageProcessor, ImageSettings, PreparedImage, Tokens
 from chairlift.vision.spans import ImageSpan
 
 __all__ = ["FramedProcessor", "SquareProcessor", "SquareSettings"]
@@ -23,7 +23,7 @@ _MOST_LINES = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SquareSettings:
+class SquareSettings(ImageSettings):
     """Settings for resizing and cropping images, from ``preprocessor_config.json`` and ``config.json``."""
 
     size: int
@@ -39,50 +39,46 @@ class SquareSettings:
     """Ids of the tokens before and after an image's rows, in models that have these tokens (Gemma 3); otherwise
     negative."""
 
+    def cut(self, where: str, image: Any) -> tuple[int, int, list[Any]]:
+        width, height = self._resized(image.size)
+        image = resize(where, image, (width, height), self.resample)
+        left, top = (width - self.size) // 2, (height - self.size) // 2
+        return 0, 0, [image.crop((left, top, left + self.size, top + self.size))]
+
+    def shapes(self, rows: int, columns: int) -> tuple[tuple[int, int], list[int]]:
+        return (0, 0), [3 * self.size**2]
+
+    def _resized(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Width and height after resizing."""
+        if len(self.resized) == 2:
+            return self.resized[1], self.resized[0]
+        (shortest,), (width, height) = self.resized, size
+        longest = int(shortest * max(size) / min(size))
+        return (shortest, longest) if width <= height else (longest, shortest)
+
 
 class SquareProcessor(ImageProcessor):
     """Resizes images, and cuts a square out of the middle. Raises ModelLoadError if the text that marks an image is
     more than one token."""
 
+    settings: SquareSettings
+
     def __init__(self, settings: SquareSettings, tokens: Tokens, where: Path) -> None:
         framed = settings.around[0] >= 0
         super().__init__(
-            "<start_of_image>" if framed else "<image>", settings.around[0] if framed else settings.image_token_id
+            "<start_of_image>" if framed else "<image>",
+            settings.around[0] if framed else settings.image_token_id,
+            settings,
         )
-        self.settings = settings
         if (found := tokens.encode(self.marker, False)) != [self.image_token_id]:
             raise ModelLoadError(
                 f"{where}: config.json says that the token of an image is {self.image_token_id}, but the tokenizer"
                 f" reads {self.marker!r} as {found}; download both files again"
             )
 
-    def prepare(self, where: str, image: Any) -> PreparedImage:
-        """Resize and crop a Pillow image. ``where`` names the image in errors. Raises RequestError."""
-        if isinstance(image, PreparedImage):
-            return image
-        image = to_rgb(where, image)
-        width, height = self._resized(where, image.size)
-        image = image.resize((width, height), resample=self.settings.resample)
-        size = self.settings.size
-        left, top = (width - size) // 2, (height - size) // 2
-        return PreparedImage(0, 0, (tile_of(image.crop((left, top, left + size, top + size))),))
-
     def lay_out(self, image: PreparedImage, found: list[int], spans: list[ImageSpan]) -> None:
         spans.append(ImageSpan(len(found), self.settings.rows, image.tiles[0].key))
         found.extend([self.image_token_id] * self.settings.rows)
-
-    def _resized(self, where: str, size: tuple[int, int]) -> tuple[int, int]:
-        """Width and height after resizing."""
-        if len(self.settings.resized) == 2:
-            return self.settings.resized[1], self.settings.resized[0]
-        (shortest,), (width, height) = self.settings.resized, size
-        longest = int(shortest * max(size) / min(size))
-        if shortest * longest > MAX_PIXELS:
-            raise RequestError(
-                f"{where} has {width} x {height} pixels; this model resizes the shorter side to {shortest} pixels, and"
-                f" the other may then have {MAX_PIXELS // shortest:,}: cut the image"
-            )
-        return (shortest, longest) if width <= height else (longest, shortest)
 
 
 class FramedProcessor(SquareProcessor):

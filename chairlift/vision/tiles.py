@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from chairlift.errors import ModelLoadError
-from chairlift.vision.decode import to_rgb
-from chairlift.vision.processor import ImageProcessor, PreparedImage, Tokens, tile_of
+from chairlift.vision.decode import resize
+from chairlift.vision.processor import ImageProcessor, ImageSettings, PreparedImage, Tokens
 from chairlift.vision.spans import ImageSpan
 
 __all__ = ["TileProcessor", "TileSettings"]
@@ -24,7 +24,7 @@ _LARGEST_SIDE: Final = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TileSettings:
+class TileSettings(ImageSettings):
     """Settings for cutting images, from ``preprocessor_config.json`` and ``config.json``."""
 
     tile_size: int
@@ -39,6 +39,26 @@ class TileSettings:
     """Number of rows that the encoder makes of a tile: one for each prompt position of the tile."""
     image_token_id: int
 
+    def cut(self, where: str, image: Any) -> tuple[int, int, list[Any]]:
+        size = self.tile_size
+        if self.longest_edge is not None:
+            image = self._resize(where, image, _first_size(image.size, self.longest_edge))
+        if not self.splits:
+            return 0, 0, [self._resize(where, image, (size, size))]
+        image = self._resize(where, image, _whole_tiles(image.size, size))
+        columns, rows = image.size[0] // size, image.size[1] // size
+        if rows * columns == 1:
+            return 0, 0, [image]
+        boxes = ((x * size, y * size, (x + 1) * size, (y + 1) * size) for y in range(rows) for x in range(columns))
+        parts = [image.crop(box) for box in boxes]
+        return rows, columns, [*parts, self._resize(where, image, (size, size))]
+
+    def shapes(self, rows: int, columns: int) -> tuple[tuple[int, int], list[int]]:
+        return (0, 0), [3 * self.tile_size**2] * (rows * columns + 1)
+
+    def _resize(self, where: str, image: Any, size: tuple[int, int]) -> Any:
+        return resize(where, image, size, self.resample)
+
 
 class TileProcessor(ImageProcessor):
     """Cuts images into tiles, and puts marker texts around each tile.
@@ -47,9 +67,10 @@ class TileProcessor(ImageProcessor):
     ModelLoadError if a placeholder is more than one token.
     """
 
+    settings: TileSettings
+
     def __init__(self, settings: TileSettings, tokens: Tokens, where: Path) -> None:
-        super().__init__("<image>", settings.image_token_id)
-        self.settings = settings
+        super().__init__("<image>", settings.image_token_id, settings)
         self._encode: Callable[[str], list[int]] = lambda text: tokens.encode(text, False)
         self._where = where
         image = self._one("<image>")
@@ -60,32 +81,13 @@ class TileProcessor(ImageProcessor):
             )
         self._fake, self._whole = self._one("<fake_token_around_image>"), self._one("<global-img>")
 
-    def prepare(self, where: str, image: Any) -> PreparedImage:
-        """Resize and cut a Pillow image. ``where`` names the image in errors. Raises RequestError."""
-        if isinstance(image, PreparedImage):
-            return image
-        settings, image = self.settings, to_rgb(where, image)
-        size = settings.tile_size
-        if settings.longest_edge is not None:
-            image = self._resize(image, _first_size(image.size, settings.longest_edge))
-        if not settings.splits:
-            return PreparedImage(0, 0, (tile_of(self._resize(image, (size, size))),))
-        image = self._resize(image, _whole_tiles(image.size, size))
-        columns, rows = image.size[0] // size, image.size[1] // size
-        if rows * columns == 1:
-            return PreparedImage(0, 0, (tile_of(image),))
-        boxes = ((x * size, y * size, (x + 1) * size, (y + 1) * size) for y in range(rows) for x in range(columns))
-        parts = [image.crop(box) for box in boxes]
-        parts.append(self._resize(image, (size, size)))
-        return PreparedImage(rows, columns, tuple(map(tile_of, parts)))
-
     def lay_out(self, image: PreparedImage, found: list[int], spans: list[ImageSpan]) -> None:
         tiles = iter(image.tiles)
 
         def add(head: list[int], mark: int) -> None:
             found.extend([*head, self._fake, mark])
             spans.append(ImageSpan(len(found), self.settings.rows_per_tile, next(tiles).key))
-            found.extend([self.settings.image_token_id] * self.settings.rows_per_tile)
+            found.extend([self.image_token_id] * self.settings.rows_per_tile)
 
         for row in range(image.rows):
             for column in range(image.columns):
@@ -99,9 +101,6 @@ class TileProcessor(ImageProcessor):
         if len(ids) != 1:
             raise ModelLoadError(f"{self._where}: the tokenizer has no token {text!r}; download its files again")
         return ids[0]
-
-    def _resize(self, image: Any, size: tuple[int, int]) -> Any:
-        return image.resize(size, resample=self.settings.resample)
 
 
 def _first_size(size: tuple[int, int], longest: int) -> tuple[int, int]:

@@ -33,7 +33,7 @@ ALLOWED: dict[str, list[str]] = {
     "sampling_params": ["errors", "structured_outputs", "thinking"],
     "thinking": ["errors"],
     "grammar": ["errors", "cache_key", "structured_outputs", "tokenizer", "workers"],
-    "vision": ["errors", "cache_key", "timed_socket"],
+    "vision": ["errors", "cache_key", "timed_socket", "workers"],
     "vision.spans": [],
     "vision.refusals": [],
     "request": ["errors", "outputs", "kv_cache.prefix_node", "vision.spans"],

@@ -110,7 +110,7 @@ def test_responses_and_messages_read_images(client: openai.OpenAI, folder: Path)
         (({"type": "input_audio", "input_audio": {}},), "no model reads audio here: send a transcript as text"),
         (({"type": "video_url", "video_url": {}},), "no model reads video here: send frames as images to a model of"),
         ((part(url_of(picture(1))), {"type": "text", "text": "<image>"}), "has 2 places for images"),
-        ((*[part(url_of(picture(1, 70, 50)))] * 20,), "tokens, but the model takes 512"),
+        ((*[part(url_of(picture(1, 70, 50)))] * 20,), "positions of the prompt, and the model has at most 512"),
         ((part("data:image/png;base64,AAAA"),) * 65, "have 65 images; at most 64 are read"),
     ],
     ids=[

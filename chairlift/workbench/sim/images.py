@@ -9,7 +9,7 @@ from typing import Any
 
 from chairlift.engine.clock import VirtualClock
 from chairlift.models.hashlm import image_word
-from chairlift.vision.processor import ImageProcessor, PreparedImage
+from chairlift.vision.processor import ImageProcessor, ImageSettings, PreparedImage
 from chairlift.vision.spans import ImageSpan, ImageTile
 from chairlift.workbench.sim.world import BROKEN_IMAGE, IMAGE_TOKEN
 
@@ -47,12 +47,22 @@ def markers_of(args: dict[str, Any]) -> dict[str, Any]:
     return {"prompt_token_ids": found + prompt[begin:], "multi_modal_data": {"image": images}}
 
 
+class _NoSettings(ImageSettings):
+    """Settings of scripted images, which are neither resized nor cut."""
+
+    def cut(self, where: str, image: Any) -> tuple[int, int, list[Any]]:
+        raise NotImplementedError
+
+    def shapes(self, rows: int, columns: int) -> tuple[tuple[int, int], list[int]]:
+        raise NotImplementedError
+
+
 class ScriptedImages(ImageProcessor):
     """Prepares scripted images, which are pairs (number of rows, content). Each image has one tile. With ``whole`` an
     image must be computed in one step."""
 
     def __init__(self, whole: bool) -> None:
-        super().__init__("<image>", IMAGE_TOKEN)
+        super().__init__("<image>", IMAGE_TOKEN, _NoSettings())
         self._whole = whole
 
     def prepare(self, where: str, image: Any) -> PreparedImage:
