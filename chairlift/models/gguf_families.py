@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 __all__ = ["GGUF_FAMILIES", "ROPE_FACTORS", "GGUFFamily", "Metadata"]
 
@@ -25,6 +25,13 @@ class Metadata(Protocol):
 
     def need(self, name: str) -> Any:
         """Value of the key ``name``, which the file must have."""
+
+    def fail(self, name: str, problem: str) -> NoReturn:
+        """Raise ModelLoadError that names the key and the problem."""
+
+    def windowed(self, layers: Any, interval: int) -> list[str]:
+        """Type of each of ``layers`` layers, for ``layer_types``: full or sliding attention, as the key
+        ``attention.sliding_window_pattern`` says. Without the key, every ``interval``-th layer has full attention."""
 
     def has(self, tensor: str) -> bool:
         """Whether the file has a tensor with this name."""
@@ -60,33 +67,42 @@ class GGUFFamily:
 
 def _llama(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
     window = metadata.number("attention.sliding_window", 0)
-    biased = {"attention_bias": metadata.has("blk.0.attn_q.bias")}
-    return biased | ({"model_type": "mistral", "sliding_window": window} if window else {})
+    biases = {"attention_bias": metadata.has("blk.0.attn_q.bias"), "mlp_bias": metadata.has("blk.0.ffn_gate.bias")}
+    return biases | ({"model_type": "mistral", "sliding_window": window} if window else {})
 
 
-def _gemma(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {"head_dim": metadata.need("attention.key_length")}
+def _qwen3(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {"attention_bias": metadata.has("blk.0.attn_q.bias")}
 
 
-def _scored(metadata: Metadata, raw: Mapping[str, Any], largest: int) -> dict[str, Any]:
-    """Add the divisor of the attention scores to the keys, because the file does not contain it.
+def _scored(raw: Mapping[str, Any], largest: int) -> dict[str, Any]:
+    """Key with the divisor of the attention scores, which the file does not contain.
 
     The divisor is the head width, except in the 27B models, which have ``largest`` layers: there it is the hidden size
     divided by the number of heads.
     """
-    found = _gemma(metadata, raw)
     by_hidden = raw["num_hidden_layers"] == largest
-    scalar = raw["hidden_size"] // raw["num_attention_heads"] if by_hidden else found["head_dim"]
-    return found | {"query_pre_attn_scalar": scalar, "sliding_window": metadata.need("attention.sliding_window")}
+    return {"query_pre_attn_scalar": raw["hidden_size"] // raw["num_attention_heads"] if by_hidden else raw["head_dim"]}
 
 
 def _gemma2(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
-    caps = {key: metadata.number(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
-    return _scored(metadata, raw, 46) | {key: value for key, value in caps.items() if value is not None}
+    found = _scored(raw, 46) | {
+        "sliding_window": metadata.number("attention.sliding_window", 4096),
+        "layer_types": metadata.windowed(raw["num_hidden_layers"], 2),
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+    }
+    if metadata.number("rope.freq_base_swa", raw["rope_theta"]) != raw["rope_theta"]:
+        metadata.fail("rope.freq_base_swa", f"differs from freq_base {raw['rope_theta']}, which is not supported")
+    return found
 
 
 def _gemma3(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
-    found = _scored(metadata, raw, 62)
+    found, layers = _scored(raw, 62), raw["num_hidden_layers"]
+    if window := metadata.number("attention.sliding_window", 0):
+        found |= {"sliding_window": window, "layer_types": metadata.windowed(layers, 6)}
+    else:  # a file without windows has one kind of layers
+        found |= {"sliding_window": None, "layer_types": metadata.windowed(layers, 1)}
     found["rope_local_base_freq"] = metadata.number("rope.freq_base_swa", 10_000.0)
     if cap := metadata.number("final_logit_softcapping"):
         found["final_logit_softcapping"] = cap  # which the family refuses
@@ -94,17 +110,17 @@ def _gemma3(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _phi3(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
-    head_dim = raw["hidden_size"] // raw["num_attention_heads"]
     original = metadata.number("rope.scaling.original_context_length", raw["max_position_embeddings"])
     found = {
         "sliding_window": metadata.number("attention.sliding_window", 0) or None,
-        "partial_rotary_factor": metadata.number("rope.dimension_count", head_dim) / head_dim,
+        "partial_rotary_factor": metadata.number("rope.dimension_count", raw["head_dim"]) / raw["head_dim"],
         "original_max_position_embeddings": original,
     }
     if any(map(metadata.has, ROPE_FACTORS.values())):
+        if "rope_scaling" in raw:
+            metadata.fail("rope.scaling.factor", "scales a model that has a divisor for each frequency (LongRoPE)")
         factors: dict[str, Any] = {key: metadata.row(name) for key, name in ROPE_FACTORS.items()}
-        attention = metadata.number("rope.scaling.attn_factor")
-        factors |= {} if attention is None else {"attention_factor": attention}
+        factors["attention_factor"] = metadata.number("rope.scaling.attn_factor", 1.0)
         found["rope_scaling"] = {"rope_type": "longrope", **factors}
     return found
 
@@ -118,8 +134,8 @@ _AROUND: Final = {  # norms before and behind attention and MLP
 GGUF_FAMILIES: Final[Mapping[str, GGUFFamily]] = {
     "llama": GGUFFamily(model_type="llama", read=_llama, pairs=True, windows=True),
     "qwen2": GGUFFamily(model_type="qwen2"),
-    "qwen3": GGUFFamily(model_type="qwen3"),
-    "gemma": GGUFFamily(model_type="gemma", read=_gemma, norm_offset=1.0),
+    "qwen3": GGUFFamily(model_type="qwen3", read=_qwen3),
+    "gemma": GGUFFamily(model_type="gemma", norm_offset=1.0),
     "gemma2": GGUFFamily(model_type="gemma2", read=_gemma2, norm_offset=1.0, layer_names=_AROUND, windows=True),
     "gemma3": GGUFFamily(model_type="gemma3_text", read=_gemma3, norm_offset=1.0, layer_names=_AROUND, windows=True),
     "phi3": GGUFFamily(

@@ -10,10 +10,11 @@ import numpy as np
 
 from chairlift.errors import ModelLoadError
 from chairlift.gguf.reader import GGUFModel
+from chairlift.gguf.special_tokens import CONTROL, adds_bos, special_ids, token_texts
 
 __all__ = ["gguf_tokenizer"]
 
-_CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6
+_USER_DEFINED: Final = 4
 _MAX_MERGED_CHARS: Final = 512
 """Maximum length in characters of a token for which merges are searched. The time of the search grows with the square
 of the length."""
@@ -34,13 +35,16 @@ _O200K: Final = (
 )
 _DIGITS: Final = {"type": "Digits", "individual_digits": True}
 _PATTERNS: Final[dict[str, str]] = {
-    **dict.fromkeys(("gpt-2", "default", "phi-2", "jina-v2-en"), _GPT2),
+    **dict.fromkeys(("gpt-2", "phi-2", "jina-v2-en"), _GPT2),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), _QWEN2),
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _O200K),
 }
 """llama.cpp's name of a tokenizer -> regular expression that splits a text before merges are applied."""
+_DEFAULT: Final = (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9]{3}")
+"""Patterns of llama.cpp for a tokenizer named ``default`` or without a name, as in old files. Each splits the pieces of
+the one before."""
 _DIGITS_FIRST: Final = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 """Names of tokenizers that first split off every digit, and then split the rest like GPT-2."""
 _MERGES_IGNORED: Final = ("llama-bpe", "llama3", "llama-v3", "tekken")
@@ -64,6 +68,7 @@ def gguf_tokenizer(model: GGUFModel) -> tuple[bytes, dict[str, Any]]:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise ModelLoadError(f"{model.path} has no tokens; give a tokenizer directory, or convert the model again")
+    tokens = token_texts(tokens)
     types = _numbers(model, "token_type", len(tokens), default=1)
     vocab: dict[str, int] = {}
     for number, token in enumerate(tokens):
@@ -77,13 +82,13 @@ def gguf_tokenizer(model: GGUFModel) -> tuple[bytes, dict[str, Any]]:
     else:
         raise ModelLoadError(f"{model.path}: tokenizer model {kind!r:.40} is not supported; gpt2 and llama are")
     added = [
-        {"id": number, "content": tokens[number], "special": bool(types[number] == _CONTROL)}
+        {"id": number, "content": tokens[number], "special": bool(types[number] == CONTROL)}
         | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        for number in np.flatnonzero(np.isin(types, (_CONTROL, _USER_DEFINED))).tolist()
+        for number in np.flatnonzero(np.isin(types, (CONTROL, _USER_DEFINED))).tolist()
     ]
     names = _named(model, tokens)
     content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added} | parts
-    content["post_processor"] = _post_processor(model, kind, names, vocab) or parts.get("post_processor")
+    content["post_processor"] = _post_processor(model, names, vocab) or parts.get("post_processor")
     config: dict[str, Any] = dict(names)
     template = metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
@@ -95,26 +100,20 @@ def _numbers(model: GGUFModel, name: str, count: int, default: float | None = No
     found = model.metadata.get(f"tokenizer.ggml.{name}")
     if found is None and default is not None:
         return np.full(count, default)
-    if not isinstance(found, np.ndarray) or len(found) != count:
+    if not isinstance(found, np.ndarray) or len(found) < count:
         raise ModelLoadError(f"{model.path}: tokenizer.ggml.{name} must have {count} numbers; convert the model again")
-    return found
+    return found[:count]
 
 
 def _named(model: GGUFModel, tokens: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for name, key in _NAMED.items():
-        number = model.metadata.get(f"tokenizer.ggml.{key}")
-        if isinstance(number, int) and 0 <= number < len(tokens):
-            found[name] = tokens[number]
-    return found
+    ids = special_ids(model.metadata)
+    return {name: tokens[ids[key]] for name, key in _NAMED.items() if key in ids}
 
 
-def _post_processor(
-    model: GGUFModel, kind: str, names: Mapping[str, str], vocab: Mapping[str, int]
-) -> dict[str, Any] | None:
+def _post_processor(model: GGUFModel, names: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, Any] | None:
     """Post-processor that adds special tokens at the beginning and the end of a text; None if the model adds none."""
     flags = {
-        "bos_token": model.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"),
+        "bos_token": adds_bos(model.metadata),
         "eos_token": model.metadata.get("tokenizer.ggml.add_eos_token", False),
     }
     marks = {name: names[name] for name in flags if flags[name] is True and name in names}
@@ -146,14 +145,15 @@ def _byte_level(model: GGUFModel, vocab: Mapping[str, int]) -> dict[str, Any]:
     split: list[dict[str, Any]]
     if name in _DIGITS_FIRST:
         split = [_DIGITS, _level(use_regex=True)]
-    elif name in _PATTERNS:
-        pattern = {"Regex": _PATTERNS[name]}
+    elif name in _PATTERNS or name == "default":
+        patterns = (_PATTERNS[name],) if name in _PATTERNS else _DEFAULT
         split = [
-            {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False},
-            _level(use_regex=False),
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in patterns
         ]
+        split.append(_level(use_regex=False))
     else:
-        known = ", ".join(sorted((*_PATTERNS, *_DIGITS_FIRST)))
+        known = ", ".join(sorted((*_PATTERNS, *_DIGITS_FIRST, "default")))
         raise ModelLoadError(f"{model.path}: pre-tokenizer {name!r:.40} is not known; known are {known}")
     return {
         "normalizer": {"type": "NFC"} if _PATTERNS.get(name) == _QWEN2 else None,

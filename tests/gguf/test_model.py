@@ -70,7 +70,10 @@ def test_what_the_file_does_not_say_is_known_of_its_architecture(tmp_path: Path,
     path = to_gguf(model_dir, tmp_path / "model.gguf")
     found, wanted = read_config(path), read_config(model_dir)
     assert found.norm_eps == pytest.approx(wanted.norm_eps, rel=1e-6)  # the file has float32
-    same = {"generation_unapplied": found.generation_unapplied, "norm_eps": found.norm_eps}
+    same: dict[str, Any] = {"generation_unapplied": found.generation_unapplied, "norm_eps": found.norm_eps}
+    magnitude = found.rope.attention_factor
+    assert (magnitude or 1.0) == pytest.approx(wanted.rope.attention_factor or 1.0, rel=1e-6)
+    same["rope"] = dataclasses.replace(wanted.rope, attention_factor=magnitude)
     assert found == dataclasses.replace(wanted, **same)
     ours, theirs = parameters(path), parameters(model_dir)
     assert ours.keys() == theirs.keys()
