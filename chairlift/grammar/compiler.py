@@ -44,6 +44,9 @@ _MASK_SECONDS: Final = 0.1
 """Maximum processor seconds for each later mask."""
 _ALL_MASKS_SECONDS: Final = 10.0
 """Maximum processor seconds for all masks of an output."""
+_RUN_SECONDS: Final = 0.005
+"""A matcher asks for a whole forced text only where one mask took at most this many processor seconds. The question
+takes about as long as the mask, and no other thread runs Python meanwhile."""
 _MAX_ERROR: Final = 400
 _OF_JSON: Final = ("json_schema", "structural_tag")
 """Kinds of grammars that consist of JSON schemas. The text of such a grammar is JSON."""
@@ -143,7 +146,8 @@ class GrammarCompiler:
         a supported tokenizer is missing."""
         have_llguidance()
         tables, width, eos, markers = self._known_tables()
-        return _CompiledGrammar(matcher_for(grammar, tables, markers), width, self._vocab_size, eos)
+        base, seconds = matcher_for(grammar, tables, markers)
+        return _CompiledGrammar(base, width, self._vocab_size, eos, seconds)
 
     def _known_tables(self) -> tuple[Any, int, tuple[int, ...], Markers]:
         with self._lock:
@@ -177,7 +181,9 @@ class GrammarCompiler:
 class _CompiledGrammar:
     """Result of :meth:`GrammarCompiler.compile`."""
 
-    def __init__(self, base: Any, width: int, vocab_size: int, eos: tuple[int, ...]) -> None:
+    def __init__(self, base: Any, width: int, vocab_size: int, eos: tuple[int, ...], mask_seconds: float) -> None:
+        self.mask_seconds = mask_seconds
+        """Processor seconds of the newest mask that any matcher of this grammar computed."""
         self._base = base
         self._lock = threading.Lock()
         self.width, self.vocab_size, self.eos = width, vocab_size, eos
@@ -200,6 +206,11 @@ class _LLMatcher:
         self._mask = self._bits[: -(-compiled.vocab_size // 32)]
         self._tail = np.uint32((1 << (compiled.vocab_size % 32 or 32)) - 1)
         self._ends = [i for i in stop_token_ids if 0 <= i < compiled.vocab_size and i not in compiled.eos]
+        self._compiled = compiled
+        self._run: list[int] = []
+        self._run_at = 0
+        """Tokens of a forced text, and the position in the output of the first of them. Without them, llguidance would
+        tokenize the rest of the text again for each mask."""
         self._seconds = 0.0
         self._num_timed = 0
         """Number of positions in the output whose mask was timed. A mask that is computed again after rejected draft
@@ -216,6 +227,8 @@ class _LLMatcher:
         # ended early.
         if not self._matcher.consume_token(token_id) or self._matcher.is_error():
             return self._fail(self._matcher.get_error())
+        if self._run and self._forced_here()[:1] not in ([], [token_id]):
+            self._run = []
         self.num_consumed += 1
         return True
 
@@ -226,6 +239,8 @@ class _LLMatcher:
             if not self._matcher.rollback(self.num_consumed - num_consumed) or self._matcher.is_error():
                 return self._fail(self._matcher.get_error())
             self.num_consumed = num_consumed
+            if num_consumed < self._run_at:
+                self._run = []
         return True
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
@@ -233,18 +248,29 @@ class _LLMatcher:
         return count if self._is_well() else 0
 
     def forced(self, limit: int) -> Sequence[int]:
-        found = [] if self.error else list(self._matcher.compute_ff_tokens())
-        return found[:limit] if self._is_well() else ()
+        if not self.error and not self._forced_here(1) and self._compiled.mask_seconds <= _RUN_SECONDS:
+            self._find_run()
+        return self._forced_here(limit) if self._is_well() else ()
+
+    def _forced_here(self, limit: int = 1) -> list[int]:
+        """Up to ``limit`` known tokens of the forced text that come next."""
+        begin = self.num_consumed - self._run_at
+        return self._run[begin : begin + limit]
+
+    def _find_run(self) -> None:
+        """Ask llguidance for the tokens of the text that must come next."""
+        found = list(self._matcher.compute_ff_tokens())
+        ends = [index for index, token_id in enumerate(found) if token_id in self._eos]
+        self._run, self._run_at = found[: ends[0]] if ends else found, self.num_consumed
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
         if self.error:
             return None
-        begin = time.thread_time()
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        took = time.thread_time() - begin
-        if self.num_consumed >= self._num_timed:
-            self._num_timed = self.num_consumed + 1
-            self._seconds += took
+        if known := self._forced_here():
+            self._bits[:] = 0
+            self._bits[known[0] // 32] = np.uint32(1 << known[0] % 32)
+            return self._mask
+        took = self._compute_mask()
         reason = self._matcher.get_error() if self._matcher.is_error() else ""
         if not reason and (took > _MASK_SECONDS or self._seconds > _ALL_MASKS_SECONDS):
             reason = (
@@ -258,7 +284,21 @@ class _LLMatcher:
             for token_id in self._ends:
                 self._bits[token_id // 32] |= np.uint32(1 << token_id % 32)
         self._mask[-1] &= self._tail
+        if took <= _RUN_SECONDS and _has_one_bit(self._mask):
+            self._find_run()
+            if not self._is_well():
+                return None
         return self._mask
+
+    def _compute_mask(self) -> float:
+        """Let llguidance fill the mask. Returns the processor seconds that it took."""
+        begin = time.thread_time()
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        took = self._compiled.mask_seconds = time.thread_time() - begin
+        if self.num_consumed >= self._num_timed:
+            self._num_timed = self.num_consumed + 1
+            self._seconds += took
+        return took
 
     def _is_well(self) -> bool:
         if not self.error and self._matcher.is_error():
@@ -274,8 +314,14 @@ def _is_set(bits: npt.NDArray[np.uint32], token_id: int) -> bool:
     return bool(int(bits[token_id // 32]) >> token_id % 32 & 1)
 
 
-def matcher_for(grammar: Grammar, tables: Any, markers: Markers) -> Any:
-    """llguidance's matcher for a grammar. Its first mask is already computed. Raises RequestError."""
+def _has_one_bit(bits: npt.NDArray[np.uint32]) -> bool:
+    words = bits[np.flatnonzero(bits)].tolist()
+    return len(words) == 1 and not words[0] & words[0] - 1
+
+
+def matcher_for(grammar: Grammar, tables: Any, markers: Markers) -> tuple[Any, float]:
+    """(llguidance's matcher for a grammar, processor seconds of its first mask). The first mask is already computed.
+    Raises RequestError."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
@@ -303,7 +349,7 @@ def matcher_for(grammar: Grammar, tables: Any, markers: Markers) -> Any:
         )
     if not bits.any():
         raise RequestError(f"{CANNOT_BE_FOLLOWED}no answer satisfies it; relax it")
-    return matcher
+    return matcher, took
 
 
 def _lowered(grammar: Grammar, markers: Markers) -> str:

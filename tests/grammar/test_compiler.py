@@ -12,7 +12,7 @@ import pytest
 from chairlift import RequestError, SamplingParams
 from chairlift.grammar.compiler import _LIMITS, GrammarCompiler
 from chairlift.structured_outputs import MAX_GRAMMAR_CHARS, StructuredOutputsParams
-from tests.grammar.models import allowed, bundled, compiled, of_bytes, sampled, verdict
+from tests.grammar.models import allowed, bundled, compiled, compiler, of_bytes, sampled, verdict
 from tests.tokenizer.tiny import make
 
 LARGE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}
@@ -49,6 +49,41 @@ def test_a_refused_token_is_an_error_for_good_and_no_early_end() -> None:
     assert not matcher.consume(bundled().encode("x", False)[0])
     assert matcher.error.startswith("structured_outputs cannot be followed: ") and matcher.mask() is None
     assert not matcher.rewind(0) and not matcher.consume(bundled().encode("1", False)[0])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"choice": ["the lift goes up the mountain in winter and in summer, 12345 times"]},
+        {
+            "json": {
+                "type": "object",
+                "properties": {"a long name of it": {"const": "it's  so\\n"}, "b": {"enum": [1]}},
+                "required": ["a long name of it", "b"],
+                "additionalProperties": False,
+            }
+        },
+        {"regex": "(left|right) then straight on for [0-9]{1,3} metres, to the end of the road"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tokens", ["pieces", "bytes"])
+def test_a_forced_text_that_is_remembered_gives_the_masks_that_are_computed(asked: dict[str, Any], tokens: str) -> None:
+    own = compiler() if tokens == "pieces" else of_bytes()[1]
+    made = own.compile(StructuredOutputsParams(**asked).value)
+    matcher, known, num_remembered = made.matcher([7]), list[int](), 0
+    while not matcher.stopped:
+        made.mask_seconds = -1.0
+        ids = allowed(matcher)
+        num_remembered += made.mask_seconds < 0
+        fresh = made.matcher([7])
+        assert all(fresh.consume(token_id) for token_id in known)
+        assert ids == allowed(fresh) and (len(known) < 5 or matcher.forced(3) == fresh.forced(3))
+        known.append(ids[len(ids) // 2])
+        if len(known) % 7 == 3:  # go back, and along the same way again
+            assert matcher.rewind(len(known) - 3) and all(matcher.consume(each) for each in known[-3:-1])
+        assert matcher.consume(known[-1])
+    assert num_remembered > 5
 
 
 def test_matchers_are_independent() -> None:
