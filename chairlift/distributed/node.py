@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hmac
+import ipaddress
 import os
 import re
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +27,7 @@ from chairlift.errors import EngineDeadError
 from chairlift.kernels.control_group import total_memory
 from chairlift.version import __version__
 
-__all__ = ["SECRET_BYTES", "NodeFacts", "NodeReplica", "keep_alive", "listening_addresses"]
+__all__ = ["SECRET_BYTES", "NodeFacts", "NodeReplica", "addresses_of", "is_open", "keep_alive", "listening_addresses"]
 
 SECRET_BYTES: Final = 32
 _HELLO_SECONDS: Final = 2.0
@@ -36,6 +38,8 @@ _KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, 
 """TCP socket option -> value, so that a connection ends soon after the other machine fails: two times in seconds, a
 number of probes, and a time in milliseconds."""
 _RAY: Final = re.compile(rb"(^|/)ray(::|let\b|/)|(^|/)gcs_server\b")
+_METRICS: Final = re.compile(rb"/ray/autoscaler/.*monitor\.py")
+"""Command of Ray's process that shows metrics to everybody who can reach its port."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,8 @@ class NodeFacts:
     authenticated: bool
     """Whether Ray on the machine requires a token."""
     listening: dict[str, str]
-    """Address on which a Ray process of the machine listens -> name of the process."""
+    """Address on which a Ray process of the machine listens -> name of the process (``metrics`` for the port that needs
+    no token)."""
 
 
 class NodeReplica:
@@ -148,20 +153,33 @@ def keep_alive(sock: socket.socket) -> None:
 def listening_addresses() -> dict[str, str]:
     """TCP address on which a Ray process of this user listens -> name of the process. Empty on systems without
     ``/proc``."""
-    sockets = _listening_sockets()
-    found: dict[str, str] = {}
+    sockets, found = _listening_sockets(), dict[str, str]()
     for folder in Path("/proc").glob("[0-9]*") if sockets else ():
         with contextlib.suppress(OSError):  # the process has ended or belongs to another user
             command = (folder / "cmdline").read_bytes()
             if not _RAY.search(command):
                 continue
-            name = (folder / "comm").read_text().strip()
-            for link in (folder / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    address = sockets.get(os.readlink(link))
-                    if address is not None:
-                        found[address] = name
+            name = "metrics" if _METRICS.search(command) else (folder / "comm").read_text().strip()
+            found |= dict.fromkeys(addresses_of(int(folder.name), sockets), name)
     return dict(sorted(found.items()))
+
+
+def addresses_of(pid: int, sockets: Mapping[str, str] | None = None) -> list[str]:
+    """TCP addresses on which a process of this user listens. Raises OSError if it has ended. Empty on systems without
+    ``/proc``. ``sockets`` are the listening sockets, if the caller knows them."""
+    known = _listening_sockets() if sockets is None else sockets
+    found = []
+    for link in Path("/proc", str(pid), "fd").iterdir() if known else ():
+        with contextlib.suppress(OSError):
+            found.append(known.get(os.readlink(link), ""))
+    return sorted(filter(None, found))
+
+
+def is_open(address: str) -> bool:
+    """Whether other machines can reach a listening socket with this ``address``, which is ``HOST:PORT``."""
+    host = ipaddress.ip_address(address.rpartition(":")[0].strip("[]"))
+    mapped = getattr(host, "ipv4_mapped", None)
+    return not (mapped or host).is_loopback
 
 
 def _listening_sockets() -> dict[str, str]:

@@ -25,7 +25,7 @@ from typing import Any, Final
 from chairlift.config import CPU_CACHE_SHARE, EngineConfig
 from chairlift.distributed.fleet import ConnectReplica
 from chairlift.distributed.local import machine_processors
-from chairlift.distributed.node import SECRET_BYTES, NodeFacts, NodeReplica, keep_alive
+from chairlift.distributed.node import SECRET_BYTES, NodeFacts, NodeReplica, is_open, keep_alive
 from chairlift.engine.process_client import EngineEvents, Place, ProcessClient
 from chairlift.errors import ConfigError, EngineDeadError
 from chairlift.version import __version__
@@ -42,6 +42,9 @@ _WAIT_SECONDS: Final = 20.0
 _ROOM_SECONDS: Final = 1800.0
 """Maximum time in seconds for which a replica waits for free processors. Machines that are added on demand start in
 minutes."""
+_LOOPBACK: Final = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Environment variable that Ray reads when it is imported. If it is 0, all processes of a new cluster listen on the
+loopback address only, on every system; otherwise they listen on all addresses of the machine."""
 _CONNECT_SECONDS: Final = 20.0
 _ACTOR_SECONDS: Final = 60.0
 
@@ -81,6 +84,7 @@ class RayCluster:
         if address == LOCAL:
             # Ray's memory monitor could kill replicas when another program uses much memory.
             os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+            os.environ[_LOOPBACK] = "0"
         try:
             import ray
         except ImportError:
@@ -116,11 +120,22 @@ class RayCluster:
                 ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR, **more)
             except Exception as error:  # Ray raises many types of exceptions
                 raise ConfigError(f"cannot join the Ray cluster at {self._address}: {error}") from None
+            self._check_loopback()
         self.node = ray.get_runtime_context().get_node_id()
         if self._threads is not None:
             return self._threads
         sizes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
         return _cores_each(sizes, self._count)
+
+    def _check_loopback(self) -> None:
+        """Raise ConfigError if other machines could reach the cluster that was started for this machine alone."""
+        address = str(self.ray.util.get_node_ip_address())
+        if self._address == LOCAL and is_open(f"{address}:0"):
+            self.ray.shutdown()
+            raise ConfigError(
+                f"the Ray cluster of this machine would listen on {address}, because Ray was imported before; set"
+                f" {_LOOPBACK}=0 in the environment, or import ray after Chairlift has started the cluster"
+            )
 
     def actor(self) -> Any:
         """Create an actor. Ray starts it as soon as a machine has enough free processors."""
@@ -133,7 +148,8 @@ class RayCluster:
         return self.ray.remote(**options)(_Replica).remote()
 
     def check(self, node: str, facts: NodeFacts) -> None:
-        """Check that a machine can be used, and log, once per machine, the addresses on which its Ray processes listen.
+        """Check that a machine can be used, and log, once per machine, the addresses of its Ray processes that other
+        machines can reach.
 
         Raises ConfigError if the machine cannot be used.
         """
@@ -149,8 +165,15 @@ class RayCluster:
             )
         if node not in self._reported:
             self._reported.add(node)
-            shown = ", ".join(f"{address} ({name})" for address, name in facts.listening.items()) or "not known"
-            _log.warning("Ray on %s listens on, with a token and without encryption: %s", host, shown)
+            opened = {address: name for address, name in facts.listening.items() if is_open(address)}
+            shown = ", ".join(f"{address} ({name})" for address, name in opened.items())
+            if shown or not facts.listening:
+                _log.warning(
+                    "Ray on %s listens for other machines, without encryption; commands need the token, metrics do"
+                    " not: %s",
+                    host,
+                    shown or "the addresses are not known",
+                )
 
     def claim(self, index: int, node: str, processors: list[int]) -> list[int]:
         """Reserve processors of a machine for a replica. Returns their numbers; empty if there are too few."""

@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -160,12 +162,11 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     """
     if processes < 1:
         raise ConfigError(f"processes must be at least 1, got {processes}")
-    store = distributed.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", 0, processes, is_master=True, wait_for_workers=False
-    )
+    store = _local_store(processes)
     threads = max(1, (os.cpu_count() or 1) // processes)
     environment = {
         "OMP_NUM_THREADS": str(threads),
+        **_on_loopback(),
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
@@ -194,6 +195,21 @@ def launch(arguments: Sequence[str], processes: int) -> int:
                 child.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _local_store(processes: int) -> Any:
+    """The store in which the processes find each other. Only this machine can reach it: it obeys everybody who can."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    return distributed.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, processes, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+
+
+def _on_loopback() -> dict[str, str]:
+    """Environment variables that make gloo and NCCL listen on the loopback interface only."""
+    name = next((name for _, name in socket.if_nameindex() if re.fullmatch("lo[0-9]*", name)), None)
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 
 from chairlift.config import EngineConfig, ServerConfig
-from chairlift.distributed.ray import _Actor, ray_replicas
+from chairlift.distributed.node import NodeFacts, addresses_of, is_open, listening_addresses
+from chairlift.distributed.ray import RayCluster, _Actor, ray_replicas
 from chairlift.engine.async_engine import AsyncEngine
 from chairlift.errors import ConfigError, EngineDeadError
 from chairlift.outputs import OutputKind
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.lifecycle import start_engine
+from chairlift.version import __version__
 from tests.distributed.storm import parent_of, storm
 from tests.distributed.test_local import bounded, until
 from tests.e2e.oracle import expected_hashlm
@@ -39,7 +41,8 @@ def environment(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[pytest.MonkeyPatch]:
     """An environment without settings of Ray, in which the home directory has no token."""
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USAGE_STATS_ENABLED"):
+    names = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USAGE_STATS_ENABLED"
+    for name in (*names, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
         monkeypatch.setenv(name, "")  # so that what the code sets is undone
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -224,3 +227,54 @@ def test_actors_of_a_local_cluster_follow_the_traffic(environment: pytest.Monkey
             await engine.shutdown()
 
     bounded(test, 200.0)
+
+
+@needs_ray
+@pytest.mark.nightly
+def test_a_local_cluster_listens_on_this_machine_only(environment: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        engine = start()
+        try:
+            await engine.wait_ready()
+            found = [*listening_addresses(), *addresses_of(os.getpid())]
+            assert len(found) > 5 and not list(filter(is_open, found))
+        finally:
+            await engine.shutdown()
+
+    bounded(test)
+
+
+@needs_ray
+@pytest.mark.nightly
+def test_a_local_cluster_that_others_could_reach_is_refused(environment: pytest.MonkeyPatch) -> None:
+    """Ray reads the variable when it is imported, here by the caller's own program."""
+    program = (
+        "import asyncio, ray\n"
+        "from chairlift.distributed.ray import RayCluster\n"
+        "asyncio.run(RayCluster('local', 1, 1).join())\n"
+    )
+    known = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    known.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=known, capture_output=True, text=True, timeout=120, check=False)
+    assert "because Ray was imported before; set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0" in done.stderr
+
+
+def test_addresses_that_other_machines_can_reach_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = RayCluster.__new__(RayCluster)
+    cluster._reported = set()
+    local = {"127.0.0.1:1": "raylet", "[::ffff:127.0.0.1]:2": "gcs_server"}
+    opened = {"[::]:3": "raylet", "0.0.0.0:44217": "metrics"}
+    for node, listening in (("a", local), ("b", local | opened), ("b", local | opened)):
+        facts = NodeFacts(
+            address=("192.0.2.7", 9),
+            version=__version__,
+            processors=[],
+            memory=0,
+            authenticated=True,
+            listening=listening,
+        )
+        cluster.check(node, facts)
+    (record,) = caplog.records
+    shown = "[::]:3 (raylet), 0.0.0.0:44217 (metrics)"
+    assert record.getMessage().endswith(f"commands need the token, metrics do not: {shown}")
