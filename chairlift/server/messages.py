@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator
 from typing import Any, Final
@@ -189,12 +188,12 @@ class _MessageBuilder:
         yield self._stop()
 
     def _call(self, call: Call) -> Iterator[EventFields]:
-        block = ToolUseBlock(id=call.id, name=call.name, input={})
+        block = ToolUseBlock(id=call.id, name=call.name, input=msgspec.Raw(b"{}"))
         yield self._start(block)
         for start in range(0, len(call.arguments), ARGUMENTS):
             piece = call.arguments[start : start + ARGUMENTS]
             yield self._delta({"type": "input_json_delta", "partial_json": piece})
-        block.input = json.loads(call.arguments)
+        block.input = msgspec.Raw(call.arguments.encode())
         yield self._stop()
 
     def _start(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> EventFields:

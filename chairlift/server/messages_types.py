@@ -177,7 +177,8 @@ class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use
 
     id: str
     name: str
-    input: dict[str, Any]
+    input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
+    """A JSON object, as text. So numbers of any size pass."""
 
 
 class ThinkingDetails(msgspec.Struct, kw_only=True):

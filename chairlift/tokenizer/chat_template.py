@@ -20,6 +20,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 from chairlift.errors import RequestError, TemplateError, TemplateFailedError
+from chairlift.json_text import json_text
 from chairlift.tokenizer.messages import normalize_messages, plain_tools
 from chairlift.tokenizer.template_forms import TemplateForms
 
@@ -375,7 +376,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON without HTML escapes. Jinja's own filter escapes HTML, but models were trained on plain JSON."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json_text(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _from_json(text: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import Any, Final
 from jinja2 import nodes
 
 from chairlift.errors import RequestError, TemplateError
+from chairlift.json_text import json_text
 from chairlift.tokenizer.messages import REASONING_KEYS
 
 __all__ = ["ContentForm", "TemplateForms", "loops_over_content"]
@@ -257,7 +258,7 @@ class TemplateForms:
             return dict(function)
         as_text = self._takes_arguments() == "text"
         if as_text and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
+            arguments = json_text(arguments)
         elif not as_text and isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from chairlift.json_text import json_text
 from chairlift.tool_calls.formats import Body, ReasoningFormat, ToolFormat
 from chairlift.tool_calls.scan import CUT_OFF, CodeBlocks, Reading, TextScanner, markers_of
 from chairlift.tool_calls.values import NotReadable, by_schema, gemma_call, json_value, python_calls
@@ -101,8 +101,13 @@ class AnswerReader:
         needed |= {reasoning.begin, reasoning.end} if reasoning else set()
         self._hidden = tuple(text for text in hidden if text not in needed)
         self._parallel = parallel
-        self._text = TextScanner()
-        self._code = CodeBlocks()
+        self._input = self._text = TextScanner()
+        """The whole output, and the text that is read now: the output, or the reasoning in it."""
+        self._held: list[tuple[str, str, Mapping[str, Any], str]] | None = None
+        """(text, function's name, arguments, id) of the calls that were read in the reasoning; None outside of it."""
+        self._closed = False
+        """Whether the reasoning has its end mark."""
+        self._code = {_CONTENT: CodeBlocks(), _REASONING: CodeBlocks()}
         self._space = ""
         """White space that was read last. It is returned only if more text of the same kind follows."""
         self._kind = _CONTENT
@@ -122,13 +127,13 @@ class AnswerReader:
     def feed(self, text: str) -> list[Event]:
         """Add text. Returns the events that further text cannot change."""
         if text:
-            self._text.add(text)
+            self._input.add(text)
             next(self._run, None)
         return self._take()
 
     def finish(self) -> list[Event]:
         """Mark the end of the output. Returns the remaining events."""
-        self._text.ended = True
+        self._input.ended = True
         for _ in self._run:
             pass
         if self._space and self._kind == _CONTENT and not self.num_calls and not self._is_harmony():
@@ -171,8 +176,7 @@ class AnswerReader:
     def _emit(self, kind: str, text: str) -> None:
         if kind != self._kind:
             self._kind, self._space, self._at_start = kind, "", True
-        if kind == _CONTENT:
-            self._code.feed(text)
+        self._code[kind].feed(text)
         if self._at_start:
             text = text.lstrip()
         if not text:
@@ -192,7 +196,7 @@ class AnswerReader:
         while True:
             text, marker = yield from self._text.flow(every)
             self._emit(kind, text)
-            if marker in markers and kind == _CONTENT and self._code.inside and marker not in _ENDS:
+            if marker in markers and self._code[kind].inside and marker not in _ENDS:
                 self._emit(kind, marker)
             elif marker in markers:
                 return marker
@@ -212,10 +216,53 @@ class AnswerReader:
             self._emit(_CONTENT, space)
             return
         self._spans.append(begin)
-        yield from self._stream(_REASONING, (form.end,))
+        yield from self._reason(form.end)
         self._spans.append(text.num_bytes)
         self._emit(_CONTENT, "")
         self._space, self._at_start = "", True
+
+    def _reason(self, end: str) -> Reading[None]:
+        """Read reasoning up to the text ``end``. If ``end`` never comes, the complete calls in the reasoning are
+        calls."""
+        self._text, marks, found = TextScanner(), markers_of((end,)), ""
+        thought = self._thought()
+        next(thought, None)
+        while not found:
+            piece, found = yield from self._input.flow(marks)
+            if not piece and not found:
+                break
+            self._text.add(piece)
+            next(thought, None)
+        self._closed, self._text.ended = bool(found), True
+        for _ in thought:
+            pass
+        self._text = self._input
+
+    def _thought(self) -> Reading[None]:
+        """Read the text of the reasoning. A complete call and the text after it wait for the end of the reasoning,
+        because only then it is known whether the call is a part of the reasoning."""
+        form, text, broken = self._format, self._text, list[str]()
+        while form is not None and (marker := (yield from self._stream(_REASONING, form.begins))):
+            text.record, self._held, reason = [marker], [], ""
+            try:
+                yield from _BODIES[form.body](self, form, marker)
+            except NotReadable as error:
+                reason = str(error)
+            held, self._held, rest = self._held, None, text.take_record()
+            if held:
+                yield from text.wait()
+            if self._closed or not held:
+                self._emit(_REASONING, "".join(written for written, *_ in held) + rest)
+            else:
+                for _, name, arguments, call_id in held:
+                    self._commit(name, arguments, call_id)
+                self._emit(_REASONING, rest if reason else "")
+            text.record = None
+            broken += [reason] if reason else []
+        if form is None:
+            yield from self._stream(_REASONING, ())
+        if not self._closed:
+            self._events += map(Broken, broken)
 
     def _whole(self) -> Reading[None]:
         """Read the whole output: reasoning, then content and calls."""
@@ -243,7 +290,11 @@ class AnswerReader:
                 self._events.append(Broken(str(error)))
 
     def _commit(self, name: str, arguments: Mapping[str, Any], call_id: str = "") -> None:
-        """Return a complete call as an event."""
+        """Return a complete call as an event. In reasoning, hold it back."""
+        if self._held is not None:
+            self._held.append((self._text.take_record(), name, arguments, call_id))
+            self._text.record = []
+            return
         self._text.record = []
         if self._kind == _CONTENT:
             self._space, self._at_start = "", True
@@ -251,7 +302,7 @@ class AnswerReader:
             self._num_left_out += 1
             return
         self.num_calls += 1
-        self._events.append(Call(name, json.dumps(arguments, ensure_ascii=False), call_id))
+        self._events.append(Call(name, json_text(arguments), call_id))
 
     def _tool(self, written: str) -> str:
         """Name of the offered function that the text ``written`` names. Raises NotReadable if there is none."""
@@ -266,7 +317,7 @@ class AnswerReader:
         return name
 
     def _object(self, text: str) -> dict[str, Any]:
-        value, _ = json_value(text)
+        value = json_value(text)
         if not isinstance(value, dict):
             raise NotReadable("the arguments are no object")
         return value
@@ -293,7 +344,7 @@ class AnswerReader:
                 raise NotReadable(CUT_OFF)
             if not (yield from text.peek(("{", "["))):
                 raise NotReadable("")  # text that only mentions the marker
-            value, _ = json_value((yield from text.json()))
+            value = json_value((yield from text.json()))
             for name, arguments in [self._from_json(each) for each in (value if isinstance(value, list) else [value])]:
                 self._commit(name, arguments)
             if not (yield from text.skip_space()) or not form.section_end:
@@ -375,7 +426,7 @@ class AnswerReader:
         if how == "text":
             return text
         if how == "json":
-            return json_value(text.strip())[0]
+            return json_value(text.strip())
         text = text.removeprefix("\n").removesuffix("\n")
         properties = self._tools[name].get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
@@ -418,7 +469,7 @@ class AnswerReader:
     def _json_message(self) -> Reading[list[tuple[str, dict[str, Any]]]]:
         text, calls = self._text, []
         while True:
-            value, _ = json_value((yield from text.json()))
+            value = json_value((yield from text.json()))
             if not isinstance(value, dict) or not set(value) <= {"type", "id", "name", "parameters", "arguments"}:
                 raise NotReadable("it describes no call")
             if not isinstance(value.get("parameters", value.get("arguments")), dict):

@@ -85,6 +85,15 @@ class TextScanner:
         yield
         return True
 
+    def wait(self) -> Reading[None]:
+        """Wait for the end of the text without reading it."""
+        pieces = [self.rest[self.at :]]
+        self.at = len(self.rest)
+        while (yield from self.more()):
+            pieces.append(self.rest[self.at :])
+            self.at = len(self.rest)
+        self.rest, self.at = "".join(pieces), 0
+
     def skip_space(self) -> Reading[bool]:
         """Read white space. Returns False if the text ends after the white space."""
         while True:

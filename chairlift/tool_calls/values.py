@@ -115,14 +115,9 @@ class JsonScanner:
         return at + 1
 
 
-def json_value(text: str) -> tuple[Any, str]:
-    """Parse a text that a model wrote as JSON. Returns (value, JSON text). The JSON text is ``text`` itself if that is
-    strict JSON. Raises NotReadable."""
-    try:
-        return _loads(text, True), text
-    except ValueError:
-        value = _loads(text, False)
-        return value, json.dumps(value, ensure_ascii=False)
+def json_value(text: str) -> Any:
+    """Value of a text that a model wrote as JSON. Strings may hold raw control characters. Raises NotReadable."""
+    return _loads(text, False)
 
 
 def _loads(text: str, strict: bool) -> Any:

@@ -20,6 +20,7 @@ BRAIN = ["request", "kv_cache", "scheduler"]
 ALLOWED: dict[str, list[str]] = {
     "errors": [],
     "cache_key": [],
+    "json_text": [],
     "outputs": [],
     "parent": [],
     "timed_socket": [],
@@ -47,8 +48,8 @@ ALLOWED: dict[str, list[str]] = {
     "quantities": ["errors"],
     "vllm_names": ["errors"],
     "gguf": ["errors", "mistaken_models"],
-    "tokenizer": ["errors", "config", "gguf", "mistaken_models", "vision.refusals", "workers"],
-    "tool_calls": ["errors", "structured_outputs"],
+    "tokenizer": ["errors", "config", "gguf", "json_text", "mistaken_models", "vision.refusals", "workers"],
+    "tool_calls": ["errors", "json_text", "structured_outputs"],
     "kernels": ["errors", "step_batch"],
     "sampling": ["errors", "sampling_params", "step_batch"],
     "models": [

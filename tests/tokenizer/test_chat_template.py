@@ -326,3 +326,9 @@ def test_rendering_leaves_the_messages_alone() -> None:
     chat = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
     ChatTemplate(CHATML).render(chat)
     assert chat == [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+
+
+def test_json_in_a_template_escapes_half_of_a_surrogate_pair() -> None:
+    chat = [{"role": "user", "content": "Hi", "more": {"a": "\ud83d é", "b\ude00": "😀"}}]
+    text = ChatTemplate("{{ messages[0].more | tojson }}").render(chat)
+    assert text == '{"a": "\\ud83d é", "b\\ude00": "😀"}'

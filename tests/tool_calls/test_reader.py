@@ -183,6 +183,60 @@ def test_calls_follow_reasoning() -> None:
     assert (answer.reasoning, answer.content, as_calls(answer)) == ("Hm.", "", [("now", {})])
 
 
+@pytest.mark.parametrize(("name", "text", "content", "calls"), RECORDED, ids=IDS)
+@pytest.mark.parametrize("closed", [False, True])
+def test_calls_in_reasoning_are_calls_only_if_it_never_closes(
+    name: str, text: str, content: str, calls: list[tuple[str, dict[str, Any]]], closed: bool
+) -> None:
+    if not TOOL_FORMATS[name].begins:
+        return  # such a call is a whole message, so none is in the reasoning
+    whole = f"<think>\nHm.\n{text}\nSo.\n" + ("</think>\n\nYes." if closed else "")
+    answer = read_answer(whole, reader_for(name, "think"))
+    assert as_calls(answer) == ([] if closed else calls)
+    if closed:
+        assert (answer.reasoning, answer.content) == (f"Hm.\n{text}\nSo.", "Yes.")
+    else:
+        assert answer.content == "" and answer.broken == []
+        assert (answer.reasoning.startswith("Hm."), answer.reasoning.endswith("So.")) == (True, True)
+        assert all(mark not in answer.reasoning for mark in TOOL_FORMATS[name].begins if mark != "<function=")
+    for size in (1, 2, 7):
+        pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+        assert split_read(reader_for(name, "think"), pieces) == answer
+
+
+OPEN_THOUGHTS = [
+    ("Hm. <tool_call>", "Hm. <tool_call>", 0, CUT_OFF),
+    ('Hm. <tool_call>{"name": "no', 'Hm. <tool_call>{"name": "no', 0, CUT_OFF),
+    ('<tool_call>{"name": "fly"}</tool_call>', '<tool_call>{"name": "fly"}</tool_call>', 0, "none of the tools"),
+    ('Hm. `<tool_call>{"name": "now"}`', 'Hm. `<tool_call>{"name": "now"}`', 0, ""),
+    ('A <tool_call>{"name": "now"}</tool_call> B <tool_call>{"name": "now"}', "A  B", 2, ""),
+    ('A <tool_call>{"name": "now"}</tool_call> B <tool_call> C', "A  B <tool_call> C", 1, ""),
+]
+
+
+@pytest.mark.parametrize(("text", "reasoning", "num_calls", "reason"), OPEN_THOUGHTS)
+def test_reasoning_that_never_closes_keeps_its_text(text: str, reasoning: str, num_calls: int, reason: str) -> None:
+    for pieces in ([text], list(text)):
+        answer = split_read(reader_for("hermes", "think", inside=True), pieces)
+        assert (answer.reasoning, answer.content, len(answer.calls)) == (reasoning, "", num_calls)
+        assert len(answer.broken) == bool(reason) and all(reason in each for each in answer.broken)
+
+
+def test_the_end_of_reasoning_ends_a_call_in_it() -> None:
+    text = "<think>I write <function=look>\n<parameter=place>\n and so on.</think>A <b>.</parameter>\n</function>"
+    for pieces in ([text], list(text)):
+        answer = split_read(reader_for("qwen3_coder", "think"), pieces)
+        assert answer.reasoning == "I write <function=look>\n<parameter=place>\n and so on."
+        assert (answer.content, answer.calls) == ("A <b>.</parameter>\n</function>", [])
+
+
+def test_reasoning_streams_up_to_a_call_in_it() -> None:
+    reader = reader_for("hermes", "think")
+    seen = Answer()
+    seen.add(reader.feed("<think>One. <tool_call> Two. <tool_call>{"))
+    assert seen.reasoning == "One. <tool_call> Two."
+
+
 def test_reasoning_tokens_are_those_up_to_its_end_mark() -> None:
     text = "<think>ab</think>cd"
     reader = AnswerReader(None, REASONING_FORMATS["think"])
