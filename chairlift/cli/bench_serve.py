@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from chairlift.replay.traced_request import TracedRequest
     from chairlift.workbench.bench.report import Report, Table
     from chairlift.workbench.bench.serve import Plan
-    from chairlift.workbench.bench.serve_result import Figures, Ratio
+    from chairlift.workbench.bench.serve_result import Figures
     from chairlift.workbench.bench.serve_run import Load, Outcome, Progress, ServeRun
+    from chairlift.workbench.bench.verdict import Ratio
     from chairlift.workbench.workload.arrivals import Arrivals
     from chairlift.workbench.workload.lengths import Lengths
     from chairlift.workbench.workload.texts import Said
@@ -44,7 +45,7 @@ server has them. Lengths and times depend only on --seed. Examples:
   chairlift bench serve --trace monday.jsonl --html monday.html
   chairlift bench serve --dataset ShareGPT.json --num-prompts 200 --request-rate 4
   chairlift bench serve --input-len 512 --output-len uniform:16:128 --request-rate 1,2,4,8 --ignore-eos
-  chairlift bench serve --compare http://127.0.0.1:8000 http://127.0.0.1:8001 --rounds 5 --ignore-eos
+  chairlift bench serve --compare http://127.0.0.1:8000 http://127.0.0.1:8001 --rounds 8 --ignore-eos
 
 Exit code 1: some requests failed. The result counts them by kind."""
 
@@ -65,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--compare", metavar=("URL_A", "URL_B"), nargs=2, help="send the same requests to two servers, in turns"
     )
-    server.add_argument("--rounds", metavar="N", type=int, default=3, help="rounds of --compare (default: 3)")
+    server.add_argument(
+        "--rounds", metavar="N", type=int, default=6, help="rounds of --compare (default: 6, the fewest for a claim)"
+    )
     server.add_argument("--model", metavar="NAME", help="model name on the server (default: the first that it lists)")
     server.add_argument("--endpoint", choices=_ENDPOINTS, help="(default: completions; for a data set of chats: chat)")
     server.add_argument(
@@ -490,13 +493,14 @@ def results(cells: Sequence[Cell], names: Sequence[str]) -> tuple[Report, int]:
     """(report, exit code) of all runs. Prints the table of several rates or of two sides. ``names`` are the names of
     two sides; empty if nothing is compared."""
     from chairlift.workbench.bench.report import Text, text
-    from chairlift.workbench.bench.serve_report import COMPARED, serve_report, sweep_table
+    from chairlift.workbench.bench.serve_report import COMPARED, compared_words, serve_report, sweep_table
 
     ratios: dict[str, Ratio] = {}
     compared, record = None, cells[0].record
     if names:
         record, ratios, compared = _compared(cells, names)
-        print("", *text(compared, Text(textwrap.fill(COMPARED, 100))), sep="\n", flush=True)
+        words = Text(compared_words(ratios, [cell.run.busy for cell in cells]))
+        print("", *text(compared, Text(textwrap.fill(COMPARED, 100)), words), sep="\n", flush=True)
     elif len(cells) > 1:
         table = sweep_table((_rate_label(cell), cell.figures) for cell in cells)
         print("", *text(table), sep="\n", flush=True)

@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     from chairlift.replay.fleet import FleetReport
     from chairlift.replay.flow_fleet import FlowError
     from chairlift.replay.machines import Deployment
+    from chairlift.replay.served import ServedTrace
     from chairlift.workbench.workload.trace import TracedRequest
 
-__all__ = ["add_fleet_flags", "check_flags", "error_lines", "fleet_lines", "simulate_fleets", "trace_with_slo"]
+__all__ = [
+    *("add_fleet_flags", "certainty", "check_flags", "error_lines", "fleet_lines", "simulate_fleets"),
+    "trace_with_slo",
+]
 
 _ONLY_FLEET: Final = (*("routing", "target", "start_seconds", "door_delay_ms", "fail", "resume", "rollout", "price"),)
 _SLO_FIELDS: Final = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2el": "deadline_ms"}
@@ -187,9 +191,19 @@ def fleet_lines(reports: Sequence[FleetReport], target: float | None, price: flo
             lines += [
                 "",
                 f"{_size(best)} {plural} with {best.routing} routing: {best.served.goodput:.1%} of the requests meet"
-                f" their targets (required {target:.1%})",
+                f" their targets (required {target:.1%}); {certainty(best.served, target)}",
             ]
     return lines
+
+
+def certainty(served: ServedTrace, target: float) -> str:
+    """Text with the interval of the share of requests that meet their targets, for requests like those of the trace."""
+    from chairlift.workbench.bench.verdict import share_interval
+
+    total = served.requests + served.dropped
+    low, high = share_interval(round((served.goodput or 0.0) * total), total)
+    text = f"{low:.1%} to {high:.1%} of all requests like these {total:,}"
+    return text if low >= target else f"{text}, so more requests are needed to be sure of {target:.1%}"
 
 
 def error_lines(errors: Sequence[FlowError]) -> list[str]:

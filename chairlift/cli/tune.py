@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from chairlift.engine.core import EngineCore
     from chairlift.engine.input_processor import ModelLimits
     from chairlift.workbench.bench.tune_lab import MakeCore
+    from chairlift.workbench.bench.tune_report import Answer
     from chairlift.workbench.workload.trace import TracedRequest
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
@@ -99,10 +100,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"cannot make the directory {args.output}: {error.strerror}; give another --output") from None
     from chairlift.engine.clock import SystemClock
     from chairlift.workbench.bench.machine import describe_machine
-    from chairlift.workbench.bench.plots import has_matplotlib
+    from chairlift.workbench.bench.other_load import OtherLoad
     from chairlift.workbench.bench.report import text
     from chairlift.workbench.bench.tune import Question, tune
-    from chairlift.workbench.bench.tune_report import Answer, config_lines, printed, tune_report
+    from chairlift.workbench.bench.tune_report import Answer, printed
     from chairlift.workbench.bench.tune_state import State
 
     machine = describe_machine()
@@ -128,7 +129,14 @@ def run(args: argparse.Namespace) -> int:
     make_core, shape = _model(name, fixed)
     try:
         findings = tune(
-            question, state, make_core, machine=machine.cpu, shape=shape, clock=SystemClock(), say=progress.update
+            question,
+            state,
+            make_core,
+            machine=machine.cpu,
+            shape=shape,
+            clock=SystemClock(),
+            say=progress.update,
+            other_load=OtherLoad().share,
         )
     except KeyboardInterrupt:
         state.save()
@@ -147,17 +155,25 @@ def run(args: argparse.Namespace) -> int:
         command=command,
         output=args.output,
     )
+    _write(answer)
+    print("", *text(*printed(answer)), sep="\n")
+    return 0
+
+
+def _write(answer: Answer) -> None:
+    """Write the settings, the page and the results to the output directory."""
+    from chairlift.workbench.bench.plots import has_matplotlib
+    from chairlift.workbench.bench.tune_report import config_lines, tune_report
+
     report = tune_report(answer)
     files = {"chairlift.yaml": "\n".join(config_lines(answer)) + "\n"}
     if has_matplotlib():
         files["report.html"] = report.html()
     for file, whole in files.items():
-        with replacing(args.output / file) as opened:
+        with replacing(answer.output / file) as opened:
             opened.write(whole)
-    state.report = dict(report.record)
-    state.save()
-    print("", *text(*printed(answer)), sep="\n")
-    return 0
+    answer.state.report = dict(report.record)
+    answer.state.save()
 
 
 # --- what is asked ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import chairlift
 from chairlift.cli.flags import read_settings
 from chairlift.cli.sim import choose_deployment
-from chairlift.cli.sim_fleet import fleet_lines
+from chairlift.cli.sim_fleet import certainty, fleet_lines
 from chairlift.config import BUNDLED_MODEL, EngineConfig
 from chairlift.errors import ConfigError
 from chairlift.writing import replacing
@@ -128,6 +128,7 @@ def fleet_size_lines(found: FleetSize, target: float, price: float) -> list[str]
     lines += [
         "",
         f"replicas        {count}: {served.goodput:.1%} of the requests meet their targets (required {target:.1%})",
+        f"certainty       {certainty(served, target)}",
         f"each serves     {rate / count:.2f} requests/s, {tokens / count:,.0f} tokens/s",
     ]
     if found.failing is not None:

@@ -223,7 +223,8 @@ def _yarn(metadata: _Metadata, factor: float, magnitude: float) -> dict[str, Any
     original = metadata.number("rope.scaling.original_context_length")
     if original is not None:
         found["original_max_position_embeddings"] = original
-    if (extrapolation := metadata.number("rope.scaling.yarn_ext_factor", 1.0)) != 1.0:
+    extrapolation = metadata.number("rope.scaling.yarn_ext_factor", 1.0)
+    if extrapolation not in (1.0, -1.0):  # llama.cpp replaces -1 by 1
         metadata.fail("rope.scaling.yarn_ext_factor", f"is {extrapolation}, which is not supported; only 1 is")
     for key in ("beta_fast", "beta_slow"):
         if (beta := metadata.number(f"rope.scaling.yarn_{key}")) is not None:

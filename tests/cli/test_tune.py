@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,28 @@ def test_the_number_of_replicas(chairlift: Run, tmp_path: Path) -> None:
         assert code == 2 and why in err[0]
     code, _, err = chairlift("tune", "--workload", "chat", "--output", tmp_path, "--target", "0.9")
     assert code == 2 and "--target is about a fleet; add --fleet" in err[0]
+
+
+@pytest.mark.nightly
+def test_no_rate_of_ten_tunings_is_refuted_by_another(chairlift: Run, tmp_path: Path) -> None:
+    """The same command on the same machine: a claimed rate lies below the interval of the throughput that every other
+    tuning measured, and no tuning calls a side faster that another one calls slower."""
+    claims, ratios = [], []
+    for number in range(10):
+        out_dir = tmp_path / f"tuned{number}"
+        traffic = ("--workload", "chat", "--num-prompts", "30", "--arrivals", "poisson:10", "--slo", "ttft:500")
+        pinned = ("--max-num-seqs", "32", "--max-num-batched-tokens", "1024", "--prefill-mode", "mixed")
+        code, out, err = chairlift("tune", *traffic, *pinned, "--output", out_dir, "--time-limit", "60s")
+        assert code == 0, err
+        report = json.loads((out_dir / "tune.json").read_text())["report"]
+        assert "of this machine during the runs" in report["verdict"] or "No other program" in report["verdict"]
+        (completed,) = [line.split()[-1] for line in out if line.startswith("all at once: requests/s")]
+        headline = re.search(r"up to ([0-9.e+]+) requests/s, in each", report["verdict"])
+        if report["confirmed"] is not None:
+            claims.append(report["confirmed"])
+            assert headline is not None
+            assert float(headline[1]) <= 1.005 * float(completed.replace(",", "")), "three digits are shown"
+        ratios.append(report["ratios"].get("static_best"))
+    assert all(one["rate"] <= other["high"] for one in claims for other in claims)
+    told = [each for each in ratios if each is not None and not each["doubt"]]
+    assert not (any(each["low"] > 1 for each in told) and any(each["high"] < 1 for each in told))

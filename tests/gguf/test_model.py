@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from chairlift.kernels.weights import NATIVE, PLAIN
 from chairlift.models.layers.linear import Matrix
 from chairlift.models.loader import load_model, resolve_model_dir
 from chairlift.models.model_files import read_config
+from chairlift.models.rope_config import RopeConfig
 from tests.gguf.make import real_gguf, to_gguf
 from tests.models.paged import packed_logits
 from tests.models.test_families import close, prompt
@@ -164,6 +166,17 @@ def test_frequency_divisors_of_llama_3(tmp_path: Path) -> None:
     assert not torch.equal(found, plain)
 
 
+def test_all_settings_of_yarn_are_read(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 128, "attn_factor": 1.0}
+    changes = {f"llama.rope.scaling.{key}": value for key, value in yarn.items()}
+    changes |= {"llama.rope.scaling.yarn_beta_fast": 8.0, "llama.rope.scaling.yarn_beta_slow": 2.0}
+    path = to_gguf(tiny_hf_model(tmp_path, "llama"), tmp_path / "model.gguf", **changes)
+    assert read_config(path).rope == RopeConfig("yarn", 1e4, 4.0, 128, beta_fast=8.0, beta_slow=2.0)
+    both = to_gguf(tmp_path / "llama-0", tmp_path / "both.gguf", divisors=np.ones(8, np.float32), **changes)
+    with pytest.raises(ModelLoadError, match=r"type is yarn, beside a tensor rope_freqs.weight"):
+        read_config(both)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -178,6 +191,16 @@ def test_frequency_divisors_of_llama_3(tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, "llama.expert_count says that the model has experts"),
         ({"llama.rope.dimension_count": 8}, "is 8 of 16 dimensions"),
         ({"llama.rope.scaling.type": "longrope"}, "'longrope' is not supported"),
+        ({"llama.rope.scaling.attn_factor": 1.25}, "attn_factor is 1.25, which is supported with the type yarn only"),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.yarn_ext_factor": 0.5,
+            },
+            "yarn_ext_factor is 0.5, which is not supported; only 1 is",
+        ),
+        ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier changes the magnitude of YaRN"),
         ({"llama.attention.value_length": 8, "llama.attention.key_length": 16}, "differs from key_length 16"),
         ({"llama.attention.head_count": [4, 4, 2]}, "differs between layers"),
         ({"llama.block_count": "three"}, "llama.block_count must be a number, got 'three'"),

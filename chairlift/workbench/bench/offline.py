@@ -32,6 +32,7 @@ from chairlift.sampling_params import SamplingParams
 from chairlift.workbench.bench.floor import BUDGETS, GPU_BUDGETS, Floor, workload_floor
 from chairlift.workbench.bench.limits import Limits, measure_device, measure_limits
 from chairlift.workbench.bench.machine import Machine
+from chairlift.workbench.bench.other_load import OtherLoad
 from chairlift.workbench.bench.serve_run import Load, Outcome, Progress, ServeRun, Target, quiet_collector
 from chairlift.workbench.bench.serve_run import fit as fit_trace
 
@@ -230,7 +231,7 @@ def run_here(
 
     interrupted = False
     serve_trace(core, WARM_UP, limits)
-    date, begin = datetime.datetime.now(), core.clock.now()
+    date, begin, other_load = datetime.datetime.now(), core.clock.now(), OtherLoad()
     with quiet_collector():
         try:
             serve_trace(core, load.requests, limits, max_concurrency=load.max_concurrency, watch=watch)
@@ -246,6 +247,7 @@ def run_here(
         seconds=max(end - begin, 1e-9),
         cpu_share=None,
         interrupted=interrupted,
+        busy=other_load.share(),
     )
 
 

@@ -81,7 +81,7 @@ def _lead(record: Record) -> str:
     result, baseline, share = record["result"], record["baseline"], record["floor"].get("share")
     parts = [f"{result['output_tokens_per_second']:,.1f} output tokens per second"]
     if baseline is not None:
-        parts.append(f"{baseline['seconds'] / result['seconds']:.2f} times the rate of static batches")
+        parts.append(f"{baseline['seconds'] / result['seconds']:.2f} times the rate of static batches in one run each")
     if share is not None:
         parts.append(f"{share:.0%} of the maximum of this machine")
     return ", ".join(parts) + "."

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
 from chairlift.errors import ConfigError
+from chairlift.workbench.bench.other_load import OtherLoad
 from chairlift.workbench.bench.serve_client import NotReadyError, Server, clock, connect
 from chairlift.workbench.bench.serve_run import Dialect, Load, Outcome, Progress, ServeRun, Watch, fit, quiet_collector
 
@@ -26,6 +27,8 @@ _WARM_UP_TOKENS: Final = 16
 _POLL: Final = 0.5
 """Time in seconds between two checks whether a server is ready."""
 _FILES_BESIDES: Final = 64
+_MOMENT: Final = 0.2
+"""Time in seconds over which the load of other programs is measured before each run of a comparison."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +76,12 @@ async def measure(plan: Plan, watch: Watch) -> AsyncIterator[tuple[int, int, Ser
                 # The two URLs may belong to the same server. The prompts for each URL differ, so that this server does
                 # not find them in its cache.
                 fresh = dataclasses.replace(load, salt=load.salt ^ number << 59)
+                other_load = OtherLoad()
+                if len(servers) > 1:  # the servers are idle now, so what runs is other programs
+                    await asyncio.sleep(_MOMENT)
+                busy = other_load.share()
                 with watch(server.url, len(load.requests)) as progress:
-                    run = await run_load(server, fresh, progress)
+                    run = dataclasses.replace(await run_load(server, fresh, progress), busy=busy)
                 yield index, number, run
                 if run.interrupted:
                     return

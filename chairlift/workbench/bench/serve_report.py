@@ -7,6 +7,7 @@ against the total throughput.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -14,10 +15,11 @@ import numpy as np
 
 from chairlift.workbench.bench import plots
 from chairlift.workbench.bench.report import Block, Facts, Report, Section, Table, Text
-from chairlift.workbench.bench.serve_result import Figures, Ratio, Stats, latencies, tokens_per_second
+from chairlift.workbench.bench.serve_result import Figures, Stats, latencies, tokens_per_second
 from chairlift.workbench.bench.serve_run import ServeRun
+from chairlift.workbench.bench.verdict import LEVEL, MIN_ROUNDS, MIN_SECONDS, Ratio, disturbance
 
-__all__ = ["COMPARED", "compared_table", "run_blocks", "serve_record", "serve_report", "sweep_table"]
+__all__ = ["COMPARED", "compared_table", "compared_words", "run_blocks", "serve_record", "serve_report", "sweep_table"]
 
 LABELS: Final = {
     "ttft": "time to first token (TTFT)",
@@ -35,10 +37,9 @@ _COMPARED_LABELS: Final = {
     "request_goodput": "goodput, requests/s",
 }
 COMPARED: Final = (
-    "A and B are means over the rounds. B / A is the geometric mean of the ratio in each round. The 95 % interval "
-    "comes from a bootstrap over the rounds (random draws with replacement). If it does not contain 1, the "
-    "difference is unlikely to be chance. With fewer than five rounds it is little more than the range from "
-    "the smallest to the largest ratio."
+    f"A and B are medians over the rounds. B / A is the median of the ratio in each round. The {LEVEL:.0%} interval "
+    "is that of the median, whatever the noise looks like. If it does not contain 1, the difference is unlikely to be "
+    f"chance. An interval needs {MIN_ROUNDS} rounds of at least {MIN_SECONDS:g} s; with fewer, nothing is claimed."
 )
 """Text under the table of :func:`compared_table`, which explains how the ratios and intervals are computed."""
 _STATS: Final = ("mean", "std", "p50", "p90", "p99")
@@ -106,6 +107,7 @@ def _own(run: ServeRun, figures: Figures) -> dict[str, Any]:
         **_spelled("queueing", figures.times["queueing"]),
         **_spelled("server_queue", figures.times["server_queue"]),
         "client": {**_spelled("lateness", figures.lateness), "cpu_share": run.cpu_share},
+        "busy": run.busy,
         "doubts": list(figures.doubts(run)),
         "e2els": [round(each.e2el, 6) if each.status == "completed" else 0.0 for each in run.outcomes],
     }
@@ -187,18 +189,19 @@ def sweep_table(runs: Iterable[tuple[str, Figures]]) -> Table:
 def compared_table(
     ratios: Mapping[str, Ratio], first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]
 ) -> Table:
-    """Table with one row for each compared value: the mean of each server over the rounds, their ratio, and its spread.
+    """Table with one row for each compared value: the median of each server over the rounds, their ratio, and its
+    spread.
 
     ``first`` and ``second`` are the records of the two servers, one per round.
     """
     rows = []
     for key, ratio in ratios.items():
-        means = [sum(record[key] for record in records) / len(records) for records in (first, second)]
-        between = "" if ratio.low is None else f"{ratio.low:.3f} to {ratio.high:.3f}"
+        medians = [statistics.median(record[key] for record in records) for records in (first, second)]
+        between = "-" if ratio.doubt else f"{ratio.low:.3f} to {ratio.high:.3f}"
         rows.append(
             [
                 _COMPARED_LABELS.get(key) or _time_label(key),
-                *(f"{mean:,.2f}" for mean in means),
+                *(f"{median:,.2f}" for median in medians),
                 f"{ratio.ratio:.3f}",
                 between,
                 f"{min(ratio.per_round):.3f}",
@@ -206,6 +209,20 @@ def compared_table(
             ]
         )
     return Table(["", "A", "B", "B / A", "95 % interval", "rounds from", "to"], rows, f"B over A, {len(first)} rounds")
+
+
+def compared_words(ratios: Mapping[str, Ratio], busy: Sequence[float]) -> str:
+    """Verdict of a comparison: what may be claimed about throughput and latencies, and the load of other programs.
+    ``busy`` has its share of the machine for each run."""
+    names = (("output_throughput", "throughput"), ("p50_ttft_ms", "median TTFT"), ("p50_tpot_ms", "median TPOT"))
+    sentences = [ratios[key].sentence("B", name, "A") for key, name in names if key in ratios]
+    if not sentences:
+        return "There is nothing to compare: a side answered no request."
+    return " ".join([*sentences, disturbance(busy)])
+
+
+def _busy(record: Mapping[str, Any]) -> list[float]:
+    return [run["chairlift"]["busy"] for runs in record["runs"].values() for run in runs]
 
 
 def _time_label(key: str) -> str:
@@ -228,7 +245,7 @@ def serve_report(
 ) -> Report:
     """Report of all runs. ``ratios`` and their table ``compared`` are given only when two servers were compared."""
     (run, _), *_ = next(iter(results.values()))
-    lead = _lead(results) if compared is None else _compared_lead(ratios)
+    lead = _lead(results) if compared is None else compared_words(ratios, _busy(record))
     return Report(record, f"Serving {run.server.model}", lead, _sections(results, facts, compared))
 
 
@@ -262,16 +279,6 @@ def _lead(results: Results) -> str:
             f". Half of the requests had their first token within {ttft.p50:,.0f} ms, 99 % within {ttft.p99:,.0f} ms."
         )
     return "\n\n".join(sentences) or "No request was answered."
-
-
-def _compared_lead(ratios: Mapping[str, Ratio]) -> str:
-    parts = []
-    for key, words in (("output_throughput", "output tokens/s"), ("p50_ttft_ms", "TTFT"), ("p50_tpot_ms", "TPOT")):
-        ratio = ratios.get(key)
-        if ratio is not None:
-            between = "" if ratio.low is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
-            parts.append(f"{'median ' * key.startswith('p50')}{words} {ratio.ratio:.2f}{between}")
-    return f"B / A: {', '.join(parts)}." if parts else "There is nothing to compare: a side answered no request."
 
 
 def _latency(results: Results) -> Iterator[Block]:

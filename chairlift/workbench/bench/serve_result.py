@@ -16,11 +16,11 @@ import numpy as np
 
 from chairlift.errors import ConfigError
 from chairlift.workbench.bench.serve_run import Outcome, ServeRun
+from chairlift.workbench.bench.verdict import Ratio, Sample
 
 __all__ = [
     "COMPARED",
     "Figures",
-    "Ratio",
     "Stats",
     "compare",
     "figures_of",
@@ -34,7 +34,6 @@ __all__ = [
 _SLO_NAMES: Final = ("ttft", "tpot", "e2el")
 _LATE_MS: Final = 10.0
 _BUSY: Final = 0.8
-_RESAMPLES: Final = 10_000
 
 
 def parse_goodput(items: Sequence[str]) -> dict[str, float]:
@@ -115,6 +114,13 @@ class Figures:
     cpu_share: float | None
     errors: Sequence[tuple[str, int, str]]
     """(kind of error, number of requests, example of a message); the most frequent kind comes first."""
+    busy: float = 0.0
+    """Share of this machine that other programs used, see :attr:`ServeRun.busy`."""
+
+    @property
+    def throughput(self) -> Sample:
+        """Output tokens per second, with the circumstances of the run."""
+        return Sample(self.output_throughput, self.seconds, self.busy)
 
     def doubts(self, run: ServeRun) -> Iterator[str]:
         """Reasons why the measured values may be misleading, as sentences for the user."""
@@ -195,6 +201,7 @@ def figures_of(run: ServeRun, slo: Mapping[str, float]) -> Figures:
         lateness=Stats.of(late),
         cpu_share=run.cpu_share,
         errors=[(kind, count, messages[kind]) for kind, count in kinds],
+        busy=run.busy,
     )
 
 
@@ -233,33 +240,19 @@ COMPARED: Final = (
 """Keys of the values in a JSON record that :func:`compare` compares."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ratio:
-    """Second server's value divided by the first's."""
-
-    ratio: float
-    """Geometric mean of the ratio over the rounds."""
-    low: float | None
-    """Lower end of the 95 % bootstrap interval over the rounds; ``high`` is its upper end. None with one round."""
-    high: float | None
-    per_round: tuple[float, ...]
-
-
 def compare(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> dict[str, Ratio]:
-    """Compare the records of two servers, which must have the same rounds. Returns key -> ratio.
+    """Compare the records of two servers, which must have the same rounds. Returns key -> ratio of the second server's
+    value to the first's.
 
     A key is left out if its value is missing or 0 in any round.
     """
     found = {}
-    rng = np.random.default_rng(0)
     for key in COMPARED:
-        pairs = [(one.get(key) or 0.0, other.get(key) or 0.0) for one, other in zip(first, second, strict=True)]
-        if not pairs or 0.0 in {value for pair in pairs for value in pair}:
-            continue
-        logs = np.log([other / one for one, other in pairs])
-        low = high = None
-        if len(logs) > 1:
-            means = rng.choice(logs, (_RESAMPLES, len(logs))).mean(axis=1)
-            low, high = np.exp(np.percentile(means, [2.5, 97.5])).tolist()
-        found[key] = Ratio(float(np.exp(logs.mean())), low, high, tuple(np.exp(logs).tolist()))
+        sides = [[record.get(key) or 0.0 for record in side] for side in (first, second)]
+        if sides[0] and 0.0 not in [*sides[0], *sides[1]]:
+            ours, theirs = (
+                [Sample(value, record["duration"], record["chairlift"]["busy"]) for value, record in pairs]
+                for pairs in (zip(sides[1], second, strict=True), zip(sides[0], first, strict=True))
+            )
+            found[key] = Ratio.of(ours, theirs)
     return found

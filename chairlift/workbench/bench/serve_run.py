@@ -218,6 +218,9 @@ class ServeRun:
     cpu_share: float | None
     """Fraction of one processor that the client used. None if client and engine run in the same process."""
     interrupted: bool
+    busy: float = 0.0
+    """Share of this machine that other programs used: during the run if the engine is in this process, otherwise just
+    before it, and only in a comparison of servers."""
 
 
 def fit(requests: Sequence[TracedRequest], max_tokens: int | None) -> tuple[list[TracedRequest], int]:

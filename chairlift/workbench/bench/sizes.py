@@ -11,6 +11,7 @@ from typing import Any
 from chairlift.workbench.bench import plots
 from chairlift.workbench.bench.report import Block, Facts, Report, Section, Table, Text
 from chairlift.workbench.bench.serve_result import Figures, Stats
+from chairlift.workbench.bench.verdict import Ratio, disturbance
 
 __all__ = ["Size", "best_words", "sizes_report", "sizes_table"]
 
@@ -55,7 +56,7 @@ def _best(sizes: Sequence[Size], batching: str) -> Size | None:
 
 
 def sizes_table(sizes: Sequence[Size]) -> Table:
-    """Table with one row for each size: medians over the rounds. ``*`` marks the best size of each batching mode."""
+    """Table with one row for each size: medians over the rounds. ``*`` marks the fastest size of each batching mode."""
     best = [_best(sizes, batching) for batching in dict.fromkeys(size.batching for size in sizes)]
     goodput = any(run.goodput is not None for size in sizes for run in size.runs)
     rows = []
@@ -71,26 +72,41 @@ def sizes_table(sizes: Sequence[Size]) -> Table:
         rows.append(row)
     rounds = max((len(size.runs) for size in sizes), default=0)
     header = ["", "output tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "E2EL p99", *["goodput"] * goodput]
-    caption = f"times in ms, medians of {rounds} round{'s' * (rounds != 1)}; * is the best of its kind"
+    caption = f"times in ms, medians of {rounds} round{'s' * (rounds != 1)}; * has the highest throughput of its kind"
     if any(size.batching == "static" for size in sizes):
         caption += "; a static batch delivers all tokens at its end, so it has no time per token"
     return Table([*header, "preempted", "failed"], rows, caption)
 
 
 def best_words(sizes: Sequence[Size]) -> str:
-    """Text that names the best size of each batching mode, and the ratio of their throughputs."""
+    """Text that names the fastest size of each batching mode, the ratio of their throughputs, and the load of other
+    programs. A size is called the best only if this may be claimed."""
     static, other = _best(sizes, "static"), _best(sizes, "continuous")
-    words = [
-        f"best {size.batching}: {size.slots} slots, {size.throughput:,.1f} output tokens/s"
-        for size in (static, other)
-        if size is not None
-    ]
+    words = [_named(size, sizes) for size in (static, other) if size is not None]
     if static is not None and other is not None and len(static.runs) == len(other.runs):
-        pairs = zip(static.runs, other.runs, strict=True)
-        ratios = [mine.output_throughput / theirs.output_throughput for theirs, mine in pairs]
-        spread = f" (rounds from {min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
-        words.append(f"{statistics.median(ratios):.2f} times the best static batches{spread}")
-    return "; ".join(words) or "no size answered every request"
+        rivals = sum(size.batching == "continuous" for size in sizes)
+        ours, theirs = ([run.throughput for run in size.runs] for size in (other, static))
+        ratio = Ratio.of(ours, theirs, rivals)
+        words.append(ratio.sentence("continuous batching", "throughput", "static batches").rstrip("."))
+    if not words:
+        return "no size answered every request"
+    return "; ".join([*words, disturbance([run.busy for size in sizes for run in size.runs]).rstrip(".")])
+
+
+def _named(size: Size, sizes: Sequence[Size]) -> str:
+    """Text with the number of slots and the throughput of the fastest size of its batching mode."""
+    text = f"{size.batching}: {size.slots} slots, {size.throughput:,.1f} output tokens/s"
+    rivals = [each for each in sizes if each.batching == size.batching and each.slots != size.slots]
+    ours = [run.throughput for run in size.runs]
+    equal = []
+    for rival in rivals:
+        if len(rival.runs) == len(size.runs) and not any(run.failed for run in rival.runs):
+            ratio = Ratio.of(ours, [run.throughput for run in rival.runs], len(rivals))
+            if ratio.doubt:
+                return f"fastest {text} (no claim: {ratio.doubt})"
+            if not ratio.larger:
+                equal.append(f"{rival.slots}")
+    return f"best {text}" if not equal else f"fastest {text} ({', '.join(equal)} slots are as fast within the noise)"
 
 
 def sizes_report(record: Mapping[str, Any], sizes: Sequence[Size], facts: Mapping[str, str]) -> Report:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from chairlift.workbench.bench import plots
 from chairlift.workbench.bench.report import Block, Facts, Report, Section, Table, Text
 from chairlift.workbench.bench.serve_result import Figures
+from chairlift.workbench.bench.verdict import Ratio, disturbance
 
 __all__ = ["KINDS", "Drafted", "Side", "sides_of", "speculation_report", "speculation_table", "speculation_words"]
 
@@ -74,10 +75,12 @@ class Side:
         found = [length for _, drafted in self.runs if (length := drafted.accepted_length) is not None]
         return statistics.median(found) if found else None
 
-    def ratios(self, other: Side) -> list[float]:
-        """Throughput divided by the throughput of ``other``, for each round."""
-        pairs = zip(self.runs, other.runs, strict=False)
-        return [mine.output_throughput / theirs.output_throughput for (mine, _), (theirs, _) in pairs]
+    def ratio(self, other: Side) -> Ratio:
+        """Throughput divided by the throughput of ``other``, in the rounds that both have."""
+        pairs = [
+            (mine.throughput, theirs.throughput) for (mine, _), (theirs, _) in zip(self.runs, other.runs, strict=False)
+        ]
+        return Ratio.of([mine for mine, _ in pairs], [theirs for _, theirs in pairs])
 
 
 def sides_of(settings: Mapping[str, Any], sizes: Sequence[int]) -> list[tuple[str, int, dict[str, Any]]]:
@@ -97,9 +100,8 @@ def speculation_table(sides: Sequence[Side]) -> Table:
     plain = {side.slots: side for side in sides if side.kind == KINDS[2][0]}
     rows = []
     for side in sides:
-        ratios = side.ratios(plain[side.slots]) if side.slots in plain else []
         row = [f"{side.slots} slots, {side.kind}", f"{side.throughput:,.1f}"]
-        row.append(f"{statistics.median(ratios):.2f}" if ratios else "-")
+        row.append(f"{side.ratio(plain[side.slots]).ratio:.2f}" if side.slots in plain else "-")
         values = [side.time("tpot", "p50"), side.time("tpot", "p99"), side.time("e2el", "p50")]
         row += ["-" if value is None else f"{value:,.1f}" for value in values]
         length = side.accepted_length
@@ -123,14 +125,14 @@ def speculation_words(sides: Sequence[Side]) -> str:
         others = [by_name.get((kind, slots)) for kind in (KINDS[2][0], KINDS[1][0])]
         if with_drafts is None or None in others:
             continue
-        plain, static = (_spread(with_drafts.ratios(other)) for other in others if other is not None)
-        words.append(f"{slots} slots: {plain} times without drafts, {static} times static batches with drafts")
-    return "continuous batches with drafts, " + "; ".join(words) if words else "nothing was compared"
-
-
-def _spread(ratios: Sequence[float]) -> str:
-    spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
-    return f"{statistics.median(ratios):.2f}{spread}"
+        plain, static = (with_drafts.ratio(other) for other in others if other is not None)
+        words += [
+            plain.sentence(f"with {slots} slots, continuous batching with drafts", "throughput", "the same without"),
+            static.sentence(f"with {slots} slots, it", "throughput", "static batches with drafts"),
+        ]
+    if not words:
+        return "nothing was compared"
+    return " ".join([*words, disturbance([figures.busy for side in sides for figures, _ in side.runs])])
 
 
 def speculation_report(record: Mapping[str, Any], sides: Sequence[Side], facts: Mapping[str, str]) -> Report:
@@ -151,6 +153,6 @@ def speculation_report(record: Mapping[str, Any], sides: Sequence[Side], facts: 
     return Report(
         record,
         "What drafts gain",
-        f"{lead[:1].upper()}{lead[1:]}.",
+        lead[:1].upper() + lead[1:],
         [Section("Drafts", blocks()), Section("Settings", [Facts(facts)])],
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -23,20 +22,30 @@ from chairlift.workbench.bench.serve_run import fit
 from chairlift.workbench.bench.tune_lab import TRUSTED, Lab, MakeCore, Traffic
 from chairlift.workbench.bench.tune_measured import longest_run, measured_candidates, measured_score
 from chairlift.workbench.bench.tune_search import GOODPUT, KEEPING, PREEMPTED, Judge, Score, Space, search, shortfall
-from chairlift.workbench.bench.tune_state import FIRST_LOOK, Figures, Setting, State
+from chairlift.workbench.bench.tune_state import FIRST_LOOK, Figures, Setting, State, Trial
+from chairlift.workbench.bench.verdict import MIN_ROUNDS, Estimate, Ratio, Sample
 from chairlift.workbench.workload.trace import TracedRequest
 
-__all__ = ["SEARCHED", "Findings", "Question", "Ratio", "Refuted", "claimed_rate", "refuted_by", "tune"]
+__all__ = [
+    *("REPEATS", "SEARCHED", "Confirmed", "Findings", "Question", "Refuted"),
+    *("capacity_of", "claimed_rate", "refuted_by", "tune"),
+]
 
 SEARCHED: Final = tuple(field.name for field in dataclasses.fields(Setting) if field.name not in ("batching", "drafts"))
 """Names of the settings that are searched, unless the user gives them."""
 
 _MOST_SIMULATED: Final = 2000
 _LEAST_PACED: Final = 100
-_LEARN_UNTIL, _SEARCH_UNTIL, _ROUNDS_UNTIL, _PACE_UNTIL, _ONE_PACED = 0.12, 0.45, 0.8, 0.96, 0.1
+_LEARN_UNTIL, _SEARCH_UNTIL, _ROUNDS_UNTIL, _PACE_UNTIL, _ONE_PACED = 0.12, 0.35, 0.65, 0.96, 0.1
 """Fractions of the time limit: the end of each part of the search, and the maximum length of one run at a given
 rate."""
-_ROUNDS, _MOST_ROUNDS, _NARROW = 3, 5, 0.1
+_ROUNDS: Final = 8
+"""Number of rounds. It is fixed before the first one: if it depended on the results, the intervals would be too
+narrow."""
+REPEATS: Final = 3
+"""Number of real runs that must meet the targets at a rate before the rate is claimed."""
+_PACED_SECONDS: Final = 5.0
+"""Minimum time over which the requests of such a run arrive."""
 _OFF: Final = 0.2
 _ALIKE: Final = 1.02
 _SLACK: Final = 1.15
@@ -62,19 +71,19 @@ class Question:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ratio:
-    """Ratio of the throughputs of two settings: mean over the rounds, and the 95 % bootstrap interval of the mean."""
+class Confirmed:
+    """A rate at which several real runs of a setting met the latency targets."""
 
-    mean: float
-    low: float
+    rate: float
+    """Claimed rate in requests per second: the smallest of the rate of arrivals, the requests that each run completed
+    per second, and the measured throughput."""
+    arrivals: float
+    """Number of requests per second that arrived in the runs."""
+    runs: int
+    seconds: float
+    """Duration of the shortest run."""
     high: float
-    rounds: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Ratio:
-        rng = random.Random(0)
-        means = sorted(statistics.fmean(rng.choices(values, k=len(values))) for _ in range(2000))
-        return cls(statistics.fmean(values), means[49], means[-50], len(values))
+    """Upper end of the interval of the measured throughput. No rate above it can be kept up."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +121,8 @@ class Findings:
     """Whether settings were compared by the highest rate at which they meet the latency targets."""
     tight: bool
     """Whether the KV cache is too small for some settings, so that requests are preempted."""
+    contestants: int = 1
+    """Number of settings with continuous batching that ran in the rounds, besides the defaults."""
     drafts: bool = False
     """Whether the user gave ``speculative_config``, so that settings are compared with and without drafts."""
     settings: dict[str, Setting] = dataclasses.field(default_factory=dict)
@@ -121,9 +132,10 @@ class Findings:
     """Whether the simulator fits this machine now. If not, no simulated result is used."""
     fit_error: float | None = None
     """Median relative error of the simulator's cost model, on real steps of this traffic."""
-    confirmed_rate: float | None = None
-    """Highest rate in requests per second at which a real run of the chosen settings met the targets. The run must be
-    long enough to show a backlog, and no real run at this or a lower rate may have missed the targets."""
+    confirmed: Confirmed | None = None
+    """Highest rate at which real runs of the chosen settings met the targets, see :func:`claimed_rate`."""
+    met_once: tuple[float, int] | None = None
+    """(rate, number of real runs that met the targets at this rate), if these runs were too few for a claim."""
     refuted: list[Refuted] = dataclasses.field(default_factory=list)
     """Real runs of the chosen settings and of the candidates that missed a target."""
     full_count: int = 0
@@ -138,6 +150,9 @@ class Findings:
     ``static_best``: chosen settings divided by the better static settings. ``equal``: settings ``equal`` divided by
     settings ``static``. ``drafts``: chosen settings with drafts divided by the same without. ``static_drafts``: the
     better static settings with drafts divided by the same without."""
+    latency: Ratio | None = None
+    """p99 latency of the chosen settings divided by that of ``static_best``, in the runs at the rate ``pace``, or with
+    all requests at once. None if both did not run."""
     accuracy: dict[str, float] = dataclasses.field(default_factory=dict)
     """Role -> simulated throughput divided by measured throughput."""
     by_slots: list[tuple[int, Figures]] = dataclasses.field(default_factory=list)
@@ -151,6 +166,10 @@ class Findings:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["traffic"], fields["by_slots"]
         fields["refuted"] = [dataclasses.asdict(each) for each in self.refuted]
+        fields |= {
+            name: None if value is None else dataclasses.asdict(value)
+            for name, value in (("confirmed", self.confirmed), ("latency", self.latency))
+        }
         for name in ("settings", "ratios"):
             fields[name] = {role: dataclasses.asdict(value) for role, value in fields[name].items()}
         return fields | {"scores": {role: score._asdict() for role, score in self.scores.items()}}
@@ -188,8 +207,11 @@ def tune(
     shape: ModelShape,
     clock: Clock,
     say: Callable[[str], None],
+    other_load: Callable[[], float] = lambda: 0.0,
 ) -> Findings:
     """Tune the settings for the traffic of ``question``. Runs that ``state`` already contains are not repeated.
+
+    ``other_load`` returns the share of the machine that other programs used since the previous call.
 
     Raises ConfigError for an invalid question. A KeyboardInterrupt loses only the current run, because ``state`` is
     saved after each run.
@@ -199,7 +221,9 @@ def tune(
     fixed = {name: value for name, value in question.fixed.items() if name not in SEARCHED}
     defaults = _defaults(question.fixed)
     max_rows = pinned.get("max_num_seqs", _max_rows(len(question.requests), defaults.max_num_seqs))
-    lab = Lab(state, make_core, fixed, max_rows=max_rows, on_trial=lambda: timer.tell(_done(lab)))
+    lab = Lab(
+        state, make_core, fixed, max_rows=max_rows, on_trial=lambda: timer.tell(_done(lab)), other_load=other_load
+    )
     if lab.deployment is None:
         timer.stage("1 of 5, timing steps of the model on this machine")
         lab.fit(machine, shape)
@@ -236,6 +260,7 @@ def tune(
     if not lab.trusted:
         findings.scores = {role: measured_score(lab, setting) for role, setting in findings.settings.items()}
     _by_slots(findings, lab, _space({}, max_rows).rows)
+    findings.latency = _latency(findings, lab)
     _conclude(findings, lab)
     return findings
 
@@ -380,6 +405,7 @@ def _rounds(findings: Findings, lab: Lab, candidates: Sequence[Setting], timer: 
     """
     timer.stage(f"4 of 5, real runs, {findings.traffic.crowd}")
     settings = _contestants(findings, candidates)
+    findings.contestants = sum(each.batching == "continuous" for each in settings) - 1
     done = sorted({(trial.count, trial.round) for trial in lab.state if (trial.round or 0) >= 0 and trial.beside})
     count = done[0][0] if done else _full_count(findings, lab, settings, timer)
     findings.full_count = count
@@ -388,7 +414,7 @@ def _rounds(findings: Findings, lab: Lab, candidates: Sequence[Setting], timer: 
         return all(lab.state.find(setting, None, count, number) is not None for setting in settings)
 
     longest = sum(lab.expected_seconds(setting, None, findings.count) for setting in settings) * count / findings.count
-    while findings.rounds < _MOST_ROUNDS:
+    while findings.rounds < _ROUNDS:
         number = findings.rounds
         if not complete(number):
             if timer.left_until(_ROUNDS_UNTIL) < longest:
@@ -401,14 +427,10 @@ def _rounds(findings: Findings, lab: Lab, candidates: Sequence[Setting], timer: 
                 lab.measure(settings[(index + number) % len(settings)], None, count, number)
             longest = timer.spent() - begin
         findings.rounds += 1
-        if findings.rounds >= _ROUNDS:
-            ratio = _ratio(findings, lab, candidates[0], findings.settings["static_best"])
-            if ratio.high - ratio.low < _NARROW * ratio.mean:
-                break
 
 
 def _full_count(findings: Findings, lab: Lab, settings: Sequence[Setting], timer: _Timer) -> int:
-    """Number of requests per run, chosen so that three rounds fit into the time. A run has at least two static
+    """Number of requests per run, chosen so that all rounds fit into the time. A run has at least two static
     batches."""
     seconds = sum(lab.expected_seconds(setting, None, findings.count) for setting in settings)
     share = timer.left_until(_ROUNDS_UNTIL) / (_ROUNDS * _SLACK * seconds)
@@ -416,15 +438,31 @@ def _full_count(findings: Findings, lab: Lab, settings: Sequence[Setting], timer
     return max(minimum, min(findings.count, round(share * findings.count)))
 
 
+def _trials(findings: Findings, lab: Lab, setting: Setting) -> list[Trial]:
+    """The real runs of a setting, one per complete round."""
+    runs = [lab.state.find(setting, None, findings.full_count, number) for number in range(findings.rounds)]
+    return [trial for trial in runs if trial is not None]
+
+
 def _runs(findings: Findings, lab: Lab, setting: Setting) -> list[Figures]:
     """Results of the real runs of a setting, one per complete round."""
-    runs = [lab.state.find(setting, None, findings.full_count, number) for number in range(findings.rounds)]
-    return [trial.figures for trial in runs if trial is not None]
+    return [trial.figures for trial in _trials(findings, lab, setting)]
 
 
-def _ratio(findings: Findings, lab: Lab, one: Setting, other: Setting) -> Ratio:
-    pairs = zip(_runs(findings, lab, one), _runs(findings, lab, other), strict=True)
-    return Ratio.of([a.output_tokens_per_second / b.output_tokens_per_second for a, b in pairs])
+def _ratio(findings: Findings, lab: Lab, one: Setting, other: Setting, comparisons: int = 1) -> Ratio:
+    """Ratio of the throughputs of two settings. ``one`` was chosen among so many settings by these runs."""
+    mine, theirs = (
+        [trial.sample("output_tokens_per_second") for trial in _trials(findings, lab, each)] for each in (one, other)
+    )
+    return Ratio.of(mine, theirs, comparisons)
+
+
+def capacity_of(state: State, setting: Setting) -> Estimate | None:
+    """Requests per second of a setting when all requests arrive at once, in the real runs. None without such a run."""
+    trials = [each for each in state if each.setting == setting and each.rate is None and each.round is not None]
+    chosen = [each for each in trials if each.beside] or trials
+    samples = [each.sample("requests_per_second") for each in chosen if each.figures.requests]
+    return Estimate.of(samples) if samples else None
 
 
 def _best_static(findings: Findings, lab: Lab) -> None:
@@ -444,15 +482,11 @@ def _choose(findings: Findings, lab: Lab, candidates: list[Setting], timer: _Tim
     if findings.by_rate and findings.drafts and findings.rounds:
         rated = [max(each, _without(each), key=lambda each: _median(_runs(findings, lab, each))) for each in rated]
     if findings.by_rate:
-        chosen = _confirm(findings, lab, rated, timer)
+        chosen = _confirm(findings, lab, rated, _first_rate(findings, lab, rated[0]), timer)
     elif findings.rounds:
         rated = list(dict.fromkeys([*rated, settings["equal"]]))
         rated += [_without(each) for each in rated if findings.drafts]
-        medians = {each: _median(_runs(findings, lab, each)) for each in rated}
-        allowed = [each for each in rated if _holds(_runs(findings, lab, each))]
-        chosen = max(allowed or rated[:1], key=lambda each: medians[each])
-        if default in allowed and medians[default] * _ALIKE >= medians[chosen]:
-            chosen = default  # other settings must have a measured gain
+        chosen = _fastest(findings, lab, rated)
     else:
         chosen = rated[0]
     with_drafts = dataclasses.replace(chosen, drafts=True)  # the simulator says nothing about drafts
@@ -468,13 +502,36 @@ def _choose(findings: Findings, lab: Lab, candidates: list[Setting], timer: _Tim
         findings.scores |= {role: _score(findings, lab, settings[role]) for role in ("other", "static_plain")}
     confirmed = claimed_rate(lab.state, lab.traffic, chosen)
     findings.pace = findings.traffic.rate or (
-        (confirmed or findings.scores["chosen"].rate) if findings.by_rate else None
+        (confirmed.arrivals if confirmed else findings.scores["chosen"].rate) if findings.by_rate else None
     )
     if findings.pace is not None:
         _paced(findings, lab, findings.pace, timer)
     if findings.by_rate:
-        findings.confirmed_rate = claimed_rate(lab.state, lab.traffic, chosen)
+        if confirmed is not None and claimed_rate(lab.state, lab.traffic, chosen) is None:  # refuted by a later run
+            _confirm(findings, lab, [chosen], confirmed.arrivals * _DOWN, timer)
+        findings.confirmed = claimed_rate(lab.state, lab.traffic, chosen)
         findings.refuted = refuted_by(lab, [chosen, *rated])
+        met = _met(lab.state, lab.traffic, chosen)
+        highest = max(met, default=None)
+        findings.met_once = None if findings.confirmed is not None or highest is None else (highest, len(met[highest]))
+
+
+def _fastest(findings: Findings, lab: Lab, rated: Sequence[Setting]) -> Setting:
+    """Choose the setting with the highest throughput in the rounds. Settings must have a gain that may be claimed over
+    the defaults, unless the defaults miss the targets or preempt many requests."""
+    default = findings.settings["default"]
+    medians = {each: _median(_runs(findings, lab, each)) for each in rated}
+    allowed = [each for each in rated if _holds(_runs(findings, lab, each))]
+    best = max(allowed or rated[:1], key=lambda each: medians[each])
+    if default in allowed and best != default:
+        gain = _ratio(findings, lab, best, default, _others(findings))
+        return best if gain.larger else default
+    return best
+
+
+def _others(findings: Findings) -> int:
+    """Number of settings from which the chosen one is chosen by the rounds, besides the defaults."""
+    return max(1, findings.contestants)
 
 
 def _score(findings: Findings, lab: Lab, setting: Setting) -> Score:
@@ -495,13 +552,12 @@ def _median(runs: Sequence[Figures]) -> float:
     return statistics.median(each.output_tokens_per_second for each in runs)
 
 
-def _confirm(findings: Findings, lab: Lab, rated: list[Setting], timer: _Timer) -> Setting:
+def _confirm(findings: Findings, lab: Lab, rated: list[Setting], rate: float | None, timer: _Timer) -> Setting:
     """Find the setting that meets the latency targets at the highest rate on the real engine.
 
-    The first rate comes from the simulator, or from the throughput of real runs with all requests at once. After a
-    failed run, the next rate is lower than the failed rate and lower than the throughput of the failed run.
+    ``rate`` is tried first. After a failed run, the next rate is lower than the failed rate and lower than the
+    throughput of the failed run.
     """
-    rate = _first_rate(findings, lab, rated[0])
     if rate is None:
         return rated[0]
     for attempt in range(_MOST_RATES):
@@ -510,51 +566,85 @@ def _confirm(findings: Findings, lab: Lab, rated: list[Setting], timer: _Timer) 
             break
         lower = rate * _DOWN
         for setting in rated if attempt == 0 else rated[:1]:
-            if timer.left_until(_PACE_UNTIL) < 1.2 * count / rate and lab.state.find(setting, rate, count, 0) is None:
-                return rated[0]
-            figures = lab.measure(setting, rate, count)
-            if not shortfall(figures) and claimed_rate(lab.state, lab.traffic, setting) is not None:
+            missed = _repeat(findings, lab, setting, rate, count, timer)
+            if missed is None:
+                return rated[0] if attempt else setting
+            if not missed:
                 return setting
-            if shortfall(figures) and setting == rated[0]:
-                lower = min(lower, _BELOW * figures.requests_per_second)
+            if setting == rated[0]:
+                lower = min(lower, _BELOW * missed[-1].requests_per_second)
         rate = lower
     return rated[0]
 
 
+def _repeat(
+    findings: Findings, lab: Lab, setting: Setting, rate: float, count: int, timer: _Timer
+) -> list[Figures] | None:
+    """Run a setting at a rate until a run misses the targets, or :data:`REPEATS` runs met them.
+
+    Returns the results of the runs that missed the targets. None if there was no time for all runs.
+    """
+    for number in range(REPEATS):
+        known = lab.state.find(setting, rate, count, number)
+        if known is None and timer.left_until(_PACE_UNTIL) < 1.2 * count / rate:
+            return None
+        figures = lab.measure(setting, rate, count, number)
+        if shortfall(figures):
+            return [figures]
+    return []
+
+
 def _first_rate(findings: Findings, lab: Lab, setting: Setting) -> float | None:
+    """First rate to try: from the simulator, but below the throughput of real runs with all requests at once."""
     if not lab.trusted:
         runs = [each for each in lab.state if each.setting == setting and each.rate is None and each.round is not None]
-        return max((each.figures.requests_per_second for each in runs), default=None)
-    rate = _score(findings, lab, setting).rate
+        highest = max((each.figures.requests_per_second for each in runs), default=None)
+        return None if highest is None else _BELOW * highest
+    rate, capacity = _score(findings, lab, setting).rate, capacity_of(lab.state, setting)
     if rate is None:
         findings.notes.append("No setting meets the targets for 99 of 100 requests, even at a low rate.")
-    return rate
+        return None
+    return rate if capacity is None else min(rate, _BELOW * capacity.low)
 
 
 def _paced_count(findings: Findings, timer: _Timer, rate: float) -> int | None:
     """Number of requests for one run at a rate, limited by the time. None if the time allows too few requests."""
-    enough = findings.traffic.enough(rate, findings.count)
+    enough = findings.traffic.enough(rate, findings.count, _PACED_SECONDS)
     count = min(enough, int(rate * _ONE_PACED * timer.limit))
     return count if count >= min(_LEAST_PACED, findings.count) else None
 
 
-def claimed_rate(state: State, traffic: Traffic, setting: Setting) -> float | None:
-    """Highest rate at which a real run of the setting met the latency targets. None if there is no such run.
+def _met(state: State, traffic: Traffic, setting: Setting) -> dict[float, list[Trial]]:
+    """Rate -> real runs of the setting that met the latency targets at this rate.
 
-    The run must be long enough to show a backlog, and no real run of the setting at this or a lower rate may have
-    missed the targets.
+    A run must be long enough to show a backlog, and no real run of the setting at this or a lower rate may have missed
+    the targets.
     """
-    runs = [each for each in state if each.setting == setting and each.rate is not None and each.round is not None]
+    runs = [each for each in state if each.setting == setting and each.round is not None]
     broken = min((each.rate for each in runs if each.rate and shortfall(each.figures)), default=math.inf)
-    rates = [
-        each.rate
-        for each in runs
-        if each.rate is not None
-        and each.rate < broken
-        and not shortfall(each.figures)
-        and each.count >= traffic.enough(each.rate, 1)
+    found: dict[float, list[Trial]] = {}
+    for each in runs:
+        if each.rate is not None and each.rate < broken and each.count >= traffic.enough(each.rate, 1, _PACED_SECONDS):
+            found.setdefault(each.rate, []).append(each)
+    return found
+
+
+def claimed_rate(state: State, traffic: Traffic, setting: Setting) -> Confirmed | None:
+    """Highest rate at which :data:`REPEATS` real runs of the setting met the latency targets. None if there is no such
+    rate. The claimed rate is never above the measured throughput of the setting."""
+    capacity = capacity_of(state, setting)
+    claims = [
+        Confirmed(
+            rate=min(rate, capacity.low if capacity else rate, *(each.figures.requests_per_second for each in runs)),
+            arrivals=rate,
+            runs=len(runs),
+            seconds=min(each.figures.seconds for each in runs),
+            high=capacity.high if capacity else math.inf,
+        )
+        for rate, runs in _met(state, traffic, setting).items()
+        if len(runs) >= REPEATS
     ]
-    return max(rates, default=None)
+    return max(claims, key=lambda each: each.rate, default=None)
 
 
 def refuted_by(lab: Lab, settings: Sequence[Setting]) -> list[Refuted]:
@@ -577,14 +667,19 @@ def refuted_by(lab: Lab, settings: Sequence[Setting]) -> list[Refuted]:
 
 
 def _paced(findings: Findings, lab: Lab, pace: float, timer: _Timer) -> None:
+    """Make the runs at a given rate, which measure latencies. The two sides of the verdict run in several rounds."""
     count = _paced_count(findings, timer, pace)
     findings.paced_count = count or findings.count
     roles = ("chosen", "other", "static_best", "default", "static", "equal", "static_plain")
-    for setting in (findings.settings[role] for role in roles if role in findings.settings):
-        expected = lab.expected_seconds(setting, pace, findings.paced_count)
-        known = lab.state.find(setting, pace, findings.paced_count, 0) is not None
-        if count is not None and (known or timer.left_until(_PACE_UNTIL) > 1.2 * expected):
-            lab.measure(setting, pace, count)
+    settings = list(dict.fromkeys(findings.settings[role] for role in roles if role in findings.settings))
+    sides = list(dict.fromkeys(findings.settings[role] for role in ("chosen", "static_best")))
+    for number in range(MIN_ROUNDS):
+        turn = settings if number == 0 else sides[:: 1 if number % 2 else -1]
+        for setting in turn:
+            expected = lab.expected_seconds(setting, pace, findings.paced_count)
+            known = lab.state.find(setting, pace, findings.paced_count, number) is not None
+            if count is not None and (known or timer.left_until(_PACE_UNTIL) > 1.2 * expected):
+                lab.measure(setting, pace, count, number)
 
 
 def _by_slots(findings: Findings, lab: Lab, rows: Sequence[int]) -> None:
@@ -596,6 +691,22 @@ def _by_slots(findings: Findings, lab: Lab, rows: Sequence[int]) -> None:
             findings.by_slots.append((slots, lab.simulate(setting, None, findings.count)))
         elif (trial := longest_run(lab.state, setting)) is not None:
             findings.by_slots.append((slots, trial.figures))
+
+
+def _latency(findings: Findings, lab: Lab) -> Ratio | None:
+    """p99 latencies of the chosen settings divided by those of the best static batches, in the same rounds."""
+    sides = (findings.settings["chosen"], findings.settings["static_best"])
+    paced = findings.pace is not None
+    rate, count = (findings.pace, findings.paced_count) if paced else (None, findings.full_count)
+    pairs: list[tuple[Sample, Sample]] = []
+    for number in range(MIN_ROUNDS if paced else findings.rounds):
+        mine, theirs = (lab.state.find(each, rate, count, number) for each in sides)
+        if mine is not None and theirs is not None and theirs.figures.e2el_p99 > 0 < mine.figures.e2el_p99:
+            pairs.append((mine.sample("e2el_p99"), theirs.sample("e2el_p99")))
+    if not pairs:
+        return None
+    rivals = 1 if paced else _others(findings)  # the runs at a rate did not choose the settings
+    return Ratio.of([mine for mine, _ in pairs], [theirs for _, theirs in pairs], rivals)
 
 
 # --- conclusions -----------------------------------------------------------------------------------------------------
@@ -628,14 +739,15 @@ def _conclude(findings: Findings, lab: Lab) -> None:
         return
     if findings.rounds < _ROUNDS:
         notes.append(
-            "There was no time for three rounds of real runs, so the intervals say little. Raise --time-limit."
+            f"There was no time for {_ROUNDS} rounds of real runs, so the intervals are wide. Raise --time-limit."
         )
+    others = _others(findings)
     findings.ratios = {
         "static_best": min(
-            (_ratio(findings, lab, settings["chosen"], settings[role]) for role in ("static_best", "static")),
-            key=lambda ratio: ratio.mean,
+            (_ratio(findings, lab, settings["chosen"], settings[role], others) for role in ("static_best", "static")),
+            key=lambda ratio: ratio.ratio,
         ),
-        "default": _ratio(findings, lab, settings["chosen"], settings["default"]),
+        "default": _ratio(findings, lab, settings["chosen"], settings["default"], others),
         "equal": _ratio(findings, lab, settings["equal"], settings["static"]),
     }
     if findings.drafts:
@@ -662,14 +774,13 @@ def _tell_of_rates(findings: Findings) -> None:
     for each in findings.refuted[:_MOST_RATES]:
         kept = "" if each.goodput is None else f" the targets were met for {each.goodput:.1%} of the requests,"
         preempted = f" {each.preemption_rate:.1%} were preempted," if each.preemption_rate > PREEMPTED else ""
-        grew = f" the backlog grew ({each.keeping:.0%} kept up)," if each.keeping < KEEPING else ""
+        grew = f" {each.keeping:.0%} as many requests ended as arrived," if each.keeping < KEEPING else ""
         findings.notes.append(
             f"Refuted by a real run: at {each.rate:.3g} requests/s,{kept}{preempted}{grew} and {each.completed:.3g}"
             f" were completed per second ({each.setting})."
         )
-    if findings.by_rate and findings.confirmed_rate is None:
+    if findings.by_rate and findings.confirmed is None:
         findings.notes.append(
-            "No real run confirmed a rate that meets the targets."
-            + ("" if findings.refuted else " There was no time for one that is far longer than the promise.")
-            + " Raise --time-limit."
+            f"No rate was confirmed: that takes {REPEATS} real runs which are far longer than the targets and last at"
+            f" least {_PACED_SECONDS:g} s. Raise --time-limit."
         )

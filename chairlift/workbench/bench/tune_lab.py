@@ -21,6 +21,7 @@ from chairlift.replay.replay import RequestTiming, serve_trace, simulated_core
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.workbench.bench.offline import WARM_UP
 from chairlift.workbench.bench.tune_state import Figures, Setting, State, Trial, keeping_up, kept_latencies
+from chairlift.workbench.bench.verdict import MIN_SECONDS
 from chairlift.workbench.workload.trace import TracedRequest
 
 __all__ = ["TRUSTED", "Lab", "MakeCore", "Traffic"]
@@ -33,6 +34,7 @@ _LONG: Final = 5.0
 """Time over which the requests of a run arrive, as a multiple of the longest latency target. It applies to runs at a
 given request rate."""
 _MOST_REPEATED: Final = 20_000
+_MOST_PASSES: Final = 1000
 _OTHER: Final = 0x1E37_79B9_7F4A_7C15
 _MAX_ID: Final = 1 << 62
 TRUSTED: Final = 0.2
@@ -84,12 +86,12 @@ class Traffic:
         targets = (ms for each in self.requests for ms in (each.ttft_ms, each.deadline_ms) if ms is not None)
         return max(targets, default=0.0) / 1000
 
-    def enough(self, rate: float, minimum: int) -> int:
+    def enough(self, rate: float, minimum: int, seconds: float = 0.0) -> int:
         """Number of requests of a run at ``rate``, at least ``minimum``, so that a growing backlog misses a target.
 
-        The requests arrive over several times the longest latency target.
+        The requests arrive over several times the longest latency target, and over at least ``seconds``.
         """
-        return max(minimum, min(_MOST_REPEATED, math.ceil(rate * _LONG * self.longest_promise) + 1))
+        return max(minimum, min(_MOST_REPEATED, math.ceil(rate * max(seconds, _LONG * self.longest_promise)) + 1))
 
     def at(self, rate: float | None, count: int) -> list[TracedRequest]:
         """The first ``count`` requests, arriving at ``rate`` requests per second. None: all arrive at once.
@@ -136,13 +138,16 @@ class Lab:
         *,
         max_rows: int,
         on_trial: Callable[[], None],
+        other_load: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Create a lab.
 
         ``fixed`` has the settings of all runs. ``max_rows`` is the largest max_num_seqs that will be tried.
-        ``on_trial`` is called after each new run.
+        ``on_trial`` is called after each new run. ``other_load`` returns the share of the machine that other programs
+        used since the previous call.
         """
         self.state, self.deployment = state, state.deployment
+        self._other_load = other_load
         self._make_core, self._fixed, self._max_rows, self._on_trial = make_core, dict(fixed), max_rows, on_trial
         self.traffic = Traffic([])
         self.simulations = self.runs = 0
@@ -203,9 +208,9 @@ class Lab:
 
     def expected_seconds(self, setting: Setting, rate: float | None, count: int) -> float:
         """Expected duration of a real run in seconds: simulated, or estimated from earlier runs if the simulator is not
-        trusted."""
+        trusted. Each run of a round has at least the minimum duration of a claim."""
         if self.trusted:
-            return self.simulate(setting, rate, count).seconds
+            return max(self.simulate(setting, rate, count).seconds, MIN_SECONDS if rate is None else 0.0)
         runs = [trial for trial in self.state if trial.round is not None and trial.rate is None]
         known = [trial for trial in runs if trial.setting == setting] or runs
         per_request = max((trial.figures.seconds / trial.count for trial in known), default=0.0)
@@ -237,14 +242,19 @@ class Lab:
         return trial.figures
 
     def measure(self, setting: Setting, rate: float | None, count: int, round_: int = 0) -> Figures:
-        """Run the first ``count`` requests with a setting on the real engine, after a warm-up."""
+        """Run the first ``count`` requests with a setting on the real engine, after a warm-up.
+
+        A run of a round in which all requests arrive at once serves them as often as a claim needs, each time with an
+        empty prefix cache.
+        """
         known = self.state.find(setting, rate, count, round_)
         if known is not None:
             return known.figures
         core, limits = self._make_core({**self._fixed, **setting.flat()})
         try:
             serve_trace(core, WARM_UP, limits)
-            trial = self._serve(core, limits, setting, rate, count, round_)
+            shortest = MIN_SECONDS if rate is None and round_ >= 0 else 0.0
+            trial = self._serve(core, limits, setting, rate, count, round_, shortest)
             if rate is None:
                 self._compare(_steps_of(core))
         finally:
@@ -261,13 +271,22 @@ class Lab:
         rate: float | None,
         count: int,
         round_: int | None,
+        shortest: float = 0.0,
     ) -> Trial:
         timings: list[RequestTiming] = []
         requests = self.traffic.at(rate, count)
-        before = _drafted(core)
-        served = serve_trace(core, requests, limits, timings, max_concurrency=self.traffic.users)
+        before, passes, seconds = _drafted(core), list[Figures](), 0.0
+        if round_ is not None:
+            self._other_load()
+        while not passes or (seconds < shortest and len(passes) < _MOST_PASSES):
+            core.kv.forget_all(())
+            timings = []
+            served = serve_trace(core, requests, limits, timings, max_concurrency=self.traffic.users)
+            passes.append(Figures.of(served, 1.0 if rate is None else keeping_up(timings, core.clock.now())))
+            seconds += served.seconds
+        busy = 0.0 if round_ is None else self._other_load()
         rows, accepted = (new - old for new, old in zip(_drafted(core), before, strict=True))
-        figures = Figures.of(served, 1.0 if rate is None else keeping_up(timings, core.clock.now()))
+        figures = Figures.together(passes)
         trial = Trial(
             setting=setting,
             rate=rate,
@@ -275,6 +294,7 @@ class Lab:
             round=round_,
             figures=dataclasses.replace(figures, accepted_length=1 + accepted / rows if rows else None),
             latencies=[] if round_ is None else kept_latencies(timings),
+            busy=busy,
         )
         if self.state.deployment is not None:  # results of the first cost model are not stored
             self.state.add(trial)

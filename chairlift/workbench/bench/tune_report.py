@@ -16,10 +16,11 @@ from chairlift.config import BUNDLED_MODEL
 from chairlift.workbench.bench import plots
 from chairlift.workbench.bench.machine import Machine
 from chairlift.workbench.bench.report import Block, Facts, Report, Section, Table, Text
-from chairlift.workbench.bench.tune import Findings, Ratio, claimed_rate
+from chairlift.workbench.bench.tune import REPEATS, Findings, capacity_of, claimed_rate
 from chairlift.workbench.bench.tune_measured import longest_run
 from chairlift.workbench.bench.tune_search import GOODPUT, PREEMPTED, shortfall
 from chairlift.workbench.bench.tune_state import Figures, Setting, State, Trial
+from chairlift.workbench.bench.verdict import Ratio, disturbance, times
 
 __all__ = ["Answer", "Column", "columns", "config_lines", "printed", "tune_report", "verdict"]
 
@@ -30,8 +31,8 @@ All at once means that every request arrives at the start, so the machine always
 throughput. """
 _USERS: Final = "Each user waits for an answer before the next request is sent: a slow server gets fewer requests. "
 _ABOUT: Final = """\
-If the traffic has a rate, latencies are measured at this rate. Otherwise all requests arrive at once and wait for each
-other, so the latencies say little more than the throughput.
+If the traffic has a rate, latencies are measured at this rate. Otherwise requests wait for each other, so the latencies
+say little more than the throughput.
 
 Time to first token is counted from the sending of a request. Time per token is the mean over the rest of its answer.
 p99 means that 99 of 100 requests were faster.
@@ -40,9 +41,6 @@ The requests of a static batch start together and end together, as in most simpl
 size that was measured."""
 _SMALL: Final = 1.1
 """The report calls a gain small if the ratio of throughputs is below this number."""
-_UNSURE: Final = 1.25
-"""The report also calls a gain small if the ratio is below this number and its 95 % interval begins below
-:data:`_SMALL`."""
 _SHORT: Final = 30
 _TITLES: Final = {
     "static": "static",
@@ -128,7 +126,7 @@ def _column(answer: Answer, role: str, setting: Setting) -> Column:
     runs = [trial for trial in found if trial is not None]
     single = longest_run(state, setting)
     if runs:
-        full = _median_figures([trial.figures for trial in runs])
+        full = Figures.medians([trial.figures for trial in runs])
     elif single is not None:
         full = single.figures
     else:
@@ -163,27 +161,22 @@ def _column(answer: Answer, role: str, setting: Setting) -> Column:
 def _rate_of(answer: Answer, role: str, setting: Setting) -> tuple[float | None, bool, float | None]:
     """(highest rate that meets the targets, whether a real run confirmed it, output tokens per second at this rate)."""
     findings, state = answer.findings, answer.state
-    rate = claimed_rate(state, findings.traffic, setting)
-    if rate is not None and (role == "chosen" or not findings.trusted):
-        runs = [each for each in state if each.setting == setting and each.rate == rate and each.round is not None]
-        return rate, True, max(runs, key=lambda each: each.count).figures.output_tokens_per_second
+    claim = claimed_rate(state, findings.traffic, setting)
+    if claim is not None and (role == "chosen" or not findings.trusted):
+        runs = [each for each in state if (each.setting, each.rate) == (setting, claim.arrivals)]
+        tokens = [each.figures.output_tokens_per_second for each in runs if each.round is not None]
+        return claim.rate, True, statistics.median(tokens)
     score = findings.scores[role]
     refuted = [each.rate for each in findings.refuted if each.setting == setting.describe()]
     if not findings.trusted or not score.keeps or score.rate is None or min(refuted, default=math.inf) <= score.rate:
         return None, False, None
-    return score.rate, False, score.value
+    capacity = capacity_of(state, setting)
+    share = 1.0 if capacity is None else min(1.0, capacity.low / score.rate)  # no rate is above the measured throughput
+    return share * score.rate, False, share * score.value
 
 
 def _latencies(runs: Sequence[Trial]) -> list[float]:
     return sorted(value for trial in runs for value in trial.latencies)
-
-
-def _median_figures(runs: Sequence[Figures]) -> Figures:
-    fields: dict[str, Any] = {}
-    for field in dataclasses.fields(Figures):
-        values = [getattr(run, field.name) for run in runs]
-        fields[field.name] = None if None in values else statistics.median(values)
-    return Figures(**fields)
 
 
 def _judged(answer: Answer, side: Column) -> tuple[Figures, float | None, bool]:
@@ -194,11 +187,13 @@ def _judged(answer: Answer, side: Column) -> tuple[Figures, float | None, bool]:
     """
     if not answer.findings.by_rate:
         return side.full, None, side.full_measured
-    runs = [trial for trial in answer.state if trial.setting == side.setting and trial.rate == side.rate is not None]
+    claim = claimed_rate(answer.state, answer.findings.traffic, side.setting)
+    rate = claim.arrivals if claim is not None and side.rate_measured else side.rate
+    runs = [trial for trial in answer.state if trial.setting == side.setting and trial.rate == rate is not None]
     run = max(runs, key=lambda trial: (trial.round is not None, trial.count), default=None)
     if run is None or (run.round is None and not answer.findings.trusted):
         return side.waits, answer.findings.pace if side.paced else None, side.waits_measured
-    return run.figures, side.rate, run.round is not None
+    return run.figures, rate, run.round is not None
 
 
 def _preempted(answer: Answer, side: Column) -> str:
@@ -231,32 +226,10 @@ def verdict(answer: Answer) -> str:
     chosen = sides["chosen"]
     statics = [sides[role] for role in ("static", "static_best") if role in sides]
     static = max(statics, key=lambda side: (side.full_measured, side.full.output_tokens_per_second))
-    gain = findings.ratios.get("static_best")
-    simulated = "" if gain or (chosen.full_measured and static.full_measured) else ", as simulated"
-    if gain is None:
-        value = chosen.full.output_tokens_per_second / static.full.output_tokens_per_second
-        gain = Ratio(value, value, value, 0)
     theirs = max(statics, key=lambda side: side.rate or 0.0)
-    more = chosen.rate / theirs.rate if chosen.rate and theirs.rate else math.inf if chosen.rate else 1.0
-    better = (static.waits.goodput or 0.0) < GOODPUT <= (chosen.waits.goodput or 0.0) or more >= _SMALL
-    small = (gain.mean < _SMALL or (gain.low < _SMALL and gain.mean < _UNSURE)) and not better
-    latency = _latency_words(findings, chosen, static)
-    command = serve_command(answer)
-    if small:
-        why = _why_small(findings)
-        sentences = [
-            "For this traffic static batching is as good: continuous batching gets"
-            f" {_times(gain)} the throughput{simulated}."
-            + (f" {why}" if why else "")
-            + (f" But its latency is lower: {latency}." if latency else "")
-            + f" Both are suitable; `{command}` runs it."
-        ]
-    else:
-        words = [f"{_times(gain)} the throughput of static batches at their best{simulated}", latency]
-        words = [*filter(None, words), _preempted(answer, chosen)]
-        sentences = [f"Run `{command}`: {', and '.join(words[:-1])}; {words[-1]}."]
+    sentences = _gain_sentences(answer, chosen, static, theirs)
     if chosen.setting == findings.settings["default"]:
-        sentences.append("No tried setting is better than the defaults.")
+        sentences.append("No tried setting was shown to be better than the defaults.")
     sentences += _draft_sentences(findings)
     sentences += _promise_sentences(answer, chosen, static, theirs)
     judged, rate, _ = _judged(answer, chosen)
@@ -271,19 +244,49 @@ def verdict(answer: Answer) -> str:
             f"Nothing here is simulated: the error of the step model is {findings.fit_error or 0.0:.0%} (median) on"
             " this machine now."
         )
-    elif all(trial.round is None for trial in answer.state):
-        sentences.append("All results are simulated, because there was no time for real runs.")
+    real = [trial.busy for trial in answer.state if trial.round is not None]
+    sentences.append(disturbance(real) or "All results are simulated, because there was no time for real runs.")
     return " ".join(sentences)
 
 
-def _latency_words(findings: Findings, chosen: Column, static: Column) -> str:
-    """Text that compares the p99 latencies. Empty if the chosen setting is not faster, or if only one of the two was
-    measured."""
-    waits = chosen.waits.e2el_p99 / static.waits.e2el_p99 if static.waits.e2el_p99 else 1.0
-    alike = chosen.waits_measured == static.waits_measured and (chosen.paced is None) == (static.paced is None)
-    simulated = "" if chosen.waits_measured else ", as simulated"
-    where = f", {findings.traffic.crowd}" if findings.pace is not None and chosen.paced is None else ""
-    return f"its p99 latency is {waits:.0%} of theirs{where}{simulated}" if waits < 0.95 and alike else ""
+def _gain_sentences(answer: Answer, chosen: Column, static: Column, theirs: Column) -> list[str]:
+    """Sentences that compare the chosen settings with static batches. ``static`` has the highest throughput of the
+    static settings, and ``theirs`` meets the latency targets at the highest rate."""
+    findings, command = answer.findings, serve_command(answer)
+    gain = findings.ratios.get("static_best")
+    if gain is None:
+        value = chosen.full.output_tokens_per_second / static.full.output_tokens_per_second
+        simulated = not (chosen.full_measured and static.full_measured)
+        words = f"as simulated, it has {value:.2f} times" if simulated else f"in one run each, it had {value:.2f} times"
+        return [f"Run `{command}`: {words} the throughput of static batches. No real runs side by side confirm it."]
+    more = chosen.rate / theirs.rate if chosen.rate and theirs.rate else math.inf if chosen.rate else 1.0
+    better = (static.waits.goodput or 0.0) < GOODPUT <= (chosen.waits.goodput or 0.0) or more >= _SMALL
+    latency, preempted = _latency_words(findings), _preempted(answer, chosen)
+    if gain.doubt:
+        words = f"it had {times(gain)} the throughput of static batches at their best, which is no claim: {gain.doubt}"
+        return [f"Run `{command}`: {'; '.join(filter(None, [words, latency, preempted]))}."]
+    if better or (gain.larger and gain.ratio >= _SMALL):
+        throughput = f"{times(gain)} the throughput of static batches at their best"
+        return [f"Run `{command}`: {', and '.join(filter(None, [throughput, latency]))}; {preempted}."]
+    how = "static batching is faster" if gain.smaller else "static batching is as good"
+    why = _why_small(findings)
+    return [
+        f"For this traffic {how}: continuous batching gets {times(gain)} the throughput."
+        + (f" {why}" if why else "")
+        + (f" But its latency is lower: {latency}." if latency else "")
+        + ("" if gain.smaller else " Both are suitable;")
+        + f" `{command}` runs {'continuous batching' if gain.smaller else 'it'}."
+    ]
+
+
+def _latency_words(findings: Findings) -> str:
+    """Text that compares the p99 latencies. Empty if it may not be claimed that the chosen setting is faster."""
+    ratio = findings.latency
+    if ratio is None or not ratio.smaller:
+        return ""
+    where = findings.traffic.crowd if findings.pace is None else f"at {findings.pace:.3g}/s"
+    spread = f"{ratio.low:.0%} to {ratio.high:.0%} in {ratio.rounds} rounds"
+    return f"its p99 latency is {ratio.ratio:.0%} of theirs ({spread}, {where})"
 
 
 def _shown(answer: Answer) -> list[Trial]:
@@ -308,6 +311,12 @@ def _promise_sentences(answer: Answer, chosen: Column, static: Column, theirs: C
         if any((figures.goodput or 0.0) >= GOODPUT for figures in ours):
             return [f"It meets the targets for {words}"]
         return [f"No setting meets the targets for 99 of 100 requests; this one meets them for {words}"]
+    if chosen.rate is None and findings.met_once is not None:
+        rate, runs = findings.met_once
+        return [
+            f"{runs} real run{'s' * (runs > 1)} met the targets at {rate:.3g} requests/s; {REPEATS} are needed to claim"
+            " a rate."
+        ]
     if chosen.rate is None:
         lowest = findings.refuted[-1]
         kept = "missed them" if lowest.goodput is None else f"met them for {lowest.goodput:.1%} of the requests"
@@ -318,7 +327,10 @@ def _promise_sentences(answer: Answer, chosen: Column, static: Column, theirs: C
     others = f"static batches {f'up to {theirs.rate:.3g}' if theirs.rate else 'at no rate'}"
     others += "" if theirs.rate_measured or not findings.trusted else ", as simulated"
     others = others if findings.trusted or theirs.rate else "no real run showed a rate for static batches"
-    says = "" if chosen.rate_measured else ", as simulated; no real run confirmed it"
+    claim = findings.confirmed
+    says = ", as simulated; no real run confirmed it"
+    if chosen.rate_measured and claim is not None:
+        says = f", in each of {claim.runs} real runs of at least {claim.seconds:.2g} s"
     text = f"It meets the targets for 99 of 100 requests up to {chosen.rate:.3g} requests/s{says}; {others}."
     own = findings.traffic.rate
     if own is not None and own > 1.02 * chosen.rate:
@@ -333,11 +345,12 @@ def _draft_sentences(findings: Findings) -> list[str]:
         return []
     off = not findings.settings["chosen"].drafts
     if off:
-        words = f"Speculation off is best for this traffic: with drafts it gets {_times(ratio)} the throughput"
+        lead = "Speculation off is best for this traffic" if ratio.smaller else "Drafts were not shown to be faster"
+        words = f"{lead}: with drafts it gets {times(ratio)} the throughput"
     else:
-        words = f"Drafts get {_times(ratio)} the throughput of none"
-        words += ", within the noise" if ratio.low < 1 < ratio.high else ""
-    return [f"{words}; static batches get {_times(static)} with drafts."]
+        words = f"Drafts get {times(ratio)} the throughput of none"
+        words += "" if ratio.larger else f", which is no claim: {ratio.doubt or 'that is within the noise'}"
+    return [f"{words}; static batches get {times(static)} with drafts."]
 
 
 def _why_small(findings: Findings) -> str:
@@ -351,11 +364,6 @@ def _why_small(findings: Findings) -> str:
 
 def _rounds(findings: Findings) -> str:
     return f"{findings.rounds} round" + "s" * (findings.rounds != 1)
-
-
-def _times(ratio: Ratio) -> str:
-    text = f"{ratio.mean:.2f} times" if ratio.mean < 2 else f"{ratio.mean:.1f} times"
-    return f"{text} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio.rounds > 1 else text
 
 
 # --- the terminal ----------------------------------------------------------------------------------------------------
@@ -416,10 +424,11 @@ def _comparison(answer: Answer, sides: Sequence[Column]) -> Table:
             )
         )
     if pace is not None:
+        rows.append(row(f"{at}: completed, requests/s", lambda f, _: f"{f.requests_per_second:,.3g}", of_pace=True))
         rows.append(row(f"{at}: preempted", lambda f, _: f"{f.preemption_rate:.1%}", of_pace=True))
     if findings.traffic.has_promises:
         rows.append(
-            row(f"{at}: promises kept", lambda f, _: "-" if f.goodput is None else f"{f.goodput:.1%}", of_pace=True)
+            row(f"{at}: targets met", lambda f, _: "-" if f.goodput is None else f"{f.goodput:.1%}", of_pace=True)
         )
     rows = [row for row in rows if set(row[1:]) != {"-"}]  # rows without any value
     if findings.by_rate:
@@ -503,15 +512,23 @@ def _side_by_side(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
             "static_drafts": "best static with / without drafts",
         }
         yield Table(
-            ["throughput", "ratio", "95 % interval"],
+            ["throughput", "ratio", "95 % interval", "range of the rounds"],
             [
-                [label, f"{ratio.mean:.2f}", f"{ratio.low:.2f} to {ratio.high:.2f}" if ratio.rounds > 1 else "-"]
+                [label, f"{ratio.ratio:.2f}", "-" if ratio.doubt else _span(ratio.low, ratio.high), _range(ratio)]
                 for label, ratio in ((label, ratios[name]) for name, label in names_of.items() if name in ratios)
             ],
             caption=f"Real runs side by side, {_rounds(answer.findings)}",
         )
     about = (_ALL if answer.findings.traffic.users is None else _USERS) + _ABOUT
     yield Text("\n\n".join(" ".join(part.split()) for part in about.split("\n\n")))
+
+
+def _range(ratio: Ratio) -> str:
+    return _span(min(ratio.per_round), max(ratio.per_round))
+
+
+def _span(low: float, high: float) -> str:
+    return f"{low:.2f} to {high:.2f}"
 
 
 def _bars(
@@ -554,7 +571,7 @@ def _cost(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
         kept = [_point(answer, trial) for trial in tried if trial.round is None and not shortfall(trial.figures)]
         dearest = max((cost for _, cost, _ in kept + measured), default=math.inf)
         broken = [point for point in simulated if point not in set(kept) and point[1] <= _DEAR * dearest]
-        points = {"simulated, breaks promises": broken, "simulated, keeps them": kept, "measured": measured}
+        points = {"simulated, misses targets": broken, "simulated, meets them": kept, "measured": measured}
         simulated = kept
     hollow = {name for name in points if name != "measured"}
     points = {name: series for name, series in points.items() if series}
@@ -570,7 +587,7 @@ def _cost(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
     yield Text(
         "Each outline is a simulated setting, and each filled point is a real run. Points further left have lower"
         f" latency, and points further down cost less. The line joins the {line} points."
-        + (" Points have different rates of arrivals. Expensive points that break promises are left out." * by_rate)
+        + (" Points have different rates of arrivals. Expensive points that miss the targets are left out." * by_rate)
         + (" Static batches, which have no time per token, are left out." * (not by_rate))
     )
     costs = [(side, cost) for side in sides if (cost := side.cost(answer.price)) is not None]
@@ -642,7 +659,7 @@ def _tried(answer: Answer) -> Block:
     }
     ranked = sorted(plain.values(), key=_rank, reverse=True)
     rows = [_tried_row(answer, trial) for trial in ranked[:_MAX_ROWS]]
-    header = ["setting", "", "requests/s", "tokens/s", "TTFT p99", "TPOT p99", "E2EL p99", "preempted", "kept"]
+    header = ["setting", "", "requests/s", "tokens/s", "TTFT p99", "TPOT p99", "E2EL p99", "preempted", "targets met"]
     return Table(
         header,
         rows,
@@ -683,7 +700,8 @@ def _trust(answer: Answer) -> Iterator[Block]:
         "Targets": ", ".join(f"{name} {ms:g}" for name, ms in traffic.slo.items()) or "none given",
         "Model": answer.model,
         "Machine": f"{machine.cpu}, {machine.processors} processors, {machine.system}",
-        "Load of other programs": f"{machine.busy:.0%} at the start",
+        "Load of other programs": f"{machine.busy:.0%} at the start. "
+        + disturbance([trial.busy for trial in answer.state if trial.round is not None]),
         "Simulator": _simulator(answer),
         "Command": answer.command,
     }
@@ -738,7 +756,7 @@ def config_lines(answer: Answer) -> list[str]:
         lines.append(f"model: {json.dumps(answer.model)}")
     for name, value in answer.fixed.items():
         if name == "speculative_config" and not setting.drafts:
-            with_drafts = _times(findings.ratios["drafts"]) if findings.ratios else "less"
+            with_drafts = times(findings.ratios["drafts"]) if findings.ratios else "less"
             lines.append(f'{name}: ""  # given, and off: drafts get {with_drafts} the throughput')
         elif name not in reasons:
             lines.append(f"{name}: {json.dumps(value)}  # given")

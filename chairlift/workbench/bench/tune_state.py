@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from chairlift.errors import ConfigError
 from chairlift.replay.machines import Deployment
 from chairlift.replay.replay import RequestTiming, ServedTrace
+from chairlift.workbench.bench.verdict import Sample
 from chairlift.writing import replacing
 
 __all__ = ["FIRST_LOOK", "Figures", "Setting", "State", "Trial", "keeping_up"]
 
-_FORMAT: Final = 3
+_FORMAT: Final = 4
 FIRST_LOOK: Final = -1
 """Round number of real runs that only select candidates, and are not compared round by round."""
 _SAMPLES: Final = 400
@@ -100,6 +102,31 @@ class Figures:
             keeping=keeping,
         )
 
+    @classmethod
+    def together(cls, passes: Sequence[Figures]) -> Figures:
+        """Results of one run in which the traffic was served several times. Rates are those of the whole run, other
+        results are medians over the passes."""
+        if len(passes) == 1:
+            return passes[0]
+        seconds, requests = sum(each.seconds for each in passes), sum(each.requests for each in passes)
+        tokens = sum(each.output_tokens_per_second * each.seconds for each in passes)
+        return dataclasses.replace(
+            cls.medians(passes),
+            requests=requests,
+            seconds=seconds,
+            requests_per_second=requests / seconds,
+            output_tokens_per_second=tokens / seconds,
+        )
+
+    @classmethod
+    def medians(cls, runs: Sequence[Figures]) -> Figures:
+        """Median of each result over several runs. None if a run does not have it."""
+        fields: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            values = [getattr(run, field.name) for run in runs]
+            fields[field.name] = None if None in values else statistics.median(values)
+        return cls(**fields)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
@@ -116,6 +143,12 @@ class Trial:
     figures: Figures
     latencies: list[float] = dataclasses.field(default_factory=list)
     """Latencies of whole requests in a real run, in seconds, ascending. If there are many, only a sample is stored."""
+    busy: float = 0.0
+    """Share of the machine that other programs used during a real run."""
+
+    def sample(self, field: str) -> Sample:
+        """The result ``field`` of :class:`Figures`, with the circumstances of the run."""
+        return Sample(getattr(self.figures, field), self.figures.seconds, self.busy)
 
     @property
     def beside(self) -> bool:
