@@ -274,6 +274,7 @@ class RequestState:
             prompt_tokens=len(self.prepared.prompt_token_ids),
             cached_tokens=self.num_cached_tokens,
             generation_tokens=sum(len(answer.token_ids[: answer.num_tokens]) for answer in self.answers),
+            longest_answer=max(len(answer.token_ids[: answer.num_tokens]) for answer in self.answers),
             n=len(self.answers),
             max_tokens=self.prepared.params.max_tokens,
             num_preemptions=metrics.num_preemptions,

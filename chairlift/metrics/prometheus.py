@@ -80,6 +80,8 @@ _HISTOGRAMS: Final = (
     ("decode", "request_decode_time_seconds", "From the first token to the end."),
     ("request_prompt_tokens", "request_prompt_tokens", "Prompt tokens per request."),
     ("request_generation_tokens", "request_generation_tokens", "Tokens delivered per request."),
+    ("request_computed_tokens", "request_prefill_kv_computed_tokens", "Prompt tokens computed per request."),
+    ("request_longest_answer", "request_max_num_generation_tokens", "Tokens of the longest answer per request."),
     ("request_max_tokens", "request_params_max_tokens", "The max_tokens of requests that have one."),
     ("request_n", "request_params_n", "Answers asked for per request."),
     ("request_preemptions", "request_num_preemptions", "Preemptions per request."),
@@ -137,7 +139,7 @@ def render(
     names = _Names(prefix, model_name)
     families = [*_gauges(names, stats, info, up, num_waiting), *_counters(names, stats), *_histograms(names, stats)]
     families += [*_drafts(names, stats), *_adapters(names, stats, up)]
-    families += _old_names(names, stats, up) if prefix == "vllm" else []
+    families += [*_old_names(names, stats, up), *_vllm_only(names, stats, info)] if prefix == "vllm" else []
     families += [*_images(names, stats.engine), *_grammars_and_budgets(names, stats.engine), _batches(names, stats)]
     ours = _Names(_OURS, model_name)
     families += _ours(ours, stats, up, now, oldest_wait, num_tasks)
@@ -214,9 +216,7 @@ class _Names:
 
     def histogram(self, name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
         family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=_LABELS)
-        bounds = [*map(str, histogram.bounds), "+Inf"]
-        buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
-        family.add_metric(self._values, buckets, histogram.total)
+        family.add_metric(self._values, _buckets(histogram), histogram.total)
         return family
 
 
@@ -253,6 +253,10 @@ def _counters(names: _Names, stats: RequestStats) -> Iterator[CounterMetricFamil
         ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", engine.prefix_cache_hits),
     ):
         yield names.counter(name, text, value)
+    text = "Prompt tokens of requests that have their first token, by where their KV came from."
+    sources = {"local_compute": stats.prompt_tokens - stats.cached_tokens, "local_cache_hit": stats.cached_tokens}
+    by_source = {(source,): float(count) for source, count in {**sources, "external_kv_transfer": 0}.items()}
+    yield names.counter_of("prompt_tokens_by_source", text, ("source",), by_source.items())
     text = "Requests that have ended, by how."
     yield names.counter_by("request_success", text, "finished_reason", FINISH_REASONS, stats.finished)
     text = "Requests that were not taken, by why."
@@ -267,6 +271,42 @@ def _old_names(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]
     yield names.gauge("gpu_cache_usage_perc", "Former name of kv_cache_usage_perc.", usage)
     for what, value in (("queries", engine.prefix_cache_queries), ("hits", engine.prefix_cache_hits)):
         yield names.counter(f"gpu_prefix_cache_{what}", f"Former name of prefix_cache_{what}.", value)
+
+
+def _vllm_only(names: _Names, stats: RequestStats, info: CacheInfo | None) -> Iterator[Metric]:
+    """Metrics that panels of vLLM's dashboards read, and that tell here what other metrics tell too, or nothing new.
+
+    The metrics of HTTP have the names and labels of the library that vLLM counts them with.
+    """
+    engine = stats.engine
+    yield names.histogram("time_per_output_token_seconds", "Former name of inter_token_latency.", stats.inter_token)
+    text = "Prompt tokens from the prefix cache, also those whose blocks came back from host memory."
+    yield names.counter_of("prompt_tokens_cached_by_source", text, ("source",), [(("device",), stats.cached_tokens)])
+    for what, tiles in (("queries", engine.num_tile_hits + engine.num_tiles_encoded), ("hits", engine.num_tile_hits)):
+        yield names.counter(f"mm_cache_{what}", "Image tiles that were looked up, and found encoded.", tiles)
+        yield names.counter(f"external_prefix_cache_{what}", "Always 0: no cache is shared with other servers.", 0)
+    states = {"awake": 1.0, "weights_offloaded": 0.0, "discard_all": 0.0}
+    yield names.gauge_by("engine_sleep_state", "Always awake: there is no sleep mode.", "sleep_state", states)
+    if info is not None and info.block_bytes:
+        moved = {"store": engine.num_offloaded_blocks, "load": engine.num_brought_back_blocks}
+        for way, blocks in moved.items():
+            text = "Bytes that the prefix cache copied to host memory, and back."
+            yield names.counter(f"kv_offload_{way}_bytes", text, blocks * info.block_bytes)
+    labels = ("handler", "method", "status")
+    responses = CounterMetricFamily("http_requests", "Responses of the API.", labels=labels)
+    for key, count in sorted(stats.exchanges.items()):
+        responses.add_metric(key, count)
+    yield responses
+    text = "Seconds from the beginning of a request to the end of its response."
+    seconds = HistogramMetricFamily("http_request_duration_seconds", text, labels=labels[:2])
+    for pair, histogram in sorted(stats.exchange_seconds.items()):
+        seconds.add_metric(pair, _buckets(histogram), histogram.total)
+    yield seconds
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, int]]:
+    """Pairs (upper bound as text, number of values up to this bound)."""
+    return list(zip([*map(str, histogram.bounds), "+Inf"], accumulate(histogram.counts), strict=True))
 
 
 def _histograms(names: _Names, stats: RequestStats) -> Iterator[HistogramMetricFamily]:
@@ -394,7 +434,7 @@ def _drafts(names: _Names, stats: RequestStats) -> Iterator[Metric]:
 def _adapters(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
     """Metrics of LoRA adapters, if the server has any. The first metric has vLLM's name and labels."""
     engine = stats.engine
-    if not engine.max_loras:
+    if not (engine.max_loras or engine.num_adapter_reads):  # the first is 0 while the engine restarts
         return
     running, waiting = (engine.running_adapters, engine.waiting_adapters) if up else ([], [])
     labels = {"max_lora": str(engine.max_loras), "running_lora_adapters": ",".join(running)}

@@ -43,7 +43,9 @@ CAUSES = (
 
 _FINE = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 TTFT_BUCKETS = (*_FINE, 80.0, 160.0, 640.0, 2560.0)
-TOKEN_BUCKETS = (0.0005, *(b for b in _FINE if b <= 40), 80.0)
+_VLLM_TOKENS = (0.025, 0.05, 0.075, 0.15, 0.2, 0.3, 0.4)
+TOKEN_BUCKETS = tuple(sorted({0.0005, *_FINE, *_VLLM_TOKENS, 80.0}))
+"""Contains the bounds of vLLM's buckets, because vLLM's dashboards compare single buckets with latency targets."""
 _SHORT = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
 LATENCY_BUCKETS = (*_SHORT, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 COUNT_BUCKETS = tuple(float(1 << i) for i in range(21))
@@ -264,6 +266,8 @@ class FinishedRequest:
     """Time from the request's first step to its first token."""
     decode_seconds: float | None
     """Time from the request's first token to its end."""
+    longest_answer: int | None = None
+    """Number of delivered tokens of the longest of the ``n`` outputs. None: as many as ``generation_tokens``."""
     service_class: str = "default"
     has_deadline: bool = False
     """Whether the request had a deadline of any kind."""
@@ -302,6 +306,10 @@ class RequestStats:
         logprobs, draining, unavailable, connections."""
         self.responses: Counter[str] = Counter()
         """HTTP status -> number of responses, for all paths. A stream that is cut off counts as 200."""
+        self.exchanges: Counter[tuple[str, str, str]] = Counter()
+        """(route, method, class of the HTTP status such as ``2xx``) -> number of responses of ``/v1/*``."""
+        self.exchange_seconds: dict[tuple[str, str], Histogram] = {}
+        """(route, method) -> seconds from the beginning of the request to the end of the response."""
         self.classes: Counter[str] = Counter()
         """Class of service -> number of ended requests."""
         self.with_deadline: Counter[str] = Counter()
@@ -319,23 +327,31 @@ class RequestStats:
         self.e2e, self.queue, self.inference, self.prefill, self.decode = (Histogram(LATENCY_BUCKETS) for _ in range(5))
         self.request_prompt_tokens = Histogram(COUNT_BUCKETS)
         self.request_generation_tokens = Histogram(COUNT_BUCKETS)
+        self.request_computed_tokens = Histogram(COUNT_BUCKETS)
+        self.request_longest_answer = Histogram(COUNT_BUCKETS)
         self.request_max_tokens = Histogram(COUNT_BUCKETS)
         self.request_n = Histogram((1.0, 2.0, 5.0, 10.0, 20.0))
         self.request_preemptions = Histogram((0.0, 1.0, 2.0, 4.0, 8.0))
         self.step_tokens = Histogram(COUNT_BUCKETS[:15])
         self.forecast_error = Histogram(LATENCY_BUCKETS)
         """Absolute differences between predicted and actual waits, in seconds."""
-        self._base = EngineStats()
+        self._base: EngineStats | None = None
+        """Counters of earlier engine processes. None if no engine has died."""
 
     def step(self, stats: EngineStats) -> None:
-        """Store the engine's state after a step, and add up its counters."""
+        """Store the engine's state after a step. The counters of earlier processes are added in a copy."""
         if stats.step_tokens:
             self.step_tokens.observe(stats.step_tokens)
-        for name in _COUNTERS:
-            setattr(stats, name, getattr(stats, name) + getattr(self._base, name))
-        places = itertools.zip_longest(stats.accepted_at, self._base.accepted_at, fillvalue=0)
-        stats.accepted_at = [now + before for now, before in places]
-        self.engine = stats
+        self.engine = stats if self._base is None else _with_counters(stats, self._base)
+
+    def responded(self, route: str, method: str, status: int, seconds: float) -> None:
+        """Count a response of ``/v1/*``. ``route`` is the pattern of the path, or ``none``."""
+        self.responses[str(status)] += 1
+        self.exchanges[route, method, f"{status // 100}xx"] += 1
+        histogram = self.exchange_seconds.get((route, method))
+        if histogram is None:
+            histogram = self.exchange_seconds[route, method] = Histogram(LATENCY_BUCKETS)
+        histogram.observe(seconds)
 
     def connection_refused(self, status: int) -> None:
         """Count a refused connection: invalid HTTP, or too many connections (status 503)."""
@@ -345,8 +361,8 @@ class RequestStats:
     def engine_died(self, num_requests: int = 0) -> None:
         """Reset the state after the engine died and lost ``num_requests``. A new process counts from 0."""
         self.num_lost += num_requests
-        self._base = self.engine
-        self.engine = self._base.only_counters()
+        self._base = self.engine.only_counters()
+        self.engine = self._base
 
     def prompt_computed(self, num_tokens: int, num_cached: int) -> None:
         """Count the prompt tokens of a request when its first token arrives. So the rate of prompt tokens changes
@@ -381,6 +397,9 @@ class RequestStats:
         self.e2e.observe(request.e2e_seconds)
         self.request_prompt_tokens.observe(request.prompt_tokens)
         self.request_generation_tokens.observe(request.generation_tokens)
+        self.request_computed_tokens.observe(request.prompt_tokens - request.cached_tokens)
+        longest = request.generation_tokens if request.longest_answer is None else request.longest_answer
+        self.request_longest_answer.observe(longest)
         self.request_n.observe(request.n)
         self.request_preemptions.observe(request.num_preemptions)
         if request.max_tokens is not None:
@@ -407,3 +426,11 @@ _SUMMED = (
     *("image_bytes", "max_image_bytes"),
 )
 _summed_of = operator.attrgetter(*_SUMMED)
+
+
+def _with_counters(stats: EngineStats, more: EngineStats) -> EngineStats:
+    """A copy of ``stats`` whose counters include those of ``more``."""
+    total = dataclasses.replace(stats, **{name: getattr(stats, name) + getattr(more, name) for name in _COUNTERS})
+    places = itertools.zip_longest(stats.accepted_at, more.accepted_at, fillvalue=0)
+    total.accepted_at = [now + before for now, before in places]
+    return total

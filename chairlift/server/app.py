@@ -121,7 +121,7 @@ class _App:
             release_logprobs(Request(scope))
             self._state.num_in_progress -= counted
             if counted and exchange.status is not None:
-                self._state.engine.stats.responses[str(exchange.status)] += 1
+                self._state.engine.stats.responded(exchange.route, exchange.method, exchange.status, exchange.seconds)
             if self._state.config.log_requests:
                 exchange.log()
 
@@ -158,6 +158,9 @@ class _App:
             raise ApiError(503, "the server is shutting down; try another one", code="server_draining", headers=retry)
 
 
+_METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+
+
 class _Exchange:
     """Data of one HTTP request and its response, for the log."""
 
@@ -189,21 +192,37 @@ class _Exchange:
             self._bytes_out += len(message.get("body", b""))
         await self._send(message)
 
+    @property
+    def route(self) -> str:
+        """Pattern of the path, or ``none`` if there is no such path."""
+        path: str = getattr(self._scope.get("route"), "path", "none")
+        return path
+
+    @property
+    def method(self) -> str:
+        """HTTP method, or ``other`` if no endpoint has it."""
+        method: str = self._scope["method"]
+        return method if method in _METHODS else "other"
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the request's head arrived."""
+        return time.monotonic() - self._start
+
     def log(self) -> None:
         """Log one line about the request and its response. The line contains no text of the prompt or of the output."""
-        now = time.monotonic()
         log_event(
             _logger,
             logging.INFO,
             "request",
             id=self.request_id,
             method=self._scope["method"],
-            route=getattr(self._scope.get("route"), "path", "none"),
+            route=self.route,
             status=self.status,
             bytes_in=self._bytes_in,
             bytes_out=self._bytes_out,
             first_byte_seconds=None if self._first_byte is None else round(self._first_byte - self._start, 4),
-            seconds=round(now - self._start, 4),
+            seconds=round(self.seconds, 4),
         )
 
 

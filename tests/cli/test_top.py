@@ -75,7 +75,7 @@ def test_the_view_says_what_the_server_says() -> None:
         "serving",
         "running   [||||||||            ] 3 of 8       tokens/s  prompt 1,000  output 100",
         "KV cache  [|||||               ] 25%          TTFT  p50 375ms  p99 7.4s",
-        "waiting   5                                   ITL   p50 30ms  p99 40ms",
+        "waiting   5                                   ITL   p50 32ms  p99 40ms",
         "preempted 3.1% of the last minute's, keep an eye on it",
         "",
         "ID                  STATUS       AGE PROMPT                    ETA      OUTPUT  TOK/S QUEUED CLASS",

@@ -143,6 +143,8 @@ HISTOGRAMS = {
     "request_decode_time_seconds": "decode",
     "request_prompt_tokens": "request_prompt_tokens",
     "request_generation_tokens": "request_generation_tokens",
+    "request_prefill_kv_computed_tokens": "request_computed_tokens",
+    "request_max_num_generation_tokens": "request_longest_answer",
     "request_params_max_tokens": "request_max_tokens",
     "request_params_n": "request_n",
     "request_num_preemptions": "request_preemptions",

@@ -103,6 +103,27 @@ def test_version_load_and_metrics() -> None:
     with_shell(test)
 
 
+def test_responses_are_counted_by_route_under_the_names_of_vllms_server() -> None:
+    async def test(client: Client, _: Endpoints, __: StateOnlyEngine) -> None:
+        async def counts() -> dict[str, float]:
+            lines = (await client.get("/metrics")).body.decode().splitlines()
+            names = ("http_requests_total{", "http_request_duration_seconds_count{")
+            return {line.rpartition(" ")[0]: float(line.split()[-1]) for line in lines if line.startswith(names)}
+
+        assert await counts() == {}
+        connection = await client.connect()
+        for number in range(30):
+            connection.get(f"/v1/models/{number}", method=("TRACE", "GET", "PUT")[number % 3])
+            if (await connection.reply()).headers.get("connection") == "close":
+                connection = await client.connect()
+        found = await counts()
+        assert len(found) <= 6, "neither paths nor methods of a client become labels"
+        assert sum(value for key, value in found.items() if key.startswith("http_requests_total")) == 30
+        assert not any("TRACE" in key or "/29" in key for key in found)
+
+    with_shell(test, metrics_prefix="vllm")
+
+
 def test_metrics_do_not_grow_with_what_clients_send() -> None:
     async def test(client: Client, _: Endpoints, __: StateOnlyEngine) -> None:
         def names(body: bytes) -> set[bytes]:
