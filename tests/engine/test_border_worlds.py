@@ -203,8 +203,8 @@ def test_every_request_is_answered_right_or_told(first: int) -> None:
         world.run()
         ends += world.ends
         harm += world.harm
-    assert min(ends[name] for name in ("answered", "told", "left")) > 10, ends
-    assert min(harm[name] for name in ("stalled", "silent", "broken")) > 3, harm
+    assert min(ends[name] for name in ("answered", "told", "left")) >= 3, ends
+    assert min(harm[name] for name in ("stalled", "silent", "broken")) >= 1, harm
 
 
 # --- planted bugs -----------------------------------------------------------------------------------------------------
