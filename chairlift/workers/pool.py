@@ -6,16 +6,17 @@ worker that takes too long. The server checks replies like any other input.
 
 A worker may also die without any fault of its request: an operator kills it, or the kernel does when the machine has no
 free memory. So a request whose worker dies is tried once more, on a worker that starts afterwards. It does not matter
-when the worker dies: before the request, while it is written, before or within the reply, or at its start. A request
-that kills its second worker, too, gets an error.
+when the worker dies: before the request, while it is written, or before or within the reply. A request that kills its
+second worker, too, gets an error. A worker that dies at its start has not seen a request, so it is replaced more often.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from chairlift.errors import OverloadedError, WorkerLostError
 from chairlift.workers.frames import encode_frame
@@ -27,14 +28,16 @@ __all__ = ["WorkerPool"]
 _log = logging.getLogger(__name__)
 
 _START_SECONDS: Final = 30.0
+_MAX_STARTS: Final = 2
+"""Maximum number of workers that are started in a row if each dies by itself at its start."""
+_MAX_KILLED_STARTS: Final = 6
+"""Maximum number of workers that are started in a row if each is killed from outside at its start."""
 _MAX_SETUP_REPLY: Final = 1000
 _PATIENCE: Final = 10.0
 """Maximum elapsed time of a request divided by its limit on processor time. The factor is above 1, because a busy
 machine gives a worker only a part of a processor."""
 _SHORTEST_WAIT: Final = 0.01
 """Minimum number of seconds between two looks at a worker's processor time, which the kernel counts in such units."""
-
-_T = TypeVar("_T")
 
 
 class _DiedError(Exception):
@@ -136,7 +139,7 @@ class WorkerPool:
                 f"the process for {self._what} was ended from outside (out of memory, perhaps); send the request again"
             ) from None
 
-    async def _tried_again(self, attempt: Callable[[bool], Awaitable[_T]]) -> _T:
+    async def _tried_again(self, attempt: Callable[[bool], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
         """Result of ``attempt(False)``, or of ``attempt(True)`` if the first worker died. Raises _DiedError if both
         workers died, or the first one reached its limit of processor time."""
         try:
@@ -233,14 +236,23 @@ class WorkerPool:
             self._starting = False
 
     async def _start_process(self) -> WorkerProcess:
-        """A new worker that has taken its setup. Raises OverloadedError if the system cannot start one, or if two in a
-        row die at their start."""
-        try:
-            return await self._tried_again(self._start_one)
-        except (_DiedError, OSError) as error:  # TimeoutError is an OSError
-            raise OverloadedError(f"the process for {self._what} does not start ({error!r:.200}); try again") from None
+        """A new worker that has taken its setup. Raises OverloadedError if the system cannot start one, or if several
+        in a row die at their start."""
+        num_died: Counter[Ending] = Counter()
+        while True:
+            try:
+                return await self._start_one()
+            except _DiedError as died:
+                num_died[died.ending] += 1
+                num_killed = num_died[Ending.OUTSIDE]
+                if num_killed < _MAX_KILLED_STARTS and num_died.total() - num_killed < _MAX_STARTS:
+                    continue
+                why = f"{num_died.total()} in a row have ended early ({died})"
+            except OSError as error:  # TimeoutError is an OSError
+                why = repr(error)[:200]
+            raise OverloadedError(f"the process for {self._what} does not start: {why}; try again")
 
-    async def _start_one(self, again: bool) -> WorkerProcess:
+    async def _start_one(self) -> WorkerProcess:
         if self._closed:
             raise OverloadedError("the server is stopping")
         process = await WorkerProcess.start(self._module)

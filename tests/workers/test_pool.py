@@ -31,7 +31,8 @@ LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 def run(work: Callable[[WorkerPool], Awaitable[None]], folder: Path, loop: str = "uvloop", **settings: Any) -> None:
     """Run ``work`` with a pool of workers that note their deaths in ``folder``."""
-    options = {"num_workers": 2} | {name: settings.pop(name) for name in list(settings) if name == "num_workers"}
+    own = {name: settings.pop(name) for name in ("num_workers", "spare") if name in settings}
+    options: dict[str, Any] = {"num_workers": 2} | own
 
     async def main() -> None:
         setup = {"folder": str(folder), "memory_bytes": 100 << 20, **settings}
@@ -162,19 +163,24 @@ def test_a_pipe_that_closed_before_the_write_counts_as_a_death(tmp_path: Path, l
         runner.run(work())
 
 
-def test_a_worker_that_dies_at_its_start_is_replaced_and_two_are_an_overload(tmp_path: Path) -> None:
-    async def one(pool: WorkerPool) -> None:
+@pytest.mark.parametrize(("end", "most"), [(signal.SIGKILL, 6), (signal.SIGSEGV, 2)], ids=["killed", "fault"])
+def test_a_worker_that_dies_at_its_start_is_replaced_a_few_times(
+    tmp_path: Path, end: signal.Signals, most: int
+) -> None:
+    """No request is at fault, and a kill from outside does not mean that the next worker dies, too."""
+
+    async def starts(pool: WorkerPool) -> None:
         await answered(pool, "a")
 
-    async def two(pool: WorkerPool) -> None:
-        with pytest.raises(OverloadedError, match="does not start"):
+    async def does_not_start(pool: WorkerPool) -> None:
+        with pytest.raises(OverloadedError, match=f"does not start: {most} in a row have ended early"):
             await pool.start()
         await answered(pool, "b")
 
-    for times, work in ((1, one), (2, two)):
+    for times, work in ((most - 1, starts), (most, does_not_start)):
         folder = tmp_path / str(times)
         folder.mkdir()
-        run(work, folder, die_at_start=times)
+        run(work, folder, die_at_start=times, end_at_start=end, spare=False)
 
 
 @pytest.mark.parametrize(
