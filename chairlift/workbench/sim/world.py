@@ -34,8 +34,8 @@ class Event:
     kind: str
     """Kind of event: ``arrive``, ``abort``, ``preempt``, ``duplicate``, ``nan``, ``raise``, ``refuse_admission``,
     ``refuse_growth``, ``evict``, ``stall`` (the clock jumps ahead), ``starve_forward`` and ``starve_sampling`` (no
-    memory for one row), ``break_moves`` (blocks cannot be copied or swapped), ``limits`` (a governor changes the
-    scheduler's settings), ``reload`` (an adapter is replaced under its name), ``unload`` or ``rewrite`` (its files are
+    memory for one row), ``break_moves`` (blocks cannot be copied or swapped), ``set_back`` (the clock goes back), ``limits`` (a
+    governor changes the scheduler's settings), ``reload`` (an adapter is replaced under its name), ``unload`` or ``rewrite`` (its files are
     replaced without notice)."""
     target: int = 0
     """Depending on ``kind``: number of a request, of a batch row or of an adapter, or a count or a duration."""
@@ -452,11 +452,14 @@ def _limits(rng: random.Random, scheduler: dict[str, Any], horizon: int) -> list
 
 
 def _starve(rng: random.Random, world: World, horizon: int) -> World:
-    """Add steps in which an allocation for one row fails. In some worlds, blocks cannot be moved in some steps."""
+    """Add steps in which an allocation for one row fails. In some worlds, blocks cannot be moved in some steps, or the
+    clock is set back."""
     kinds = rng.choice([["starve_forward"], ["starve_sampling"], ["starve_forward", "starve_sampling"]])
     events = [Event(rng.randrange(horizon), rng.choice(kinds), rng.randrange(8)) for _ in range(rng.choice([1, 3, 9]))]
     if rng.random() < 0.3:
         events += [Event(rng.randrange(horizon), "break_moves") for _ in range(rng.choice([1, 4]))]
+    if rng.random() < 0.2:
+        events += [Event(rng.randrange(horizon), "set_back", rng.randrange(1, 40)) for _ in range(3)]
     return dataclasses.replace(world, events=tuple(sorted((*world.events, *events), key=lambda event: event.at)))
 
 
