@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
-from chairlift.errors import ConfigError
+from chairlift.errors import ChairliftError, ConfigError
 from chairlift.tokenizer.chat_template import ChatTemplate
 from chairlift.tokenizer.messages import REASONING_KEYS, normalize_messages
 from chairlift.train.records import MESSAGE_KEYS, Chat
 
-__all__ = ["Answers", "Written", "known_messages", "write_chat"]
+__all__ = ["Answers", "Written", "write_chat", "write_whole"]
 
 Answers = Literal["auto", "together", "apart"]
 """How a chat with several answers is divided into training examples.
@@ -27,6 +28,9 @@ _OPEN_TAG: Final = re.compile(r"[<\[][|\uff5c]?\Z")
 _SEVERAL: Final = "became several examples, since the chat template rewrites turns once more follow (data.answers)"
 _OPENING: Final = "have answers that the chat template opens in another way than the prompt for an answer"
 _NO_REASONING: Final = "have reasoning that the chat template does not print"
+_NOT_LEARNT: Final = "have an answer that the chat template does not print as it is, so parts of it may not be learnt"
+_MARKED_OPENING: Final = "have answers that the chat template marks from before their beginning, which is not learnt"
+_PROBE: Final = {"role": "user", "content": "x"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,16 +52,39 @@ def write_chat(template: ChatTemplate, chat: Chat, answers: Answers, notes: list
     Raises ConfigError when there is no target or the text of an answer cannot be found, RequestError for invalid
     messages, and TemplateError for an error in the template.
     """
-    messages = normalize_messages(known_messages(template, chat, notes))
+    pages = _pages(template, chat, notes)
     if not any(chat.learnt):
         raise ConfigError("the chat has no message of an assistant, so there is nothing to learn; set train_on: all")
-    pages = _Pages(template, messages, chat.tools, chat.variables)
-    written = _marked(pages, chat.learnt) if template.marks_answers else _by_prefix(pages, chat.learnt, answers, notes)
-    _check_printed(messages, chat.learnt, "".join(example.text for example in written), notes)
+    written = (
+        _marked(pages, chat.learnt, notes) if template.marks_answers else _by_prefix(pages, chat.learnt, answers, notes)
+    )
+    _check_printed(pages.messages, chat.learnt, written, notes)
     return written
 
 
-def known_messages(template: ChatTemplate, chat: Chat, notes: list[str]) -> list[dict[str, Any]]:
+def write_whole(template: ChatTemplate, chat: Chat, notes: list[str]) -> Written:
+    """Convert a chat to one training example whose targets are all characters, except those of answers that a mark such
+    as ``weight: 0`` excludes. Raises the errors of :func:`write_chat`."""
+    pages = _pages(template, chat, notes)
+    text, begin, spans = pages.first(len(pages.messages)), 0, []
+    for index in (index for index, is_excluded in enumerate(chat.excluded) if is_excluded):
+        before = pages.first(index + 1)
+        if pages.messages[index]["role"] != "assistant" or not text.startswith(before):
+            raise ConfigError(
+                f"messages[{index}] is marked as not to be learnt, but its place in the whole text is unknown; set "
+                "train_on: answers"
+            )
+        spans.append((begin, _start(pages, index, before, notes)))
+        begin = len(before)
+    return Written(text, (*spans, (begin, len(text))))
+
+
+def _pages(template: ChatTemplate, chat: Chat, notes: list[str]) -> _Pages:
+    messages = normalize_messages(_known_messages(template, chat, notes))
+    return _Pages(template, messages, chat.tools, chat.variables)
+
+
+def _known_messages(template: ChatTemplate, chat: Chat, notes: list[str]) -> list[dict[str, Any]]:
     """Messages of a chat, without the keys that the template does not know. A remark about each removed key is added to
     ``notes``."""
     messages = []
@@ -86,9 +113,9 @@ class _Pages:
         )
 
 
-def _marked(pages: _Pages, learnt: Sequence[bool]) -> list[Written]:
+def _marked(pages: _Pages, learnt: Sequence[bool], notes: list[str]) -> list[Written]:
     text, spans = pages.template.render_marked(pages.messages, tools=pages.tools, **pages.variables)
-    spans = [(start, end) for start, end in spans if end > start]
+    spans = _without_openings(pages, text, [(start, end) for start, end in spans if end > start], notes)
     answers = [is_learnt for is_learnt, m in zip(learnt, pages.messages, strict=True) if m["role"] == "assistant"]
     if not all(answers):
         if len(answers) != len(spans):
@@ -100,6 +127,22 @@ def _marked(pages: _Pages, learnt: Sequence[bool]) -> list[Written]:
     if not spans:
         raise ConfigError("the chat template marks nothing with {% generation %}; correct it, or set train_on: all")
     return [Written(text, tuple(spans))]
+
+
+def _without_openings(
+    pages: _Pages, text: str, spans: Sequence[tuple[int, int]], notes: list[str]
+) -> list[tuple[int, int]]:
+    """Spans without the prompt for an answer at their beginning, which the model does not have to generate."""
+    found = list(spans)
+    for index, message in enumerate(pages.messages):
+        if message["role"] != "assistant" or not index:
+            continue
+        with contextlib.suppress(ChairliftError):  # the template refuses a chat that ends here: its marks decide
+            border, _ = _border(pages, index, text)
+            found = [(border if start < border < end else start, end) for start, end in found]
+    if found != list(spans):
+        notes.append(_MARKED_OPENING)
+    return found
 
 
 def _by_prefix(pages: _Pages, learnt: Sequence[bool], answers: Answers, notes: list[str]) -> list[Written]:
@@ -128,9 +171,19 @@ def _by_prefix(pages: _Pages, learnt: Sequence[bool], answers: Answers, notes: l
 
 def _start(pages: _Pages, index: int, text: str, notes: list[str]) -> int:
     """Index of the first character of an answer in ``text``, which ends with this answer."""
+    if not index:
+        return _start_of_first(pages, text, notes)
+    border, is_exact = _border(pages, index, text)
+    if not is_exact:
+        notes.append(_OPENING)
+    return border
+
+
+def _border(pages: _Pages, index: int, text: str) -> tuple[int, bool]:
+    """(index of the first character of an answer in ``text``, whether the prompt for the answer ends there)."""
     opened = pages.first(index, opens=True)
     if text.startswith(opened):
-        return len(opened)
+        return len(opened), True
     before, common = pages.first(index), _common(opened, text)
     common = common[: len(common) - len(match.group())] if (match := _OPEN_TAG.search(common)) else common
     if not text.startswith(before) or len(common) < len(before):
@@ -138,8 +191,20 @@ def _start(pages: _Pages, index: int, text: str, notes: list[str]) -> int:
             f"the chat template writes the turns before messages[{index}] in another way once the answer follows, so"
             " the beginning of the answer is unknown; give chat_template a template for training, or set train_on: all"
         )
-    notes.append(_OPENING)
-    return len(common)
+    return len(common), False
+
+
+def _start_of_first(pages: _Pages, text: str, notes: list[str]) -> int:
+    """Index of the first character of the answer that is the first message. Its text is the same after a question."""
+    asked = dataclasses.replace(pages, messages=[_PROBE, *pages.messages[:1]])
+    after = asked.first(2)
+    answer = after[_start(asked, 1, after, notes) :]
+    if not text.endswith(answer):
+        raise ConfigError(
+            "the chat begins with an answer, and the chat template writes it in another way than after a question, so"
+            " its beginning is unknown; begin the chat with a message of the user, or set train_on: all"
+        )
+    return len(text) - len(answer)
 
 
 def _common(first: str, second: str) -> str:
@@ -148,8 +213,17 @@ def _common(first: str, second: str) -> str:
     return first[: next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))]
 
 
-def _check_printed(messages: Sequence[Mapping[str, Any]], learnt: Sequence[bool], text: str, notes: list[str]) -> None:
-    """Raise ConfigError if a tool call is missing in the text, and add a remark if reasoning is missing."""
+def _check_printed(
+    messages: Sequence[Mapping[str, Any]], learnt: Sequence[bool], written: Sequence[Written], notes: list[str]
+) -> None:
+    """Raise ConfigError if a tool call is missing in the examples. Add a remark if reasoning is missing, or if the
+    targets do not contain an answer."""
+    text = "".join(example.text for example in written)
+    targets = _squeezed("".join(each.text[start:end] for each in written for start, end in each.spans))
+    answers = [message.get("content") or "" for message, is_learnt in zip(messages, learnt, strict=True) if is_learnt]
+    parts = [[answer] if isinstance(answer, str) else [part["text"] for part in answer] for answer in answers]
+    if any(_squeezed(part) not in targets for answer in parts for part in answer):
+        notes.append(_NOT_LEARNT)
     for index, (message, is_learnt) in enumerate(zip(messages, learnt, strict=True)):
         for call in message.get("tool_calls", ()) if is_learnt else ():
             name = (call.get("function") or call).get("name")
@@ -161,3 +235,8 @@ def _check_printed(messages: Sequence[Mapping[str, Any]], learnt: Sequence[bool]
         reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
         if is_learnt and isinstance(reasoning, str) and reasoning.strip() not in text and _NO_REASONING not in notes:
             notes.append(_NO_REASONING)
+
+
+def _squeezed(text: str) -> str:
+    """A text without white space, which templates change."""
+    return "".join(text.split())

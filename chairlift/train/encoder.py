@@ -14,7 +14,9 @@ import tokenizers
 from chairlift.errors import ConfigError
 from chairlift.tokenizer.chat_template import ChatTemplate
 from chairlift.tokenizer.tokenizer import Tokenizer
-from chairlift.train.chats import Answers, known_messages, write_chat
+from chairlift.train.borders import TextTokens, encode_parts, keep_spaces
+from chairlift.train.chats import Answers, write_chat, write_whole
+from chairlift.train.marks import PER_TOKEN, leaves_out, sequence_weight
 from chairlift.train.records import Chat, chat_of
 from chairlift.train.sequences import read_sample
 
@@ -36,7 +38,12 @@ Encode = Callable[[Mapping[str, Any]], Mapping[str, Any] | Encoded]
 """Function from a record to a mapping with ``input_ids``, or to :class:`Encoded`. Raises ChairliftError for an invalid
 record."""
 
-_PASSED_ON = ("labels", "loss_weight", "completion_mask", "weight", "attention_mask")
+_PASSED_ON = (*PER_TOKEN, "weight", "attention_mask")
+_CUT = "have a token across the border of an answer: the parts before and after the border are encoded separately"
+_ONLY_END = "have no target but the end token of the answer"
+_DROPPED = "have answers with characters that the tokenizer drops"
+_OBEYED = frozenset({"weight", "label", "kto_tag"})
+"""Fields that every record may have, and that are not ignored."""
 _OTHER_FORMS = {
     "chosen": "a pair of answers, one of them preferred: rename chosen to completion to learn it (data.columns)",
     "prompt": "a prompt without a completion: there is nothing to learn in it",
@@ -49,6 +56,7 @@ class _Text:
     backend: tokenizers.Tokenizer
     template: ChatTemplate
     eos: int | None
+    specials: frozenset[int]
     vocab_size: int
 
 
@@ -93,7 +101,8 @@ class Encoder:
       an example.
     - The field named ``text_field``: a text.
 
-    Other fields are ignored, and the user gets a note about them. With ``train_on="answers"``, only the answers of an
+    Fields that exclude a record or a message are obeyed (:mod:`~chairlift.train.marks`). Other fields are ignored, and
+    the user gets a note about them. With ``train_on="answers"``, only the answers of an
     assistant or the completion are targets: the tokens that the model would have to generate, including the end of the
     turn. A chat can give several examples (:data:`~chairlift.train.chats.Answers`).
     """
@@ -126,7 +135,8 @@ class Encoder:
             eos = tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else None
             source = tokenizer.chat_template if chat_template is None else _read_template(chat_template)
             template = ChatTemplate(source, tokenizer.named_tokens)
-            self._text = _Text(tokenizer.backend, template, eos, tokenizer.vocab_size)
+            keep_spaces(tokenizer.backend)
+            self._text = _Text(tokenizer.backend, template, eos, tokenizer.special_ids, tokenizer.vocab_size)
 
     @property
     def vocab_size(self) -> int:
@@ -147,7 +157,14 @@ class Encoder:
         if self._columns:
             record = {self._columns.get(name, name): value for name, value in record.items()}
         notes: list[str] = []
+        is_text = not {"input_ids", "messages", "conversations", "conversation", "completion", "output"} & set(record)
+        if (mark := leaves_out(record, is_text=is_text)) is not None:
+            return Encoded((), frozenset({f"are marked as not to be learnt ({mark}), and are left out"}))
         items, fields = self._read(record, notes)
+        if "weight" in record and "input_ids" not in record:
+            factor = np.float32(sequence_weight(record))
+            items = [{**item, "loss_weight": item["loss_weight"] * factor} for item in items]
+        fields = {*fields, *_OBEYED}
         ignored = [name for name in record if name not in fields]
         notes += [f"have the field {str(name)[:40]!r}, which is ignored" for name in ignored]
         return Encoded(tuple(items), frozenset(notes))
@@ -159,13 +176,17 @@ class Encoder:
         if "prompt_token_ids" in record and "outputs" in record:
             return self._generated(record), record
         if (chat := chat_of(record)) is not None:
+            if any(chat.excluded) and not any(chat.learnt) and self._train_on == "answers":
+                notes.append("have only answers that are marked as not to be learnt, and are left out")
+                return [], chat.fields
             return self._chat(chat, notes), chat.fields
         if "prompt" in record and "completion" in record:
             prompt, completion = _string(record, "prompt"), _string(record, "completion")
             spans = [(len(prompt), len(prompt) + len(completion))]
-            return [self._encode(prompt + completion, spans, special=True)], {"prompt", "completion"}
+            spans = spans if self._train_on == "answers" else None
+            return [self._encode(prompt + completion, spans, notes, special=True)], {"prompt", "completion"}
         if self._text_field in record:
-            return [self._encode(_string(record, self._text_field), None, special=True)], {self._text_field}
+            return [self._encode(_string(record, self._text_field), None, notes, special=True)], {self._text_field}
         for name, what in _OTHER_FORMS.items():
             if name in record:
                 raise ConfigError(f"the record is {what}")
@@ -193,31 +214,30 @@ class Encoder:
     def _chat(self, chat: Chat, notes: list[str]) -> list[Mapping[str, Any]]:
         template = self._tools().template
         if self._train_on == "all":
-            messages = known_messages(template, chat, notes)
-            text = template.render(messages, add_generation_prompt=False, tools=chat.tools, **chat.variables)
-            return [self._encode(text, None, special=False)]
-        written = write_chat(template, chat, self._answers, notes)
-        return [self._encode(example.text, example.spans, special=False) for example in written]
+            written = [write_whole(template, chat, notes)]
+        else:
+            written = write_chat(template, chat, self._answers, notes)
+        return [self._encode(example.text, example.spans, notes, special=False) for example in written]
 
-    def _encode(self, text: str, spans: Sequence[tuple[int, int]] | None, *, special: bool) -> Mapping[str, Any]:
-        """Encode a text. ``spans`` has the (start, end) of the characters that are targets; None: all are targets.
-        ``special``: whether to add special tokens."""
+    def _encode(
+        self, text: str, spans: Sequence[tuple[int, int]] | None, notes: list[str], *, special: bool
+    ) -> Mapping[str, Any]:
+        """Encode a text. ``spans`` has the (start, end) of the characters that are targets; None: all are targets. No
+        token spans the border of a target. ``special``: whether to add special tokens."""
         tools = self._tools()
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"the text has half a surrogate pair at character {error.start}; repair it") from None
-        encoding = tools.backend.encode(text, add_special_tokens=special)
-        ids: list[int] = encoding.ids
-        weights = np.ones(len(ids), np.float32)
-        if spans is not None and self._train_on == "answers":
-            starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-            # Some tokenizers give tokens of white space an empty range at its end.
-            positions = np.where(ends > starts, starts, ends - 1)
-            weights[:] = 0
-            for start, end in spans:
-                weights[(positions >= start) & (positions < end)] = 1
-            _learn_closing_tokens(weights, np.array(encoding.special_tokens_mask, bool) & (ends == starts))
+        tokens = encode_parts(tools.backend, text, (place for span in spans or () for place in span), special=special)
+        ids = tokens.ids
+        weights = np.ones(len(ids), np.float32) if spans is None else _target_weights(tokens, spans)
+        if tokens.num_cuts:
+            notes.append(_CUT)
+        if spans is not None and _has_dropped(text, tokens, spans):
+            notes.append(_DROPPED)
+        if spans is not None and not _says_something(text, tokens, weights, tools.specials):
+            notes.append(_ONLY_END)
         if special and self._add_eos and tools.eos is not None and ids[-1:] != [tools.eos]:
             ids, weights = [*ids, tools.eos], np.append(weights, np.float32(1))
         if len(ids) < 2:
@@ -228,6 +248,34 @@ class Encoder:
         if self._text is None:
             raise ConfigError("a record with text needs a tokenizer: name the directory that holds tokenizer.json")
         return self._text
+
+
+def _target_weights(tokens: TextTokens, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32]:
+    """Weights [L]: 1 for the tokens of the characters in ``spans``, 0 for all others."""
+    # Some tokenizers give tokens of white space an empty range at its end.
+    positions = np.where(tokens.ends > tokens.starts, tokens.starts, tokens.ends - 1)
+    weights = np.zeros(len(tokens.ids), np.float32)
+    for start, end in spans:
+        weights[(positions >= start) & (positions < end) & ~tokens.added] = 1
+    _learn_closing_tokens(weights, tokens.added)
+    return weights
+
+
+def _has_dropped(text: str, tokens: TextTokens, spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether a character of a target, other than white space, belongs to no token."""
+    changes = np.zeros(len(text) + 1, np.int64)
+    np.add.at(changes, tokens.starts, 1)
+    np.add.at(changes, tokens.ends, -1)
+    bare = np.flatnonzero(np.cumsum(changes)[:-1] == 0)
+    return any(start <= place < end and not text[place].isspace() for place in bare for start, end in spans)
+
+
+def _says_something(text: str, tokens: TextTokens, weights: npt.NDArray[np.float32], specials: frozenset[int]) -> bool:
+    """Whether a target is more than white space and special tokens."""
+    return any(
+        tokens.ids[place] not in specials and not text[tokens.starts[place] : tokens.ends[place]].isspace()
+        for place in np.flatnonzero(weights)
+    )
 
 
 def _learn_closing_tokens(weights: npt.NDArray[np.float32], added: npt.NDArray[np.bool_]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from chairlift.errors import ConfigError
 from chairlift.tokenizer.messages import REASONING_KEYS
+from chairlift.train.marks import check_pairs, message_mark
 
 __all__ = ["MESSAGE_KEYS", "Chat", "chat_of"]
 
@@ -44,6 +45,8 @@ class Chat:
     messages: list[dict[str, Any]]
     learnt: tuple[bool, ...]
     """One entry per message: whether it is a training target when only answers are targets."""
+    excluded: tuple[bool, ...]
+    """One entry per message: whether a mark such as ``weight: 0`` excludes it, also when all tokens are targets."""
     fields: frozenset[str]
     """Names of the fields of the record that the conversation was made from."""
     tools: list[dict[str, Any]] | None = None
@@ -55,7 +58,8 @@ def chat_of(record: Mapping[str, Any]) -> Chat | None:
     """Convert a record to a chat. Returns None if the record is not in one of these formats.
 
     - ``messages`` or ``conversations``: a list of messages with ``role`` and ``content`` (OpenAI, TRL), or ``from`` and
-      ``value`` (ShareGPT), and optionally ``system``. An answer with ``weight: 0`` is not a training target.
+      ``value`` (ShareGPT), and optionally ``system``. An answer with ``weight: 0`` or a similar mark
+      (:mod:`~chairlift.train.marks`) is not a training target.
     - ``prompt`` and ``completion``, both lists of messages (TRL): the answers in the completion are targets.
     - ``instruction`` and ``output``, and optionally ``input``, ``system`` and ``history`` (Alpaca).
 
@@ -66,11 +70,11 @@ def chat_of(record: Mapping[str, Any]) -> Chat | None:
     if name:
         raw = _listed(record[name], name)
         messages = _with_system(record, [_message(message, f"{name}[{i}]") for i, message in enumerate(raw)])
-        return _chat_from(record, messages, [_is_learnt(message) for message in messages], {name, "system"})
+        check_pairs(record, messages[-1].get("role") if messages else None)
+        return _chat_from(record, messages, 0, {name, "system"})
     if isinstance(record.get("prompt"), list) or isinstance(record.get("completion"), list):
         parts = [[_message(m, f"{name}[{i}]") for i, m in enumerate(_listed(record.get(name), name))] for name in _PAIR]
-        learnt = [False] * len(parts[0]) + [_is_learnt(message) for message in parts[1]]
-        return _chat_from(record, [*parts[0], *parts[1]], learnt, {"prompt", "completion"})
+        return _chat_from(record, [*parts[0], *parts[1]], len(parts[0]), {"prompt", "completion"})
     if "instruction" in record and "output" in record:
         return _alpaca(record)
     return None
@@ -79,14 +83,19 @@ def chat_of(record: Mapping[str, Any]) -> Chat | None:
 _PAIR: Final = ("prompt", "completion")
 
 
-def _chat_from(record: Mapping[str, Any], messages: list[dict[str, Any]], learnt: list[bool], fields: set[str]) -> Chat:
-    for message in messages:
-        message.pop("weight", None)
+def _chat_from(record: Mapping[str, Any], messages: list[dict[str, Any]], first: int, fields: set[str]) -> Chat:
+    """Make a chat whose answers from ``messages[first]`` on are learnt, unless they are marked otherwise."""
+    marks = [message_mark(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    excluded = tuple(mark is False for mark in marks)
+    learnt = tuple(
+        message.get("role") == "assistant" and index >= first and not excluded[index]
+        for index, message in enumerate(messages)
+    )
     given = record.get("chat_template_kwargs", {})
     if not isinstance(given, Mapping):
         raise ConfigError(f"chat_template_kwargs must be an object of variables, got {str(given)[:60]!r}")
     read = frozenset({*fields, *_SETTINGS} & set(record))
-    return Chat(messages, tuple(learnt), read, _tools(record.get("tools")), dict(given))
+    return Chat(messages, learnt, excluded, read, _tools(record.get("tools")), dict(given))
 
 
 def _alpaca(record: Mapping[str, Any]) -> Chat:
@@ -101,7 +110,7 @@ def _alpaca(record: Mapping[str, Any]) -> Chat:
     question = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text)
     messages += [{"role": "user", "content": question}, {"role": "assistant", "content": texts["output"]}]
     fields = {"instruction", "input", "output", "system", "history"}
-    return _chat_from(record, messages, [message["role"] == "assistant" for message in messages], fields)
+    return _chat_from(record, messages, 0, fields)
 
 
 def _with_system(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -133,13 +142,6 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     if message.get("role") == "function":
         message["role"] = "tool"
     return message
-
-
-def _is_learnt(message: Mapping[str, Any]) -> bool:
-    weight = message.get("weight", 1)
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise ConfigError(f"the weight of a message is 0 or 1, got {str(weight)[:60]!r}")
-    return message.get("role") == "assistant" and bool(weight)
 
 
 def _tools(given: Any) -> list[dict[str, Any]] | None:

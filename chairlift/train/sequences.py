@@ -4,7 +4,8 @@ A source gives token ids (a list, an array, a tensor) or mappings with these fie
 
 - ``input_ids``: [L] token ids.
 - ``labels``: [L] as in Hugging Face's data sets: equal to ``input_ids``, or -100 for a token that is not a target.
-- ``completion_mask``, ``loss_weight``: [L] factors of the loss weight of each token as a target.
+- ``completion_mask``, ``assistant_masks``, ``loss_mask``, ``loss_weight``: [L] factors of the loss weight of each token
+  as a target.
 - ``weight``: one factor for the whole sequence.
 - ``attention_mask``: [L]. Tokens with a 0 are padding and are removed.
 - All other fields are passed on as ``meta``.
@@ -31,7 +32,7 @@ __all__ = ["Key", "Sample", "SourceCursor", "read_sample"]
 Key = str | int | None
 """Key of a sequence. Sequences with different keys never share a pack."""
 
-_PER_TOKEN = ("completion_mask", "loss_weight")
+_PER_TOKEN = ("completion_mask", "assistant_masks", "loss_mask", "loss_weight")
 _READ = frozenset({"input_ids", "labels", "weight", "attention_mask", *_PER_TOKEN})
 _INT32 = np.dtype(np.int32)
 _LARGEST = 2**31 - 1
