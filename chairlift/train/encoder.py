@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -130,11 +131,16 @@ class Encoder:
         self._answers: Answers = answers
         self._columns = dict(columns or {})
         self._text: _Text | None = None
+        self._digests: dict[str, str] = {}
         if tokenizer_dir is not None:
             tokenizer = Tokenizer.from_dir(tokenizer_dir)
             eos = tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else None
             source = tokenizer.chat_template if chat_template is None else _read_template(chat_template)
             template = ChatTemplate(source, tokenizer.named_tokens)
+            files = [tokenizer_dir / "tokenizer.json"] if tokenizer_dir.is_dir() else [tokenizer_dir]
+            content = b"".join(file.read_bytes() for file in files if file.is_file())
+            named = repr(sorted(tokenizer.named_tokens.items())).encode()
+            self._digests = {"tokenizer": _digest(content + named), "chat_template": _digest((source or "").encode())}
             keep_spaces(tokenizer.backend)
             self._text = _Text(tokenizer.backend, template, eos, tokenizer.special_ids, tokenizer.vocab_size)
 
@@ -142,6 +148,18 @@ class Encoder:
     def vocab_size(self) -> int:
         """Number of token ids of the tokenizer. 0 without a tokenizer."""
         return self._text.vocab_size if self._text else 0
+
+    @property
+    def meaning(self) -> dict[str, Any]:
+        """Settings that determine the examples of a record, as plain data. Files are given by their checksums."""
+        return {
+            "text_field": self._text_field,
+            "columns": self._columns,
+            "train_on": self._train_on,
+            "answers": self._answers,
+            "add_eos": self._add_eos,
+            **self._digests,
+        }
 
     def __call__(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """Encode a record that gives exactly one example. Raises ConfigError for several examples, and the
@@ -182,8 +200,8 @@ class Encoder:
             return self._chat(chat, notes), chat.fields
         if "prompt" in record and "completion" in record:
             prompt, completion = _string(record, "prompt"), _string(record, "completion")
-            spans = [(len(prompt), len(prompt) + len(completion))]
-            spans = spans if self._train_on == "answers" else None
+            answer = [(len(prompt), len(prompt) + len(completion))]
+            spans = answer if self._train_on == "answers" else None
             return [self._encode(prompt + completion, spans, notes, special=True)], {"prompt", "completion"}
         if self._text_field in record:
             return [self._encode(_string(record, self._text_field), None, notes, special=True)], {self._text_field}
@@ -285,6 +303,10 @@ def _learn_closing_tokens(weights: npt.NDArray[np.float32], added: npt.NDArray[n
         last -= 1
     if last and weights[last - 1]:
         weights[last:] = 1
+
+
+def _digest(content: bytes) -> str:
+    return f"sha256:{hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def _read_template(path: Path) -> str:

@@ -97,6 +97,8 @@ class Prepared:
     and returns False to end the source."""
     open_evaluation: Mapping[str, Callable[[], Any]]
     """Name of a source of evaluation data -> function that opens it from its beginning."""
+    meaning: Mapping[str, Any]
+    """Settings of the data that must be the same when the run is resumed, as plain data."""
     examples: Iterator[Mapping[str, Any]]
     """Every training example of ``data.files`` once, in order. The files are read when it is iterated."""
 
@@ -149,7 +151,33 @@ def prepare(
     openers = _source_openers(config, encode)
     _mixed(config, {name: [[0]] for name in openers})  # likewise
     evaluated = _evaluation_openers(config, encode)
-    return Prepared(config, store, network, files, resume_from, openers, evaluated, _once(config, encode))
+    meaning = _meaning(config, encoder)
+    return Prepared(config, store, network, files, resume_from, openers, evaluated, meaning, _once(config, encode))
+
+
+def _meaning(config: TrainConfig, encoder: Encoder) -> dict[str, Any]:
+    """Settings that determine the targets of the data. The number of epochs and the treatment of errors may change."""
+    data = config.data
+    if data.source is not None:
+        return {"source": data.source, "options": dict(data.options)}
+    return {**encoder.meaning, "access": data.access}
+
+
+def _check_meaning(meaning: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the run of a checkpoint's ``state`` gave the data another meaning."""
+    # Earlier releases stored the configuration alone, in which files are named and not described by checksums.
+    saved = state.get("data") or (state.get("config") or {}).get("data") or {}
+    described = ("tokenizer", "chat_template") if "data" not in state else ()
+    changed = [
+        f"data.{name} was {saved[name]!r:.200} and is {value!r:.200}".replace("data.tokenizer", "the tokenizer")
+        for name, value in meaning.items()
+        if name in saved and name not in described and saved[name] != value
+    ]
+    if changed or ("data" in state and set(saved) != set(meaning)):
+        raise ConfigError(
+            f"the data would have another meaning: {'; '.join(changed) or 'it came from another kind of source'}; give"
+            " the same settings, or begin a new run with this checkpoint as model.path"
+        )
 
 
 def _check_sharding(config: TrainConfig) -> None:
@@ -433,11 +461,12 @@ def device_of(config: TrainConfig) -> str:
     return "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def _restore(trainer: Trainer, directory: Path) -> dict[str, Any]:
+def _restore(trainer: Trainer, directory: Path, meaning: Mapping[str, Any]) -> dict[str, Any]:
     """Load a checkpoint into the trainer. Returns the whole state in the checkpoint. Raises ConfigError if the
-    checkpoint is damaged or belongs to another run."""
+    checkpoint is damaged, belongs to another run, or its run gave the data another meaning."""
     state = load_state(directory)
     try:
+        _check_meaning(meaning, state)
         trainer.load_state_dict(state["trainer"])
         set_random_state(state["random"])
     except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
@@ -495,7 +524,7 @@ def train(
         network = _make_network(prepared)
         on_start(network)
         trainer = _make_trainer(config, network, stream, drift)
-        state = None if prepared.resume_from is None else _restore(trainer, prepared.resume_from)
+        state = None if prepared.resume_from is None else _restore(trainer, prepared.resume_from, prepared.meaning)
         interrupts.watch(trainer)
         if config.tensorboard and ranks.rank == 0:
             board = Board(prepared.store.root / "tensorboard", after=trainer.num_steps)
@@ -591,6 +620,7 @@ class _Run:
             "trainer": trainer.state_dict(),
             "random": random_state(),
             "config": dataclasses.asdict(self.prepared.config),
+            "data": dict(self.prepared.meaning),
             "best": self.best,
         }
         with together(trainer.model):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -223,6 +224,40 @@ def test_changed_settings_are_named_with_the_way_out(chairlift: Run, config: Pat
     assert code == 2
     assert "cannot go on from" in err[-1] and "pool was" in err[-1]
     assert err[-1].endswith("to start a new run, give another --output")
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("data.train_on=all", "data.train_on was 'answers' and is 'all'"),
+        ("data.add_eos=false", "data.add_eos was True and is False"),
+        ("data.answers=apart", "data.answers was 'auto' and is 'apart'"),
+        ("data.text_field=body", "data.text_field was 'text' and is 'body'"),
+        ("data.columns={question: prompt}", "data.columns was {} and is {'question': 'prompt'}"),
+        ("data.chat_template=TEMPLATE", "data.chat_template was 'sha256:"),
+        ("model.tokenizer=OTHER", "the tokenizer was 'sha256:"),
+    ],
+)
+def test_a_run_is_not_resumed_with_data_of_another_meaning(
+    chairlift: Run, model_dir: Path, tmp_path: Path, change: str, complaint: str
+) -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    (tmp_path / "data.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 4)
+    (tmp_path / "train.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    shutil.copytree(model_dir, tmp_path / "other")
+    tokenizer = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer, indent=3))
+    raw = {"model": {"path": str(model_dir)}, "data": {"files": str(tmp_path / "data.jsonl")}}
+    raw["packing"] = {"capacity": 128, "pool": 4, "step": "sequences:4"}
+    raw["training"] = {"steps": 1, "warmup_steps": 0}
+    (tmp_path / "run.yaml").write_text(json.dumps(raw | {"output": str(tmp_path / "out")}))
+    assert chairlift("train", tmp_path / "run.yaml", "--quiet")[0] == 0
+    change = change.replace("TEMPLATE", str(tmp_path / "train.jinja")).replace("OTHER", str(tmp_path / "other"))
+    more = ("--quiet", "--set", "training.steps=2")
+    code, _, err = chairlift("train", tmp_path / "run.yaml", *more, "--set", change)
+    assert code == 2
+    assert "the data would have another meaning" in err[-1] and complaint in err[-1]
+    assert chairlift("train", tmp_path / "run.yaml", *more, "--set", "data.on_error=skip")[0] == 0
 
 
 def test_a_source_of_ones_own(chairlift: Run, config: Path) -> None:
