@@ -34,9 +34,9 @@ class Event:
     kind: str
     """Kind of event: ``arrive``, ``abort``, ``preempt``, ``duplicate``, ``nan``, ``raise``, ``refuse_admission``,
     ``refuse_growth``, ``evict``, ``stall`` (the clock jumps ahead), ``starve_forward`` and ``starve_sampling`` (no
-    memory for one row), ``break_moves`` (blocks cannot be copied or swapped), ``set_back`` (the clock goes back), ``limits`` (a
-    governor changes the scheduler's settings), ``reload`` (an adapter is replaced under its name), ``unload`` or ``rewrite`` (its files are
-    replaced without notice)."""
+    memory for one row), ``break_moves`` (blocks cannot be copied or swapped), ``set_back`` (the clock goes back),
+    ``limits`` (a governor changes the scheduler's settings), ``reload`` (an adapter is replaced under its name),
+    ``unload`` or ``rewrite`` (its files are replaced without notice)."""
     target: int = 0
     """Depending on ``kind``: number of a request, of a batch row or of an adapter, or a count or a duration."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
