@@ -26,6 +26,8 @@ __all__ = ["WEIGHTS_NAME", "Adapter", "LowRank", "adapter_files", "read_adapter"
 
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SNAPSHOTS: Final[dict[str, Path]] = {}
+"""Id of an adapter on the Hub -> directory of its snapshot."""
 _NAME: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
 _DTYPES: Final = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
 _SAID: Final = (
@@ -77,19 +79,28 @@ class Adapter:
 
 def adapter_directory(path: Path) -> Path:
     """Directory of an adapter. A local directory is returned unchanged; otherwise ``path`` is an id on the Hugging Face
-    Hub, whose snapshot is returned. Raises ModelLoadError."""
+    Hub, whose snapshot is returned. Raises ModelLoadError.
+
+    The Hub is asked once per process. An adapter that left memory is read again while requests wait for it and for
+    others, and they must not wait for another host.
+    """
     if path.is_dir() or not _HUB_ID.fullmatch(str(path)):
         return path
+    known = _SNAPSHOTS.get(str(path))
+    if known is not None and known.is_dir():
+        return known
     from huggingface_hub import snapshot_download  # takes a while to import, and local directories don't need it
 
     try:
-        return Path(snapshot_download(str(path), allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))
+        found = Path(snapshot_download(str(path), allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))
     except Exception as error:  # unreachable, unknown, gated, disk full
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         raise ModelLoadError(
             f"{str(path)!r:.200} is not a directory here, and the Hugging Face Hub did not give an adapter of that name"
             f" ({type(error).__name__}: {reason}); check the spelling and the network, or give a directory"
         ) from None
+    _SNAPSHOTS[str(path)] = found
+    return found
 
 
 def adapter_files(path: Path, root: Path | None = None) -> tuple[Path, Path]:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy, whose threads would take memory in each worker
+if __name__ == "__main__":
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before NumPy, whose threads would take memory in each worker
 
 from chairlift.errors import QueueFullError, RequestError
 from chairlift.vision.decode import (

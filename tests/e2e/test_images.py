@@ -14,6 +14,7 @@ from PIL import Image
 
 from tests.e2e.server_process import ServerProcess
 from tests.native import needs_kernels
+from tests.vision.attacks import ATTACKS
 from tests.vision.tiny import Reference, picture, tiny_tokenizer, tiny_vlm
 
 pytestmark = needs_kernels
@@ -42,6 +43,10 @@ def url_of(image: Image.Image) -> str:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def attack(name: str) -> str:
+    return "data:image/png;base64," + base64.b64encode(ATTACKS[name]()).decode()
 
 
 def ask(client: openai.OpenAI, *parts: dict[str, Any], **more: Any) -> Any:
@@ -106,6 +111,9 @@ def test_responses_and_messages_read_images(client: openai.OpenAI, folder: Path)
         ((part("file:///etc/passwd"),), "names no image file in the server's folder"),
         ((part("ftp://example.com/cat.png"),), "must be a data URL"),
         ((part("data:image/png;base64,AAAA"),), "is no image that can be read"),
+        ((part(attack("line")),), "one side may be 200 times as long as the other"),
+        ((part(attack("tile")),), "has tiles of 16,384 x 16,384 pixels for an image of 16 x 16"),
+        ((part(attack("webp, huge canvas")),), "an image may have 1 to 40,000,000"),
         (({"type": "image"},), "must be an image of Pillow"),
         (({"type": "input_audio", "input_audio": {}},), "no model reads audio here: send a transcript as text"),
         (({"type": "video_url", "video_url": {}},), "no model reads video here: send frames as images to a model of"),
@@ -119,6 +127,9 @@ def test_responses_and_messages_read_images(client: openai.OpenAI, folder: Path)
         "file",
         "address",
         "broken",
+        "line",
+        "tile",
+        "canvas",
         "no image",
         "audio",
         "video",

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chairlift.errors import ModelLoadError
-from chairlift.lora.reader import WEIGHTS_NAME, Adapter, read_adapter
+from chairlift.lora.reader import WEIGHTS_NAME, Adapter, adapter_directory, read_adapter
 from chairlift.lora.settings import CONFIG_NAME, read_settings
 from chairlift.lora.sites import Sites, sites_of
 from tests.lora.adapters import random_adapter
@@ -58,6 +58,20 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> No
     tensors = load_file(path / WEIGHTS_NAME)
     change(tensors)
     save_file(tensors, path / WEIGHTS_NAME)
+
+
+def test_the_hub_is_asked_once_for_an_adapter(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter that left memory is read again while requests wait, and they must not wait for another host."""
+    asked = []
+
+    def snapshot_download(name: str, **_: Any) -> str:
+        asked.append(name)
+        return str(written)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("chairlift.lora.reader._SNAPSHOTS", {})
+    assert [adapter_directory(Path("someone/adapter")) for _ in range(2)] == [written] * 2
+    assert asked == ["someone/adapter"]
 
 
 def test_all_layers_are_found(adapter: Path, sites: Sites) -> None:
