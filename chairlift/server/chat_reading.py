@@ -28,6 +28,7 @@ from chairlift.tool_calls import (
     Thinking,
     Tools,
     check_tools,
+    holds_calls,
     output_constraint,
     reasoning_format_of,
     thinking_of,
@@ -35,7 +36,7 @@ from chairlift.tool_calls import (
 )
 from chairlift.tool_calls.formats import ReasoningFormat, ToolFormat
 
-__all__ = ["AnswerReading", "ChatPlan", "chat_plan", "constrained_params", "limited_params", "opened_by", "plan_prompt"]
+__all__ = ["AnswerReading", "ChatPlan", "chat_plan", "constrained", "limited_params", "opened_by", "plan_prompt"]
 
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _ALPHABET: Final = string.ascii_letters + string.digits
@@ -58,6 +59,8 @@ class ChatPlan:
     hidden: tuple[str, ...] = ()
     """Special tokens that the engine keeps in the output text, because the reader finds reasoning and tool calls by
     them. The reader removes them from the text. Usually there are none."""
+    held: bool = False
+    """Whether a grammar describes the tool calls."""
     thinking: Thinking = Thinking.NONE
     """Whether the output may contain reasoning, and whether it begins inside reasoning that the prompt opened."""
 
@@ -158,12 +161,14 @@ def opened_by(plan: ChatPlan, chat: ChatRequest, tokenizer: Tokenizer | None, pr
     return dataclasses.replace(plan, thinking=thinking_of(marks, tail))
 
 
-def constrained_params(plan: ChatPlan, chat: ChatRequest, params: SamplingParams) -> SamplingParams:
-    """``params`` with a grammar for the whole output: reasoning, then tool calls or content. Raises ApiError."""
+def constrained(plan: ChatPlan, chat: ChatRequest, params: SamplingParams) -> tuple[ChatPlan, SamplingParams]:
+    """The plan, and ``params`` with a grammar for the whole output: reasoning, then tool calls or content. Raises
+    ApiError."""
     requested = params.structured_outputs
+    plan = dataclasses.replace(plan, held=holds_calls(requested, plan.tools))
     with naming(chat):
         whole = output_constraint(requested, plan.tools, plan.tool_format, plan.reasoning, plan.thinking)
-        return params if whole is requested else dataclasses.replace(params, structured_outputs=whole)
+        return plan, params if whole is requested else dataclasses.replace(params, structured_outputs=whole)
 
 
 def limited_params(
@@ -220,6 +225,7 @@ class AnswerReading:
             inside=plan.thinking is Thinking.INSIDE,
             hidden=plan.hidden,
             parallel=plan.tools.parallel,
+            held=plan.held,
         )
         self._include_reasoning = plan.include_reasoning
         self.named = plan.tools.choice == "named"

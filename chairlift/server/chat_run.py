@@ -20,7 +20,7 @@ from chairlift.server.chat_reading import (
     AnswerReading,
     ChatPlan,
     chat_plan,
-    constrained_params,
+    constrained,
     limited_params,
     opened_by,
 )
@@ -95,7 +95,8 @@ async def begin_chat(
             raise ApiError(400, message, code="invalid_value", param="truncate_prompt_tokens")
         prompt = truncate(laid_out, chat.truncate_prompt_tokens, info, params.max_tokens)
     plan = opened_by(plan, chat, state.engine.tokenizer, laid_out)
-    params = limited_params(plan, chat, state.engine.tokenizer, constrained_params(plan, chat, params))
+    plan, params = constrained(plan, chat, params)
+    params = limited_params(plan, chat, state.engine.tokenizer, params)
     if thinking_hint is not None:
         hinted = msgspec.structs.replace(chat, thinking_token_budget=thinking_hint)
         try:

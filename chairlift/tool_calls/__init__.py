@@ -1,7 +1,7 @@
 """Tool calls and reasoning in generated text: formats as data, a streaming reader, and checks of requests."""
 
 from chairlift.tool_calls.formats import NONE, REASONING_FORMATS, TOOL_FORMATS, reasoning_format_of, tool_format_of
-from chairlift.tool_calls.held import Thinking, output_constraint, thinking_of
+from chairlift.tool_calls.held import Thinking, holds_calls, output_constraint, thinking_of
 from chairlift.tool_calls.reader import Answer, AnswerReader, Broken, Call, Event, Piece, read_answer
 from chairlift.tool_calls.request import Tools, check_history, check_tools
 
@@ -19,6 +19,7 @@ __all__ = [
     "Tools",
     "check_history",
     "check_tools",
+    "holds_calls",
     "output_constraint",
     "read_answer",
     "reasoning_format_of",

@@ -17,6 +17,7 @@ from typing import Any, Final
 from chairlift.errors import RequestError
 from chairlift.tool_calls.formats import Body, ToolFormat
 from chairlift.tool_calls.request import Tools
+from chairlift.tool_calls.values import referred, types_of
 
 __all__ = ["calls_format"]
 
@@ -29,6 +30,8 @@ _DESCRIBES: Final = (
 )
 """Keywords that an object's schema may have if the grammar writes each argument separately. A schema with any other
 keyword is not supported in this case."""
+_MAX_STEPS: Final = 16
+"""Maximum number of schemas that refer to each other until one lists its texts."""
 _OF_TEXT: Final = ("pattern", "format", "minLength", "maxLength", "allOf", "anyOf", "oneOf", "not")
 """Keywords that the grammar cannot enforce for text without quotation marks."""
 
@@ -124,14 +127,13 @@ def _tagged(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> dict[str,
         raise _not_here(form, where, unknown[0])
     properties, required = dict(schema.get("properties") or {}), schema.get("required") or ()
     properties |= {key: {} for key in required if key not in properties}
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     parts = []
     for key, value in properties.items():
         if value is False and key not in required:
             continue
         if key != key.strip() or not key or any(mark in key for mark in (form.key_end, "\n")):
             raise _not_here(form, where, key)
-        one = _argument(form, f"{where}.{key}", key, value if isinstance(value, Mapping) else {}, shared)
+        one = _argument(form, f"{where}.{key}", key, value if isinstance(value, Mapping) else {}, schema)
         parts.append(one if key in required else optional(one))
     section = form.section[0] + "\n" if form.bare_call else ""
     # The line break belongs to the call. As a separate part, the grammar could not distinguish "\n" from the beginning
@@ -142,32 +144,44 @@ def _tagged(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> dict[str,
 
 
 def _argument(
-    form: ToolFormat, where: str, key: str, schema: Mapping[str, Any], shared: Mapping[str, Any]
+    form: ToolFormat, where: str, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]
 ) -> dict[str, Any]:
     line = "\n" if form.own_line else ""
     marks = {how: mark for mark, how in form.values}
-    plain = schema.get("type") == "string" or _texts(schema)
+    plain = types_of(schema, root) == {"string"}
     mark = marks.get("schema", marks.get("text" if plain else "json", ""))
     between = "\n" if mark.startswith("<") else ""
     begin = form.key + key + form.key_end + between + mark + line
     if not plain:
+        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
         content = {"type": "json_schema", "json_schema": {**shared, **schema}}
         return tag(begin, content, line + form.value_end + "\n")
-    if found := next((each for each in _OF_TEXT if each in schema), None):
-        raise _not_here(form, where, found)
-    if not _texts(schema):
+    words = _words(form, where, schema, root, 0)
+    if words is None:
         return tag(begin, tag("", {"type": "any_text"}, form.value_end), "\n")
-    words = [schema["const"]] if "const" in schema else schema["enum"]
     if any(not word or form.value_end in word for word in words):
         raise _not_here(form, where, "enum")
     choice = {"type": "or", "elements": [each for word in words for each in literal(word)]}
     return tag(begin, choice, line + form.value_end + "\n")
 
 
-def _texts(schema: Mapping[str, Any]) -> bool:
-    """Whether the schema lists its allowed values and all of them are texts."""
+def _words(form: ToolFormat, where: str, schema: Any, root: Mapping[str, Any], depth: int) -> list[str] | None:
+    """The texts that a schema of texts lists as its values; None if it allows any text. Raises RequestError for a
+    schema that restricts texts in another way."""
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    if isinstance(reference, str) and depth < _MAX_STEPS:
+        return _words(form, where, referred(reference, root), root, depth + 1)
+    if not isinstance(schema, Mapping) or reference is not None:
+        raise _not_here(form, where, "$ref")
+    one_of = next((schema[key] for key in ("anyOf", "oneOf", "allOf") if key in schema), None)
+    if isinstance(one_of, list) and len(one_of) == 1:
+        rest = {key: value for key, value in schema.items() if value is not one_of}
+        if not {"enum", "const", *_OF_TEXT} & set(rest):
+            return _words(form, where, one_of[0], root, depth + 1)
+    if found := next((each for each in _OF_TEXT if each in schema), None):
+        raise _not_here(form, where, found)
     words = [schema["const"]] if "const" in schema else schema.get("enum")
-    return isinstance(words, list) and bool(words) and all(isinstance(word, str) for word in words)
+    return [word for word in words if isinstance(word, str)] if isinstance(words, list) else None
 
 
 def _not_here(form: ToolFormat, where: str, what: str) -> RequestError:

@@ -81,7 +81,10 @@ class ToolFormat:
     opening: str = '{"name": '
     """Text before the function's name in a forced call with a JSON body."""
     own_line: bool = False
-    """Whether the model writes the value of each argument on a line of its own."""
+    """Whether the model writes the value of each argument on a line of its own. In other formats a line break at the
+    edge of a value belongs to the value."""
+    raw_text: bool = False
+    """Whether a text that is an argument of a Python call has no escapes between its quotation marks."""
 
     @property
     def begins(self) -> tuple[str, ...]:
@@ -246,6 +249,7 @@ _ROWS: Final = (
         signs=(("<|tool_call_start|>",),),
         section=("<|tool_call_start|>",),
         section_end="<|tool_call_end|>",
+        raw_text=True,
     ),
     ToolFormat(
         name="granite",

@@ -15,7 +15,7 @@ from chairlift.tool_calls.forced import calls_format, literal, optional, sequenc
 from chairlift.tool_calls.formats import ReasoningFormat, ToolFormat
 from chairlift.tool_calls.request import Tools
 
-__all__ = ["Thinking", "output_constraint", "thinking_of"]
+__all__ = ["Thinking", "holds_calls", "output_constraint", "thinking_of"]
 
 _SPACE: Final = {"type": "regex", "pattern": "[ \\n]{0,4}"}
 
@@ -54,9 +54,8 @@ def output_constraint(
     that cannot be expressed.
     """
     forced = tools.choice in ("required", "named")
-    if tool_format is None or not (forced or (constraint is not None and _is_content(constraint) and tools.schemas)):
-        calls = None
-    else:
+    calls = None
+    if tool_format is not None and holds_calls(constraint, tools):
         calls = calls_format(tool_format, tools)
     if constraint is None and calls is None:
         return None
@@ -78,6 +77,13 @@ def output_constraint(
     whole = sequence(*_reasoning(reasoning, thinking), rest)
     compact = constraint is not None and constraint.disable_any_whitespace
     return StructuredOutputsParams(structural_tag={"format": whole}, disable_any_whitespace=compact)
+
+
+def holds_calls(constraint: StructuredOutputsParams | None, tools: Tools) -> bool:
+    """Whether a request's grammar describes its calls: they are forced, or an alternative to a constrained content."""
+    if tools.choice in ("required", "named"):
+        return True
+    return constraint is not None and _is_content(constraint) and bool(tools.schemas)
 
 
 def _reasoning(form: ReasoningFormat | None, thinking: Thinking) -> list[dict[str, Any]]:

@@ -17,7 +17,15 @@ from typing import Any, Final
 from chairlift.json_text import json_text
 from chairlift.tool_calls.formats import Body, ReasoningFormat, ToolFormat
 from chairlift.tool_calls.scan import CUT_OFF, CodeBlocks, Reading, TextScanner, markers_of
-from chairlift.tool_calls.values import NotReadable, by_schema, gemma_call, json_value, python_calls
+from chairlift.tool_calls.values import (
+    JsonScanner,
+    NotReadable,
+    by_schema,
+    gemma_call,
+    json_value,
+    python_calls,
+    types_of,
+)
 
 __all__ = ["Answer", "AnswerReader", "Broken", "Call", "Event", "Piece", "read_answer"]
 
@@ -82,7 +90,8 @@ class AnswerReader:
 
     Without ``tool_format`` no calls are recognised; without ``reasoning`` everything is content. ``inside``: the
     output begins inside the reasoning. ``hidden`` are texts of special tokens to remove from content and reasoning. If
-    ``parallel`` is false, calls after the first are dropped.
+    ``parallel`` is false, calls after the first are dropped. ``held``: a grammar holds the calls to their schemas, and
+    lets arguments in tags be JSON, except for those that can only be texts.
     """
 
     def __init__(
@@ -94,6 +103,7 @@ class AnswerReader:
         inside: bool = False,
         hidden: Sequence[str] = (),
         parallel: bool = True,
+        held: bool = False,
     ) -> None:
         self._format, self._reasoning, self._tools = tool_format, reasoning, tools or {}
         self._inside = inside or (reasoning is not None and reasoning.opened)
@@ -101,6 +111,7 @@ class AnswerReader:
         needed |= {reasoning.begin, reasoning.end} if reasoning else set()
         self._hidden = tuple(text for text in hidden if text not in needed)
         self._parallel = parallel
+        self._held_to_json = held
         self._input = self._text = TextScanner()
         """The whole output, and the text that is read now: the output, or the reasoning in it."""
         self._held: list[tuple[str, str, Mapping[str, Any], str]] | None = None
@@ -416,25 +427,34 @@ class AnswerReader:
                 if not begin:
                     raise NotReadable(f"no value follows the argument {key.strip()[:40]!r}")
                 how = dict(form.values)[begin]
-            value = yield from text.until((form.value_end,))
-            if key.strip() in arguments:
-                raise NotReadable(f"the argument {key.strip()[:40]!r} is there twice")
-            arguments[key.strip()] = self._value(name, key.strip(), how, value)
+            key = key.strip()
+            if key in arguments:
+                raise NotReadable(f"the argument {key[:40]!r} is there twice")
+            arguments[key] = yield from self._value(form, name, key, how)
         self._commit(name, arguments)
 
-    def _value(self, name: str, key: str, how: str, text: str) -> Any:
-        if how == "text":
-            return text
-        if how == "json":
-            return json_value(text.strip())
-        text = text.removeprefix("\n").removesuffix("\n")
+    def _value(self, form: ToolFormat, name: str, key: str, how: str) -> Reading[Any]:
+        """Read the value of an argument, up to the text that ends it."""
         properties = self._tools[name].get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
-        return by_schema(text, schema, self._tools[name])
+        types = types_of(schema, self._tools[name])
+        is_json = how == "json" or (how == "schema" and self._held_to_json and types != {"string"})
+        value = yield from self._text.until((form.value_end,))
+        if is_json or (how == "schema" and types and "string" not in types):
+            scanner, more = JsonScanner(), "[" + value
+            while scanner.feed(more, 0) == len(more) and scanner.in_text:
+                more = form.value_end + (yield from self._text.until((form.value_end,)))
+                value += more
+        if is_json:
+            return json_value(value.strip())
+        if form.own_line:
+            value = value.removeprefix("\n").removesuffix("\n")
+        return value if how == "text" else by_schema(value, schema, self._tools[name])
 
     def _python_body(self, form: ToolFormat, marker: str) -> Reading[None]:
         written = yield from self._text.until((form.section_end,))
-        for name, arguments in [(self._tool(name), arguments) for name, arguments in python_calls(written)]:
+        calls = python_calls(written, raw=form.raw_text)
+        for name, arguments in [(self._tool(name), arguments) for name, arguments in calls]:
             self._commit(name, arguments)
 
     def _gemma_body(self, form: ToolFormat, marker: str) -> Reading[None]:

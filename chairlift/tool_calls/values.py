@@ -12,7 +12,17 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-__all__ = ["MAX_DEPTH", "JsonScanner", "NotReadable", "by_schema", "gemma_call", "json_value", "python_calls"]
+__all__ = [
+    "MAX_DEPTH",
+    "JsonScanner",
+    "NotReadable",
+    "by_schema",
+    "gemma_call",
+    "json_value",
+    "python_calls",
+    "referred",
+    "types_of",
+]
 
 MAX_DEPTH: Final = 64
 """Maximum depth of nested lists and objects."""
@@ -45,6 +55,11 @@ class JsonScanner:
         self._scalar = ""
         self._escape = 0
         """Number of characters that an escape sequence still needs."""
+
+    @property
+    def in_text(self) -> bool:
+        """Whether the text so far ends inside a string."""
+        return not self.fault and self._want in ("key text", "text")
 
     def feed(self, text: str, at: int) -> int:
         """Read ``text`` from the offset ``at``. Returns the offset after the part that was read. Stops at the end of
@@ -165,13 +180,21 @@ _PYTHON_ESCAPES: Final = {
     "\n": "",
 }
 _GEMMA_QUOTE: Final = '<|"|>'
+_GEMMA_NAME: Final = re.compile(r"[^\s:,{}\[\]<][^:,{}\[\]<]*")
+_RAW_END: Final = {
+    quote: re.compile(quote + r"(?=\s*(?:,\s*[A-Za-z_][\w.-]*\s*=|\)\s*(?:\]\s*$|,\s*[A-Za-z_][\w.-]*\s*\()))")
+    for quote in "'\""
+}
+"""The end of a text without escapes: the quotation mark before the next argument, or before the end of the call."""
 
 
 class _Literals:
-    """Reads Python or Gemma literals from a text. Raises NotReadable."""
+    """Reads Python or Gemma literals from a text. ``names`` matches keys without quotation marks. With ``raw``, the
+    texts that are arguments have no escapes. Raises NotReadable."""
 
-    def __init__(self, text: str, at: int = 0) -> None:
-        self.text, self.at = text, at
+    def __init__(self, text: str, *, names: re.Pattern[str] = _NAME, raw: bool = False) -> None:
+        self.text, self.at = text, 0
+        self._names, self._raw = names, raw
 
     def peek(self) -> str:
         space = _SPACE.match(self.text, self.at)
@@ -183,9 +206,9 @@ class _Literals:
             raise NotReadable(f"there is {self.peek() or 'the end'!r} where {sign!r} must be")
         self.at += 1
 
-    def name(self) -> str:
+    def name(self, names: re.Pattern[str] = _NAME) -> str:
         self.peek()
-        found = _NAME.match(self.text, self.at)
+        found = names.match(self.text, self.at)
         if found is None:
             raise NotReadable(f"there is {self.peek() or 'the end'!r} where a name must be")
         self.at = found.end()
@@ -228,7 +251,7 @@ class _Literals:
     def _pair(self, depth: int) -> tuple[str, Any]:
         sign = self.peek()
         quoted = sign in ("'", '"') or self.text.startswith(_GEMMA_QUOTE, self.at)
-        key = self.value(depth + 1) if quoted else self.name()
+        key = self.value(depth + 1) if quoted else self.name(self._names).rstrip()
         self.take(":")
         return key, self.value(depth + 1)
 
@@ -270,19 +293,28 @@ class _Literals:
             self.take("=")
             if key in arguments:
                 raise NotReadable(f"the argument {key[:40]} is there twice")
-            arguments[key] = self.value()
+            arguments[key] = self._argument()
 
         self._items("(", ")", argument)
         return name, arguments
+
+    def _argument(self) -> Any:
+        sign = self.peek()
+        ends = _RAW_END[sign].search(self.text, self.at + 1) if self._raw and sign in _RAW_END else None
+        if ends is None:
+            return self.value()
+        begin, self.at = self.at + 1, ends.end()
+        return self.text[begin : ends.start()]
 
     def end(self) -> None:
         if self.peek():
             raise NotReadable(f"there is more text behind the call: {self.text[self.at : self.at + 20]!r}")
 
 
-def python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """(name, arguments) of each call in ``[look(place="Ulm"), ...]``; values are literals. Raises NotReadable."""
-    reader = _Literals(text)
+def python_calls(text: str, *, raw: bool = False) -> list[tuple[str, dict[str, Any]]]:
+    """(name, arguments) of each call in ``[look(place="Ulm"), ...]``; values are literals. With ``raw``, a text that is
+    an argument has no escapes. Raises NotReadable."""
+    reader = _Literals(text, raw=raw)
     calls = reader._items("[", "]", reader.call)
     reader.end()
     if not calls:
@@ -292,7 +324,7 @@ def python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 def gemma_call(text: str) -> tuple[str, dict[str, Any]]:
     """(name, arguments) of ``look{place:<|"|>Ulm<|"|>,days:2}``. Raises NotReadable."""
-    reader = _Literals(text)
+    reader = _Literals(text, names=_GEMMA_NAME)
     name = reader.name()
     if reader.peek() != "{":
         raise NotReadable("there is no object with the arguments")
@@ -317,10 +349,10 @@ _PYTHON_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
 def by_schema(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     """Value of an argument, converted from text to the type in the argument's JSON schema.
 
-    ``root`` is the schema in which ``$ref`` is resolved. The text is not converted if the schema allows a string, or
-    if the text fits none of the allowed types.
+    ``root`` is the schema in which ``$ref`` is resolved. Templates print a text as it is, so the text is not converted
+    if the schema allows only texts, if it is a text in quotation marks, or if it fits none of the allowed types.
     """
-    types = _types(schema, root, 0)
+    types = types_of(schema, root)
     if types == {"string"}:
         return text
     word = text.strip()
@@ -334,7 +366,7 @@ def by_schema(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
             reader.end()
         except NotReadable:
             candidate = _WORDS.get(word.capitalize(), NotReadable)
-    if candidate is NotReadable or (not types and isinstance(candidate, str)):
+    if candidate is NotReadable or isinstance(candidate, str):
         return text
     if not types:
         return candidate
@@ -344,16 +376,31 @@ def by_schema(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     return candidate if fits else text
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
-    """Types that a schema allows; empty if the schema does not restrict them."""
-    if not isinstance(schema, Mapping) or depth > 8:
+def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """Types that a schema allows; empty if the schema does not restrict them. ``root`` is the schema in which ``$ref``
+    is resolved."""
+    return _types(schema, root, {}, 0) or set()
+
+
+def referred(reference: str, root: Mapping[str, Any]) -> Any:
+    """The schema to which a ``$ref`` like ``#/$defs/colour`` points; None if there is none."""
+    target: Any = root
+    for step in reference.removeprefix("#").split("/")[1:]:
+        target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+    return target
+
+
+def _types(schema: Any, root: Mapping[str, Any], known: dict[str, set[str] | None], depth: int) -> set[str] | None:
+    """None for a reference that is being followed, which adds nothing. ``known`` has the types of each reference,
+    because schemas may refer to themselves many times."""
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return set()
     reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target: Any = root
-        for step in reference[2:].split("/"):
-            target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-        return _types(target, root, depth + 1)
+    if isinstance(reference, str) and reference.startswith("#"):
+        if reference not in known:
+            known[reference] = None
+            known[reference] = _types(referred(reference, root), root, known, depth + 1)
+        return known[reference]
     kind = schema.get("type")
     if isinstance(kind, str):
         return {kind}
@@ -364,6 +411,9 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
         return {name for name, kinds in _PYTHON_TYPES.items() for each in given if type(each) in kinds}
     found = set[str]()
     for key in ("anyOf", "oneOf", "allOf"):
-        for each in schema.get(key) or () if isinstance(schema.get(key), list) else ():
-            found |= _types(each, root, depth + 1)
+        listed = schema.get(key)
+        options = [_types(each, root, known, depth + 1) for each in listed] if isinstance(listed, list) else []
+        allowed = [each for each in options if each is not None]
+        if key == "allOf" or all(allowed):
+            found = found.union(*allowed)
     return found

@@ -27,6 +27,7 @@ from chairlift.tool_calls.forced import calls_format
 from chairlift.tool_calls.formats import Body
 from tests.grammar.models import follow, of_bytes, sampled, verdict
 from tests.tool_calls.recorded import as_calls
+from tests.tool_calls.test_reader import PRINTED
 
 LOOK: dict[str, Any] = {
     "type": "object",
@@ -112,12 +113,46 @@ def test_whatever_is_let_through_is_a_valid_call(name: str) -> None:
         text = sampled(made, seed, tokenizer, most=2000)
         if text is None:
             continue
-        answer = read_answer(text, AnswerReader(form, None, tools.schemas))
+        answer = read_answer(text, AnswerReader(form, None, tools.schemas, held=True))
         assert answer.calls and not answer.broken and not answer.content, text
         seen |= {call.name for call in answer.calls}
         for call in answer.calls:
             assert check.is_valid(json.loads(call.arguments)) if call.name == "look" else call.arguments == "{}"
     assert seen == {"look", "now"}
+
+
+OF_TEXTS: list[tuple[Any, str, Any]] = [
+    ({"$ref": "#/$defs/colour"}, "red", "red"),
+    ({"allOf": [{"$ref": "#/$defs/colour"}], "default": "red"}, "red", "red"),
+    ({"type": ["string"]}, '"red"', '"red"'),
+    ({"type": "string"}, "</a> 5", "</a> 5"),
+    ({"anyOf": [{"$ref": "#/$defs/colour"}, {"type": "null"}]}, '"red"', "red"),
+    ({"anyOf": [{"$ref": "#/$defs/colour"}, {"type": "null"}]}, "null", None),
+    ({"type": ["string", "null"]}, '"null"', "null"),
+    ({"type": ["string", "integer"]}, '"5 </parameter></arg_value>"', "5 </parameter></arg_value>"),
+    ({}, '"5"', "5"),
+    ({}, "5", 5),
+    ({"enum": ["1", 1]}, '"1"', "1"),
+    (
+        {"type": "array", "items": {"type": "string"}},
+        '["</parameter>", "</arg_value>"]',
+        ["</parameter>", "</arg_value>"],
+    ),
+]
+"""(schema of an argument, its text in a tag, the value of the text)."""
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "minimax_m2", "glm", "deepseek_v32"])
+@pytest.mark.parametrize(("schema", "text", "value"), OF_TEXTS)
+def test_an_argument_that_is_let_through_has_one_value(name: str, schema: Any, text: str, value: Any) -> None:
+    colours = {"colour": {"type": "string", "enum": ["red", "blue"]}}
+    tools = tools_of({"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": colours})
+    before, one, after = PRINTED[name]
+    is_text = text == value and schema != {} and "anyOf" not in schema
+    written = before + one.format("a", text, str(is_text).lower()) + after
+    assert verdict(written, structural_tag={"format": calls_format(TOOL_FORMATS[name], tools)}) == "complete"
+    answer = read_answer(written, AnswerReader(TOOL_FORMATS[name], None, tools.schemas, held=True))
+    assert as_calls(answer) == [("look", {"a": value})] and not answer.broken
 
 
 @pytest.mark.parametrize("name", sorted(set(TOOL_FORMATS) - set(FORCED)))

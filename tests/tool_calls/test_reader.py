@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from typing import Any
 
@@ -132,6 +133,91 @@ def test_calls_after_the_first_are_left_out_where_one_is_wanted() -> None:
     answer = read_answer(text, reader_for("hermes", parallel=False))
     assert len(answer.calls) == 1
     assert answer.broken == ["parallel_tool_calls is false, and 2 more calls were left out"]
+
+
+_DSML = "｜DSML｜"
+PRINTED = {
+    "qwen3_coder": (
+        "<tool_call>\n<function=look>\n",
+        "<parameter={0}>\n{1}\n</parameter>\n",
+        "</function>\n</tool_call>",
+    ),
+    "seed_oss": (
+        "<seed:tool_call>\n<function=look>\n",
+        "<parameter={0}>{1}</parameter>\n",
+        "</function>\n</seed:tool_call>",
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="look">\n',
+        '<parameter name="{0}">{1}</parameter>\n',
+        "</invoke>\n</minimax:tool_call>",
+    ),
+    "glm": ("<tool_call>look\n", "<arg_key>{0}</arg_key>\n<arg_value>{1}</arg_value>\n", "</tool_call>"),
+    "deepseek_v32": (
+        f'<{_DSML}function_calls>\n<{_DSML}invoke name="look">\n',
+        f'<{_DSML}parameter name="{{0}}" string="{{2}}">{{1}}</{_DSML}parameter>\n',
+        f"</{_DSML}invoke>\n</{_DSML}function_calls>",
+    ),
+}
+"""Name of a format -> how its templates print a call: the beginning, an argument, the end."""
+EDGES = [
+    *(
+        "Ulm",
+        "\nUlm",
+        "Ulm\n",
+        "\n",
+        "\n\nUlm\n\n",
+        "\r\nUlm\r\n",
+        " Ulm ",
+        "\tUlm",
+        "",
+        "5",
+        "1e5",
+        "true",
+        "null",
+        "[1]",
+    ),
+    *('{"a": 1}', '"quoted"', "'quoted'", "\\u00e9", "\\n", "a\nb", "<b>", "None", "\u2028", "\x00", "<tool_call>"),
+]
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_arguments_in_tags_are_read_as_they_are_printed(name: str) -> None:
+    before, one, after = PRINTED[name]
+    values: list[tuple[Any, Any]] = [("string", text) for text in EDGES]
+    values += [(["string", "null"], "'q'"), (["string", "null"], '"q"'), (["string", "null"], None)]
+    values += [("integer", 10**30), ("number", 1e5), ("number", -0.0), ("boolean", False), ("null", None)]
+    values += [("array", ["a", "\nb ", ["</parameter>", "</arg_value>"]]), ("object", {"k k": {"z": ["\n", None]}})]
+    for kind, value in values:
+        tools = {"look": {"type": "object", "properties": {"a": {"type": kind}, "b": {"type": "string"}}}}
+        text = value if isinstance(value, str) else json.dumps(value)
+        call = one.format("a", text, str(isinstance(value, str)).lower()) + one.format("b", "Z", "true")
+        answer = read_answer(before + call + after, AnswerReader(TOOL_FORMATS[name], None, tools))
+        assert [repr(each) for each in as_calls(answer)] == [repr(("look", {"a": value, "b": "Z"}))]
+
+
+@pytest.mark.parametrize("text", ["it's", "'q'", "\\", "\\n", "\\u00e9", "a', b", "f('x')", "two\nlines", '"', ""])
+def test_texts_of_lfm2_have_no_escapes(text: str) -> None:
+    written = f"<|tool_call_start|>[look(place='{text}', days=2), look(place='{text}')]<|tool_call_end|>"
+    answer = read_answer(written, reader_for("lfm2"))
+    assert as_calls(answer) == [("look", {"place": text, "days": 2}), ("look", {"place": text})]
+
+
+def test_keys_of_gemma_are_any_words() -> None:
+    written = '<|tool_call>call:look{place:{k k:1,é:<|"|>a<|"|>,5:{x-y:None}}}<tool_call|>'
+    assert as_calls(read_answer(written, reader_for("gemma4"))) == [
+        ("look", {"place": {"k k": 1, "é": "a", "5": {"x-y": None}}})
+    ]
+
+
+def test_a_schema_that_refers_to_itself_is_read_in_time() -> None:
+    again = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}] * 500}
+    chain = {f"c{i}": {"$ref": f"#/$defs/c{i + 1}"} for i in range(5000)}
+    defs = {"a": again, "b": {"anyOf": [*again["anyOf"], {"type": "integer"}]}, **chain}
+    tools = {"look": {"$defs": defs, "properties": {"a": {"$ref": "#/$defs/a"}, "b": {"$ref": "#/$defs/c0"}}}}
+    before, one, after = PRINTED["glm"]
+    text = before + one.format("a", "5", "") + one.format("b", "x", "") + after
+    assert as_calls(read_answer(text, AnswerReader(TOOL_FORMATS["glm"], None, tools))) == [("look", {"a": 5, "b": "x"})]
 
 
 def test_kimi_gives_its_calls_their_ids() -> None:
