@@ -70,7 +70,7 @@ def _tokens(url: str, prompt: list[int], count: int) -> int:
     request = urllib.request.Request(
         f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request) as reply:
+    with urllib.request.urlopen(request, timeout=600) as reply:
         return int(json.loads(reply.read())["tokens_predicted"])
 
 

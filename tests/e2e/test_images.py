@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from PIL import Image
 from tests.e2e.server_process import ServerProcess
 from tests.native import needs_kernels
 from tests.vision.attacks import ATTACKS
+from tests.vision.test_image_worker import memory_of
 from tests.vision.tiny import Reference, picture, tiny_tokenizer, tiny_vlm
 
 pytestmark = needs_kernels
@@ -27,15 +30,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[openai.OpenAI]:
+def server(folder: Path) -> Iterator[ServerProcess]:
     (folder / "images").mkdir()
     picture(1, 70, 50).save(folder / "images" / "one.png")
     flags = ("--allowed-local-media-path", str(folder / "images"), "--allowed-media-domains", "127.0.0.1")
     flags += ("--api-key", KEY, "--num-kv-blocks", "80", "--threads", "1", "--dtype", "float32")
-    with (
-        ServerProcess(str(folder), *flags) as server,
-        openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=KEY, max_retries=0) as client,
-    ):
+    with ServerProcess(str(folder), *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=KEY, max_retries=0) as client:
         yield client
 
 
@@ -142,3 +148,25 @@ def test_images_are_refused_with_the_reason(client: openai.OpenAI, content: Any,
     with pytest.raises(openai.BadRequestError, match=reason):
         ask(client, *content)
     assert ask(client, {"type": "text", "text": "still there"}).choices[0].token_ids
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_attacks_at_once_leave_the_server_small_and_awake(client: openai.OpenAI, server: ServerProcess) -> None:
+    """Each attack is a valid image or a 400. A chat without images is answered while they run."""
+    attacks = [attack(name) for name in ("large", "webp", "many chunks", "scans", "line", "tile", "strips", "long")]
+    Path(f"/proc/{server.pid}/clear_refs").write_text("5")  # the largest resident size begins again
+    before = memory_of(server.pid, "VmRSS")
+
+    def outcome(url: str) -> bool:
+        try:
+            return bool(ask(client, part(url)).choices)
+        except openai.BadRequestError:
+            return False
+
+    with ThreadPoolExecutor(16) as threads:
+        running = [threads.submit(outcome, url) for url in attacks * 2]
+        assert ask(client, {"type": "text", "text": "still there"}).choices
+        assert not all(each.done() for each in running), "the chat waited for all images"
+        assert [each.result() for each in running] == [True, True, False, True, False, False, True, True] * 2
+    assert memory_of(server.pid) - before < 600 << 20
