@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from chairlift.train.run import Outcome
     from chairlift.train.trainer import StepResult, Trainer
 
-__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
+__all__ = ["DESCRIPTION", "SUMMARY", "Speed", "add_arguments", "run"]
 
 SUMMARY: Final = "train a model on packed sequences"
 DESCRIPTION: Final = """Train a new model, or a model from a directory, on packed sequences.
@@ -49,7 +50,7 @@ checkpoint, with the same result as an uninterrupted run. Ctrl-C writes a checkp
   torchrun --nproc-per-node 2 -m chairlift train config.yaml"""
 
 _QUIET_TERMINAL_SECONDS: Final = 30.0
-_BAR_FORMAT: Final = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+_BAR_FORMAT: Final = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,25 +157,71 @@ def _print_result(outcome: Outcome, args: argparse.Namespace, config: TrainConfi
     print(f"serve it with: {shlex.join(['chairlift', 'serve', *served])}")
 
 
+class Speed:
+    """Measures the speed of a run. The first step is slower than others, so it counts only until the second ends."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._since = self._last = (clock(), 0)
+        self._num_steps = 0
+        self._tokens = 0
+
+    def begin(self, step: int) -> None:
+        """Start the clock before the step after ``step``."""
+        self._since = self._last = (self._clock(), step)
+
+    def add(self, step: int, num_tokens: int) -> None:
+        """Count a step of ``num_tokens`` tokens that has just ended."""
+        self._num_steps += 1
+        if self._num_steps == 2:
+            self._since, self._tokens = self._last, 0
+        self._last = (self._clock(), step)
+        self._tokens += num_tokens
+
+    def rates(self, steps: int) -> tuple[float, float]:
+        """(tokens per second, seconds until step ``steps`` ends). Call it after :meth:`add`."""
+        now, step = self._last
+        seconds = max(now - self._since[0], 1e-9)
+        return self._tokens / seconds, (steps - step) * seconds / max(1, step - self._since[1])
+
+
 class _Progress:
-    """Shows loss, tokens per second and packing waste: as a bar on a terminal, otherwise as a line at intervals."""
+    """Shows the remaining time, loss, tokens per second and packing waste: as a bar on a terminal, otherwise as a line
+    at intervals."""
 
     def __init__(self, steps: int, *, shown: bool) -> None:
         self._steps, self._shown = steps, shown
         self._bar: Any = None
-        self._began = time.perf_counter()
-        self._tokens = 0
+        self._speed = Speed()
+        self._is_first = True
         self._changes = 0
 
     @property
     def callbacks(self) -> dict[str, Any]:
         """Arguments of :func:`~chairlift.train.run.train`."""
-        return {"on_step": self, "on_evaluation": self.on_evaluation, "on_start": self.on_start}
+        return {
+            "on_step": self,
+            "on_evaluation": self.on_evaluation,
+            "on_start": self.on_start,
+            "on_begin": self.on_begin,
+        }
 
     def on_start(self, network: Network) -> None:
         """Print a line that names the implementation that trains the model."""
         if self._shown:
             print(f"model: {network}", file=sys.stderr)
+
+    def on_begin(self, trainer: Trainer) -> None:
+        """Show the bar before the first step."""
+        if not self._shown or trainer.num_steps >= self._steps:
+            return
+        from tqdm import tqdm
+
+        pause = 0.1 if sys.stderr.isatty() else _QUIET_TERMINAL_SECONDS
+        self._bar = tqdm(
+            total=self._steps, initial=trainer.num_steps, mininterval=pause, bar_format=_BAR_FORMAT, file=sys.stderr
+        )
+        self._speed.begin(trainer.num_steps)
 
     def __enter__(self) -> _Progress:
         return self
@@ -196,32 +243,24 @@ class _Progress:
             self._bar.write(line, file=sys.stderr)
 
     def __call__(self, result: StepResult, trainer: Trainer) -> None:
-        if not self._shown:
-            return
         if self._bar is None:
-            from tqdm import tqdm
-
-            pause = 0.1 if sys.stderr.isatty() else _QUIET_TERMINAL_SECONDS
-            # The bar is created only now, at the end of the first step. So the first step, which is slower than others,
-            # does not count in the speed.
-            self._bar = tqdm(
-                total=self._steps, initial=result.step, mininterval=pause, bar_format=_BAR_FORMAT, file=sys.stderr
-            )
-            self._began = time.perf_counter()
-        else:
-            self._tokens += result.num_tokens
-        rate = f"{self._tokens / (time.perf_counter() - self._began):,.0f} tok/s, " if self._tokens else ""
+            return
+        self._speed.add(result.step, result.num_tokens)
+        rate, seconds = self._speed.rates(self._steps)
+        left = f"{self._bar.format_interval(seconds)} left"
         waste = trainer.stream.stats().waste if trainer.stream is not None else 0.0
         balance = f", balance {result.balance_loss:.3f}" if result.balance_loss else ""
         own = [f"{name} {each.loss:.4f}" for name, each in result.adapters.items() if each.num_targets]
         some = f" ({', '.join([*own[:4], *(['...'] if len(own) > 4 else [])])})" if own else ""
-        self._bar.set_postfix_str(f"loss {result.loss:.4f}{some}{balance}, {rate}waste {waste:.2%}", refresh=False)
+        self._bar.set_postfix_str(
+            f"{left}, loss {result.loss:.4f}{some}{balance}, {rate:,.0f} tok/s, waste {waste:.2%}", refresh=False
+        )
         events = [] if trainer.drift is None else trainer.drift.events
         for event in events[self._changes :]:
             means = f"mean {event.before:.3f} before, {event.after:.3f} since"
             self._bar.write(f"{event.source} has changed, after {event.drawn:,} sequences ({means})", file=sys.stderr)
         self._changes = len(events)
-        if self._tokens:
-            self._bar.update(1)
-        else:  # the first step, so that a reader of the log sees progress
+        self._bar.update(1)
+        if self._is_first:  # at once, so that a reader of the log sees progress
             self._bar.refresh()
+            self._is_first = False

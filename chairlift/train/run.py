@@ -503,13 +503,14 @@ def train(
     on_save: Callable[[str], None] = lambda _point: None,
     on_evaluation: Callable[[EvaluationResult], None] = lambda _result: None,
     on_start: Callable[[Network], None] = lambda _network: None,
+    on_begin: Callable[[Trainer], None] = lambda _trainer: None,
 ) -> Outcome:
     """Train until the schedule or the data ends, or until SIGINT or SIGTERM, and write a checkpoint at the end.
 
-    Under ``torchrun`` every process calls this function, and rank 0 writes the files. On each rank, ``on_step`` is
-    called after each step, ``on_evaluation`` after each evaluation, and ``on_start`` when the model is loaded. For
-    ``on_save`` see :func:`prepare`. Raises ConfigError and ModelLoadError before the training starts, and
-    DivergedError.
+    Under ``torchrun`` every process calls this function, and rank 0 writes the files. On each rank, ``on_start`` is
+    called when the model is loaded, ``on_begin`` before the first step, ``on_step`` after each step, and
+    ``on_evaluation`` after each evaluation. For ``on_save`` see :func:`prepare`. Raises ConfigError and ModelLoadError
+    before the training starts, and DivergedError.
     """
     prepared = prepare(config, resume=resume, ranks=world_size(), on_save=on_save)
     if config.threads is not None:
@@ -533,6 +534,7 @@ def train(
         run = _Run(prepared, ranks, trainer, on_step, on_evaluation, _evaluation(prepared, ranks))
         if state is not None:
             run.remember(state.get("best"))
+        on_begin(trainer)
         outcome = run.go()
         skipped = sum(getattr(each, "skipped", 0) for each in sources.values())
         notes = sum((Counter(getattr(each, "notes", {})) for each in sources.values()), Counter[str]())

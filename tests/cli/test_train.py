@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from chairlift import LLM, SamplingParams
+from chairlift.cli.train import Speed
 from tests.cli.conftest import Run
 from tests.train import tiny_run
 
@@ -63,7 +64,8 @@ def test_a_run_goes_on_where_it_was_left(chairlift: Run, config: Path) -> None:
     code, out, err = chairlift("train", config, *few)
     assert code == 0
     assert "12/12" in err[-1]
-    assert any("1/12 [00:00<?, loss" in line for line in err), "one step says nothing of those that remain"
+    assert any(re.search(r" 0/12 \[00:0\d\]", line) for line in err)
+    assert any(re.search(r" 1/12 \[00:0\d, \d\d:\d\d left, loss .* [\d,]+ tok/s", line) for line in err)
     folder = config.parent / "out" / "step-00000012"
     nothing_left = [
         f"nothing is left to do: trained 12 steps; the model is in {folder}",
@@ -83,6 +85,18 @@ def test_a_run_goes_on_where_it_was_left(chairlift: Run, config: Path) -> None:
     assert resumed[0].split(";")[0] == out[0].split(";")[0]
     mine, theirs = (load_file(each / "step-00000012" / "model.safetensors") for each in (elsewhere, old.parent))
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_the_speed_is_known_from_the_first_step_and_leaves_it_out_later() -> None:
+    now = [100.0]
+    speed = Speed(lambda: now[0])
+    speed.begin(5)
+    found = []
+    for seconds in (10.0, 2.0, 4.0):
+        now[0] += seconds
+        speed.add(6 + len(found), 120)
+        found.append(speed.rates(15))
+    assert found == [(12.0, 90.0), (60.0, 16.0), (40.0, 21.0)]
 
 
 @pytest.mark.parametrize(
