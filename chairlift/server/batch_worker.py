@@ -22,7 +22,16 @@ from typing import Any, Final, TypeVar
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
-from chairlift.batches import BatchRecord, BatchStore, Pending, answer_line, error_line, read_line, storage_error
+from chairlift.batches import (
+    BadLine,
+    BatchRecord,
+    BatchStore,
+    Pending,
+    answer_line,
+    error_line,
+    read_line,
+    storage_error,
+)
 from chairlift.config import ServerConfig
 from chairlift.engine.async_engine import EngineState
 from chairlift.errors import StorageError
@@ -288,13 +297,17 @@ class BatchWorker:
     async def _answer(self, batch: BatchRecord, pending: Pending, app: ASGIApp) -> None:
         """Send a request, with retries, until there is a final response, and store the response."""
         content = await self._surely(lambda store: store.read(batch.input_file_id, pending))
-        line = read_line(content, batch.endpoint)
+        try:
+            line = read_line(content, batch.endpoint)
+        except BadLine as error:  # it was valid when the batch began
+            message = f"the input file has changed on the disk: {error}"
+            await self._refuse(batch, pending, error_line(error.custom_id, error.code, message, line=pending.line))
+            return
         caller = caller_of(self._state.api_keys, batch.owner)
         if caller is None:
             message = "the API key that created the batch is no longer one of this server's"
             lost = error_line(line.custom_id, "invalid_api_key", message, line=pending.line)
-            await self._surely(lambda store: store.record(batch.id, pending.line, lost, False))
-            self._state.engine.stats.batch_requests["failed"] += 1
+            await self._refuse(batch, pending, lost)
             return
         scope = _scope(batch.endpoint, line.body, f"{batch.id}-{pending.line}")
         scope[INTERNAL_CALLER] = {
@@ -316,6 +329,11 @@ class BatchWorker:
         good = 200 <= reply.status < 300
         await self._surely(lambda store: store.record(batch.id, pending.line, answer, good))
         self._state.engine.stats.batch_requests["completed" if good else "failed"] += 1
+
+    async def _refuse(self, batch: BatchRecord, pending: Pending, answer: bytes) -> None:
+        """Store an error as the result of a request that is not sent."""
+        await self._surely(lambda store: store.record(batch.id, pending.line, answer, False))
+        self._state.engine.stats.batch_requests["failed"] += 1
 
 
 def _scope(path: str, body: bytes, request_id: str) -> dict[str, Any]:

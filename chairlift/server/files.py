@@ -239,6 +239,7 @@ async def file_content(request: Request) -> Response:
     """Return the content of a file."""
     record = await _found(request)
     path = batch_worker(request).store.path(record.id)
+    await batch_worker(request).call(lambda store: path.stat())  # an error before the answer begins
     return FileResponse(path, media_type="application/octet-stream", filename=record.filename)
 
 

@@ -427,3 +427,25 @@ def test_a_full_disk_for_temporary_files_is_no_mistake_of_the_server(
     with pytest.raises(openai.APIStatusError, match="temporary files is full") as refused:
         kept.client.files.create(file=line("r", prompt="x"), purpose="batch")
     assert refused.value.status_code == 507
+
+
+def test_an_input_file_that_the_disk_has_damaged_is_an_answer(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+    batch_id = kept.batch(line("a", prompt="x") + line("b", prompt="y"))
+    kept.worker.store.begin(batch_id, 1, 1 << 20)
+    batch = kept.worker.store.batch(batch_id)
+    assert batch is not None
+    path = kept.worker.store.path(batch.input_file_id)
+    path.write_bytes(path.read_bytes()[: len(line("a", prompt="x"))])
+    kept.work()
+    ended = kept.ended(batch_id)
+    assert [each["custom_id"] for each in kept.lines(ended.output_file_id)] == ["a"]
+    (damaged,) = kept.lines(ended.error_file_id)
+    assert "has changed on the disk" in damaged["error"]["message"] and not caplog.text.count("Traceback")
+
+
+def test_content_that_is_gone_from_the_disk_is_an_error_of_the_disk(kept: Kept) -> None:
+    source = kept.client.files.create(file=line("r", prompt="x"), purpose="batch")
+    kept.worker.store.path(source.id).unlink()
+    with pytest.raises(openai.APIStatusError, match="its disk fails") as refused:
+        kept.client.files.content(source.id)
+    assert refused.value.status_code == 503
