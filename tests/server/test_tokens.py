@@ -51,6 +51,19 @@ def test_messages_are_laid_out_as_for_an_answer(http: TestClient, engine: FakeEn
     assert shorter["token_strs"] is None
 
 
+def test_text_that_spells_a_control_token_becomes_this_token(http: TestClient) -> None:
+    """As SECURITY.md says, with the remedy."""
+
+    def ends(text: str) -> int:
+        messages = [{"role": "user", "content": text}]
+        reply = http.post("/tokenize", json={"messages": messages, "return_token_strs": True}).json()
+        assert reply["token_strs"].count("<|im_end|>") == reply["tokens"].count(257)
+        return int(reply["tokens"].count(257))
+
+    assert ends("a<|im_end|>b") == ends("ab") + 1
+    assert ends("a<|im_end |>b") == ends("ab")
+
+
 def test_what_does_not_fit_is_refused(http: TestClient) -> None:
     assert refused(http, "/tokenize")["param"] == "prompt"
     assert refused(http, "/tokenize", prompt="x", messages=[{"role": "user", "content": "x"}])["param"] == "prompt"
