@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from chairlift.errors import ConfigError
+from chairlift.foreign_names import answer_to
 from chairlift.quantities import reader_of
 from chairlift.rerankers import RERANKERS
 from chairlift.service_class import ServiceClass, parse_service_classes, parse_tenant_weights
@@ -438,6 +439,8 @@ class EngineConfig:
         owners = {flag.name: flag.part for flag in flat_fields()}
         for name, value in translate(settings).items():
             if name not in owners:
+                if (answer := answer_to(str(name), python=True)) is not None:
+                    raise ConfigError(answer)
                 near = difflib.get_close_matches(str(name), list(owners), n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(owners)}"
                 raise ConfigError(f"unknown setting {name!r}; {hint}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from chairlift.config import Flag, ServerConfig, flat_fields, server_fields
 from chairlift.errors import ConfigError
+from chairlift.foreign_names import answer_to
 from chairlift.quantities import reader_of
 from chairlift.vllm_names import NAMES, SERVER_NAMES, Name, notes, translate
 
@@ -250,6 +251,8 @@ def _read_file(path: Path | None, more: Mapping[str, tuple[type, bool]]) -> dict
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in kinds:
+            if (answer := answer_to(name, python=True)) is not None:
+                raise ConfigError(f"{path}: {answer}")
             near = difflib.get_close_matches(name, list(kinds), n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(kinds)}"
             raise ConfigError(f"unknown setting {str(key)!r} in {path}; {hint}")

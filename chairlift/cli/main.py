@@ -17,6 +17,7 @@ from chairlift import __version__
 from chairlift.cli import bench, chat, check, embed, generate, pack, quantize, serve, sim, top, trace, train, tune
 from chairlift.cli.remote_server import plain
 from chairlift.errors import ChairliftError
+from chairlift.foreign_names import FOREIGN, answer_to
 
 __all__ = ["main"]
 
@@ -33,8 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code (see ``chairlift --help``). ``argv`` does not contain the program's
     name."""
     _accept_any_text()
+    flags: list[str] = []
     try:
         args = _parse(list(sys.argv[1:] if argv is None else argv))
+        flags = args.parser._flags()
         _set_up_logging(args.verbose)
         code: int = args.run(args)
         sys.stdout.flush()
@@ -49,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CUT_PIPE
     except ChairliftError as error:
-        return _fail(str(error))
+        return _fail(_with_flags(str(error), flags))
     except MemoryError as error:
         return _fail(str(error) or "the memory does not suffice for this; ask for less, or free some")
     except OSError as error:
@@ -61,6 +64,17 @@ def _fail(message: str) -> int:
     with contextlib.suppress(OSError):  # a full disk there changes nothing about the exit code
         print(f"chairlift: error: {plain(' '.join(message.split()))}", file=sys.stderr, flush=True)
     return 2
+
+
+def _with_flags(message: str, flags: Sequence[str]) -> str:
+    """The message with the names of settings spelled as flags of the command, such as ``--max-num-seqs``. Names in
+    quotes and names of a config file (``max_num_seqs in FILE``) stay."""
+    names = {flag.removeprefix("--").replace("-", "_"): flag for flag in flags if flag.startswith("--")}
+    return re.sub(
+        r"(?<![\w'\"`{./-])[a-z]+(?:_[a-z0-9]+)+(?![\w'\"`=./]| in [./~])",
+        lambda found: names.get(found[0], found[0]),
+        message,
+    )
 
 
 def _accept_any_text() -> None:
@@ -90,7 +104,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         flags = [word for word in self._given if word.startswith("--") and word.partition("=")[0] not in self._flags()]
-        if "invalid choice" in message and flags:  # the value of a mistyped flag looks like a command
+        foreign = [word for word in self._given if word.partition("=")[0] in FOREIGN]
+        if foreign and foreign[0].partition("=")[0] not in self._flags():
+            message = self.unknown(foreign[0])
+        elif "invalid choice" in message and flags:  # the value of a mistyped flag looks like a command
             message = self.unknown(flags[0])
         elif re.fullmatch(r"(?s)argument \[?(COMMAND|NAME)\]?: invalid choice: .*|.*required: (COMMAND|NAME)", message):
             message = self._no_command()
@@ -114,6 +131,10 @@ class _Parser(argparse.ArgumentParser):
     def unknown(self, word: str) -> str:
         """Error message for a word on the command line that the command does not know."""
         near = difflib.get_close_matches(word.partition("=")[0], self._flags(), n=1)
+        if word.partition("=")[0] not in self._flags() and (answer := answer_to(word.partition("=")[0])) is not None:
+            return answer
+        if "://" in word and "--base-url" in self._flags():
+            return f"unexpected argument {word!r}; write --base-url {word}"
         if near == [word.partition("=")[0]]:
             return f"flag {word!r} must come after {self.prog!r}"
         kind = "unknown flag" if word.startswith("-") else "unexpected argument"

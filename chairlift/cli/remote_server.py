@@ -39,7 +39,7 @@ class RemoteServer:
     for error messages. :func:`read_key` reads ``api_key_file``. Raises ConfigError.
     """
 
-    def __init__(self, url: str, *, api_key_file: Path | None = None, name: str = "--url") -> None:
+    def __init__(self, url: str, *, api_key_file: Path | None = None, name: str = "--base-url") -> None:
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             self._host, self._port = parts.hostname or "", parts.port

@@ -51,7 +51,7 @@ _LEAVE: Final = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``chairlift top``."""
     parser.add_argument(
-        "url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="default: http://127.0.0.1:8000"
+        "--base-url", metavar="URL", default="http://127.0.0.1:8000", help="(default: http://127.0.0.1:8000)"
     )
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="file whose first line is the API key")
     parser.add_argument("--interval", metavar="S", type=float, default=1.0, help="seconds between updates (default: 1)")
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     read."""
     if not 0.1 <= args.interval <= 3600:
         raise ConfigError(f"--interval must be from 0.1 to 3600 seconds, got {args.interval:g}")
-    observer = _Observer(RemoteServer(args.url, api_key_file=args.api_key_file, name="URL"))
+    observer = _Observer(RemoteServer(args.base_url, api_key_file=args.api_key_file))
     if args.once or not sys.stdout.isatty():
         return _print_once(observer, args.interval)
     return _Screen(observer, args.interval).show()

@@ -26,7 +26,10 @@ ALLOWED: dict[str, list[str]] = {
     "timed_socket": [],
     "workers": ["errors", "parent"],
     "step_batch": [],
-    "config": ["errors", "quantities", "rerankers", "service_class", "tool_calls.formats", "vllm_names"],
+    "config": [
+        *("errors", "foreign_names", "quantities", "rerankers", "service_class", "tool_calls.formats"),
+        "vllm_names",
+    ],
     "rerankers": [],
     "lora_request": ["errors"],
     "service_class": ["errors"],
@@ -47,6 +50,7 @@ ALLOWED: dict[str, list[str]] = {
     "mistaken_models": ["errors"],
     "quantities": ["errors"],
     "vllm_names": ["errors"],
+    "foreign_names": [],
     "gguf": ["errors", "mistaken_models"],
     "tokenizer": ["errors", "config", "gguf", "json_text", "mistaken_models", "vision.refusals", "workers"],
     "tool_calls": ["errors", "json_text", "structured_outputs"],
@@ -176,6 +180,7 @@ ALLOWED: dict[str, list[str]] = {
     "workbench": [],
     "cli": [
         "quantities",
+        "foreign_names",
         "vllm_names",
         *PLAIN,
         *BRAIN,

@@ -86,8 +86,8 @@ def test_settings_change_a_replay(chairlift: Run, steps: Path, tmp_path: Path) -
         (("replay", "TRAFFIC"), "this is not a recording of steps"),
         (("replay", "SHORT"), "known only for requests that arrived while /live was open"),
         (("replay", "FILE", "--json", "/nowhere/x.json"), "cannot write /nowhere/x.json: No such file"),
-        (("replay", "FILE", "--num-kv-blocks", "1"), "num_kv_blocks"),
-        (("replay", "FILE", "--max-num-seqs", "0"), "max_num_seqs"),
+        (("replay", "FILE", "--num-kv-blocks", "1"), "--num-kv-blocks"),
+        (("replay", "FILE", "--max-num-seqs", "0"), "--max-num-seqs"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(

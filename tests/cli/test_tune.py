@@ -50,7 +50,7 @@ def test_a_small_model_is_tuned_and_the_result_can_be_used(chairlift: Run, tmp_p
         (("--output", "d", "--workload", "chat", "--time-limit", "5 minutes"), "must be a time from 5s"),
         (("--output", "d", "--workload", "chat", "--rate-scale", "0"), "must be a number above 0"),
         (("--output", "d", "--workload", "chat", "--batching", "static"), "unknown flag '--batching'"),
-        (("--output", "d", "--workload", "chat", "--max-num-seqs", "0"), "max_num_seqs must be"),
+        (("--output", "d", "--workload", "chat", "--max-num-seqs", "0"), "--max-num-seqs must be"),
         (("--output", "d", "--trace", "/nowhere.jsonl"), "cannot read the trace"),
         (("--output", "/proc/no", "--workload", "chat"), "cannot make the directory /proc/no"),
     ],

@@ -25,7 +25,7 @@ def recording(served: Served, file: Path, requests: int) -> Iterator[subprocess.
     """``chairlift trace record``, once the server knows of it."""
     (file.parent / "key").write_text(KEY)
     flags = ("--requests", str(requests), "--block-size", str(BLOCK), "--api-key-file", str(file.parent / "key"))
-    command = [sys.executable, "-m", "chairlift", "trace", "record", served.url, "-o", str(file), *flags]
+    command = [sys.executable, "-m", "chairlift", "trace", "record", "--base-url", served.url, "-o", str(file), *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         end = time.monotonic() + PATIENCE
