@@ -60,7 +60,7 @@ _CHOICES = {
     "reranker": tuple(RERANKERS),
     "kernels": ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch", "triton"),
     "cuda_graphs": ("lazy", "start", "off"),
-    "quantization": ("int8", "int4", "fp8", "none"),
+    "quantization": ("int8", "int4", "fp8", "stored", "none"),
     "generation_config": ("auto", "vllm"),
     "kv_cache_dtype": ("auto", "int8"),
     "batching": ("continuous", "static", "dynamic"),
@@ -141,12 +141,14 @@ class ModelConfig:
     skip_tokenizer_init: bool = False
     """Load no tokenizer: take and return token ids only."""
     dtype: str = "auto"
-    """Data type of weights, activations and KV cache: auto (the model's own), float32, bfloat16 or float16."""
+    """Data type of weights, activations and KV cache: auto (the model's own), float32, bfloat16 or float16. float32
+    makes all arithmetic exact to float32, also that of a quantised checkpoint, unless quantization says otherwise."""
     quantization: str | None = None
     """Rounding of the weights at load. int8: 8 bits in groups of 32, by the native CPU kernels. int4: the layers'
     weights in 4 bits in groups of 32; it costs quality, and a calibrated checkpoint is better. fp8: the layers' weights
-    in 8 bits, on a GPU of compute capability 8.9 or higher. none: everything in dtype, even if the checkpoint is
-    quantised. None: as in the checkpoint."""
+    in 8 bits, on a GPU of compute capability 8.9 or higher. stored: a quantised checkpoint's integers, multiplied
+    by activations of 8 bits, by the native CPU kernels. none: everything in dtype, even if the checkpoint is quantised.
+    None: none with dtype float32, otherwise stored where the kernels can."""
     device: str = "cpu"
     """cpu or cuda (cuda:0, ...)."""
     threads: int | None = None

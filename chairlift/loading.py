@@ -85,6 +85,8 @@ class LoadedExecutor:
     sizes."""
     quantization: str | None = None
     """Formats of the quantised weights, such as ``int4+int8``; None if all weights have the model's data type."""
+    approximations: tuple[str, ...] = ()
+    """What is rounded or approximated beyond arithmetic in ``dtype``, in words."""
     weight_bytes: int = 0
     kv_cache_dtype: str | None = None
     """Data type of K and V, if it differs from the model's data type."""
@@ -129,6 +131,7 @@ class LoadedExecutor:
         how += [self.quantization] if self.quantization else []
         how += [f"kv {self.kv_cache_dtype}"] if self.kv_cache_dtype else []
         how += [] if self.model_impl == "native" else [self.model_impl]
+        how += self.approximations
         return EngineInfo(
             model=config.model.model,
             model_dir=self.model_dir,
@@ -144,6 +147,7 @@ class LoadedExecutor:
             dtype=self.dtype,
             model_impl=self.model_impl,
             quantization=self.quantization,
+            approximations=self.approximations,
             weight_bytes=self.weight_bytes,
             kv_cache_dtype=self.kv_cache_dtype,
             device=self.device,
@@ -257,11 +261,12 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         takes_images=images is not None,
         sampling_defaults=sampling,
         calls=executor.calls,
-        notes=(*network.notes(uses_generation_config), *_notes(config, network, dtype, executor, kernels)),
+        notes=(*network.notes(uses_generation_config), *_notes(config, network, dtype, executor, kernels, model)),
         memory_plan=plan.describe(max_model_len),
         dtype=str(dtype).removeprefix("torch."),
         model_impl=network.model_impl,
         quantization=model.quantization,
+        approximations=_approximations(model, network, dtype, plan),
         weight_bytes=model.weight_bytes,
         kernels=kernels,
         threads=threads_of(config, kernels),
@@ -271,6 +276,16 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         kv_cache_dtype=None if plan.dtype == dtype else str(plan.dtype).removeprefix("torch."),
         step_cost=_step_cost(network, kernels, dtype, model.quantization, plan.dtype),
     )
+
+
+def _approximations(
+    model: CausalLM | TransformersLM, network: ModelConfig | TransformersConfig, dtype: torch.dtype, plan: KVPlan
+) -> tuple[str, ...]:
+    from chairlift.models.approximations import approximations_of
+    from chairlift.models.hf_config import ModelConfig
+
+    ropes = (network.rope, network.window_rope) if isinstance(network, ModelConfig) else ()
+    return approximations_of(model, dtype, plan.dtype, [rope.rope_type for rope in ropes if rope is not None])
 
 
 def _check_sampling(sampling: dict[str, Any], model_dir: Path) -> None:
@@ -363,7 +378,7 @@ def _load_weights(
         kernels = choose_transformers(config, network)
         return load_transformers_model(model_dir, network, dtype, device, progress), kernels
     kernels = choose_kernels(config, network, dtype, device)
-    weight_format = choose_format(kernels, config.model.quantization)
+    weight_format = choose_format(kernels, config.model.quantization, config.model.dtype)
     return load_model(model_dir, network, dtype, device, progress, weight_format=weight_format), kernels
 
 
@@ -373,6 +388,7 @@ def _notes(
     dtype: torch.dtype,
     executor: LocalExecutor,
     kernels: str,
+    model: CausalLM | TransformersLM,
 ) -> list[str]:
     """Notes for the user on how this model is run, one per line."""
     from chairlift.models.fallback.config import TransformersConfig
@@ -385,6 +401,12 @@ def _notes(
         )
     if not isinstance(network, TransformersConfig) and network.vision is not None and kernels in ("torch", "triton"):
         notes.append(f"images are refused: {kernels} kernels run this model, and only the CPU's native ones take them")
+    if _expands(config, model, kernels):
+        notes.append(
+            "dtype is float32, so the checkpoint's integers are computed as float32, exactly, which takes"
+            f" {model.weight_bytes / 2**20:,.0f} MiB; with quantization stored they stay integers, and activations are"
+            " rounded to 8 bits"
+        )
     if config.model.quantization == "int4":
         notes.append(
             "weights are rounded to 4 bits without calibration, which costs quality: in a model of 135M parameters the "
@@ -394,6 +416,15 @@ def _notes(
     if None not in (config.cache.num_kv_blocks, config.cache.kv_cache_memory_bytes) and not has_states:
         notes.append("kv_cache_memory_bytes has no effect: num_kv_blocks says how many blocks there are")
     return [*notes, *_thread_notes(config), *_call_notes(executor.calls)]
+
+
+def _expands(config: EngineConfig, model: CausalLM | TransformersLM, kernels: str) -> bool:
+    """Whether integers of the checkpoint became floats only because of the setting ``dtype``."""
+    from chairlift.models.layers.linear import Matrix
+
+    layers = [layer for layer in model.modules() if isinstance(layer, Matrix)]
+    asked = config.model.dtype == "float32" and config.model.quantization is None
+    return asked and kernels not in ("torch", "triton") and any(layer.shape.kind is not None for layer in layers)
 
 
 def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:

@@ -98,6 +98,7 @@ def read_pooled(config: EngineConfig, model_dir: Path) -> PooledConfig:
 def load_pooling(config: EngineConfig, progress: Progress | None = None) -> LoadedPooling:
     """Load the weights. Raises ConfigError and ModelLoadError."""
     from chairlift.executor.select import choose_dtype, choose_format, choose_pooled_kernels, make_pooled_executor
+    from chairlift.models.approximations import approximations_of
     from chairlift.models.loader import load_pooled
 
     settings, scheduler = config.model, config.scheduler
@@ -109,7 +110,7 @@ def load_pooling(config: EngineConfig, progress: Progress | None = None) -> Load
     device = find_device(settings.device)
     dtype = choose_dtype(network, settings.dtype, device)
     kernels = choose_pooled_kernels(config, network, dtype, device)
-    weight_format = choose_format(kernels, settings.quantization)
+    weight_format = choose_format(kernels, settings.quantization, settings.dtype)
     model = load_pooled(model_dir, pooled, dtype, device, progress, weight_format=weight_format)
     max_tokens = max(scheduler.max_num_batched_tokens, _max_model_len(settings.max_model_len, pooled))
     try:
@@ -117,7 +118,8 @@ def load_pooling(config: EngineConfig, progress: Progress | None = None) -> Load
     except MemoryError:
         message = f"no memory for passes of {max_tokens:,} tokens (max_num_batched_tokens, max_model_len); lower them"
         raise ConfigError(message) from None
-    info = _engine_info(config, pooled, model_dir, str(dtype).removeprefix("torch."), kernels)
+    approximations = approximations_of(model, dtype)
+    info = _engine_info(config, pooled, model_dir, str(dtype).removeprefix("torch."), kernels, approximations)
     info = dataclasses.replace(
         info,
         quantization=model.quantization,
@@ -140,11 +142,18 @@ def _max_model_len(setting: int | None, pooled: PooledConfig) -> int:
     return setting or min(pooled.max_seq_length or pooled.max_model_len, pooled.max_model_len)
 
 
-def _engine_info(config: EngineConfig, pooled: PooledConfig, model_dir: Path, dtype: str, kernels: str) -> EngineInfo:
+def _engine_info(
+    config: EngineConfig,
+    pooled: PooledConfig,
+    model_dir: Path,
+    dtype: str,
+    kernels: str,
+    approximations: tuple[str, ...],
+) -> EngineInfo:
     settings, scheduler = config.model, config.scheduler
     max_model_len = _max_model_len(settings.max_model_len, pooled)
     how: tuple[str, ...] = (dtype, kernels, pooled.pooling, str(pooled.normalize), str(settings.quantization))
-    how += tuple(filter(None, (settings.reranker, settings.reranker_instruction)))
+    how += (*filter(None, (settings.reranker, settings.reranker_instruction)), *approximations)
     return EngineInfo(
         model=settings.model,
         model_dir=str(model_dir),
@@ -158,6 +167,7 @@ def _engine_info(config: EngineConfig, pooled: PooledConfig, model_dir: Path, dt
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         dtype=dtype,
+        approximations=approximations,
         device="",
         kernels=kernels,
         threads=threads_of(config, kernels),

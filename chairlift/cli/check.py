@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -90,6 +90,7 @@ def _check_pooling(llm: LLM, pooling: PoolingInfo, model_dir: Path) -> int:
     _print_fact("architecture", f"{config.network.model_type}, {config.network.num_hidden_layers} layers")
     _print_fact("gives", f"{gives}{of_length}, from {pooling.pooling_type}")
     _print_fact("weights", f"{info.weight_bytes / 2**20:,.0f} MiB, {info.dtype}{quantization}")
+    _print_fact("rounds", _rounds(info.approximations, info.dtype))
     _print_fact("device", f"{info.device}, {info.kernels} kernels, {info.threads} threads")
     _print_fact("context", f"{info.max_model_len:,} tokens")
     _print_fact("memory", info.memory_plan)
@@ -145,6 +146,11 @@ def _check_weights(model_dir: Path, network: ModelConfig | TransformersConfig, d
 
 def _print_fact(label: str, value: str) -> None:
     print(f"{label:14} {value}", flush=True)
+
+
+def _rounds(approximations: Sequence[str], dtype: str) -> str:
+    """Text about what is approximated."""
+    return "; ".join(approximations) or f"nothing beyond arithmetic in {dtype}"
 
 
 def _count(llm: LLM, network: ModelConfig | TransformersConfig) -> tuple[int, int, int]:
@@ -203,6 +209,7 @@ def _describe(llm: LLM, network: ModelConfig | TransformersConfig) -> str:
     quantization = llm.info.quantization
     kind = f"{name}, those of the layers in {quantization}" if quantization else name
     _print_fact("parameters", f"{parameters:,} in {kind} ({llm.info.weight_bytes / 2**20:,.0f} MiB)")
+    _print_fact("rounds", _rounds(llm.info.approximations, name))
     _print_fact("device", device_name(torch.device(llm.config.model.device)))
     _print_fact("layers", describe_impl(llm.info.model_impl))
     if isinstance(network, TransformersConfig):

@@ -238,11 +238,13 @@ def refuse_for_states(config: EngineConfig, recurrent: bool) -> None:
         )
 
 
-def choose_format(kernels: str, quantization: str | None) -> WeightFormat:
-    """Weight format for the kernels that :func:`choose_kernels` returned."""
+def choose_format(kernels: str, quantization: str | None, dtype: str = "auto") -> WeightFormat:
+    """Weight format for the kernels that :func:`choose_kernels` returned. ``quantization`` and ``dtype`` are settings:
+    the dtype float32 asks for exact arithmetic, which integers with 8-bit activations are not."""
     if quantization in QUANTIZED:
         return QUANTIZED[quantization]
-    native = dataclasses.replace(NATIVE, floats=quantization == "none")
+    exact = quantization == "none" or (quantization is None and dtype == "float32")
+    native = dataclasses.replace(NATIVE, floats=exact)
     return {"torch": ONEDNN, "triton": PLAIN}.get(kernels, native)
 
 

@@ -88,6 +88,11 @@ class WeightFormat(abc.ABC):
         """Name of the weight's number format, such as ``int4``; None if the weight has the model's dtype."""
         return None
 
+    def losses(self, weight: Any) -> tuple[str, ...]:
+        """What the weight, or a matmul with it, rounds beyond the model's dtype, in words. Call it after all rows have
+        been written."""
+        return ()
+
     @abc.abstractmethod
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         """``x[T, in] @ weight.T + bias``, [T, out]."""
@@ -222,6 +227,13 @@ class Native(WeightFormat):
     def name(self, weight: PackedMatrix) -> str | None:
         return weight.kind.name if isinstance(weight, PackedCodes) else None
 
+    def losses(self, weight: PackedMatrix) -> tuple[str, ...]:
+        if not isinstance(weight, PackedCodes):
+            return ()
+        rounded = (f"weights rounded to {weight.kind.name}",) if weight.rounds_weights else ()
+        scales = ("scales of weights rounded to float16",) if weight.rounds_scales else ()
+        return ("8-bit activations in matmuls with integer weights", *rounded, *scales)
+
     def linear(self, x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
         return ops.native_linear(x, weight)
 
@@ -253,6 +265,9 @@ class Fp8(WeightFormat):
 
     def name(self, weight: Fp8Weight) -> str | None:
         return "fp8"
+
+    def losses(self, weight: Fp8Weight) -> tuple[str, ...]:
+        return ("8-bit float activations in matmuls with fp8 weights", "weights rounded to fp8")
 
     def linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         return ops.fp8_linear(x, weight, bias)

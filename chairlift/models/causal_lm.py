@@ -81,6 +81,9 @@ class CausalLM(nn.Module):
     normal weights of standard deviation 0.02 drawn from torch's global generator, with gradients enabled.
     """
 
+    rounds_floats = False
+    """Whether numbers of the checkpoint were rounded to the model's dtype when they were loaded."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config

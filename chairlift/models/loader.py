@@ -30,6 +30,7 @@ from chairlift.gguf.reader import GGUFModel
 from chairlift.kernels.cpu.packing import by_slices
 from chairlift.kernels.grouped import GroupedRows, GroupKind, dequantized
 from chairlift.kernels.weights import ONEDNN, PLAIN, WeightFormat
+from chairlift.models.approximations import holds_exactly
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
 from chairlift.models.encoder_config import EncoderConfig
@@ -363,12 +364,20 @@ def _write(
             kind: GroupKind | None = None
             if isinstance(layer, Matrix) and attribute == "weight":
                 used, kind = layer.format, layer.shape.kind
-            used.write(getattr(layer, attribute), start, _of_kind(rows, kind), mapped=_is_mapped(tensors, part))
+            target = getattr(layer, attribute)
+            used.write(target, start, _of_kind(rows, kind), mapped=_is_mapped(tensors, part))
+            if used.name(target) is None and not holds_exactly(target.dtype, _stored_dtype(tensors, part)):
+                model.rounds_floats = True
             done += rows.numel()
             report(done / total)
         if isinstance(layer, Matrix):
             layer.finish()
     model.finish_head()
+
+
+def _stored_dtype(tensors: Mapping[str, Any], part: CheckpointPart) -> str:
+    """Dtype of a stored tensor, as safetensors names it; F32 for integers in groups."""
+    return str(tensors[part.name].get_slice(part.name).get_dtype())
 
 
 def _of_kind(rows: Tensor | GroupedRows, kind: GroupKind | None) -> Tensor | GroupedRows:

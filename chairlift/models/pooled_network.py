@@ -63,6 +63,9 @@ class PooledNetwork(nn.Module):
     """A network for embeddings, scores or classes. ``body`` computes hidden states of a flat batch; :meth:`pool` turns
     them into one vector per text."""
 
+    rounds_floats = False
+    """Whether numbers of the checkpoint were rounded to the model's dtype when they were loaded."""
+
     def __init__(self, config: PooledConfig) -> None:
         super().__init__()
         self.config = config

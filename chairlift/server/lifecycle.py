@@ -337,7 +337,8 @@ def _pooling_banner(state: ServerState, info: EngineInfo, pooling: PoolingInfo, 
         (
             f"Chairlift is ready at {url}",
             f"  model     {', '.join(state.model_names)}, {gives}, up to {info.max_model_len:,} tokens per text",
-            f"  computes  {info.device}, {info.kernels} kernels, {info.threads} threads, {info.dtype}",
+            f"  computes  {info.device}, {info.kernels} kernels, {info.threads} threads, {_numbers(info)}",
+            *((f"  rounds    {'; '.join(info.approximations)}",) if info.approximations else ()),
             f"  pass      up to {info.max_num_seqs:,} texts and {info.max_num_batched_tokens:,} tokens",
             f"  queue     up to {intake.max_requests:,} texts and {intake.max_tokens:,} tokens",
             f"  limits    {config.max_connections:,} connections, {state.max_body_bytes / 2**20:g} MiB per body, "
@@ -348,6 +349,11 @@ def _pooling_banner(state: ServerState, info: EngineInfo, pooling: PoolingInfo, 
             f"  curl {url}{paths[0]} {key}-H 'Content-Type: application/json' -d '{{\"input\": \"Hello\"}}'",
         )
     )
+
+
+def _numbers(info: EngineInfo) -> str:
+    """Text for the banner: number formats of the arithmetic and of the weights."""
+    return info.dtype if info.quantization is None else f"{info.dtype} with {info.quantization} weights"
 
 
 def _drafts(info: EngineInfo) -> str:
@@ -378,12 +384,12 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
         f'{{"model": "{state.model_names[0]}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
     )
     graphs = f", CUDA graphs: {info.graphs}" if info.graphs else ""
-    numbers = info.dtype if info.quantization is None else f"{info.dtype} with {info.quantization} weights"
-    numbers += f", KV cache in {info.kv_cache_dtype}" if info.kv_cache_dtype else ""
+    numbers = _numbers(info) + (f", KV cache in {info.kv_cache_dtype}" if info.kv_cache_dtype else "")
     defaults = ", ".join(f"{name} {value}" for name, value in info.sampling_defaults.items())
     lines = (
         ("model", f"{', '.join(state.model_names)}, up to {info.max_model_len:,} tokens per request"),
         ("computes", f"{info.device}, {info.kernels} kernels, {info.threads} threads, {numbers}{graphs}"),
+        *((("rounds", "; ".join(info.approximations)),) if info.approximations else ()),
         ("layers", describe_impl(info.model_impl)),
         ("capacity", f"{room} ({info.pool_tokens:,} tokens of KV cache in blocks of {info.block_size})"),
         *(

@@ -54,6 +54,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     """Format of quantised weights, such as fp8 (8 bits). null: the weights are not quantised."""
     kv_cache_dtype: str | None = None
     """``int8``: keys and values are stored in 8 bits. null: they have the model's dtype."""
+    approximations: list[str] | None = None
+    """What is rounded or approximated beyond arithmetic in the model's dtype, in words; null while the model loads."""
     speculative_method: str | None = None
     """Method of speculative decoding (docs/speculation.md). null: draft tokens are used only for requests with a
     ``prediction``."""
@@ -127,6 +129,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
     if info is not None:
         card.max_model_len, card.deterministic = info.max_model_len, info.deterministic
         card.quantization, card.kv_cache_dtype = info.quantization, info.kv_cache_dtype
+        card.approximations = list(info.approximations)
         card.speculative_method, card.takes_images = info.speculative_method, info.takes_images
         card.determinism = _BITS if info.deterministic else _NOISE
     return card

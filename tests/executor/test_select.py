@@ -198,7 +198,7 @@ def test_fp8_is_for_the_triton_kernels_on_a_gpu_that_knows_it(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(ConfigError, match=r"capability 8.9 or higher, and H100 has 8.6; use another, or leave"):
         pick(**fp8)
-    with pytest.raises(ConfigError, match="quantization must be one of int8, int4, fp8, none; got 'int9'"):
+    with pytest.raises(ConfigError, match="quantization must be one of int8, int4, fp8, stored, none; got 'int9'"):
         pick(quantization="int9")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert pick("cpu", kernels="triton", quantization="fp8") == "triton"

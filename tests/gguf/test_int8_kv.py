@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -46,7 +46,8 @@ def texts() -> list[str]:
 
 def perplexity(dtype: str, kv_cache_dtype: str) -> float:
     """Over all tokens of all texts: of short ones alone, rounding to bf16 changes it by more than is allowed here."""
-    llm = LLM(str(real_gguf()), dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=2048, num_kv_blocks=2000)
+    formats: dict[str, Any] = {"dtype": dtype, "quantization": "stored", "kv_cache_dtype": kv_cache_dtype}
+    llm = LLM(str(real_gguf()), **formats, max_model_len=2048, num_kv_blocks=2000)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     assert llm.tokenizer is not None
     prompts = [llm.tokenizer.encode(text)[:2000] for text in texts()]

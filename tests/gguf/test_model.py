@@ -98,7 +98,7 @@ def test_answers_of_quantised_gemma_and_phi_equal_those_of_their_weights(tmp_pat
         outputs = LLM(str(path), **settings, **more).generate(prompts, GREEDY)
         answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1]
-    assert LLM(str(path), **settings).info.quantization == "int8"
+    assert LLM(str(path), **settings, quantization="stored").info.quantization == "int8"
 
 
 @needs_kernels

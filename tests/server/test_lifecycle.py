@@ -354,6 +354,9 @@ def test_the_banner_says_what_there_is_room_for() -> None:
         assert f", {INFO.dtype} with fp8 weights\n" in fp8
         int8 = banner(make_state(), dataclasses.replace(INFO, kv_cache_dtype="int8"), "http://127.0.0.1:8000")
         assert f", {INFO.dtype}, KV cache in int8\n" in int8
+        rounding = dataclasses.replace(INFO, approximations=("8-bit activations", "8-bit K and V"))
+        line = "rounds    8-bit activations; 8-bit K and V\n"
+        assert line in banner(make_state(), rounding, "http://127.0.0.1:8000") and "rounds" not in text
         drafts = dataclasses.replace(INFO, speculative_method="ngram", num_speculative_tokens=8)
         line = "drafts    ngram, up to 8 tokens of a request in a step\n"
         assert line in banner(make_state(), drafts, "http://127.0.0.1:8000") and "drafts" not in text

@@ -43,10 +43,12 @@ def test_the_card_says_what_repeats() -> None:
     card: Any = client_of(engine).models.retrieve("fake")
     assert card.deterministic is True and "same tokens" in card.determinism
     assert card.quantization is None and card.kv_cache_dtype is None and card.speculative_method is None
+    assert card.approximations == []
     engine.info = dataclasses.replace(INFO, deterministic=False, quantization="fp8", kv_cache_dtype="int8")
+    engine.info = dataclasses.replace(engine.info, approximations=("8-bit K and V",))
     card = client_of(engine).models.retrieve("fake")
     assert card.deterministic is False and "can differ" in card.determinism and card.quantization == "fp8"
-    assert card.kv_cache_dtype == "int8"
+    assert card.kv_cache_dtype == "int8" and card.approximations == ["8-bit K and V"]
 
 
 def test_the_list_is_there_while_the_model_loads() -> None:

@@ -65,6 +65,10 @@ class PackedCodes(PackedMatrix):
         nbytes = packed_code_bytes(out_features, in_features, kind, interleaved=interleaved, stack=stack)
         super().__init__(out_features, in_features, nbytes, interleaved=interleaved, stack=stack, memory=memory)
         self.kind, self.format, self.group = kind, code, kind.group
+        self.rounds_weights = False
+        """Whether numbers were rounded to codes, because they were floats or codes of another kind."""
+        self.rounds_scales = False
+        """Whether a scale or minimum was rounded to float16."""
 
     def rows(self) -> GroupedRows:
         """A copy of the stored codes, for tests."""
@@ -96,9 +100,12 @@ class PackedCodes(PackedMatrix):
         library = require()
 
         def pack(start: int, rows: GroupedRows) -> None:
-            codes, tables = rows.codes.contiguous(), [_stored(rows.scales)]
+            codes, given = rows.codes.contiguous(), [rows.scales]
             if rows.minimums is not None:
-                tables.append(_stored(rows.minimums))
+                given.append(rows.minimums)
+            tables = [_stored(each) for each in given]
+            if not all(torch.equal(table.float() / _UNIT, each) for table, each in zip(tables, given, strict=True)):
+                self.rounds_scales = True
             where = (first_row + start, len(codes), first_panel, panel_step)
             library.cl_pack_codes(
                 *(self.memory.address, self.format, self.group, self.k, *where, codes.data_ptr(), self.k),
@@ -116,6 +123,7 @@ class PackedCodes(PackedMatrix):
                 first_row=first_row,
             )
             return
+        self.rounds_weights = True
         by_slices(
             source,
             lambda start, rows: pack(start, GroupedRows.quantize(rows.cpu(), self.kind)),

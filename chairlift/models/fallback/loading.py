@@ -22,6 +22,7 @@ from torch import Tensor
 from chairlift.errors import ModelLoadError
 from chairlift.kernels.cpu.packing import by_slices
 from chairlift.kernels.grouped import dequantized
+from chairlift.models.approximations import holds_exactly
 from chairlift.models.fallback.config import TransformersConfig, hf_config
 from chairlift.models.fallback.model import ATTENTION, TransformersLM, register_attention
 from chairlift.models.fallback.packed import pack_linears
@@ -100,12 +101,14 @@ def load_transformers_model(
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(model_dir, None, stack)
         hf = _build(model_dir, config, dtype, tensors, progress)
+        rounds = not all(holds_exactly(dtype, tensors[name].get_slice(name).get_dtype()) for name in tensors)
     hf.to(device).requires_grad_(False)
     where = f"{model_dir}: model_type {config.model_type!r} through transformers"
     try:
         layers = probe_layers(hf, config.max_model_len)
         added = pack_linears(hf) if device.type == "cpu" else 0
         model = TransformersLM(config, hf, layers, added).eval()
+        model.rounds_floats = rounds
         found = compare_with_eager(model)
     except ModelLoadError as error:
         raise ModelLoadError(f"{where}: {error}") from None

@@ -156,6 +156,8 @@ class TransformersLM(nn.Module):
     """
 
     quantization: str | None = None
+    rounds_floats = False
+    """Whether numbers of the checkpoint were rounded to the model's dtype when they were loaded."""
 
     def __init__(self, config: TransformersConfig, hf: Any, layers: list[LayerCache], added_bytes: int = 0) -> None:
         super().__init__()

@@ -1,0 +1,96 @@
+"""Every approximation of a loaded model is named, and an explicit float32 has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chairlift import LLM, SamplingParams
+from tests.gguf.test_exact import one_layer
+from tests.models.quantized import packers
+from tests.models.quantized.make import model_pair
+from tests.models.tiny import tiny_hf_model
+from tests.native import needs_kernels
+
+ACTIVATIONS = "8-bit activations in matmuls with integer weights"
+TO_INT8, TO_BFLOAT16 = "weights rounded to int8", "weights rounded to bfloat16"
+SCALES = "scales of weights rounded to float16"
+
+
+def loaded(model: Path, **settings: Any) -> LLM:
+    return LLM(str(model), skip_tokenizer_init=True, num_kv_blocks=32, **settings)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Q8_0", (ACTIVATIONS,)),
+        ("Q4_1", (ACTIVATIONS,)),
+        ("IQ4_NL", (ACTIVATIONS,)),
+        ("Q4_K", (ACTIVATIONS, SCALES)),
+        ("Q6_K", (ACTIVATIONS, TO_INT8)),
+        ("Q2_K", (ACTIVATIONS, TO_INT8)),
+        ("F16", ()),
+        ("BF16", ()),
+    ],
+)
+def test_a_gguf_file_is_exact_in_float32_unless_its_integers_are_asked_for(
+    tmp_path: Path, name: str, expected: tuple[str, ...]
+) -> None:
+    path = tmp_path / "model.gguf"
+    one_layer(path, name)
+    exact, stored = (loaded(path, dtype="float32", **more) for more in ({}, {"quantization": "stored"}))
+    usual = loaded(path)
+    assert exact.info.approximations == () and exact.info.quantization is None
+    assert stored.info.approximations == expected
+    assert usual.info.approximations == (*expected, TO_BFLOAT16)  # norms are float32
+    assert any("stay integers" in note for note in exact.notes) is bool(expected)
+    assert not any("stay integers" in note for note in (*stored.notes, *usual.notes))
+    assert len({each.info.fingerprint for each in (exact, stored, usual)}) == (3 if expected else 2)
+
+
+@needs_kernels
+def test_exact_float32_answers_as_the_kernels_of_pytorch_do(tmp_path: Path) -> None:
+    path, greedy = tmp_path / "model.gguf", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    one_layer(path, "Q6_K")
+    outputs = [
+        loaded(path, dtype="float32", kernels=kernels).generate([[5, 9, 60, 3]], greedy)[0].outputs[0].token_ids
+        for kernels in ("auto", "torch")
+    ]
+    assert outputs[0] == outputs[1]
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"dtype": "float32"}, ()),
+        ({"dtype": "bfloat16"}, (TO_BFLOAT16,)),
+        ({"dtype": "bfloat16", "kernels": "torch"}, (TO_BFLOAT16,)),
+        ({"dtype": "float32", "quantization": "int8"}, (ACTIVATIONS, TO_INT8)),
+        ({"dtype": "float32", "kv_cache_dtype": "int8"}, ("8-bit K and V",)),
+    ],
+)
+def test_settings_that_round_a_float32_checkpoint_are_named(
+    tmp_path: Path, settings: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    assert loaded(tiny_hf_model(tmp_path, "llama"), **settings).info.approximations == expected
+
+
+@needs_kernels
+def test_quantised_directories_are_exact_in_float32_too(tmp_path: Path) -> None:
+    quantised, _ = model_pair(tmp_path, *packers.gptq())
+    assert loaded(quantised, dtype="float32").info.approximations == ()
+    assert ACTIVATIONS in loaded(quantised).info.approximations
+    assert ACTIVATIONS in loaded(quantised, dtype="float32", quantization="stored").info.approximations
+
+
+def test_a_static_base_for_dynamic_rotation_is_named(tmp_path: Path) -> None:
+    ropes = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+    model_dir = tiny_hf_model(tmp_path, "llama", rope_parameters=ropes)
+    (found,) = loaded(model_dir, dtype="float32").info.approximations
+    assert "rope_type dynamic" in found
+    assert loaded(model_dir, dtype="float32", max_model_len=64).info.approximations == ()
