@@ -211,7 +211,7 @@ def _scale_key(where: str, image: Any) -> None:
     Raises RequestError for a colour of 16 bits per channel. Pillow reads 8 of these bits, so other colours than the
     declared one would become transparent, too.
     """
-    depth = image.tile[0].args if image.tile else ""
+    depth = image.tile[0][3] if image.tile else ""
     key = image.info.get("transparency")
     if depth in _FACTORS and isinstance(key, int):
         factor = _FACTORS[depth]
