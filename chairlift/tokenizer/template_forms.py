@@ -261,12 +261,13 @@ class TemplateForms:
             arguments = json_text(arguments)
         elif not as_text and isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments or "{}")
+                arguments = json.loads(arguments or "{}", object_pairs_hook=_unique, parse_constant=_refuse_constant)
             except (ValueError, RecursionError):
                 arguments = None
         if not as_text and not isinstance(arguments, dict):
             raise RequestError(
-                f"{where}.arguments must be a JSON object, as it is or as text; got {str(function['arguments'])[:60]!r}"
+                f"{where}.arguments must be a JSON object with each name once, as it is or as text; got "
+                f"{str(function['arguments'])[:60]!r}"
             )
         return {**function, "arguments": arguments}
 
@@ -301,6 +302,17 @@ def _not_printed(where: str, role: str) -> RequestError:
         f"{where}.role is {role!r}, but the model's chat template prints nothing of such a message there; put its text "
         "into a message of the user"
     )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has the same name twice")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON value")
 
 
 def _calling(arguments: Any) -> dict[str, Any]:

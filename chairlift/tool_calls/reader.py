@@ -427,16 +427,20 @@ class AnswerReader:
                 if not begin:
                     raise NotReadable(f"no value follows the argument {key.strip()[:40]!r}")
                 how = dict(form.values)[begin]
-            key = key.strip()
+            key = key if key in self._properties(name) else key.strip()
             if key in arguments:
                 raise NotReadable(f"the argument {key[:40]!r} is there twice")
             arguments[key] = yield from self._value(form, name, key, how)
         self._commit(name, arguments)
 
+    def _properties(self, name: str) -> Mapping[str, Any]:
+        """Name of an argument of the function -> its schema."""
+        properties = self._tools[name].get("properties")
+        return properties if isinstance(properties, Mapping) else {}
+
     def _value(self, form: ToolFormat, name: str, key: str, how: str) -> Reading[Any]:
         """Read the value of an argument, up to the text that ends it."""
-        properties = self._tools[name].get("properties")
-        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        schema = self._properties(name).get(key)
         types = types_of(schema, self._tools[name])
         is_json = how == "json" or (how == "schema" and self._held_to_json and types != {"string"})
         value = yield from self._text.until((form.value_end,))

@@ -315,8 +315,8 @@ def test_a_message_of_tool_calls_only_needs_no_content(shows: str, expected: str
     assert ChatTemplate(template).render(chat).endswith(f"<|assistant|>{expected}1")
 
 
-@pytest.mark.parametrize("arguments", ["{", "3", "[]", [], 3, '"x"'])
-def test_arguments_that_are_no_object_are_refused(arguments: Any) -> None:
+@pytest.mark.parametrize("arguments", ["{", "3", "[]", [], 3, '"x"', '{"a": 1, "a": 2}', '{"a": NaN}'])
+def test_arguments_that_are_no_clear_object_are_refused(arguments: Any) -> None:
     call = {"function": {"name": "look", "arguments": arguments}}
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
     where = r"messages\[1\]\.tool_calls\[0\]\.function\.arguments must be a JSON object"

@@ -196,6 +196,15 @@ def test_arguments_in_tags_are_read_as_they_are_printed(name: str) -> None:
         assert [repr(each) for each in as_calls(answer)] == [repr(("look", {"a": value, "b": "Z"}))]
 
 
+@pytest.mark.parametrize("name", PRINTED)
+def test_an_argument_may_have_spaces_around_its_name(name: str) -> None:
+    before, one, after = PRINTED[name]
+    for known, key in ((" a ", " a "), ("a", "a")):
+        tools = {"look": {"type": "object", "properties": {known: {"type": "string"}}}}
+        text = before + one.format(" a ", "x", "true") + after
+        assert as_calls(read_answer(text, AnswerReader(TOOL_FORMATS[name], None, tools))) == [("look", {key: "x"})]
+
+
 @pytest.mark.parametrize("text", ["it's", "'q'", "\\", "\\n", "\\u00e9", "a', b", "f('x')", "two\nlines", '"', ""])
 def test_texts_of_lfm2_have_no_escapes(text: str) -> None:
     written = f"<|tool_call_start|>[look(place='{text}', days=2), look(place='{text}')]<|tool_call_end|>"
