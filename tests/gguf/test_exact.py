@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -9,11 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from chairlift import LLM, SamplingParams
 from chairlift.executor.select import choose_format
 from chairlift.gguf.blocks import BLOCK_TYPES
+from chairlift.gguf.reader import GGUFModel
 from chairlift.kernels.weights import PLAIN, WeightFormat
+from chairlift.models.gguf_tensors import GGUFTensor
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
+from tests.gguf.make import real_gemma, real_gguf
 from tests.gguf.test_tensors import raw_blocks
 from tests.native import needs_kernels
 
@@ -70,3 +75,29 @@ def test_float_weights_for_pytorch_equal_the_public_reader_bit_for_bit(tmp_path:
 def test_float_weights_of_the_native_kernels_equal_the_public_reader_bit_for_bit(tmp_path: Path, name: str) -> None:
     path = tmp_path / "model.gguf"
     check_exact(path, one_layer(path, name), choose_format("avx2", "none"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("file", [real_gguf, real_gemma])
+def test_all_tensors_of_real_files_equal_the_public_reader_bit_for_bit(file: Callable[[], Path]) -> None:
+    """Q4_1 and Q8_0 of SmolLM2; Q4_K, Q5_0, Q6_K and Q8_0 of Gemma 3."""
+    path = file()
+    ours = GGUFModel(path)
+    for tensor in gguf.GGUFReader(path).tensors:
+        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        found = GGUFTensor(ours, tensor.name, None).get_tensor(tensor.name)
+        np.testing.assert_array_equal(found.numpy().view(np.uint32), expected.view(np.uint32), err_msg=tensor.name)
+
+
+@pytest.mark.nightly
+@needs_kernels
+def test_a_real_model_in_float32_knows_a_capital() -> None:
+    """With activations of 8 bits its answer is another."""
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    exact, stored = (
+        LLM(str(real_gguf()), dtype="float32", max_model_len=128, num_kv_blocks=16, **more).chat([question], params)[0]
+        for more in ({}, {"quantization": "stored"})
+    )
+    assert exact.outputs[0].text == "The capital of France is Paris."
+    assert stored.outputs[0].text != exact.outputs[0].text
