@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -95,9 +96,9 @@ def test_a_real_model_in_float32_knows_a_capital() -> None:
     """With activations of 8 bits its answer is another."""
     question = [{"role": "user", "content": "What is the capital of France?"}]
     params = SamplingParams(temperature=0.0, max_tokens=16)
+    sizes: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "num_kv_blocks": 16}
     exact, stored = (
-        LLM(str(real_gguf()), dtype="float32", max_model_len=128, num_kv_blocks=16, **more).chat([question], params)[0]
-        for more in ({}, {"quantization": "stored"})
+        LLM(str(real_gguf()), quantization=each, **sizes).chat([question], params)[0] for each in (None, "stored")
     )
     assert exact.outputs[0].text == "The capital of France is Paris."
     assert stored.outputs[0].text != exact.outputs[0].text
