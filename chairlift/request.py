@@ -200,7 +200,7 @@ class Request:
         """Whether cached KV may be used instead of computing the prompt."""
         self.status = RequestStatus.WAITING
         self.is_ready = True
-        """Whether the request may be admitted. False while its grammar is compiled or its adapter is read."""
+        """Whether a step may compute the request. False while its grammar, adapter, images or next mask are made."""
         self.finish_reason: FinishReason | None = None
         self.sequence = 0
         """Number of the request in the order of arrival, set by the scheduler."""

@@ -25,6 +25,7 @@ from chairlift.engine.grammars import Grammars, SamplePlace
 from chairlift.engine.images import BUSY_FRACTION, Images
 from chairlift.engine.info import check_update
 from chairlift.engine.input_processor import PreparedRequest
+from chairlift.engine.mask_work import Filling, Mask
 from chairlift.engine.step_log import StepLog, StepRecord
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.executor import Executor, LiveWeights, OnProgress, PendingTokens, WeightSource
@@ -66,6 +67,8 @@ _MAX_PREEMPTIONS = 8
 preempted again."""
 _UNREADY_PAUSE = 0.001
 """Seconds between two checks for compiled grammars and loaded adapters while the loop has nothing else to do."""
+_LEAST_MASK_SECONDS = 0.002
+"""A step waits for its masks at most this many seconds, or the predicted time of a decode step, if that is longer."""
 _LEAST_IMAGE_TOKENS = 8
 """Minimum number of prompt tokens of images in a step without a turn of the encoder."""
 _FAILED = (FinishReason.ERROR, FinishReason.DEADLINE)
@@ -163,10 +166,13 @@ class _Flight:
     """A step that was launched and whose tokens have not been collected."""
 
     out: SchedulerOutput
-    pending: PendingTokens | Exception
     start: float
     grammars: Sequence[SamplePlace]
-    """Sample positions of requests that have a grammar or a thinking budget."""
+    """Sample positions of requests that have a grammar or a thinking budget, without those of withdrawn requests."""
+    mask_seconds: float = 0.0
+    """Seconds for which the step waited for masks after the model had computed it."""
+    pending: PendingTokens | Exception = dataclasses.field(default_factory=lambda: RuntimeError("not launched"))
+    """The step's tokens, or the error with which it failed."""
     known: SampledTokens | None = None
 
     def tokens(self) -> SampledTokens:
@@ -435,7 +441,8 @@ class EngineCore(EngineClient):
         """Queue the requests whose grammar, adapter and images are ready now. End the requests for which one of these
         failed. Returns the ended sequences."""
         ended: list[FinishedSequence] = []
-        if not (self.scheduler.batch.unready or self.grammars.is_compiling or self.adapters.is_reading):
+        batch = self.scheduler.batch
+        if not (batch.unready or batch.unready_rows or self.grammars.is_compiling or self.adapters.is_reading):
             return ended
         sources = self.grammars, self.adapters, self.images
         for source in sources:
@@ -496,7 +503,7 @@ class EngineCore(EngineClient):
         when = now if self._flights else self.scheduler.next_event(now)
         if self.images.is_encoding:
             return now
-        if self.scheduler.batch.unready or self.adapters.is_reading:
+        if self.scheduler.batch.unready or self.scheduler.batch.unready_rows or self.adapters.is_reading:
             when = now + _UNREADY_PAUSE if when is None else min(when, now + _UNREADY_PAUSE)
         return when
 
@@ -628,20 +635,60 @@ class EngineCore(EngineClient):
         # If no steps are in flight, all tokens are known, and the masks can be filled while the model runs. Otherwise
         # the newest tokens are known only when the steps in flight end, and the model does not wait for that.
         early = self.grammars.begin(rows, self._drawn) if rows and not self._flights else None
+        flight = _Flight(out, now, rows)
         try:
             try:
                 handle = self.executor.execute(out)
-            finally:
+            except Exception:
                 if early is not None:
-                    early.exception()
+                    self.grammars.masks_of(early, rows, None)
+                raise
             masks = None if self.masks_of is None else self.masks_of(out)
             if rows:
-                filled = (early or self.grammars.begin(rows, self._drawn)).result()
+                filled = self._grammar_masks(flight, early or self.grammars.begin(rows, self._drawn))
                 masks = {**(masks or {}), **filled} or None
-            pending: PendingTokens | Exception = self.executor.sample(handle, masks)
+            flight.pending = self.executor.sample(handle, masks)
         except Exception as error:
-            pending = error
-        self._flights.append(_Flight(out, pending, now, rows))
+            flight.pending = error
+        self._flights.append(flight)
+
+    def _grammar_masks(self, flight: _Flight, filling: Filling) -> dict[int, Mask]:
+        """Masks of a step's rows with grammars, by sample position.
+
+        Rows whose mask is late are withdrawn from the step. Rows whose next mask is expected to be slow leave the later
+        steps, until their mask is made. In a closed batch all rows stay together, so the step waits for all masks. So
+        it does if the model has recurrent states, because these cannot go back.
+        """
+        begin, rows = self.clock.now(), flight.grammars
+        is_open = not self.scheduler.membership.closed
+        goes_back = all(group.state_span is None for group in self.executor.cache_groups)
+        seconds = max(_LEAST_MASK_SECONDS, self._decode_seconds() or 0.0)
+        filled, late = self.grammars.masks_of(filling, rows, seconds if is_open and goes_back else None)
+        flight.mask_seconds = self.clock.now() - begin
+        if late:
+            self.scheduler.withdraw(flight.out, late)
+            flight.grammars = rows = [place for place in rows if place.row.request not in late]
+        if is_open:
+            self._leave_slow([place for place in rows if not place.drafts], seconds)
+        return filled
+
+    def _leave_slow(self, rows: Sequence[SamplePlace], seconds: float) -> None:
+        """Let no further step compute the rows whose next masks are not expected within ``seconds``, until these masks
+        are made."""
+        for place in self.grammars.slow(rows, seconds):
+            self.scheduler.unready(place.row.request)
+            place.row.waits = not place.row.request.is_ready
+
+    def _make_masks(self, flight: _Flight) -> None:
+        """After a step has ended, begin to make the masks for which its rows wait."""
+        with_drafts = [place for place in flight.grammars if place.drafts]
+        if with_drafts and not self._flights:
+            alive = [place for place in with_drafts if place.row.request.decoding and place.row.job is None]
+            self._leave_slow(alive, max(_LEAST_MASK_SECONDS, self._decode_seconds() or 0.0))
+        later = {id(place.row) for other in self._flights for place in other.grammars}
+        for place in flight.grammars:
+            if id(place.row) not in later:
+                self.grammars.work_ahead(place.row)
 
     def _drawn(self, request: Request) -> list[int] | None:
         """Tokens that steps in flight have sampled for a request with a grammar, oldest first; None if one of the steps
@@ -671,6 +718,7 @@ class EngineCore(EngineClient):
         else:
             result = self._update(flight, tokens, outputs, self._landed(out))
             self._note_chunks(out)
+        self._make_masks(flight)
         outputs.progress, self._progress = self._progress, []
         outputs.decode_seconds, outputs.decoding = self.causes.decode_seconds, self.causes.decoding
         self.causes.decoding = []
@@ -682,7 +730,7 @@ class EngineCore(EngineClient):
         drafts = self.scheduler.drafts
         if result.sampled and (self.costs.wants(out) or (drafts is not None and drafts.measures())):
             # With look-ahead, a step is scheduled early, but begins only when the previous step has ended.
-            own = end - max(start, self._landed_at) - drafting
+            own = end - max(start, self._landed_at) - drafting - flight.mask_seconds
             self.costs.observe(record.features, own, self.costs.num_copied(out))
         was_busy = out.num_decodes > 0 or len(out.chunks) > len(out.joined)
         if was_busy and not out.swap_out and not out.swap_in:

@@ -5,11 +5,15 @@ Each grammar is compiled once and cached by its content; its request waits until
 The matcher consumes all known tokens, including tokens that steps in flight have sampled, and goes back when such a
 token is dropped. So preemption needs no saved state. An answer gets only drafts that its grammar allows, and a mask is
 made for the position after each draft.
+
+A mask that is late, or that is expected to take long, is made while its answer waits in its row; see
+:mod:`chairlift.engine.mask_work`. Other answers go on meanwhile.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections import OrderedDict
@@ -17,12 +21,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from chairlift.cache_key import cache_key
+from chairlift.engine.mask_work import Filling, Mask, MaskBudget, MaskJob, MaskWork
 from chairlift.engine.thinking import ThinkingMatcher
-from chairlift.errors import RequestError
+from chairlift.errors import InvariantError, RequestError
 from chairlift.grammar.compiler import Compiled, Compiler, Matcher
 from chairlift.request import Request
 from chairlift.scheduler.output import FAILED_ROW, SchedulerOutput
@@ -54,6 +56,14 @@ class GrammarRow:
     matcher: Matcher
     fresh: Callable[[], Matcher]
     """Function that makes a new matcher, which stands at the beginning of the answer."""
+    budget: MaskBudget
+    """Time of the masks of all answers of the request. The answers share the object."""
+    job: MaskJob | None = None
+    """The mask for which the request waits. Only the job may use the matcher."""
+    made: MaskJob | None = None
+    """The newest job that is complete."""
+    waits: bool = False
+    """Whether the request is not ready, because a mask is made or will be made."""
 
 
 class SamplePlace(NamedTuple):
@@ -64,6 +74,14 @@ class SamplePlace(NamedTuple):
     row: GrammarRow
     drafts: tuple[int, ...] = ()
     """Drafts of the row. There is one more sample position after each draft."""
+
+    @property
+    def matcher(self) -> Matcher:
+        return self.row.matcher
+
+    @property
+    def budget(self) -> MaskBudget:
+        return self.row.budget
 
     def accepted(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Sampled tokens that the request gets: one, and one more for each correct draft."""
@@ -81,16 +99,16 @@ class _Job:
 
     grammar: Grammar
     future: Future[Compiled]
-    requests: list[Request] = dataclasses.field(default_factory=list)
+    requests: list[tuple[Sequence[Request], MaskBudget]] = dataclasses.field(default_factory=list)
+    """(sequences of one request, time of their masks)."""
 
 
 class Grammars:
     """Compiled grammars and the matchers of running answers.
 
     Without a ``compiler``, requests with a grammar are refused. ``beside`` runs the compiler (default: in a thread of
-    this object). With ``fill_beside``, another thread fills the masks of a step while the model runs, if all earlier
-    tokens are known. ``vocab_size`` is the number of logits; thinking budgets need it. Only one thread may call the
-    methods.
+    this object). ``masks`` computes masks (default: on threads of this object). ``vocab_size`` is the number of logits;
+    thinking budgets need it. Only one thread may call the methods.
     """
 
     def __init__(
@@ -98,17 +116,19 @@ class Grammars:
         compiler: Compiler | None,
         beside: Compile | None = None,
         *,
-        fill_beside: bool = True,
+        masks: MaskWork | None = None,
         vocab_size: int | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._compiler = compiler
         self._beside = beside
-        self._fill_beside = fill_beside
+        self.masks = masks or MaskWork()
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._kept: OrderedDict[bytes, tuple[Compiled, int]] = OrderedDict()
         self._jobs: dict[bytes, _Job] = {}
         self._rows: dict[str, GrammarRow] = {}
+        self._released: list[Request] = []
+        """Requests that waited for a mask and are ready without one."""
         self._decode_rows: tuple[tuple[str, int], ...] = ()
         self._decoding: list[SamplePlace] = []
         self.num_compiled = self.num_hits = self.num_failed = 0
@@ -146,32 +166,35 @@ class Grammars:
         if key in self._kept:
             self._kept.move_to_end(key)
             self.num_hits += 1
-            self._start(requests, self._kept[key][0])
+            self._start(requests, self._kept[key][0], MaskBudget(requests[0].service.tenant))
             return
         if key not in self._jobs:
             self._jobs[key] = _Job(grammar, self._submit(lambda: compiler.compile(grammar)))
-        self._jobs[key].requests += requests
+        self._jobs[key].requests.append((requests, MaskBudget(requests[0].service.tenant)))
         for request in requests:
             request.is_ready = False
 
     def limit(self, requests: Sequence[Request], budget: ThinkingBudget) -> None:
         """Limit the reasoning of all sequences of one request that has no grammar. Raises RequestError."""
+        mask_budget = MaskBudget(requests[0].service.tenant)
         for request in requests:
             request.is_guided = True
-            self._follow_new(request, lambda: self._limited(budget, None))
+            self._follow_new(request, lambda: self._limited(budget, None), mask_budget)
 
     def take_ready(self) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """(requests whose grammar was compiled since the last call, (request, reason) of requests whose grammar
-        failed). Requests that have ended are not included."""
-        ready: list[Request] = []
+        """(requests whose grammar was compiled, or whose mask was made, since the last call; (request, reason) of
+        requests whose grammar failed). Requests that have ended are not included."""
+        ready = self._take_masks()
         failed: list[tuple[Request, str]] = []
         for key in [key for key, job in self._jobs.items() if job.future.done()]:
             job = self._jobs.pop(key)
-            waiting = [request for request in job.requests if not request.is_finished]
+            groups = [([each for each in group if not each.is_finished], budget) for group, budget in job.requests]
+            waiting = [request for group, _ in groups for request in group]
             try:
                 compiled = job.future.result()
                 self._keep(key, job.grammar, compiled)
-                self._start(waiting, compiled)
+                for group, budget in groups:
+                    self._start(group, compiled, budget)
                 ready += waiting
             except Exception as error:
                 self.num_failed += 1
@@ -185,19 +208,25 @@ class Grammars:
         return ready, failed
 
     def waits(self, request: Request) -> bool:
-        """Whether the request waits until its grammar is compiled."""
-        return any(each is request for job in self._jobs.values() for each in job.requests)
+        """Whether the request waits until its grammar is compiled or a mask is made."""
+        row = self._rows.get(request.request_id)
+        if row is not None and row.waits:
+            return True
+        return any(each is request for job in self._jobs.values() for group, _ in job.requests for each in group)
 
     def forget(self, request_id: str) -> None:
         """Drop the matcher of a request that has ended."""
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._count_thinking(row)
+            if row.job is not None:
+                row.job.is_dropped = True
 
     def shutdown(self) -> None:
         """Drop all requests, and end the threads."""
         self._rows.clear()
         self._jobs.clear()
+        self.masks.shutdown()
         for thread in self._threads.values():
             thread.shutdown(wait=True, cancel_futures=True)
         self._threads.clear()
@@ -235,9 +264,9 @@ class Grammars:
         while len(self._kept) > _MAX_CACHED or sum(size for _, size in self._kept.values()) > _MAX_CACHED_CHARS:
             self._kept.popitem(last=False)
 
-    def _start(self, requests: Sequence[Request], compiled: Compiled) -> None:
+    def _start(self, requests: Sequence[Request], compiled: Compiled, budget: MaskBudget) -> None:
         for request in requests:
-            self._follow_new(request, lambda request=request: self._matcher_of(request, compiled))  # type: ignore[misc]
+            self._follow_new(request, functools.partial(self._matcher_of, request, compiled), budget)
 
     def _matcher_of(self, request: Request, compiled: Compiled) -> Matcher:
         matcher = compiled.matcher(sorted(request.stop_token_ids))
@@ -249,8 +278,8 @@ class Grammars:
             raise RequestError(f"thinking has token ids that the model does not know: {budget.marks!r:.80}")
         return ThinkingMatcher(budget, self._vocab_size, matcher)
 
-    def _follow_new(self, request: Request, fresh: Callable[[], Matcher]) -> None:
-        self._rows[request.request_id] = GrammarRow(request, fresh(), fresh)
+    def _follow_new(self, request: Request, fresh: Callable[[], Matcher], budget: MaskBudget) -> None:
+        self._rows[request.request_id] = GrammarRow(request, fresh(), fresh, budget)
 
     # -- drafts --------------------------------------------------------------------------------------------------
 
@@ -303,20 +332,70 @@ class Grammars:
                 rows.append(SamplePlace(index - 1 - len(chunk.drafts), self._rows[name], chunk.drafts))
         return rows
 
-    def begin(self, rows: Sequence[SamplePlace], in_flight: InFlight) -> Future[dict[int, npt.NDArray[np.uint32]]]:
-        """Start to fill the masks of a step. The future's result maps sample position -> mask. The matchers must not be
-        used until the future is done."""
+    def begin(self, rows: Sequence[SamplePlace], in_flight: InFlight) -> Filling:
+        """Start to fill the masks of a step; :meth:`masks_of` returns them. Until then, the matchers must not be
+        used."""
         todo: list[SamplePlace] = []
         for place in rows:
+            if place.row.job is not None:
+                raise InvariantError(f"a step computes {place.row.request!r}, which waits for a mask")
             if place.row.request.finish_reason is None:
                 drawn = in_flight(place.row.request)
-                if drawn is not None and self._follow(place.row, drawn):
+                if drawn is not None and self._follow(place.row, drawn) and not self._is_made(place):
                     todo.append(place)
-        if self._fill_beside and todo:
-            return self._thread("masks").submit(_fill, todo)
-        filled: Future[dict[int, npt.NDArray[np.uint32]]] = Future()
-        filled.set_result(_fill(todo))
-        return filled
+        return self.masks.begin(todo)
+
+    @staticmethod
+    def _is_made(place: SamplePlace) -> bool:
+        """Whether a job has made the mask that the row needs now. With drafts it needs more masks."""
+        made = place.row.made
+        return made is not None and made.at == place.row.matcher.num_consumed and not place.drafts
+
+    def masks_of(
+        self, filling: Filling, rows: Sequence[SamplePlace], bound: float | None
+    ) -> tuple[dict[int, Mask], list[Request]]:
+        """(sample position -> mask, requests whose mask is late). The requests must be withdrawn from the step, and
+        wait until :meth:`take_ready` returns them. ``bound``: seconds to wait for the masks; None: wait for all."""
+        masks, late = filling.result(bound)
+        for job in late:
+            job.place.row.job, job.place.row.waits = job, True
+        for place in rows:
+            made = place.row.made
+            if made is not None and place.row.job is None:
+                if self._is_made(place) and made.masks[0] is not None:
+                    masks[place.first] = made.masks[0]
+                place.row.made = None
+        return masks, [job.place.row.request for job in late]
+
+    def slow(self, rows: Sequence[SamplePlace], seconds: float) -> list[SamplePlace]:
+        """Rows of a step whose next masks are not expected to be ready within ``seconds`` of processor time. Cheaper
+        masks come first."""
+        found: list[SamplePlace] = []
+        for place in sorted(rows, key=lambda place: place.budget.price):
+            seconds -= place.budget.price
+            if seconds < 0:
+                found.append(place)
+        return found
+
+    def work_ahead(self, row: GrammarRow) -> None:
+        """Make the mask of the next token of a request that waits for it. All its tokens are known."""
+        if row.job is not None or not row.waits:
+            return
+        if row.request.finish_reason is None and self._follow(row, ()):
+            row.job = MaskJob(SamplePlace(0, row), row.matcher.num_consumed)
+            self.masks.later(row.job)
+        else:  # the next step finds the error or the end
+            row.waits = False
+            self._released.append(row.request)
+
+    def _take_masks(self) -> list[Request]:
+        """Requests whose mask was made since the last call."""
+        ready, self._released = self._released, []
+        for job in self.masks.take_done():
+            row = job.place.row
+            row.job, row.made, row.waits = None, job, False
+            ready.append(row.request)
+        return [request for request in ready if not request.is_finished]
 
     def landed(self, rows: Sequence[SamplePlace], step: int, tokens: SampledTokens) -> None:
         """Check the sampled tokens of a step before the scheduler gets them. A token that its grammar forbids becomes a
@@ -324,6 +403,7 @@ class Grammars:
         for place in rows:
             row, request = place.row, place.row.request
             late = request.finish_reason is not None or request.slot < 0 or request.resumed_at_step > step
+            late = late or row.job is not None  # its token is dropped, or the job has followed it already
             right = place.accepted(tokens.token_ids)
             last = request.num_output_tokens + len(right) - 1  # number of output tokens before the newest sampled token
             if late or right[-1] == FAILED_ROW:
@@ -342,6 +422,8 @@ class Grammars:
         scheduler got the step's tokens. It also drops matchers whose reasoning has ended, so that their requests may
         have drafts again."""
         for _, row, _ in rows:
+            if row.job is not None:
+                continue
             matcher = row.matcher
             done = isinstance(matcher, ThinkingMatcher) and matcher.is_over
             if done and matcher.num_consumed <= row.request.num_output_tokens:
@@ -351,7 +433,8 @@ class Grammars:
         return [
             row.request
             for _, row, _ in rows
-            if row.matcher.num_consumed == row.request.num_output_tokens
+            if row.job is None
+            and row.matcher.num_consumed == row.request.num_output_tokens
             and not row.matcher.error
             and row.matcher.stopped
         ]
@@ -372,21 +455,3 @@ class Grammars:
             if not matcher.consume(token):
                 return False
         return not matcher.error and not matcher.stopped
-
-
-def _fill(todo: Sequence[SamplePlace]) -> dict[int, npt.NDArray[np.uint32]]:
-    """Fill the masks of allowed tokens for these sample positions. Returns sample position -> mask."""
-    masks: dict[int, npt.NDArray[np.uint32]] = {}
-    for first, row, drafts in todo:
-        matcher, begin = row.matcher, row.matcher.num_consumed
-        for place in range(len(drafts) + 1):
-            mask = matcher.mask()
-            if mask is not None:
-                masks[first + place] = mask.copy() if drafts else mask
-            elif matcher.error:
-                break
-            if place < len(drafts) and not matcher.consume(drafts[place]):
-                break
-        if not matcher.error:
-            matcher.rewind(begin)
-    return masks

@@ -42,8 +42,6 @@ _FIRST_MASK_SECONDS: Final = 2.0
 """Maximum processor seconds for the first mask. It builds most of the lexer, so it is slower than later masks."""
 _MASK_SECONDS: Final = 0.1
 """Maximum processor seconds for each later mask."""
-_ALL_MASKS_SECONDS: Final = 10.0
-"""Maximum processor seconds for all masks of an output."""
 _RUN_SECONDS: Final = 0.005
 """A matcher asks for a whole forced text only where one mask took at most this many processor seconds. The question
 takes about as long as the mask, and no other thread runs Python meanwhile."""
@@ -211,10 +209,6 @@ class _LLMatcher:
         self._run_at = 0
         """Tokens of a forced text, and the position in the output of the first of them. Without them, llguidance would
         tokenize the rest of the text again for each mask."""
-        self._seconds = 0.0
-        self._num_timed = 0
-        """Number of positions in the output whose mask was timed. A mask that is computed again after rejected draft
-        tokens counts once."""
 
     @property
     def stopped(self) -> bool:
@@ -272,10 +266,10 @@ class _LLMatcher:
             return self._mask
         took = self._compute_mask()
         reason = self._matcher.get_error() if self._matcher.is_error() else ""
-        if not reason and (took > _MASK_SECONDS or self._seconds > _ALL_MASKS_SECONDS):
+        if not reason and took > _MASK_SECONDS:
             reason = (
-                f"one step took {took:.2g} s of processor time and the answer {self._seconds:.2g} s, and"
-                f" {_MASK_SECONDS:g} and {_ALL_MASKS_SECONDS:g} s are allowed; make the grammar simpler"
+                f"one step took {took:.2g} s of processor time, and {_MASK_SECONDS:g} s are allowed; make the grammar"
+                " simpler"
             )
         if reason:
             self._fail(reason)
@@ -295,9 +289,6 @@ class _LLMatcher:
         begin = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         took = self._compiled.mask_seconds = time.thread_time() - begin
-        if self.num_consumed >= self._num_timed:
-            self._num_timed = self.num_consumed + 1
-            self._seconds += took
         return took
 
     def _is_well(self) -> bool:

@@ -71,6 +71,8 @@ class Batch:
         self.running: dict[str, Request] = {}
         self.unready: dict[str, Request] = {}
         """Request id -> request that waits for its grammar, adapter or images, and is not in the queue yet."""
+        self.unready_rows: dict[str, Request] = {}
+        """Request id -> running request that is not ready for its next step. It keeps its row and its blocks."""
         self.reserve: dict[str, Request] = {}
         """Request id -> short request that runs in a reserved row with reserved blocks."""
         self.paced: dict[str, float] = {}
@@ -152,13 +154,19 @@ class Batch:
     @property
     def has_prefill_work(self) -> bool:
         """Whether a prompt is being computed, or a waiting request could get a free row."""
-        prompts = any(request.num_computed_tokens < request.progress_mark for request in self.catching_up)
+        prompts = any(request.num_computed_tokens < request.progress_mark for request in self.computable())
         return prompts or bool(self.waiting and self.free_rows)
+
+    def computable(self) -> list[Request]:
+        """The requests of :attr:`catching_up` that are ready."""
+        if not self.unready_rows:
+            return list(self.catching_up)
+        return [request for request in self.catching_up if request.is_ready]
 
     def num_prefill_tokens(self, limit: int) -> int:
         """Number of known tokens that the running requests and the first waiting requests still have to compute. The
         count stops at ``limit``."""
-        total = sum(request.num_tokens - request.num_computed_tokens for request in self.catching_up)
+        total = sum(request.num_tokens - request.num_computed_tokens for request in self.computable())
         if self.free_rows and total < limit:
             for request in islice(self.waiting, self.free_rows):
                 total += len(request.token_ids)
@@ -302,6 +310,7 @@ class Batch:
         request.num_computed_tokens = 0
         self.kv.tables.free(request, self.step)
         self.reserve.pop(request.request_id, None)
+        self.unready_rows.pop(request.request_id, None)
         request.size = SIZE_UNKNOWN
         self.free_slots.append(request.slot)
         self.left.append(request.slot)

@@ -187,7 +187,8 @@ class Drafts:
         position = len(tokens) - sum(chunk.samples for _, chunk in flight.verifies)
         for request, chunk in flight.verifies:
             own = tokens[position : position + chunk.samples]
-            if request.slot >= 0 and request.finish_reason is None and request.resumed_at_step <= flight.out.step:
+            alive = request.slot >= 0 and request.finish_reason is None and request not in flight.withdrawn
+            if alive and request.resumed_at_step <= flight.out.step:
                 accepted = chunk.num_accepted(own)
                 self._take(request, own[: accepted + 1], found, position)
                 if len(request.token_ids) == request.max_total_tokens:
@@ -229,6 +230,7 @@ class Drafts:
         is_static = self._batch.membership.held
         rows = [r for r, _ in flight.verifies if r.slot >= 0 and (is_static or r.finish_reason is None)]
         rows = [r for r in rows if r.resumed_at_step <= flight.out.step and r.num_computed_tokens < r.limit]
+        rows = [r for r in rows if r not in flight.withdrawn]
         if rows:
             self._decodes.start(rows)
 

@@ -29,6 +29,11 @@ def check_batch(batch: Batch) -> None:
         raise InvariantError("a request is lost, or waits and runs at the same time")
     if any(request.is_ready for request in batch.unready.values()) or not all(r.is_ready for r in batch.waiting):
         raise InvariantError("a request is ready and does not wait, or waits and is not ready")
+    waiting_rows = {id(request) for request in running if not request.is_ready}
+    if waiting_rows != {id(request) for request in batch.unready_rows.values()}:
+        raise InvariantError(f"{[*batch.unready_rows]} are not the running requests that are not ready")
+    if any(request.decoding or request not in batch.catching_up for request in batch.unready_rows.values()):
+        raise InvariantError("a request that is not ready advances with the decode clock, or is lost")
     for request in batch.requests.values():
         _check_request(batch, request)
     if batch.adapters != Counter(request.adapter_id for request in running if request.adapter_id):

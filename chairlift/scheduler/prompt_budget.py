@@ -36,7 +36,7 @@ class PromptBudget:
         Both parts go to running and to waiting requests. Tokens that one part cannot use are added to the other part.
         """
         out = step.out
-        rows, rest = list(self.batch.catching_up), 0
+        rows, rest = self.batch.computable(), 0
         if turn is Turn.DECODE:  # chunks only for stalled decodes
             self._run_chunks(step, budget, [r for r in rows if r.num_computed_tokens >= r.progress_mark])
             return
@@ -99,7 +99,7 @@ class PromptBudget:
 
         size_order = self.waiting.size_order
         begun = {request.request_id for request, _ in step.chunks}
-        rows = deque(sorted(self.batch.catching_up, key=order))
+        rows = deque(sorted(self.batch.computable(), key=order))
         newcomer = self._smallest_newcomer(step)
         while budget > 0 and (rows or newcomer):
             if newcomer and not (rows and size_order(rows[0]) < size_order(newcomer)):

@@ -166,9 +166,9 @@ class Scheduler:
     def next_event(self, now: float) -> float | None:
         """Time at which :meth:`schedule` next has work if no request arrives before that time; None if it will have no
         work."""
-        if self.running or self._flights:
+        if self._flights or len(self.running) > len(self.batch.unready_rows):
             return now
-        if not self.waiting:
+        if not self.waiting or self.running:
             return None
         fires = self.membership.fires_at(self.waiting, self.batch.free_rows)
         droppable = self.waiting if self.drop_late else ()
@@ -332,7 +332,7 @@ class Scheduler:
         if not out.num_tokens:
             for row in out.joined:  # this step is not executed, so the executor does not know these rows
                 self.batch.put_back(self.running[row.request_id])
-            if not self._flights and not self.membership.held:
+            if not self._flights and not self.membership.held and not self.batch.unready_rows:
                 self.preemptor.break_stall()
             return
         self.batch.step = out.step
@@ -388,8 +388,8 @@ class Scheduler:
             sampled = self._accept_some(flight, tokens)
         finished: list[Request] = []
         if FAILED_ROW in tokens:
-            for request, token, taker in zip(flight.sampled, tokens, sampled, strict=True):
-                if token == FAILED_ROW and request is not None and taker is None:  # it was preempted since
+            for request, token, taker in zip(flight.computed or flight.sampled, tokens, sampled, strict=True):
+                if token == FAILED_ROW and request is not None and taker is None:  # preempted since, or withdrawn
                     finished += self.fail_row(request.request_id, out.step, now)
         if flight.verifies and self.drafts is not None:
             sampled = self.drafts.accept(flight, tokens, sampled)
@@ -405,7 +405,9 @@ class Scheduler:
             if request.slot >= 0 and request.resumed_at_step <= out.step:
                 # A chunk with drafts ends after the drafts, but rejected drafts do not count as computed. A held row of
                 # a static batch computes beyond its known tokens.
-                end = request.num_computed_tokens if chunk.drafts else chunk.end
+                end = chunk.end
+                if chunk.drafts or request in flight.withdrawn:
+                    end = request.num_computed_tokens
                 self.kv.publish(request, min(end, len(request.token_ids)))
                 if chunk.end >= request.num_prompt_tokens:
                     self.batch.release_siblings(request, now)
@@ -488,9 +490,48 @@ class Scheduler:
             return []
         return self._end(request, reason, stop_reason, now)
 
+    def unready(self, request: Request) -> None:
+        """Let no further step compute a running request until :meth:`ready` is called. It keeps its row; the step in
+        flight that computes it goes on. Does nothing if no step would compute it."""
+        if request.slot < 0 or request.finish_reason is not None or request.num_computed_tokens >= request.limit:
+            return
+        if request.decoding:
+            self.decodes.stop(request)
+        if request not in self.batch.catching_up:
+            self.batch.catching_up.append(request)
+        request.is_ready = False
+        self.batch.unready_rows[request.request_id] = request
+
+    def withdraw(self, out: SchedulerOutput, requests: Sequence[Request]) -> None:
+        """Drop the tokens that step ``out`` samples for these requests, and let no further step compute them until
+        :meth:`ready` is called. Then their newest known token is computed again.
+
+        The step must be the newest one. A recurrent state cannot go back, so this needs a cache of keys and values.
+        """
+        flight = self._flights[out.step]
+        for request in requests:
+            if request.slot < 0 or request.finish_reason is not None:
+                continue
+            flight.withdrawn.append(request)
+            flight.finals = [other for other in flight.finals if other is not request]
+            if request.decoding:
+                self.decodes.stop(request)
+            request.num_computed_tokens -= 1
+            self.batch.num_computed_tokens -= 1
+            self.unready(request)
+        computed, position = list(flight.sampled), len(flight.sampled) - sum(c.samples for _, c in flight.verifies)
+        for request, chunk in flight.verifies:
+            computed[position] = request if request in flight.withdrawn else None
+            position += chunk.samples
+        flight.computed = computed
+        kept = [None if request in flight.withdrawn else request for request in flight.sampled]
+        flight.sampled, flight.appends = receivers(kept)
+
     def ready(self, request: Request, now: float) -> None:
-        """Queue a request that has become ready (see :attr:`Request.is_ready`). Does nothing if it has left."""
+        """Queue a request that has become ready (see :attr:`Request.is_ready`), or let steps compute it again if it has
+        a row. Does nothing if it has left."""
         request.is_ready = True
+        self.batch.unready_rows.pop(request.request_id, None)
         if self.batch.unready.pop(request.request_id, None) is not None:
             self.batch.wait(request, now)
 

@@ -27,6 +27,10 @@ class Step:
     chunks: list[tuple[Request, Chunk]] = dataclasses.field(default_factory=list)
     verifies: list[tuple[Request, Chunk]] = dataclasses.field(default_factory=list)
     """(request, chunk) of each row with drafts. These pairs are the last entries of ``chunks``."""
+    withdrawn: list[Request] = dataclasses.field(default_factory=list)
+    """Requests whose tokens of this step are dropped, because they were not ready when the step had been computed."""
+    computed: Sequence[Request | None] = ()
+    """:attr:`sampled` with the requests in ``withdrawn``, at their first sample positions; empty if there are none."""
     passed: list[Request] = dataclasses.field(default_factory=list)
     """Waiting requests that were tried in this step and did not fit."""
     blocked: list[Request] = dataclasses.field(default_factory=list)

@@ -13,6 +13,7 @@ from chairlift import LLM, SamplingParams
 from chairlift.engine.grammars import Grammars
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.outputs import FinishReason, RequestOutput
+from chairlift.workbench.sim.grammars import LateMasks
 
 SCHEMA = {
     "type": "object",
@@ -190,6 +191,67 @@ def test_a_compiler_that_dies_ends_its_requests_only(caplog: pytest.LogCaptureFi
     slow.finish(OSError("injected"))
     done = _drain(llm)
     assert done["free"].error is None and "could not be compiled" in (done["held"].error or "")
+
+
+LATE: list[dict[str, Any]] = [
+    *({"num_lookahead_steps": depth} for depth in (0, 1, 2)),
+    {"num_kv_blocks": 20, "preemption_mode": "recompute", "num_lookahead_steps": 1},
+    {"num_kv_blocks": 20, "preemption_mode": "swap", "swap_space_bytes": 1 << 24},
+    {"speculative_config": '{"method": "ngram", "prompt_lookup_min": 1}'},
+    {"batching": "static"},
+]
+
+
+@pytest.mark.parametrize("settings", LATE, ids=str)
+def test_late_masks_do_not_change_the_answers(settings: dict[str, Any], alone: list[list[list[int]]]) -> None:
+    llm, asked = make(**settings), mixed()
+    masks = llm.engine.core.grammars.masks = LateMasks(seed=3, probability=0.4, most=5)
+    for number, (prompt, params) in enumerate(asked):
+        llm.engine.add_request(prompt, params, request_id=str(number))
+    done: dict[str, RequestOutput] = {}
+    while llm.engine.has_unfinished:
+        masks.tick()
+        done.update({output.request_id: output for output in llm.engine.step() if output.finished})
+        llm.engine.check_invariants()
+    assert tokens([done[str(number)] for number in range(len(asked))]) == alone
+    assert masks.num_late > 20 or settings.get("batching") == "static"
+
+
+def _held_up(llm: LLM) -> LateMasks:
+    """Make every mask of the engine wait until the caller calls :meth:`LateMasks.tick`."""
+    masks = LateMasks(seed=1, probability=1.0, most=0)
+    llm.engine.core.grammars.masks = masks
+    return masks
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_late_mask_delays_its_own_answer_only(depth: int) -> None:
+    llm = make(num_lookahead_steps=depth)
+    masks = _held_up(llm)
+    llm.engine.core.grammars.check(held().structured_outputs.value)  # type: ignore[union-attr]
+    _add(llm, "held", held(n=2))
+    _add(llm, "free", SamplingParams(max_tokens=30, ignore_eos=True))
+    for _ in range(36):
+        llm.engine.step()
+        llm.engine.check_invariants()
+    core = llm.engine.core
+    assert len(core.scheduler.requests) == 2
+    assert not any(request.num_output_tokens for request in core.scheduler.requests.values())
+    assert core.next_event() > core.clock.now()  # type: ignore[operator]  # the loop need not run at once
+    steps = core.scheduler.step
+    llm.engine.step()
+    assert core.scheduler.step == steps
+    assert llm.engine.abort("held") and not core.scheduler.has_unfinished and not len(core.grammars)
+    masks.tick()
+    assert not masks.done
+
+
+def test_a_deadline_ends_an_answer_that_waits_for_its_mask() -> None:
+    llm = make(scheduling_policy="priority", late_requests="drop")
+    _held_up(llm)
+    _add(llm, "held", held(deadline_ms=1.0))
+    assert "deadline" in (_drain(llm)["held"].error or "")
+    assert not len(llm.engine.core.grammars)
 
 
 def test_equal_grammars_are_compiled_once(llm: LLM) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from chairlift.engine.grammars import Grammars
-from chairlift.errors import RequestError
+from chairlift.engine.grammars import Grammars, SamplePlace
+from chairlift.engine.mask_work import Filling, Mask, MaskJob, MaskPlace, MaskWork, fill, masks_of
+from chairlift.errors import InvariantError, RequestError
 from chairlift.grammar.compiler import Compiled
 from chairlift.models.hashlm import reference_tokens
 from chairlift.sampling.row import SamplingRow
@@ -25,7 +26,7 @@ from chairlift.step_batch import mask_bits
 from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, Grammar
 from chairlift.workbench.sim.world import EOS, VOCAB_SIZE
 
-__all__ = ["GrammarScript", "ScriptedGrammars", "scripted_tokens"]
+__all__ = ["GrammarScript", "LateMasks", "ScriptedGrammars", "scripted_tokens"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,11 +132,65 @@ class ScriptedCompiler:
         return _Script(script)
 
 
-class ScriptedGrammars(Grammars):
-    """Compiles scripts in simulated time. The simulator calls :meth:`tick` once per step."""
+class LateMasks(MaskWork):
+    """Makes masks in simulated time. Some masks are late by a number of steps, at random."""
 
-    def __init__(self) -> None:
-        super().__init__(ScriptedCompiler(), self._later, fill_beside=False)
+    def __init__(self, seed: int, probability: float, most: int) -> None:
+        super().__init__(beside=False)
+        self._rng, self._probability, self._most = random.Random(seed), probability, most
+        self._tick = self.num_late = 0
+        self._jobs: list[tuple[int, MaskJob]] = []
+
+    def draws(self) -> bool:
+        """Whether the next mask is late."""
+        return self._rng.random() < self._probability
+
+    def begin(self, places: Sequence[MaskPlace]) -> Filling:
+        return _LateFilling(places, self)
+
+    def later(self, job: MaskJob) -> None:
+        self.num_late += 1
+        self._jobs.append((self._tick + self._rng.randint(0, self._most), job))
+
+    def tick(self) -> None:
+        """Advance the simulated time by one step, and make the masks that are due."""
+        self._tick += 1
+        for due in [each for each in self._jobs if each[0] <= self._tick]:
+            self._jobs.remove(due)
+            job = due[1]
+            if job.is_dropped:
+                continue
+            if job.place.matcher.num_consumed != job.at:
+                raise InvariantError("the matcher of an answer was used while its mask was made")
+            fill(job)
+            self.done.append(job)
+
+
+class _LateFilling(Filling):
+    def __init__(self, places: Sequence[MaskPlace], work: LateMasks) -> None:
+        super().__init__(places, work)
+        self._late_masks = work
+
+    def result(self, bound: float | None) -> tuple[dict[int, Mask], list[MaskJob]]:
+        late = [] if bound is None else [job for job in self._jobs if self._late_masks.draws()]
+        in_time = [job for job in self._jobs if job not in late]
+        for job in in_time:
+            fill(job)
+        for job in late:
+            self._work.later(job)
+        return masks_of(in_time), late
+
+
+class ScriptedGrammars(Grammars):
+    """Compiles scripts, and makes late masks, in simulated time. The simulator calls :meth:`tick` once per step.
+
+    ``late``: (seed, probability that a mask is late, maximum number of steps until a late mask is made); None: no mask
+    is late.
+    """
+
+    def __init__(self, late: tuple[int, float, int] | None = None) -> None:
+        self._late = None if late is None else LateMasks(*late)
+        super().__init__(ScriptedCompiler(), self._later, masks=self._late or MaskWork(beside=False))
         self._waiting: list[tuple[int, Callable[[], Compiled], Future[Compiled]]] = []
         self._delay = 0
         self._tick = 0
@@ -150,6 +205,8 @@ class ScriptedGrammars(Grammars):
     def tick(self) -> None:
         """Advance the simulated time by one step, and compile the grammars whose delay has passed."""
         self._tick += 1
+        if self._late is not None:
+            self._late.tick()
         for due in [each for each in self._waiting if each[0] <= self._tick]:
             self._waiting.remove(due)
             _, work, future = due
@@ -157,6 +214,15 @@ class ScriptedGrammars(Grammars):
                 future.set_result(work())
             except Exception as error:
                 future.set_exception(error)
+
+    @property
+    def num_late(self) -> int:
+        """Number of masks that were late so far."""
+        return 0 if self._late is None else self._late.num_late
+
+    def slow(self, rows: Sequence[SamplePlace], seconds: float) -> list[SamplePlace]:
+        """Rows that leave the later steps until their next mask is made: some of them, at random."""
+        return [] if self._late is None else [place for place in rows if self._late.draws()]
 
     def _later(self, work: Callable[[], Compiled]) -> Future[Compiled]:
         future: Future[Compiled] = Future()

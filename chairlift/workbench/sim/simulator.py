@@ -249,7 +249,7 @@ class Simulation:
             policy=self.policy,
             kv=kv,
             seed=world.seed,
-            grammars=ScriptedGrammars() if world.grammars else None,
+            grammars=ScriptedGrammars(world.late_masks and (world.seed, *world.late_masks)) if world.grammars else None,
             adapters=None if world.adapters is None else ScriptedAdapters(self.files, *world.adapters),
             images=None if world.images is None else ScriptedImages(world.images[3]),
         )
@@ -329,6 +329,10 @@ class Simulation:
             out = schedule(now)
             self.num_reserved += sum(row.request_id in scheduler.batch.reserve for row in out.joined)
             self._check_image_tokens(out)
+            if not out.num_tokens and scheduler.decodes.count:
+                raise Violation(
+                    f"step {self.num_steps}: {scheduler.decodes.count} rows are ready, but none is computed"
+                )
             if self.share is not None and out.num_tokens:
                 self.share.step(out, kv.refused)
             return out
@@ -377,6 +381,8 @@ class Simulation:
         bound = 50 + 2 * work * (self.world.bounds["max_preemptions"] + 2)
         tiles = sum(len(submitted.args.get("images", ())) for submitted in self.pending.values())
         bound += 20 * tiles * (self.world.bounds["max_preemptions"] + 2)
+        if self.world.late_masks is not None:
+            bound *= 2 * (self.world.late_masks[1] + 2)
         while self.engine.has_unfinished and bound:
             self._step()
             bound -= 1
@@ -511,9 +517,7 @@ class Simulation:
     def _step(self) -> None:
         self.num_steps += 1
         scheduler = self.engine.scheduler
-        if isinstance(self.engine.core.grammars, ScriptedGrammars):
-            self.engine.core.grammars.tick()
-        adapters = self.engine.core.adapters
+        grammars, adapters = self.engine.core.grammars, self.engine.core.adapters
         if isinstance(adapters, ScriptedAdapters):
             adapters.tick()
         stuck = {
@@ -525,6 +529,8 @@ class Simulation:
         last_step = scheduler.step
         budget = max(max_running, scheduler.batch.token_budget)
         try:
+            if isinstance(grammars, ScriptedGrammars):
+                grammars.tick()
             outputs = self.engine.step()
             self.engine.check_invariants()
             adapters.check_invariants()

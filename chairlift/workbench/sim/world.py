@@ -69,6 +69,9 @@ class World:
     """Whether requests have scripted token masks, or several sample positions in a chunk."""
     grammars: bool = False
     """Whether some requests have a grammar."""
+    late_masks: tuple[float, int] | None = None
+    """(probability that a mask of a grammar is late, maximum number of steps until it is made). None: no mask is
+    late."""
     drafts: bool = False
     """Whether the engine drafts tokens for requests (speculative decoding)."""
     state_span: int = ONE_STATE
@@ -167,6 +170,7 @@ def make_world(seed: int) -> World:
         prefix_offload=prefix_offload,
         scripted=scripted,
         grammars=grammars,
+        late_masks=_late_masks(random.Random(seed ^ 0x51CE)) if seed % 100 in (39, 59, 79) else None,
         drafts=drafts,
         adapters=adapters,
     )
@@ -306,6 +310,11 @@ def _hold(rng: random.Random, arrivals: list[Event]) -> None:
     for event in arrivals:
         if rng.random() < 0.7:
             event.args["grammar"], event.args["ignore_eos"] = rng.choice(scripts), False
+
+
+def _late_masks(rng: random.Random) -> tuple[float, int]:
+    """Draw ``World.late_masks`` of a world with grammars."""
+    return rng.choice([0.1, 0.5, 0.9]), rng.choice([0, 1, 3, 20])
 
 
 def _scheduler(rng: random.Random, maybe: Callable[[Any, Any], Any]) -> tuple[dict[str, Any], dict[str, int]]:

@@ -1,0 +1,36 @@
+"""Worlds with late masks hold, reach what they are for, and find bugs: each known one, planted, fails in one."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+
+from chairlift.workbench.sim.minimise import failure_of
+from chairlift.workbench.sim.simulator import run_world
+from chairlift.workbench.sim.world import make_world
+from tests.simulation.mask_mutants import MASK_MUTANTS
+
+SEEDS = [seed for seed in range(40_000) if seed % 100 in (39, 59, 79)]
+
+
+@pytest.mark.parametrize("name", sorted(MASK_MUTANTS))
+def test_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as planted:
+        MASK_MUTANTS[name](lambda owner, attribute, value: planted.setattr(owner, attribute, value))
+        found = next((seed for seed in SEEDS if failure_of(make_world(seed)) is not None), None)
+    assert found is not None, f"{len(SEEDS)} worlds did not notice: {name}"
+    assert failure_of(make_world(found)) is None, f"world {found} also fails without the planted bug"
+
+
+def test_worlds_with_late_masks_hold_and_reach_what_they_are_for() -> None:
+    seen = collections.Counter[str]()
+    for seed in SEEDS[:40]:
+        simulation = run_world(make_world(seed))
+        late = simulation.engine.core.grammars.num_late
+        seen["late"] += late
+        seen["preempted"] += bool(late and simulation.engine.scheduler.num_preemptions)
+        seen["look-ahead"] += bool(late and simulation.engine.core.num_lookahead_steps)
+        seen["drafts"] += bool(late and simulation.world.drafts)
+        seen["several answers"] += bool(late and any(event.args.get("n", 1) > 1 for event in simulation.world.events))
+    assert all(seen[name] >= 3 for name in ("late", "preempted", "look-ahead", "drafts", "several answers")), seen
