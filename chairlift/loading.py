@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from chairlift.executor.local import LocalExecutor
     from chairlift.loading_draft import LoadedDraftModel
     from chairlift.models.causal_lm import CausalLM
+    from chairlift.models.context import LayerCache, LayerState
     from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.fallback.model import TransformersLM
     from chairlift.models.hf_config import ModelConfig
@@ -212,9 +213,8 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     if delay is not None:
         return _load_hashlm(config, delay)
     # These modules import torch, which takes almost a second, so they are imported only here.
-    import torch
 
-    from chairlift.executor.kv_tensors import check_fits, plan_kv_cache
+    from chairlift.executor.kv_tensors import check_fits
     from chairlift.executor.select import choose_dtype, load_images, refuse_for_states
     from chairlift.loading_draft import load_draft_model
     from chairlift.models.context import LayerState
@@ -229,25 +229,19 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     network = network.for_length(max_model_len)
     device = find_device(config.model.device)
     dtype = choose_dtype(network, config.model.dtype, device)
+    _check_sizes(config, network, dtype, device, max_model_len)
     model, kernels = _load_weights(config, model_dir, network, dtype, device, progress)
     recurrent = any(isinstance(layer, LayerState) for layer in model.kv_cache_spec())
     refuse_for_states(config, recurrent)
     images = load_images(config, model_dir, network, dtype, kernels)
     drafting = load_draft_model(config, model_dir, network, dtype, kernels, progress)
-    scheduler, memory = config.scheduler, config.cache.kv_cache_memory_bytes
-    plan = plan_kv_cache(
+    memory = config.cache.kv_cache_memory_bytes
+    plan = _plan(
+        config,
         [*model.kv_cache_spec(), *([] if drafting is None else drafting.kv_cache_spec)],
-        dtype=dtype,
-        kv_dtype=torch.int8 if config.cache.kv_cache_dtype == "int8" else None,
-        block_size=config.cache.block_size,
-        memory_bytes=_cache_memory(config, network, dtype, device) if memory is None else memory,
-        num_blocks=config.cache.num_kv_blocks,
-        swap_bytes=config.cache.swap_space_bytes,
-        swap_directory=config.cache.swap_directory,
-        most_tokens=scheduler.max_num_seqs * max_model_len,
-        rows=min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
-        caching=config.cache.enable_prefix_caching,
-        snapshot_interval=config.cache.state_snapshot_interval,
+        dtype,
+        max_model_len,
+        _cache_memory(config, network, dtype, device) if memory is None else memory,
     )
     check_fits(plan, device, memory)
     executor = _make_executor(model, plan, config, dtype, device, kernels, max_model_len, drafting, images)
@@ -295,6 +289,61 @@ def _check_sampling(sampling: dict[str, Any], model_dir: Path) -> None:
     except RequestError as error:
         where = model_dir / "generation_config.json"
         raise ConfigError(f"{where}: {error}; correct it, or set generation_config to vllm") from None
+
+
+def _plan(
+    config: EngineConfig,
+    spec: Sequence[LayerCache | LayerState],
+    dtype: torch.dtype,
+    max_model_len: int,
+    memory_bytes: int,
+) -> KVPlan:
+    """Sizes of the KV cache. Raises ConfigError if too few blocks fit into ``memory_bytes``."""
+    import torch
+
+    from chairlift.executor.kv_tensors import plan_kv_cache
+
+    scheduler = config.scheduler
+    return plan_kv_cache(
+        spec,
+        dtype=dtype,
+        kv_dtype=torch.int8 if config.cache.kv_cache_dtype == "int8" else None,
+        block_size=config.cache.block_size,
+        memory_bytes=memory_bytes,
+        num_blocks=config.cache.num_kv_blocks,
+        swap_bytes=config.cache.swap_space_bytes,
+        swap_directory=config.cache.swap_directory,
+        most_tokens=scheduler.max_num_seqs * max_model_len,
+        rows=min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+        caching=config.cache.enable_prefix_caching,
+        snapshot_interval=config.cache.state_snapshot_interval,
+    )
+
+
+def _check_sizes(
+    config: EngineConfig,
+    network: ModelConfig | TransformersConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> None:
+    """Raise ConfigError for a KV cache of a given size that is too small or too large, before weights are read.
+
+    Without a given size, and for models that transformers implements, this is known only after the weights are loaded.
+    """
+    import torch
+
+    from chairlift.executor.kv_tensors import available_memory, check_fits
+    from chairlift.models.causal_lm import CausalLM
+    from chairlift.models.hf_config import ModelConfig
+
+    memory, num_blocks = config.cache.kv_cache_memory_bytes, config.cache.num_kv_blocks
+    if (memory is None and num_blocks is None) or not isinstance(network, ModelConfig):
+        return
+    with torch.device("meta"):
+        spec = CausalLM(network).kv_cache_spec()
+    available = available_memory(device) if memory is None else memory
+    check_fits(_plan(config, spec, dtype, max_model_len, available), device, memory)
 
 
 def _make_executor(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -664,3 +665,25 @@ def test_calls_that_must_come_are_valid(tmp_path: Path) -> None:
     form = SamplingParams(structured_outputs={"regex": "a"})
     with pytest.raises(RequestError, match="leave one out"):
         llm.chat(ask, form, tools=tools, tool_choice="required")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": "1m"}, "max_model_len is 1000000, but the model was made for"),
+        ({"kv_cache_memory_bytes": 1000}, "the KV cache has 1,000 bytes, but two blocks of 16 tokens need"),
+        ({"kv_cache_memory_bytes": "900TB"}, "kv_cache_memory_bytes is 900,000,000,000,000, but this machine"),
+        ({"num_kv_blocks": 2_000_000_000}, "the KV cache would have"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be"),
+    ],
+)
+def test_sizes_are_checked_before_weights_are_read(
+    model_dir: Path, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    """The weights cannot be read at all: their error would come first if they were read first."""
+    for file in model_dir.iterdir():
+        if file.suffix != ".safetensors" and file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        LLM(tmp_path, **settings)
