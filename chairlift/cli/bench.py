@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -89,11 +88,6 @@ def run(args: argparse.Namespace) -> int:
     for flag, other in (("json", "html"), ("html", "json")):
         others = [getattr(args, each, None) for each in (other, "trace", "config")]
         check_writable(getattr(args, flag, None), flag, *others)
-    if getattr(args, "html", None) is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--html draws its charts with matplotlib, which is not installed; leave it out, or"
-            " pip install 'chairlift[charts]'"
-        )
     measure = {"kernels": _run_kernels, "offline": bench_offline.run, "serve": bench_serve.run, "startup": _run_startup}
     report, code = measure[args.benchmark](args)
     if args.json is not None:

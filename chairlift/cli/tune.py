@@ -162,13 +162,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _write(answer: Answer) -> None:
     """Write the settings, the page and the results to the output directory."""
-    from chairlift.workbench.bench.plots import has_matplotlib
     from chairlift.workbench.bench.tune_report import config_lines, tune_report
 
     report = tune_report(answer)
-    files = {"chairlift.yaml": "\n".join(config_lines(answer)) + "\n"}
-    if has_matplotlib():
-        files["report.html"] = report.html()
+    files = {"chairlift.yaml": "\n".join(config_lines(answer)) + "\n", "report.html": report.html()}
     for file, whole in files.items():
         with replacing(answer.output / file) as opened:
             opened.write(whole)
