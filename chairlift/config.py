@@ -439,6 +439,7 @@ class EngineConfig:
         """
         parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "lora": {}}
         owners = {flag.name: flag.part for flag in flat_fields()}
+        kinds = {flag.name: flag.kind for flag in flat_fields()}
         for name, value in translate(settings).items():
             if name not in owners:
                 if (answer := answer_to(str(name), python=True)) is not None:
@@ -446,7 +447,7 @@ class EngineConfig:
                 near = difflib.get_close_matches(str(name), list(owners), n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(owners)}"
                 raise ConfigError(f"unknown setting {name!r}; {hint}")
-            read = reader_of(name) if isinstance(value, str) else None
+            read = reader_of(name, kinds[name]) if isinstance(value, str) else None
             parts[owners[name]][name] = value if read is None else read(value)
         return cls(
             model=ModelConfig(**parts["model"]),

@@ -1,4 +1,4 @@
-"""Amounts as people write them: ``4GB`` of memory, ``32k`` tokens. Standard library only."""
+"""Amounts as people write them: ``4GB`` of memory, ``32k`` tokens, ``1e6`` requests. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from chairlift.errors import ConfigError
 
 __all__ = ["read_bytes", "read_count", "reader_of"]
 
-_SHAPE: Final = re.compile(r"((?:[0-9]{1,3}(?:[_,][0-9]{3}){1,5}|[0-9]{1,18})(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)")
+_SHAPE: Final = re.compile(
+    r"((?:[0-9]{1,3}(?:[_,][0-9]{3}){1,5}|[0-9]{1,18})(?:\.[0-9]{1,9})?(?:[eE]\+?[0-9]{1,2})?)\s*([A-Za-z]*)"
+)
 _LETTERS: Final = "kmgt"
-_COUNTS: Final = ("max_model_len", "max_num_batched_tokens", "max_num_queued_tokens")
 
 
-def reader_of(name: str) -> Callable[[str], int] | None:
-    """A function that converts a text such as ``4GB`` to the number for the setting ``name``. None if the setting takes
-    no such text.
+def reader_of(name: str, kind: type) -> Callable[[str], int] | None:
+    """A function that converts a text such as ``4GB`` to the number for the setting ``name`` of type ``kind``. None if
+    the setting takes no such text.
 
     The function raises ConfigError for a text that it cannot read.
     """
-    read = read_bytes if name.endswith("_bytes") else read_count if name in _COUNTS else None
+    read = read_bytes if name.endswith("_bytes") else read_count if kind is int else None
     return None if read is None else lambda text: read(name, text)
 
 
@@ -39,8 +40,10 @@ def read_bytes(name: str, text: str) -> int:
 
 
 def read_count(name: str, text: str) -> int:
-    """The number of ``32k`` (units of 1000), ``32K`` (units of 1024, as in vLLM), or a plain number. Raises
-    ConfigError."""
+    """The number of ``32k`` (units of 1000), ``32K`` (units of 1024, as in vLLM), ``1e6``, or a plain number, which may
+    be negative. Raises ConfigError."""
+    if re.fullmatch(r"-[0-9]{1,18}", text.strip()):
+        return int(text)
     units = {"": 1} | {letter: 1000**power for power, letter in enumerate(_LETTERS, 1)}
     units |= {letter.upper(): 1024**power for power, letter in enumerate(_LETTERS, 1)}
     return _read(name, text, units.get, "a whole number, or one such as 32k (thousands) or 32K (of 1024)")

@@ -92,7 +92,7 @@ def test_names_of_a_config_file_stay_as_they_are(tmp_path: object, capsys: pytes
     with open(file, "w") as opened:
         opened.write("max_num_seqs: many\n")
     assert main(["serve", "--config", file, "--dry-run"]) == 2
-    assert f"error: max_num_seqs in {file} must be of type int" in capsys.readouterr().err
+    assert f"error: max_num_seqs in {file} must be a whole number" in capsys.readouterr().err
     with open(file, "w") as opened:
         opened.write("ctx-size: 9\n")
     assert main(["serve", "--config", file, "--dry-run"]) == 2

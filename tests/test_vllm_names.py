@@ -25,20 +25,23 @@ from chairlift.vllm_names import NAMES, SERVER_NAMES, notes, translate
         ("1_000", 1000),
         ("7", 7),
         ("7b", 7),
+        ("1e9", 10**9),
+        ("1.5e3", 1500),
     ],
 )
 def test_sizes(text: str, number: int) -> None:
     assert read_bytes("x", text) == number
 
 
-@pytest.mark.parametrize("text", ["", "GB", "4 XB", "-1", "1e9", "0.3", "nan", "1.0001kb", "4GB4"])
+@pytest.mark.parametrize("text", ["", "GB", "4 XB", "-1", "1e-9", "0.3", "nan", "1.0001kb", "4GB4"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="x must be a number of bytes, or a size such as 512MB or 4GiB; got"):
         read_bytes("x", text)
 
 
 def test_counts() -> None:
-    assert [read_count("x", text) for text in ("32k", "32K", "1.5k", "1m", "12")] == [32000, 32768, 1500, 10**6, 12]
+    texts = {"32k": 32000, "32K": 32768, "1.5k": 1500, "1m": 10**6, "12": 12, "1e6": 10**6, "2.5E3": 2500, "-1": -1}
+    assert {text: read_count("x", text) for text in texts} == texts
     with pytest.raises(ConfigError, match="such as 32k"):
         read_count("x", "32kb")
 
@@ -56,6 +59,27 @@ def test_amounts_in_settings_flags_and_files(tmp_path: Any, capsys: pytest.Captu
     assert 'cuda_graphs: "off"' in lines and "enforce_eager True is accepted" in err
     assert main(["serve", "--swap-space-bytes", "4 XB", "--dry-run"]) == 2
     assert "--swap-space-bytes: must be a number of bytes, or a size such as 512MB" in capsys.readouterr().err
+
+
+def test_every_whole_number_of_every_command_is_read_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each flag with a whole number takes 4k, 32K, 1_000 and 1e3, and refuses the same texts."""
+    for command, flags in (
+        (["serve", "--dry-run"], ("--max-num-seqs", "--block-size", "--port", "--max-connections", "--replicas")),
+        (["sim", "--machine", "h100-sxm"], ("--num-prompts", "--seed", "--max-num-seqs")),
+        (["bench", "offline", "hashlm"], ("--num-prompts", "--rounds", "--max-concurrency")),
+        (["bench", "serve"], ("--num-prompts", "--rounds", "--num-warmups")),
+        (["generate", "hi"], ("--max-tokens", "--top-k", "--n", "--threads")),
+        (["trace", "draw", "--workload", "chat"], ("--num-prompts", "--seed")),
+        (["trace", "record"], ("--requests", "--block-size")),
+    ):
+        for flag in flags:
+            assert main([*command, flag, "4 apples"]) == 2
+            err = capsys.readouterr().err
+            assert flag in err and "whole number" in err, err
+    assert main(["serve", "--dry-run", "--max-num-seqs", "1e2", "--max-connections", "2k", "--seed", "-3"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert {"max_num_seqs: 100", "max_connections: 2000", "seed: -3"} <= set(out)
+    assert EngineConfig.from_flat({"max_num_seqs": "1K"}).scheduler.max_num_seqs == 1024
 
 
 def test_no_name_is_known_to_both() -> None:

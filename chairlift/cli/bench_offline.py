@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import chairlift
 from chairlift.cli.bench_serve import SIDES, Cell, add_traffic_flags, check_ranges, loads_of, results, show, watch
-from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
+from chairlift.cli.flags import add_engine_flags, load_llm, read_settings, whole
 from chairlift.cli.sim import setting_value
 from chairlift.config import BUNDLED_MODEL, EngineConfig, flat_fields
 from chairlift.errors import ConfigError
@@ -79,7 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "drafts",
     )
     measured.add_argument(
-        "--rounds", metavar="N", type=int, default=6, help="rounds of a comparison (default: 6, the fewest for a claim)"
+        "--rounds",
+        metavar="N",
+        type=whole,
+        default=6,
+        help="rounds of a comparison (default: 6, the fewest for a claim)",
     )
     measured.add_argument("--html", metavar="FILE", type=Path, help="write an HTML page with charts to this file")
     measured.add_argument(

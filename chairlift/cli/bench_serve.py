@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import chairlift
+from chairlift.cli.flags import whole
 from chairlift.cli.remote_server import RemoteServer, plain, read_key
 from chairlift.errors import ConfigError
 
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare", metavar=("URL_A", "URL_B"), nargs=2, help="send the same requests to two servers, in turns"
     )
     server.add_argument(
-        "--rounds", metavar="N", type=int, default=6, help="rounds of --compare (default: 6, the fewest for a claim)"
+        "--rounds", metavar="N", type=whole, default=6, help="rounds of --compare (default: 6, the fewest for a claim)"
     )
     server.add_argument("--model", metavar="NAME", help="model name on the server (default: the first that it lists)")
     server.add_argument("--endpoint", choices=_ENDPOINTS, help="(default: completions; for a data set of chats: chat)")
@@ -93,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-warmups",
         "--warmup",
         metavar="N",
-        type=int,
+        type=whole,
         default=4,
         help="warm-up requests, which are not measured (default: 4)",
     )
@@ -199,7 +200,7 @@ def add_traffic_flags(parser: argparse.ArgumentParser, *, texts: bool = False) -
     traffic.add_argument(
         "--num-prompts",
         metavar="N",
-        type=int,
+        type=whole,
         help=f"number of requests (default: {_DEFAULT_PROMPTS}; for a trace: all)",
     )
     timing = traffic.add_mutually_exclusive_group()
@@ -222,9 +223,9 @@ def add_traffic_flags(parser: argparse.ArgumentParser, *, texts: bool = False) -
         help="burstiness of --request-rate: 1 is Poisson, a smaller value gives bursts (default: 1)",
     )
     traffic.add_argument(
-        "--max-concurrency", metavar="N", type=int, help="maximum number of requests in progress (closed loop)"
+        "--max-concurrency", metavar="N", type=whole, help="maximum number of requests in progress (closed loop)"
     )
-    traffic.add_argument("--seed", metavar="N", type=int, default=0, help="seed of lengths and times (default: 0)")
+    traffic.add_argument("--seed", metavar="N", type=whole, default=0, help="seed of lengths and times (default: 0)")
 
 
 def check_ranges(args: argparse.Namespace, **more: tuple[float, float]) -> None:

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Final
 
-from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
+from chairlift.cli.flags import add_engine_flags, load_llm, read_settings, whole
 from chairlift.errors import RequestError
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
@@ -23,11 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``chairlift embed``."""
     parser.add_argument("texts", metavar="TEXT", nargs="*", help="a text; - reads one per line from standard input")
     parser.add_argument(
-        "--dimensions", metavar="N", type=int, help="return only the first N numbers (for Matryoshka models)"
+        "--dimensions", metavar="N", type=whole, help="return only the first N numbers (for Matryoshka models)"
     )
     parser.add_argument("--prompt-name", metavar="NAME", help="name of the model's prompt to put before each text")
     parser.add_argument(
-        "--truncate-prompt-tokens", metavar="N", type=int, help="cut each text to N tokens; -1: to the model's maximum"
+        "--truncate-prompt-tokens",
+        metavar="N",
+        type=whole,
+        help="cut each text to N tokens; -1: to the model's maximum",
     )
     add_engine_flags(parser, leave_out={"seed"})
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from chairlift.config import Flag, ServerConfig, flat_fields, server_fields
 from chairlift.errors import ConfigError
 from chairlift.foreign_names import answer_to
-from chairlift.quantities import reader_of
+from chairlift.quantities import read_count, reader_of
 from chairlift.vllm_names import NAMES, SERVER_NAMES, Name, notes, translate
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = [
     "read_server_settings",
     "read_settings",
     "shorten_help",
+    "whole",
     "whole_number",
 ]
 
@@ -136,14 +137,14 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag, prefix: str) -> None:
     elif flag.kind is list:
         options |= {"action": "append", "metavar": "TEXT"}
     else:
-        options["type"] = _amount(flag.name) or flag.kind
+        options["type"] = _amount(flag.name, flag.kind) or flag.kind
         options["metavar"] = "JSON" if flag.name in _JSON else {int: "N", float: "X"}.get(flag.kind, "TEXT")
     group.add_argument(_spelled(flag.name), **options)
 
 
-def _amount(name: str) -> Callable[[str], int] | None:
+def _amount(name: str, kind: type) -> Callable[[str], int] | None:
     """argparse parser for a setting that is an amount (such as ``4GB`` or ``32k``). None for other settings."""
-    read = reader_of(name)
+    read = reader_of(name, kind)
     if read is None:
         return None
 
@@ -168,7 +169,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None
         elif kind is list:
             options |= {"action": "append", "metavar": "TEXT"}
         else:
-            options |= {"type": kind, "metavar": "N" if kind is int else "X"}
+            options |= {"type": _amount(name, kind) or kind, "metavar": "N" if kind is int else "X"}
         group.add_argument(_spelled(name), **options)
 
 
@@ -328,8 +329,11 @@ def _checked(path: Path, name: str, value: Any, kind: type, optional: bool) -> A
         return [value]
     if kind is float and type(value) is int:
         return float(value)
-    if isinstance(value, str) and (read := reader_of(name)) is not None:
-        return read(value)
+    if isinstance(value, str) and (read := reader_of(name, kind)) is not None:
+        try:
+            return read(value)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(name, f"{name} in {path}", 1)) from None
     if type(value) is not kind:
         raise ConfigError(f"{name} in {path} must be of type {kind.__name__}, got {str(value)[:40]!r}")
     return value
@@ -344,8 +348,20 @@ def whole_number(minimum: int, maximum: int) -> Callable[[str], int]:
     """Parser for a whole number from ``minimum`` to ``maximum``, for argparse."""
 
     def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or not minimum <= int(text) <= maximum:
+        try:
+            value = read_count("", text)
+        except ConfigError:
+            value = minimum - 1
+        if not minimum <= value <= maximum:
             raise argparse.ArgumentTypeError(f"must be a whole number from {minimum:,} to {maximum:,}, got {text!r}")
-        return int(text)
+        return value
 
     return parse
+
+
+def whole(text: str) -> int:
+    """argparse parser of a whole number, which may be written as ``4k``, ``32K``, ``1_000`` or ``1e6``."""
+    try:
+        return read_count("", text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).strip()) from None

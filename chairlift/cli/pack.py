@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
+from chairlift.cli.flags import whole
 from chairlift.errors import ConfigError
 from chairlift.writing import replacing
 
@@ -45,17 +46,19 @@ _FILLS: Final = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``chairlift pack``."""
     parser.add_argument("file", metavar="FILE", type=Path, help="file, pattern or directory with records")
-    parser.add_argument("--capacity", metavar="TOKENS", type=int, default=4096, help="tokens per pack (default: 4096)")
-    parser.add_argument("--pool", metavar="N", type=int, default=256, help="sequences to choose among (default: 256)")
+    parser.add_argument(
+        "--capacity", metavar="TOKENS", type=whole, default=4096, help="tokens per pack (default: 4096)"
+    )
+    parser.add_argument("--pool", metavar="N", type=whole, default=256, help="sequences to choose among (default: 256)")
     parser.add_argument(
         "--align",
         metavar="N",
-        type=int,
+        type=whole,
         default=1,
         help="begin every sequence at a multiple of this number of tokens (default: 1)",
     )
     parser.add_argument(
-        "--max-sequences", metavar="N", type=int, help="maximum number of sequences in a pack (default: any number)"
+        "--max-sequences", metavar="N", type=whole, help="maximum number of sequences in a pack (default: any number)"
     )
     parser.add_argument(
         "--overflow",

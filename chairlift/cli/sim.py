@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import chairlift
-from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
+from chairlift.cli.flags import add_engine_flags, load_llm, read_settings, whole
 from chairlift.cli.sim_fleet import (
     add_fleet_flags,
     check_flags,
@@ -108,17 +108,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed",
         dest="one_seed",
         metavar="N",
-        type=int,
+        type=whole,
         help="run only the world with this seed, and show how it fails",
     )
-    seeds.add_argument("--seeds", metavar="N", type=int, default=1000, help="number of worlds (default: 1000)")
-    seeds.add_argument("--first", metavar="N", type=int, default=0, help="seed of the first world (default: 0)")
+    seeds.add_argument("--seeds", metavar="N", type=whole, default=1000, help="number of worlds (default: 1000)")
+    seeds.add_argument("--first", metavar="N", type=whole, default=0, help="seed of the first world (default: 0)")
     seeds.set_defaults(parser=seeds)
     gate = others.add_parser("gate", help="test your own policy in random worlds", description=_GATE)
     gate.add_argument("policy", metavar="module:Class", help="class of the policy; it is created without arguments")
-    gate.add_argument("--seed", dest="one_seed", metavar="N", type=int, help="run only the world with this seed")
-    gate.add_argument("--seeds", metavar="N", type=int, default=300, help="number of worlds (default: 300)")
-    gate.add_argument("--first", metavar="N", type=int, default=0, help="seed of the first world (default: 0)")
+    gate.add_argument("--seed", dest="one_seed", metavar="N", type=whole, help="run only the world with this seed")
+    gate.add_argument("--seeds", metavar="N", type=whole, default=300, help="number of worlds (default: 300)")
+    gate.add_argument("--first", metavar="N", type=whole, default=0, help="seed of the first world (default: 0)")
     gate.set_defaults(parser=gate)
 
 
@@ -212,7 +212,7 @@ def _configs(settings: dict[str, Any], compare: str | None) -> list[tuple[str, E
 
 
 def setting_value(flag: Flag, text: str) -> Any:
-    if (read := reader_of(flag.name)) is not None:
+    if (read := reader_of(flag.name, flag.kind)) is not None:
         return read(text)
     try:
         return {"true": True, "false": False}[text.lower()] if flag.kind is bool else flag.kind(text)
@@ -233,7 +233,7 @@ def add_traffic_flags(parser: argparse.ArgumentParser, *, required: bool) -> Non
     )
     count = _A_SAMPLE if required else 256
     traffic.add_argument(
-        "--num-prompts", metavar="N", type=int, help=f"number of requests (default: {count:,}; for a trace: all)"
+        "--num-prompts", metavar="N", type=whole, help=f"number of requests (default: {count:,}; for a trace: all)"
     )
     traffic.add_argument(
         "--arrivals",
@@ -242,7 +242,7 @@ def add_traffic_flags(parser: argparse.ArgumentParser, *, required: bool) -> Non
         "onoff:RATE:ON_S:OFF_S, ramp:START:END:S, diurnal:RATE:PEAK_TO_TROUGH:PERIOD_S or closed:USERS; "
         "rates are in requests per second (default: all at once)",
     )
-    traffic.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the workload (default: 0)")
+    traffic.add_argument("--seed", metavar="N", type=whole, default=0, help="seed of the workload (default: 0)")
     parser.set_defaults(usual_count=count)
 
 

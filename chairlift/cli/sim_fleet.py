@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from chairlift.errors import ConfigError
+from chairlift.quantities import read_count
 
 if TYPE_CHECKING:
     from chairlift.config import EngineConfig
@@ -135,8 +136,8 @@ def simulate_fleets(
 
 def _numbers(text: str) -> list[int]:
     try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
+        return [read_count("", number) for number in text.split(",")]
+    except ConfigError:
         raise ConfigError(f"--replicas takes numbers such as 1,2,4, got {text!r:.60}") from None
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from chairlift.cli.flags import whole
 from chairlift.cli.remote_server import MAX_BYTES, NotThereError, RemoteServer, parse_object
 from chairlift.errors import ChairliftError, ConfigError, EngineDeadError
 
@@ -47,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="the trace, JSON lines")
     parser.add_argument("--duration", metavar="TIME", help="time to record, such as 90s, 10m or 2h")
-    parser.add_argument("--requests", metavar="N", type=int, help="number of requests to record")
-    parser.add_argument("--block-size", metavar="N", type=int, default=64, help="tokens per prefix id (default: 64)")
+    parser.add_argument("--requests", metavar="N", type=whole, help="number of requests to record")
+    parser.add_argument("--block-size", metavar="N", type=whole, default=64, help="tokens per prefix id (default: 64)")
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="file whose first line is the API key")
     parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
 

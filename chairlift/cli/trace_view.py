@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import chairlift
-from chairlift.cli.flags import add_engine_flags, read_settings
+from chairlift.cli.flags import add_engine_flags, read_settings, whole
 from chairlift.errors import ConfigError
 from chairlift.writing import check_writable, replacing
 
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``chairlift trace view``."""
     parser.add_argument("file", metavar="FILE", type=Path, nargs="?", help="the recording")
     parser.add_argument("--demo", action="store_true", help="show a simulated example instead")
-    parser.add_argument("--port", metavar="N", type=int, default=0, help="port of the page (default: a free port)")
+    parser.add_argument("--port", metavar="N", type=whole, default=0, help="port of the page (default: a free port)")
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from chairlift.cli.flags import whole
 from chairlift.config import LoRAConfig
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes",
         metavar="N",
-        type=int,
+        type=whole,
         default=1,
         help="number of data-parallel processes on this machine (default: 1)",
     )

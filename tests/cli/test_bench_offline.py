@@ -138,7 +138,7 @@ def test_without_the_servers_packages() -> None:
         (["--max-num-seqs", "2,4", "--request-rate", "1,2"], "take one --request-rate"),
         (["--max-num-seqs", "2,0"], "must be a number of slots above 0"),
         (["--compare", "fast"], "--compare must be static, or settings of the engine"),
-        (["--compare", "max_num_seqs=many"], "--max-num-seqs must be of type int, got 'many'"),
+        (["--compare", "max_num_seqs=many"], "--max-num-seqs must be a whole number, or one such as 32k"),
         (["--compare", "max_num_seqs=0"], "--max-num-seqs must be"),
         (["--compare", "static", "--request-rate", "1,2"], "one --request-rate"),
         (["--compare", "static", "--rounds", "0"], "--rounds must be from 1"),

@@ -125,7 +125,7 @@ def test_the_examples_in_the_help_can_be_used(capsys: pytest.CaptureFixture[str]
     ("name", "text", "complaint"),
     [
         ("c.yaml", "max_num_seq: 4", "unknown setting 'max_num_seq' in .*did you mean 'max_num_seqs'"),
-        ("c.yaml", "max_num_seqs: many", "max_num_seqs in .* must be of type int, got 'many'"),
+        ("c.yaml", "max_num_seqs: many", "max_num_seqs in .* must be a whole number, .* got 'many'"),
         ("c.yaml", "max_num_seqs: true", "must be of type int, got 'True'"),
         ("c.yaml", "enable_prefix_caching: 1", "must be of type bool"),
         ("c.yaml", "max_num_seqs: null", "must be of type int"),

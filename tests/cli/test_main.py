@@ -54,7 +54,10 @@ def test_version(chairlift: Run) -> None:
         (["bench", "--foo", "3", "offline"], "unknown flag '--foo'; see chairlift bench --help"),
         (["trace", "--foo=3", "shows"], "unknown flag '--foo=3'"),
         (["check", "a", "b"], "unexpected argument 'b'"),
-        (["generate", "Hi", "--max-tokens", "many"], "invalid int value: 'many'"),
+        (
+            ["generate", "Hi", "--max-tokens", "many"],
+            "--max-tokens: must be a whole number, or one such as 32k (thousands) or 32K (of 1024); got 'many'",
+        ),
         (["generate", "Hi", "--batching", "sometimes"], "invalid choice: 'sometimes'"),
         (["generate", "Hi", "--temperature", "-1"], "temperature must be"),
         (["generate", "Hi", "--block-size", "3"], "--block-size must be a power of two"),

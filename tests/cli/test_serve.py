@@ -79,7 +79,7 @@ def test_a_file_has_settings_of_engine_and_server(tmp_path: Path) -> None:
     ("content", "says"),
     [
         ('{"prot": 1}', "did you mean 'port'"),
-        ('{"port": "1"}', "must be of type int"),
+        ('{"port": "one"}', "must be a whole number"),
         ('{"port": null}', "must be of type int"),
         ('{"api_key": [1]}', "must be a list of names"),
         ('{"temperature": 1}', "unknown setting"),

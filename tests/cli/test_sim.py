@@ -106,7 +106,10 @@ def test_fit_on_this_machine_then_use_what_was_saved(chairlift: Run, tmp_path: P
         (("--machine", "l4", "--seed", "-1"), "seed must be 0 or more"),
         (("--machine", "l4", "--compare", "speed=1,2"), "compare must be SETTING=A,B"),
         (("--machine", "l4", "--compare", "max_num_seqs"), "compare must be SETTING=A,B"),
-        (("--machine", "l4", "--compare", "max_num_seqs=1,many"), "--max-num-seqs must be of type int, got 'many'"),
+        (
+            ("--machine", "l4", "--compare", "max_num_seqs=1,many"),
+            "--max-num-seqs must be a whole number, or one such as 32k",
+        ),
         (("--machine", "l4", "--compare", "max_num_seqs=1,0"), "--max-num-seqs must be"),
         (("--machine", "l4", "--compare", "enable_prefix_caching=1"), "must be of type bool"),
         (("--machine", "l4", "--cost-model", "x"), "not allowed with argument --machine"),
