@@ -43,8 +43,8 @@ _PASSED_ON = (*PER_TOKEN, "weight", "attention_mask")
 _CUT = "have a token across the border of an answer: the parts before and after the border are encoded separately"
 _ONLY_END = "have no target but the end token of the answer"
 _DROPPED = "have answers with characters that the tokenizer drops"
-_OBEYED = frozenset({"weight", "label", "kto_tag"})
-"""Fields that every record may have, and that are not ignored."""
+_KTO = ("label", "kto_tag")
+"""Fields that say whether an answer is good."""
 _OTHER_FORMS = {
     "chosen": "a pair of answers, one of them preferred: rename chosen to completion to learn it (data.columns)",
     "prompt": "a prompt without a completion: there is nothing to learn in it",
@@ -182,7 +182,8 @@ class Encoder:
         if "weight" in record and "input_ids" not in record:
             factor = np.float32(sequence_weight(record))
             items = [{**item, "loss_weight": item["loss_weight"] * factor} for item in items]
-        fields = {*fields, *_OBEYED}
+        obeyed = {name for name in _KTO if record.get(name) is True and not is_text}
+        fields = {*fields, "weight", *obeyed}
         ignored = [name for name in record if name not in fields]
         notes += [f"have the field {str(name)[:40]!r}, which is ignored" for name in ignored]
         return Encoded(tuple(items), frozenset(notes))

@@ -157,7 +157,10 @@ def test_other_marks_of_records_are_factors_or_ignored(tmp_path: Path) -> None:
     assert encode.examples({**good, "label": True}).items[0]["loss_weight"].tolist() == weights.tolist()
     half = encode.examples({**good, "weight": 0.5}).items[0]["loss_weight"]
     assert half.tolist() == (weights * 0.5).tolist()
-    assert encode.examples({"text": "abc", "label": 0}).items
+    for record in ({"text": "abc", "label": 0}, {"text": "abc", "label": False}, {**good, "label": "safe"}):
+        found = encode.examples(record)
+        assert found.items and "have the field 'label', which is ignored" in found.notes
+    assert encode.examples({**good, "label": True, "weight": 1}).notes == encode.examples(good).notes
     masked = encode.examples({"input_ids": [1, 2, 3, 4], "assistant_masks": [0, 0, 1, 1], "loss_mask": [1, 1, 1, 0]})
     assert read_sample(masked.items[0]).weights.tolist() == [0, 0, 1, 0]  # type: ignore[union-attr]
 
