@@ -112,6 +112,21 @@ def test_each_document_has_a_line_in_the_index() -> None:
             assert f"]({path.name})" in decisions, f"docs/decisions/README.md does not mention {path.name}"
 
 
+def test_documents_link_to_files_that_exist() -> None:
+    """Relative links, and the files that the glossary names below ``chairlift/``."""
+    missing = []
+    for path in [*DOCUMENTS, ROOT / "README.md", ROOT / "ARCHITECTURE.md"]:
+        text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for link in re.findall(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)", text):
+            if not (path.parent / link).exists():
+                missing.append(f"{name(path)}: {link}")
+    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z0-9_]+(?:/[a-z0-9_]+)*(?:\.py|/))`", glossary)) - {"chairlift/"}
+    missing += [f"docs/glossary.md: {file}" for file in named if not (ROOT / "chairlift" / file).exists()]
+    assert len(named) > 40
+    assert not missing
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [

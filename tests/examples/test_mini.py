@@ -113,6 +113,37 @@ def test_tokens_are_those_of_the_engine(
     assert pool.num_free == pool.num_blocks and not any(pool.ref_counts)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_every_request_ends_and_no_block_is_written_for_two(seed: int) -> None:
+    """The scheduler alone, in random traffic with little memory. Invented tokens take the place of a model's."""
+    rng = random.Random(seed)
+    kv = MODULES["kv_cache"].KVCacheManager(rng.randint(6, 12), 4, enable_prefix_caching=rng.random() < 0.7)
+    limits = {"max_num_seqs": rng.randint(1, 6), "max_num_batched_tokens": rng.randint(1, 12)}
+    scheduler = MODULES["scheduler"].Scheduler(kv, **limits, batching=rng.choice(["continuous", "static"]))
+    requests: list[Any] = []
+    num_steps = 0
+    while len(requests) < 12 or scheduler.has_unfinished:
+        if len(requests) < 12 and (rng.random() < 0.3 or not scheduler.has_unfinished):
+            params = MODULES["request"].SamplingParams(max_tokens=rng.randint(1, 8), stop_token_ids=frozenset({0}))
+            prompt = [rng.randint(1, 2) for _ in range(rng.randint(1, 16))]
+            requests.append(MODULES["request"].Request(str(len(requests)), prompt, params))
+            scheduler.add(requests[-1])
+        out = scheduler.schedule()
+        num_steps += 1
+        assert 0 < out.num_tokens <= limits["max_num_batched_tokens"]
+        assert len({chunk.slot for chunk in out.chunks}) == len(out.chunks) <= limits["max_num_seqs"]
+        for chunk in out.chunks:
+            written = {position // 4 for position in range(chunk.start, chunk.end)}
+            assert all(kv.pool.ref_counts[chunk.request.block_ids[i]] == 1 for i in written)
+            assert all(kv.pool.keys[chunk.request.block_ids[i]] is None for i in written)
+        tables = [block for request in requests for block in request.block_ids]
+        assert kv.pool.ref_counts == [tables.count(block) for block in range(kv.pool.num_blocks)]
+        scheduler.update(out, [rng.randint(0, 5) for chunk in out.chunks if chunk.samples])
+        assert num_steps < 2000
+    assert all(request.finish_reason and request.output_token_ids for request in requests)
+    assert kv.pool.num_free == kv.pool.num_blocks
+
+
 def test_noise_is_that_of_the_engine() -> None:
     sampler = MODULES["sampler"]
     for seed in (0, 1, -1, 1 << 40, (1 << 64) - 1):
