@@ -21,6 +21,7 @@ from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from chairlift.errors import ConfigError
 from chairlift.foreign_names import answer_to
+from chairlift.presets import PRESETS, with_preset
 from chairlift.quantities import reader_of
 from chairlift.rerankers import RERANKERS
 from chairlift.service_class import ServiceClass, parse_service_classes, parse_tenant_weights
@@ -63,6 +64,7 @@ _CHOICES = {
     "quantization": ("int8", "int4", "fp8", "stored", "none"),
     "generation_config": ("auto", "vllm"),
     "kv_cache_dtype": ("auto", "int8"),
+    "preset": tuple(PRESETS),
     "batching": ("continuous", "static", "dynamic"),
     "late_requests": ("downgrade", "drop"),
     "preemption_mode": ("auto", "recompute", "swap", "none"),
@@ -282,6 +284,9 @@ class SpeculativeConfig:
 class SchedulerConfig:
     """Settings of scheduling: order of requests, and contents of steps."""
 
+    preset: str | None = None
+    """Settings that schedule like another system (docs/presets.md). Settings that are given win over those of the
+    preset. Applied by EngineConfig.from_flat; here it is only a name. None: the defaults."""
     max_num_seqs: int = 256
     """Maximum number of requests in a step."""
     max_num_batched_tokens: int = 2048
@@ -434,13 +439,14 @@ class EngineConfig:
         """Build from ``{"max_num_seqs": 64, ...}``. An unknown name raises ConfigError with the most similar known
         name.
 
-        Amounts may be texts (``"4GB"``, ``"32k"``). A name that only vLLM has is translated, or raises ConfigError with
+        The settings of a ``preset`` are added, except those that are given. Amounts may be texts (``"4GB"``,
+        ``"32k"``). A name that only vLLM has is translated, or raises ConfigError with
         the setting to use (:mod:`chairlift.vllm_names`).
         """
         parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "lora": {}}
         owners = {flag.name: flag.part for flag in flat_fields()}
         kinds = {flag.name: flag.kind for flag in flat_fields()}
-        for name, value in translate(settings).items():
+        for name, value in with_preset(translate(settings)).items():
             if name not in owners:
                 if (answer := answer_to(str(name), python=True)) is not None:
                     raise ConfigError(answer)
@@ -457,9 +463,12 @@ class EngineConfig:
         )
 
     def to_flat(self) -> dict[str, Any]:
-        """Settings that differ from their defaults, as plain keywords for :meth:`from_flat`."""
+        """Settings that differ from their defaults, as plain keywords for :meth:`from_flat`. Settings of the preset are
+        always included, because they may have been given their default values."""
         values = {flag.name: (getattr(getattr(self, flag.part), flag.name), flag.default) for flag in flat_fields()}
-        settings = {name: value for name, (value, default) in values.items() if value != default}
+        preset = self.scheduler.preset
+        kept = () if preset is None else PRESETS[preset].settings
+        settings = {name: value for name, (value, default) in values.items() if value != default or name in kept}
         return {name: str(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
 
 

@@ -160,6 +160,7 @@ class LoadedExecutor:
             deterministic=(native and not self.calls) or self.kernels == "hashlm" or config.model.batch_invariant,
             fingerprint=fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels, *how),
             block_bytes=self.block_bytes,
+            preset=config.scheduler.preset,
             **self._speculation(config),
             takes_images=self.takes_images,
             sampling_defaults=self.sampling_defaults,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from chairlift.config import Flag, ServerConfig, flat_fields, server_fields
 from chairlift.errors import ConfigError
 from chairlift.foreign_names import answer_to
+from chairlift.presets import PRESETS
 from chairlift.quantities import read_count, reader_of
 from chairlift.vllm_names import NAMES, SERVER_NAMES, Name, notes, translate
 
@@ -64,6 +66,8 @@ _SHORT: Final = {
     "data_parallel_size": "-dp",
 }
 """Engine setting -> short form of its flag, as in vLLM."""
+_PRESET_VARIABLE: Final = "CHAIRLIFT_PRESET"
+"""Environment variable that names a preset. A flag or the config file wins over it."""
 _FURTHER_SENTENCES: Final = re.compile(r"(?<=\.) (?!\(default).*?(?= \(default: [^)]*\)$|$)")
 """Matches all sentences of a help text after the first, up to its default value."""
 _JSON: Final = {
@@ -228,10 +232,15 @@ def read_server_settings(args: argparse.Namespace) -> tuple[dict[str, Any], Serv
 
 
 def _translated(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate or remove settings that have vLLM's names. Prints a line to standard error for each such setting."""
+    """Translate or remove settings that have vLLM's names, and add the preset that the environment names, if no other
+    is given. Prints a line to standard error for each translated setting."""
     known = translate(engine)
     for line in notes(engine):
         print(f"chairlift: {line}", file=sys.stderr)
+    if "preset" not in known and (preset := os.environ.get(_PRESET_VARIABLE)):
+        if preset not in PRESETS:
+            raise ConfigError(f"{_PRESET_VARIABLE} must be one of {', '.join(PRESETS)}; got {preset!r:.100}")
+        known["preset"] = preset
     return known
 
 

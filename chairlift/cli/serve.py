@@ -36,7 +36,7 @@ _EVERYDAY: Final = (
     *("--dry-run", "--host", "--port", "--served-model-name", "--api-key-file", "--insecure", "--chat-template"),
     *("--lora-modules", "--log-requests", "--batch-dir", "--config", "--dtype", "--quantization", "--device"),
     *("--threads", "--max-model-len", "--kv-cache-memory-bytes", "--gpu-memory-utilization", "--max-num-seqs"),
-    *("--max-num-batched-tokens", "--scheduling-policy", "--speculative-config", "--enable-lora"),
+    *("--max-num-batched-tokens", "--preset", "--scheduling-policy", "--speculative-config", "--enable-lora"),
 )
 """Flags that ``--help`` lists. ``--help-all`` lists every flag."""
 

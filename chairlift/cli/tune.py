@@ -19,6 +19,7 @@ from chairlift.cli.sim import add_traffic_flags, read_traffic
 from chairlift.cli.tune_fleet import add_fleet_size_flags, check_fleet_flags, run_fleet
 from chairlift.config import BUNDLED_MODEL, EngineConfig
 from chairlift.errors import ConfigError
+from chairlift.presets import with_preset
 from chairlift.writing import replacing
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if args.fleet:
         with_slo = [_with_slo(request, args.slo) for request in _scaled(requests, args.rate_scale)]
         return run_fleet(args, with_slo, users, what)
-    fixed, _ = read_settings(args, sampling=False)
+    fixed = with_preset(read_settings(args, sampling=False)[0])  # the settings of a preset are fixed, too
     name = fixed.pop("model", BUNDLED_MODEL) if args.model is None else args.model
     EngineConfig.from_flat(fixed)
     try:

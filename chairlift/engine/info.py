@@ -129,6 +129,8 @@ class EngineInfo:
     graphs: str = ""
     """Text about the CUDA graphs of decode steps and their memory; empty if there are none."""
 
+    preset: str | None = None
+    """Preset from which the settings of scheduling come; None without one."""
     speculative_method: str | None = None
     """Method that makes drafts for all requests, such as ngram; None without speculative decoding."""
     num_speculative_tokens: int = 0

@@ -22,6 +22,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.step_export import Recording, read_recording
 from chairlift.engine.step_recorder import StepRecorder
 from chairlift.errors import ChairliftError, ConfigError
+from chairlift.presets import with_preset
 from chairlift.replay.calibrate import describe_fit, fit_steps
 from chairlift.replay.machines import Deployment
 from chairlift.replay.replay import ServedTrace, serve_trace, simulated_core
@@ -38,7 +39,7 @@ _MAX_ERROR: Final = 0.2
 """Maximum median relative error of the cost model for which a comparison is made."""
 _ALIKE: Final = 1.25
 """Maximum ratio between recorded and simulated times for which a comparison is made."""
-_DROPPED: Final = ("governor", "late_requests", "scheduling_policy")
+_DROPPED: Final = ("preset", "governor", "late_requests", "scheduling_policy")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def recorded_trace(recording: Recording) -> list[TracedRequest]:
 
 def recorded_config(recording: Recording, **changes: Any) -> EngineConfig:
     """Settings of the recorded engine, as far as a simulation uses them, with ``changes``."""
-    about = recording.about
+    about, changes = recording.about, with_preset(changes)  # a preset wins over recorded settings
     settings = {name: value for name, value in about["settings"].items() if name not in _DROPPED}
     if (settings | changes).get("batching", "continuous") == "continuous":
         settings.pop("preferred_batch_sizes", None)  # not a setting of continuous batching

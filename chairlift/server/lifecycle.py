@@ -27,6 +27,7 @@ from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.info import EngineInfo, PoolingInfo, describe_impl
 from chairlift.errors import ConfigError, EngineDeadError, TemplateError, TemplateFailedError
 from chairlift.loading import read_images, read_tokenizer
+from chairlift.presets import PRESETS
 from chairlift.server.adapters import load_modules
 from chairlift.server.app import make_app
 from chairlift.server.auth import check_exposure, load_keys
@@ -398,6 +399,7 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
             else ()
         ),
         ("step", f"up to {rows:,} requests and {info.max_num_batched_tokens:,} tokens" + " each" * several),
+        *((("preset", f"{info.preset}: {PRESETS[info.preset].system}"),) if info.preset else ()),
         ("queue", f"up to {engine.intake.max_requests:,} requests and {engine.intake.max_tokens:,} prompt tokens"),
         (
             "limits",

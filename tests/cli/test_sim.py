@@ -270,3 +270,17 @@ def test_a_replica_that_dies(chairlift: Run) -> None:
 def test_flags_of_fleets_that_mean_nothing(chairlift: Run, flags: tuple[str, ...], message: str) -> None:
     code, out, err = chairlift(*ON_A_GPU, *flags)
     assert (code, out) == (2, []) and message in err[0]
+
+
+def test_presets_side_by_side_and_one_that_tune_refuses(chairlift: Run, tmp_path: Path) -> None:
+    record = tmp_path / "r.json"
+    code, _, err = chairlift(*ON_A_GPU, "--compare", "preset=static,vllm,tgi", "--json", record)
+    assert (code, err) == (0, [])
+    schedulers = [result["settings"]["scheduler"] for result in json.loads(record.read_text())["results"]]
+    assert [(each["preset"], each["batching"], each["prefill_mode"]) for each in schedulers] == [
+        ("static", "static", "mixed"),
+        ("vllm", "continuous", "mixed"),
+        ("tgi", "continuous", "separate"),
+    ]
+    code, _, err = chairlift("tune", "--workload", "chat", "--output", tmp_path, "--preset", "static")
+    assert code == 2 and "preset 'static' sets it" in err[-1]

@@ -357,6 +357,8 @@ def test_the_banner_says_what_there_is_room_for() -> None:
         rounding = dataclasses.replace(INFO, approximations=("8-bit activations", "8-bit K and V"))
         line = "rounds    8-bit activations; 8-bit K and V\n"
         assert line in banner(make_state(), rounding, "http://127.0.0.1:8000") and "rounds" not in text
+        orca = banner(make_state(), dataclasses.replace(INFO, preset="orca"), "http://127.0.0.1:8000")
+        assert "preset    orca: Orca (OSDI 2022)\n" in orca and "preset" not in text
         drafts = dataclasses.replace(INFO, speculative_method="ngram", num_speculative_tokens=8)
         line = "drafts    ngram, up to 8 tokens of a request in a step\n"
         assert line in banner(make_state(), drafts, "http://127.0.0.1:8000") and "drafts" not in text

@@ -198,7 +198,12 @@ def test_who_left_is_not_among_the_prompts_that_came_from_the_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"batching": "static"}, {"batching": "dynamic", "preferred_batch_sizes": "4,8", "batch_wait_ms": 50.0}]
+    "settings",
+    [
+        {"batching": "static"},
+        {"batching": "dynamic", "preferred_batch_sizes": "4,8", "batch_wait_ms": 50.0},
+        {"preset": "triton-dynamic"},
+    ],
 )
 def test_a_recording_of_batches_is_replayed_in_batches(settings: dict[str, Any]) -> None:
     core, limits = simulated_core(deployment(), EngineConfig.from_flat({"max_num_seqs": 8, **settings}))
@@ -207,6 +212,8 @@ def test_a_recording_of_batches_is_replayed_in_batches(settings: dict[str, Any])
     recording = read_recording(recorder.take())
     replayed = replay(recorded_trace(recording), recorded_config(recording), recorded_deployment(recording)).served
     assert replayed.output_tokens_per_second == pytest.approx(ran.output_tokens_per_second, rel=0.02)
+    other = recorded_config(recording, preset="tgi").scheduler  # wins over what was recorded
+    assert (other.batching, other.prefill_mode, other.preset) == ("continuous", "separate", "tgi")
     figures, _ = compare_sides(recording)
     assert figures["continuous"]["tokens_per_second"] > 1.2 * figures["static"]["tokens_per_second"]
 

@@ -281,7 +281,8 @@ def _done(lab: Lab) -> str:
 def _defaults(fixed: Mapping[str, Any]) -> Setting:
     scheduler = EngineConfig.from_flat(fixed).scheduler
     if scheduler.batching != "continuous":
-        raise ConfigError(f"batching is what tune finds out, got {scheduler.batching!r}; leave it out")
+        cause = f"got {scheduler.batching!r}" if scheduler.preset is None else f"preset {scheduler.preset!r} sets it"
+        raise ConfigError(f"batching is what tune finds out, {cause}; leave it out")
     return Setting(**{name: getattr(scheduler, name) for name in ("batching", *SEARCHED)})
 
 
