@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import chairlift
-from chairlift.cli import bench_offline, bench_serve
+from chairlift.cli import bench_offline, bench_presets, bench_serve
 from chairlift.cli.flags import add_engine_flags, read_settings
 from chairlift.cli.flags import whole_number as _number
 from chairlift.config import BUNDLED_MODEL, EngineConfig, flat_fields
@@ -72,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, summary, description, add in (
         ("kernels", "time the compiled CPU kernels, or the Triton kernels", _KERNELS, _add_kernel_flags),
         ("offline", bench_offline.SUMMARY, bench_offline.DESCRIPTION, bench_offline.add_arguments),
+        ("presets", bench_presets.SUMMARY, bench_presets.DESCRIPTION, bench_presets.add_arguments),
         ("serve", bench_serve.SUMMARY, bench_serve.DESCRIPTION, bench_serve.add_arguments),
         ("startup", "time processes from their start to their first token", _STARTUP, _add_startup_flags),
     ):
@@ -88,7 +89,13 @@ def run(args: argparse.Namespace) -> int:
     for flag, other in (("json", "html"), ("html", "json")):
         others = [getattr(args, each, None) for each in (other, "trace", "config")]
         check_writable(getattr(args, flag, None), flag, *others)
-    measure = {"kernels": _run_kernels, "offline": bench_offline.run, "serve": bench_serve.run, "startup": _run_startup}
+    measure = {
+        "kernels": _run_kernels,
+        "offline": bench_offline.run,
+        "presets": bench_presets.run,
+        "serve": bench_serve.run,
+        "startup": _run_startup,
+    }
     report, code = measure[args.benchmark](args)
     if args.json is not None:
         with replacing(args.json) as file:

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import functools
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -122,13 +122,13 @@ def run(args: argparse.Namespace) -> tuple[Report, int]:
     return _run_traffic(args, settings)
 
 
-def _defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+def measuring_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings for measurements, unless the user gives others. On a GPU, no graph is recorded in measured time."""
     on_gpu = settings.get("device", "cpu") != "cpu"
     return {"skip_tokenizer_init": True} | ({"cuda_graphs": "start"} if on_gpu else {})
 
 
-def _model(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[str, str, ModelConfig | None]:
+def model_of(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[str, str, ModelConfig | None]:
     """(name, path or id, configuration) of the model. The configuration is None for the fake model HashLM."""
     from chairlift.models.hashlm_served import parse_hashlm
     from chairlift.models.loader import resolve_model_dir
@@ -153,8 +153,8 @@ def _run_traffic(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple
 
     slo = parse_goodput([args.slo]) if args.slo is not None else {}
     changes = [] if args.compare is None else [_changes(args.compare)]
-    name, where, network = _model(args, settings)
-    own = _defaults(settings) | dict(settings) | {"model": where}
+    name, where, network = model_of(args, settings)
+    own = measuring_defaults(settings) | dict(settings) | {"model": where}
     sides = [*({**own, **each} for each in changes), own]
     for side in sides:
         EngineConfig.from_flat(side)
@@ -163,7 +163,7 @@ def _run_traffic(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple
     _print(*text(Facts(machine_facts(dataclasses.asdict(machine)) | {"model": name})))
     names = [args.compare, "as the other flags say"] if changes else []
     cells: list[Cell] = []
-    for index, place, llm, run in _measure(name, sides, loads):
+    for index, place, llm, run in measure_sides(name, sides, loads):
         kernels = "hashlm" if network is None else native_path(llm, network).describe()
         if place not in {cell.place for cell in cells}:
             which = f"{SIDES[place]}, {names[place]}: " if names else ""
@@ -192,8 +192,8 @@ def _run_sizes(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[R
             "several --max-num-seqs are compared with each other, and with --compare static; with nothing else"
         )
     slo = parse_goodput([args.slo]) if args.slo is not None else {}
-    name, where, _ = _model(args, settings)
-    own = _defaults(settings) | dict(settings) | {"model": where}
+    name, where, _ = model_of(args, settings)
+    own = measuring_defaults(settings) | dict(settings) | {"model": where}
     kinds = ["continuous", *["static"] * (args.compare is not None)]
     names = [(batching, slots) for batching in kinds for slots in args.sizes]
     sides = [own | {"batching": batching, "max_num_seqs": slots} for batching, slots in names]
@@ -206,7 +206,7 @@ def _run_sizes(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[R
     machine = describe_machine()
     _print(*text(Facts(machine_facts(dataclasses.asdict(machine)) | {"model": name})), "")
     found: list[list[tuple[ServeRun, Any, dict[str, Any]]]] = [[] for _ in names]
-    for index, place, _, run in _measure(name, sides, loads):
+    for index, place, _, run in measure_sides(name, sides, loads):
         batching, slots = names[place]
         figures, about = figures_of(run, slo), records[index] | {"benchmark": "offline", "machine": machine.cpu}
         found[place].append((run, figures, serve_record(run, figures, about)))
@@ -254,15 +254,15 @@ def _run_speculation(args: argparse.Namespace, settings: Mapping[str, Any]) -> t
     )
 
     slo = parse_goodput([args.slo]) if args.slo is not None else {}
-    name, where, _ = _model(args, settings)
-    sides = sides_of(_defaults(settings) | dict(settings) | {"model": where}, args.sizes or _SPECULATION_SIZES)
+    name, where, _ = model_of(args, settings)
+    sides = sides_of(measuring_defaults(settings) | dict(settings) | {"model": where}, args.sizes or _SPECULATION_SIZES)
     for _, _, side in sides:
         EngineConfig.from_flat(side)
     loads, records = loads_of(args, slo)
     machine = describe_machine()
     _print(*text(Facts(machine_facts(dataclasses.asdict(machine)) | {"model": name})), "")
     found: list[list[tuple[ServeRun, Any, Drafted, dict[str, Any]]]] = [[] for _ in sides]
-    for index, place, llm, run in _measure(name, [side for _, _, side in sides], loads):
+    for index, place, llm, run in measure_sides(name, [side for _, _, side in sides], loads):
         drafts, (kind, slots, _) = llm.engine.scheduler.drafts, sides[place]
         counts = (0, 0, 0) if drafts is None else (drafts.num_verified, drafts.num_drafts, drafts.num_accepted)
         drafted, figures = Drafted(*counts), figures_of(run, slo)
@@ -312,11 +312,15 @@ def _changes(text: str) -> dict[str, Any]:
     return changes
 
 
-def _measure(
-    name: str, sides: Sequence[Mapping[str, Any]], loads: Sequence[Load]
+def measure_sides(
+    name: str,
+    sides: Sequence[Mapping[str, Any]],
+    loads: Sequence[Load],
+    prepare: Callable[[LLM], object] = lambda llm: None,
 ) -> Iterator[tuple[int, int, LLM, ServeRun]]:
     """Yield (index of the load, index of the side, engine, result) for each run. Two sides alternate in the order A B,
-    B A, and so on. The iteration ends after an interrupted run."""
+    B A, and so on. The iteration ends after an interrupted run. ``prepare`` is called with the engine before its
+    run."""
     from chairlift.workbench.bench.offline import room_of, run_here
     from chairlift.workbench.bench.serve_run import Dialect, Target, fit
 
@@ -338,6 +342,7 @@ def _measure(
             dialect = Dialect(chat=False, vocab_size=limits.vocab_size, ignore_eos=True)
             target = Target(model=name, owner="chairlift", max_model_len=room, dialect=dialect)
             fitted = dataclasses.replace(load, requests=requests, shortened=shortened)
+            prepare(llm)
             with watch(name, len(requests)) as progress:
                 run = run_here(llm.engine.core, limits, target, fitted, progress)
             yield index, place, llm, run
@@ -358,10 +363,10 @@ def _run_at_once(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple
     from chairlift.workbench.bench.report import Facts, text
     from chairlift.workbench.workload.lengths import Workload
 
-    name, model_dir, network = _model(args, settings)
+    name, model_dir, network = model_of(args, settings)
     if network is None:
         raise ConfigError(f"{name} has no machine to be measured against; give traffic, such as --workload chat")
-    settings = _defaults(settings) | dict(settings) | {"model": model_dir}
+    settings = measuring_defaults(settings) | dict(settings) | {"model": model_dir}
     vocab_size = min(Workload().vocab_size, network.vocab_size)
     workload = Workload(count=args.num_prompts or 64, seed=args.seed, vocab_size=vocab_size)
     machine = describe_machine()
