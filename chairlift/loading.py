@@ -87,7 +87,7 @@ class LoadedExecutor:
     quantization: str | None = None
     """Formats of the quantised weights, such as ``int4+int8``; None if all weights have the model's data type."""
     approximations: tuple[str, ...] = ()
-    """What is rounded or approximated beyond arithmetic in ``dtype``, in words."""
+    """Roundings and approximations beyond arithmetic in ``dtype``, in words."""
     weight_bytes: int = 0
     kv_cache_dtype: str | None = None
     """Data type of K and V, if it differs from the model's data type."""

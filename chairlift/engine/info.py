@@ -115,7 +115,7 @@ class EngineInfo:
     quantization: str | None = None
     """Formats of the quantised weights, such as ``int4+int8``; None if all weights have the model's dtype."""
     approximations: tuple[str, ...] = ()
-    """What is rounded or approximated beyond arithmetic in ``dtype``, in words."""
+    """Roundings and approximations beyond arithmetic in ``dtype``, in words."""
     weight_bytes: int = 0
     """Bytes of all weights in memory."""
     kv_cache_dtype: str | None = None

@@ -55,7 +55,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     kv_cache_dtype: str | None = None
     """``int8``: keys and values are stored in 8 bits. null: they have the model's dtype."""
     approximations: list[str] | None = None
-    """What is rounded or approximated beyond arithmetic in the model's dtype, in words; null while the model loads."""
+    """Roundings and approximations beyond arithmetic in the model's dtype, in words; null while the model loads."""
     speculative_method: str | None = None
     """Method of speculative decoding (docs/speculation.md). null: draft tokens are used only for requests with a
     ``prediction``."""
