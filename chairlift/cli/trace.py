@@ -27,14 +27,14 @@ A trace has no texts. Chairlift's format is JSON lines. The commands also read p
 Azure, BurstGPT, ShareGPT), and your own logs with --columns or --pattern.
 
   chairlift trace record --base-url http://127.0.0.1:8000 -o monday.jsonl --duration 10m
-  chairlift trace show monday.jsonl --png monday.png
+  chairlift trace show monday.jsonl --svg monday.svg
   chairlift trace sample monday.jsonl -n 1000 -o small.jsonl
   chairlift trace draw --workload chat --arrivals poisson:4 -n 1000 -o made.jsonl"""
 
 _SHOW: Final = """Show a trace: statistics, and histograms of lengths and arrivals.
 
   chairlift trace show trace.jsonl
-  chairlift trace show AzureLLMInferenceTrace_conv.csv --png azure.png
+  chairlift trace show AzureLLMInferenceTrace_conv.csv --svg azure.svg
   chairlift trace show gateway.csv --columns time=started_at,input=prompt_tokens,output=completion_tokens
   chairlift trace show access.log --pattern '\\[(?P<time>[^]]+)\\].* in=(?P<input>\\d+) out=(?P<output>\\d+)'"""
 _SAMPLE: Final = """Write a sample of N requests of a trace, in Chairlift's format. Without -n, write all requests.
@@ -133,7 +133,7 @@ def _add_reading_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_show_flags(parser: argparse.ArgumentParser) -> None:
     _add_reading_flags(parser)
-    parser.add_argument("--png", metavar="FILE", type=Path, help="also write the histograms to this PNG file")
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="also write the histograms to this SVG file")
 
 
 def _add_sample_flags(parser: argparse.ArgumentParser) -> None:
@@ -154,13 +154,13 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
 def _show(args: argparse.Namespace) -> int:
     from chairlift.cli.trace_picture import fact_lines, histogram_lines, write_picture
 
-    check_writable(args.png, "png", args.file)
+    check_writable(args.svg, "svg", args.file)
     loaded = _load(args)
     print(f"{args.file}, read as {loaded.format}", *fact_lines(loaded.requests, loaded.notes), sep="\n")
     print("\n".join(histogram_lines(loaded.requests)))
-    if args.png is not None:
-        write_picture(args.png, args.file.name, loaded.requests)
-        print(f"\nwrote {args.png}")
+    if args.svg is not None:
+        write_picture(args.svg, args.file.name, loaded.requests)
+        print(f"\nwrote {args.svg}")
     return 0
 
 

@@ -81,7 +81,7 @@ def histogram_lines(trace: Sequence[TracedRequest]) -> list[str]:
 
 
 def write_picture(path: Path, name: str, trace: Sequence[TracedRequest]) -> None:
-    """Write the histograms as a PNG file. Raises ConfigError if the file cannot be written."""
+    """Write the histograms as an SVG file. Raises ConfigError if the file cannot be written."""
     from chairlift.workbench.bench import plots
 
     lengths = {
@@ -102,7 +102,7 @@ def write_picture(path: Path, name: str, trace: Sequence[TracedRequest]) -> None
                 step=True,
             )
         )
-    plots.write_png(path, figures)
+    plots.write_svg(path, figures)
 
 
 # --- bins ------------------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def test_without_the_servers_packages() -> None:
         "class Missing:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name.split('.')[0] in ('msgspec', 'aiohttp', 'starlette', 'uvicorn', 'uvloop', 'httptools',\n"
-        "                                  'prometheus_client', 'matplotlib'):\n"
+        "                                  'prometheus_client'):\n"
         "            raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Missing())\n"
         "from chairlift.cli.main import main\n"

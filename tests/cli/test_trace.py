@@ -105,10 +105,10 @@ def test_show_in_a_terminal_without_unicode(trace: Path) -> None:
 
 
 def test_show_draws_a_picture(chairlift: Run, trace: Path, tmp_path: Path) -> None:
-    code, out, _ = chairlift("trace", "show", trace, "--png", tmp_path / "t.png")
+    code, out, _ = chairlift("trace", "show", trace, "--svg", tmp_path / "t.svg")
     assert code == 0
-    assert out[-1] == f"wrote {tmp_path / 't.png'}"
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert out[-1] == f"wrote {tmp_path / 't.svg'}"
+    assert (tmp_path / "t.svg").read_text().startswith("<svg ")
 
 
 def test_show_of_one_request(chairlift: Run, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_sharegpt_with_a_tokenizer(chairlift: Run, tmp_path: Path) -> None:
         (("show", "TRACE", "--pattern", "x", "--format", "azure"), "not allowed with argument"),
         (("show", "TRACE", "--arrivals", "poisson:1"), "arrivals and a tokenizer are only for files of texts"),
         (("show", "TRACE", "--tokenizer", "/nowhere"), "/nowhere has no tokenizer.json"),
-        (("show", "TRACE", "--png", "/nowhere/x.png"), "cannot write /nowhere/x.png: No such file"),
+        (("show", "TRACE", "--svg", "/nowhere/x.svg"), "cannot write /nowhere/x.svg: No such file"),
         (("sample", "TRACE", "-o", "TRACE"), "is there already; give another -o, or --force to replace it"),
         (("sample", "TRACE", "-n", "0", "-o", "OUT"), "must be a whole number from 1"),
         (("sample", "TRACE", "-n", "201", "-o", "OUT"), "the trace has 200 requests"),

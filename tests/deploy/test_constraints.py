@@ -1,4 +1,4 @@
-"""Versions of the image: they fit the project's bounds, cover what it needs, and hold no plotting library."""
+"""Versions of the image: they fit the project's bounds and cover what it needs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,6 @@ def test_every_requirement_has_a_version_within_its_bounds() -> None:
         (version,) = fixed[canonicalize_name(wanted.name)].specifier
         assert version.operator == "=="
         assert wanted.specifier.contains(version.version), wanted
-
-
-def test_a_server_needs_no_plotting_library() -> None:
-    assert "matplotlib" not in constraints()
-    assert "matplotlib" not in {each.name for each in requirements()}
 
 
 def test_uvicorn_has_an_upper_bound() -> None:

@@ -11,11 +11,11 @@ import html
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from chairlift.workbench.bench.plots import SERIES_COLOURS, Figure, has_matplotlib
+from chairlift.workbench.bench.plots import SERIES_COLOURS, Figure
 
-__all__ = ["NO_CHARTS", "Block", "Facts", "Report", "Section", "Table", "Text", "aligned", "text"]
+__all__ = ["Block", "Facts", "Report", "Section", "Table", "Text", "aligned", "text"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,8 +41,6 @@ class Table:
     caption: str = ""
 
 
-NO_CHARTS: Final = "they need pip install 'chairlift[charts]'"
-"""Reason why a page has no charts, if matplotlib is not installed."""
 Block = Text | Facts | Table | Figure
 
 
@@ -73,7 +71,7 @@ class Report:
         return string.Template(template).substitute(
             title=_escape(self.title),
             lead=_paragraphs(self.lead, ' class="lead"'),
-            body="\n".join([*map(_section, self.sections), *_missing_charts()]),
+            body="\n".join(map(_section, self.sections)),
             series=f":root {{ {' '.join(names)} }}",  # the colours that charts refer to
         )
 
@@ -112,16 +110,10 @@ def aligned(table: Sequence[Sequence[str]]) -> list[str]:
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
-def _missing_charts() -> list[str]:
-    """A paragraph that says why there are no charts. Empty if there are charts."""
-    return [] if has_matplotlib() else [f"<section>{_paragraphs(f'The charts are missing: {NO_CHARTS}.')}</section>"]
-
-
 def _section(section: Section) -> str:
-    parts, charts, drawn = [f"<h2>{_escape(section.title)}</h2>"], list[str](), has_matplotlib()
+    parts = [f"<h2>{_escape(section.title)}</h2>"]
+    charts = list[str]()
     for block in [*section.blocks, None]:
-        if isinstance(block, Figure) and not drawn:
-            continue
         if isinstance(block, Figure):
             charts.append(f"<figure><figcaption>{_escape(block.title)}</figcaption>{block.svg()}</figure>")
             continue

@@ -15,7 +15,7 @@ from typing import Any, Final
 from chairlift.config import BUNDLED_MODEL
 from chairlift.workbench.bench import plots
 from chairlift.workbench.bench.machine import Machine
-from chairlift.workbench.bench.report import NO_CHARTS, Block, Facts, Report, Section, Table, Text
+from chairlift.workbench.bench.report import Block, Facts, Report, Section, Table, Text
 from chairlift.workbench.bench.tune import REPEATS, Findings, capacity_of, claimed_rate
 from chairlift.workbench.bench.tune_measured import longest_run
 from chairlift.workbench.bench.tune_search import GOODPUT, PREEMPTED, shortfall
@@ -380,10 +380,7 @@ def printed(answer: Answer) -> Iterator[Text | Table]:
         notes.insert(0, f"{findings.full_count:,} requests, {crowd}, {rounds}; medians")
     if notes:
         yield Text("\n".join(notes))
-    files = "chairlift.yaml, report.html, tune.json"
-    if not plots.has_matplotlib():
-        files += f"; the charts are missing: {NO_CHARTS}"
-    yield Text(f"{verdict(answer)}\n{answer.output} has {files}")
+    yield Text(f"{verdict(answer)}\n{answer.output} has chairlift.yaml, report.html, tune.json")
 
 
 def _comparison(answer: Answer, sides: Sequence[Column]) -> Table:

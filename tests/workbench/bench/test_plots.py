@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 import resource
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import pytest
 
@@ -19,16 +17,17 @@ from chairlift.workbench.bench.plots import (
     SERIES_COLOURS,
     Figure,
     _end_of_axis,
-    _series,
     bars,
     cdf,
     histogram,
     lines,
     scatter,
-    write_png,
+    write_svg,
 )
+from chairlift.workbench.bench.svg_chart import Box, Dots, Line, Look, Scale, Whisker
 
 MOST_BYTES = 200_000
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def parsed(figure: Figure) -> ElementTree.Element:
@@ -39,8 +38,9 @@ def texts(figure: Figure) -> list[str]:
     return ["".join(each.itertext()).strip() for each in parsed(figure).iter("{http://www.w3.org/2000/svg}text")]
 
 
-def axes(figure: Figure) -> Any:
-    return figure._canvas().axes[0]
+def marks(figure: Figure, kind: type[Any]) -> list[Any]:
+    """The marks of one kind, in the order in which they are drawn."""
+    return [mark for mark in figure.axes.marks if isinstance(mark, kind)]
 
 
 def each_kind(values: list[float]) -> list[Figure]:
@@ -67,12 +67,20 @@ def each_kind(values: list[float]) -> list[Figure]:
         [-2.0, 0.0, 4.0],
         [1e-9, 1e12],
         [float("nan"), float("inf"), 2.0],
+        [1.7e308],
+        [-1.7e308, 1.7e308],
+        [5e-324],
+        [0.0, 5e-324, 1.7e308],
+        [1e16, 1e16 + 2],
+        [1_000_000.1, 1_000_000.2],
     ],
     ids=str,
 )
 def test_any_values_make_a_drawing(values: list[float]) -> None:
     for figure in each_kind(values):
         assert ("no data" in texts(figure)) == (not any(map(np.isfinite, values)))
+        numbers = re.findall(r'(?:x|y|width|height|points|d)="([^"]*)"', figure.svg())
+        assert not [text for text in numbers if "nan" in text or "inf" in text]
 
 
 def test_no_series_make_a_drawing_too() -> None:
@@ -141,36 +149,34 @@ def test_names_are_only_text(name: str) -> None:
     ):
         shown = "".join(character if character.isprintable() else " " for character in name)[:20]
         assert "".join(shown.split()) in "".join("".join(texts(figure)).split())
-    assert cdf({name: [1]}, title=name, x_label=name).pixels().shape[1] == 760
 
 
 def test_curve_is_the_share_at_or_below() -> None:
     sample = np.random.default_rng(1).lognormal(3, 1, 50_000)
-    curve, dots = axes(cdf({"a": sample.tolist()}, title="t", x_label="x")).lines
-    x, y = curve.get_data()
+    figure = cdf({"a": sample.tolist()}, title="t", x_label="x")
+    (curve,), (dots,) = marks(figure, Line), marks(figure, Dots)
+    x, y = curve.points[::2].T  # between two of these points is the corner of a step
     at = np.searchsorted(np.sort(sample), x, side="right") / len(sample) * 100
     assert np.abs(at[1:] - y[1:]).max() < 1e-9
     assert x[-1] == sample.max() and y[-1] == 100
-    assert dots.get_xdata() == pytest.approx(np.percentile(sample, [50, 99]))
+    assert dots.points[:, 0] == pytest.approx(np.percentile(sample, [50, 99]))
 
 
 def test_zeros_keep_their_share_on_a_logarithmic_axis() -> None:
-    figure = axes(cdf({"a": [0, 0, 0, 10]}, title="t", x_label="x"))
-    x, y = figure.lines[0].get_data()
+    figure = cdf({"a": [0, 0, 0, 10]}, title="t", x_label="x")
+    x, y = marks(figure, Line)[0].points.T
     assert y[x == 0].max() == 75
-    low, high = figure.get_xlim()
-    assert low <= 0 and high >= 10
+    assert figure.axes.x.low <= 0 and figure.axes.x.high >= 10
 
 
 def test_histogram_counts_everything_once() -> None:
     generator = np.random.default_rng(2)
     samples = {"a": generator.integers(0, 3000, 5000).tolist(), "b": generator.lognormal(4, 1, 300).round().tolist()}
     for log_x in (False, True):
-        steps = [
-            patch for patch in axes(histogram(samples, title="t", x_label="x", log_x=log_x)).patches if not patch.fill
-        ]
-        assert [patch.get_data().values.sum() for patch in steps] == pytest.approx([100, 100])
-        edges = steps[0].get_data().edges
+        boxes = [mark.corners for mark in marks(histogram(samples, title="t", x_label="x", log_x=log_x), Box)]
+        half = len(boxes) // 2
+        assert [sum(top for *_, top in part) for part in (boxes[:half], boxes[half:])] == pytest.approx([100, 100])
+        edges = np.array([boxes[0][0], *(end for _, _, end, _ in boxes[:half])])
         assert (np.diff(edges) > 0).all() and not np.isin(edges[1:], np.arange(5000)).any(), (
             "borders lie between lengths"
         )
@@ -179,11 +185,11 @@ def test_histogram_counts_everything_once() -> None:
 def test_spikes_and_outliers_survive_thinning() -> None:
     values = np.zeros(100_000)
     values[54_321] = 9
-    curve = axes(lines({"a": (range(100_000), values.tolist())}, title="t", x_label="x", y_label="y")).lines[0]
-    assert (54_321, 9) in set(zip(*curve.get_data(), strict=True)) and len(curve.get_xdata()) < 1000
+    (curve,) = marks(lines({"a": (range(100_000), values.tolist())}, title="t", x_label="x", y_label="y"), Line)
+    assert (54_321, 9) in set(map(tuple, curve.points.tolist())) and len(curve.points) < 1000
     cloud = [(x, 0.0, "") for x in np.random.default_rng(3).normal(size=10_000)] + [(40.0, 40.0, "far")]
-    points = axes(scatter({"a": cloud}, title="t", x_label="x", y_label="y")).lines[0]
-    assert (40, 40) in set(zip(*points.get_data(), strict=True)) and len(points.get_xdata()) < 2000
+    (dots,) = marks(scatter({"a": cloud}, title="t", x_label="x", y_label="y"), Dots)
+    assert (40, 40) in set(map(tuple, dots.points.tolist())) and len(dots.points) < 2000
 
 
 def test_points_are_joined_hollow_and_labelled_as_asked() -> None:
@@ -196,9 +202,9 @@ def test_points_are_joined_hollow_and_labelled_as_asked() -> None:
         connect=["front"],
         hollow=["simulated"],
     )
-    simulated, real, front = axes(figure).lines
-    assert [line.get_linestyle() != "None" for line in (simulated, real, front)] == [False, False, True]
-    assert simulated.get_markerfacecolor() == "none" != real.get_markerfacecolor()
+    simulated, real, front = marks(figure, Dots)
+    assert [line.look for line in marks(figure, Line)] == [front.look]
+    assert simulated.hollow and not real.hollow
     assert "chosen" in texts(figure) and "no 3" not in texts(figure)
 
 
@@ -218,65 +224,105 @@ def test_bars_carry_their_numbers() -> None:
 
 def test_vertical_axes_start_at_zero_unless_something_is_below() -> None:
     for values, least in (([100.0, 101.0], 0), ([-5.0, 5.0], -5)):
-        figure = axes(lines({"a": ([1, 2], values)}, title="t", x_label="x", y_label="y"))
-        assert figure.get_ylim()[0] == 0 if least == 0 else figure.get_ylim()[0] <= least
+        scale = lines({"a": ([1, 2], values)}, title="t", x_label="x", y_label="y").axes.y
+        assert scale.low == 0 if least == 0 else scale.low <= least
 
 
 def test_points_that_are_nearly_alike_are_drawn_whole() -> None:
     """Half of a marker's height is 1 % of the picture's."""
-    figure = axes(scatter({"a": [(30, 378, "one"), (32, 349, "two")]}, title="t", x_label="x", y_label="y"))
-    assert figure.get_ylim()[0] == 0
-    assert figure.get_ylim()[1] > 1.02 * 378
+    scale = scatter({"a": [(30, 378, "one"), (32, 349, "two")]}, title="t", x_label="x", y_label="y").axes.y
+    assert scale.low == 0
+    assert scale.high > 1.02 * 378
 
 
-def test_png_stacks_the_charts(tmp_path: Path) -> None:
-    from matplotlib.image import imread
+def test_a_file_has_the_charts_in_rows(tmp_path: Path) -> None:
+    figures = [cdf({"a": [1, 2]}, title=title, x_label="x") for title in ("one", "two", "three")]
+    write_svg(tmp_path / "three.svg", figures, columns=2)
+    drawing = ElementTree.parse(tmp_path / "three.svg").getroot()
+    places = [(part.get("x"), part.get("y")) for part in drawing.findall(SVG + "svg")]
+    assert len(set(places)) == 3 and places[0][0] == places[2][0] != places[1][0]
+    assert [text.text for text in drawing.findall(SVG + "text")] == ["one", "two", "three"]
 
-    figures = [cdf({"a": [1, 2]}, title="one", x_label="x"), bars(["a"], {"b": [1]}, title="two", y_label="y")]
-    write_png(tmp_path / "two.png", figures)
-    picture = imread(tmp_path / "two.png")
-    assert picture.shape[:2] == (sum(len(figure.pixels()) for figure in figures), 760)
-    assert (picture[0, 0] == 1).all(), "white"
-    assert picture[:, :, :3].min() < 0.4, "something is drawn"
+
+def test_a_file_has_all_colours_for_light_and_dark(tmp_path: Path) -> None:
+    write_svg(tmp_path / "one.svg", [cdf({str(place): [1, 2] for place in range(9)}, title="t", x_label="x")])
+    light, dark = (ElementTree.parse(tmp_path / "one.svg").findtext(SVG + "style") or "").split("@media")
+    named = set(re.findall(r"var\((--[a-z0-9-]+)", (tmp_path / "one.svg").read_text()))
+    assert "prefers-color-scheme:dark" in dark
+    assert len(named) == 9
+    assert named == set(re.findall(r"(--[a-z0-9-]+):", light)) == set(re.findall(r"(--[a-z0-9-]+):", dark))
 
 
 def test_series_that_share_a_colour_differ_in_dash_and_marker() -> None:
-    looks = [look for _, _, *look in _series({str(place): np.ones(1) for place in range(36)})]
-    assert [look for look in looks if looks.count(look) > 1] == []
+    assert len({(Look(place).colour, Look(place).shape) for place in range(36)}) == 36
 
 
-def test_a_png_replaces_what_was_there_when_all_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "chart.png"
+def test_a_file_replaces_what_was_there_when_all_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "chart.svg"
     path.write_text("before")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
         with pytest.raises(ConfigError, match="File too large"):
-            write_png(path, [cdf({"a": [1, 2]}, title="t", x_label="x")])
+            write_svg(path, [cdf({"a": [1, 2]}, title="t", x_label="x")])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_text() == "before"
 
 
-def test_png_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot write .*no/chart\.png: No such file"):
-        write_png(tmp_path / "no" / "chart.png", [cdf({}, title="t", x_label="x")])
+def test_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot write .*no/chart\.svg: No such file"):
+        write_svg(tmp_path / "no" / "chart.svg", [cdf({}, title="t", x_label="x")])
 
 
-def test_settings_of_others_are_left_alone() -> None:
-    before = dict(matplotlib.rcParams)
-    cdf({"a": [1, 2]}, title="t", x_label="x").svg()
-    assert dict(matplotlib.rcParams) == before
+@pytest.mark.parametrize("values", [[4.0], [4.0, 4.0, 4.0], [1e-300, 2e-300], [1e300, 3e300], [1.0, math.nan, 3.0]])
+def test_each_finite_value_has_one_mark(values: list[float]) -> None:
+    finite = sum(map(math.isfinite, values))
+    places = [float(place) for place in range(len(values))]
+    names = {"title": "t", "x_label": "x", "y_label": "y"}
+    beams = bars([str(place) for place in places], {"a": values}, title="t", y_label="y")
+    inside = parsed(beams).find(f"{SVG}g")
+    assert inside is not None and len(inside.findall(SVG + "rect")) == finite
+    for figure in (
+        lines({"a": (places, values)}, **names),
+        scatter({"a": [(x, y, "") for x, y in zip(places, values, strict=True)]}, **names),
+    ):
+        assert len([path for path in parsed(figure).iter(SVG + "path") if "a2.5" in path.get("d", "")]) == finite
 
 
-def test_matplotlib_comes_with_the_first_chart_and_without_pyplot() -> None:
-    code = (
-        "import sys, chairlift.workbench.bench.plots as plots, chairlift.workbench.bench.report\n"
-        "assert 'matplotlib' not in sys.modules\n"
-        "plots.cdf({'a': [1]}, title='t', x_label='x').svg()\n"
-        "assert 'matplotlib.pyplot' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_error_bars_reach_from_end_to_end_inside_the_axes() -> None:
+    beams = bars(["a", "b"], {"s": [1.0, 2.0]}, title="t", y_label="y", intervals={"s": [(0.5, 9.0), (2.0, math.nan)]})
+    curve = lines({"s": ([1, 2], [1, 2])}, title="t", x_label="x", y_label="y", intervals={"s": [(0, 8), (2, 2)]})
+    assert [mark.ends for mark in marks(beams, Whisker)] == [(0.5, 0.0, 9.0, 0.0)]
+    assert [mark.ends for mark in marks(curve, Whisker)] == [(1, 0, 1, 8), (2, 2, 2, 2)]
+    assert beams.axes.x.high > 9 and curve.axes.y.high > 8
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (0, 12, [0, 2.5, 5, 7.5, 10]),
+        (-3, 7, [-2, 0, 2, 4, 6]),
+        (990, 1010, [990, 995, 1000, 1005, 1010]),
+        (0, 5e-310, [0, 1e-310, 2e-310, 3e-310, 4e-310, 5e-310]),
+    ],
+)
+def test_ticks_are_round_values_on_the_axis(low: float, high: float, expected: list[float]) -> None:
+    assert Scale(low, high).ticks(5) == pytest.approx(expected, rel=1e-9, abs=0)
+
+
+def test_ticks_of_logarithmic_axes() -> None:
+    assert Scale(0.5, 20, "log").ticks(6) == [0.5, 1, 2, 5, 10, 20]
+    assert Scale(1, 1e6, "log").ticks(7) == [10**power for power in range(7)]
+    assert Scale(1e-300, 1e300, "log").ticks(5)[-1] == 1e300
+    assert Scale(0, 500, "zero_log", 3.0).ticks(5) == [0, 10, 100]
+
+
+def test_numbers_of_close_ticks_differ() -> None:
+    shown = texts(lines({"a": ([0, 1], [-1e6 - 3, -1e6 + 3])}, title="t", x_label="x", y_label="y"))
+    numbers = [text for text in shown if text.startswith("−1") or text.startswith("−9")]
+    assert len(numbers) == len(set(numbers)) > 2
 
 
 def luminance(colour: str) -> float:
