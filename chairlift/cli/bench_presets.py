@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import shlex
 import shutil
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from chairlift.cli.bench_offline import measure_sides, measuring_defaults, model_of
 from chairlift.cli.flags import add_engine_flags, read_settings, whole_number
-from chairlift.config import EngineConfig
+from chairlift.config import BUNDLED_MODEL, EngineConfig
 from chairlift.presets import BASELINE, PRESETS
 from chairlift.writing import check_writable, replacing
 
@@ -33,7 +34,8 @@ DESCRIPTION: Final = """Answer the same requests under each preset, and print on
 
 The requests have log-normal lengths and arrive at once. All presets have the same kernels, rows and memory, so that
 only the scheduling differs. The first row of the table is the baseline: static batches. Each round runs every preset
-once. With the bundled model on two idle cores the command takes about two minutes.
+once. The command takes about two minutes with the bundled model, which runs on one thread unless --threads says
+more.
 
   chairlift bench presets
   chairlift bench presets --presets orca,vllm,tgi --svg batch.svg --json presets.json
@@ -65,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-prompts",
         metavar="N",
         type=whole_number(1, 100_000),
-        default=256,
-        help="number of requests (default: 256)",
+        default=512,
+        help="number of requests (default: 512)",
     )
     measured.add_argument(
         "--requests-seed",
@@ -105,7 +107,7 @@ def run(args: argparse.Namespace) -> tuple[Report, int]:
             file=sys.stderr,
         )
     name, where, _ = model_of(args, settings)
-    own = measuring_defaults(settings) | _limits(settings) | settings | {"model": where}
+    own = measuring_defaults(settings) | _limits(settings, name) | settings | {"model": where}
     sides = [own | {"preset": preset} for preset in args.presets]
     configs = [EngineConfig.from_flat(side) for side in sides]
     machine = describe_machine()
@@ -117,8 +119,9 @@ def run(args: argparse.Namespace) -> tuple[Report, int]:
     conditions = _conditions(requests, configs[0])
     words = preset_words(presets)
     width = min(100, shutil.get_terminal_size().columns)
-    _print("", *text(preset_table(presets, conditions)), "", *words, "", *_picture_lines(panels, width))
-    if args.svg is not None:
+    picture = ["", *_picture_lines(panels, width)] if panels else []
+    _print("", *text(preset_table(presets, conditions)), "", *words, *picture)
+    if args.svg is not None and panels:
         _write_svg(args.svg, panels)
     record = {
         "benchmark": "presets",
@@ -134,10 +137,15 @@ def run(args: argparse.Namespace) -> tuple[Report, int]:
     return Report(record), code
 
 
-def _limits(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows and memory of all presets, unless the user gives them."""
+def _limits(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Rows, memory and threads of all presets, unless the user gives them.
+
+    The bundled model runs on one thread: its steps take less than a millisecond, and threads that wait for each other
+    would measure what else runs on the machine.
+    """
     has_memory = any(settings.get(name) is not None for name in ("kv_cache_memory_bytes", "num_kv_blocks"))
-    return {"max_num_seqs": _ROWS} | ({} if has_memory else {"num_kv_blocks": _BLOCKS})
+    threads = {"threads": 1} if name == BUNDLED_MODEL else {}
+    return {"max_num_seqs": _ROWS} | threads | ({} if has_memory else {"num_kv_blocks": _BLOCKS})
 
 
 def _conditions(requests: Sequence[TracedRequest], config: EngineConfig) -> str:
@@ -152,7 +160,7 @@ def _conditions(requests: Sequence[TracedRequest], config: EngineConfig) -> str:
 
 def _measure(
     args: argparse.Namespace, name: str, sides: Sequence[Mapping[str, Any]], requests: Sequence[TracedRequest]
-) -> tuple[list[Measured], list[Panel], int]:
+) -> tuple[list[Measured], Sequence[Panel], int]:
     """(runs of each preset, panels of the picture, exit code)."""
     from chairlift.workbench.bench.batch_picture import StepRecorder
     from chairlift.workbench.bench.presets import Measured, PresetRun
@@ -165,9 +173,9 @@ def _measure(
         recorder.steps.clear()
         llm.engine.core.events.subscribe("the picture", recorder)
 
-    shown = _IN_PICTURE if _IN_PICTURE in args.presets else args.presets[-1]
+    drawn = list(dict.fromkeys([_IN_PICTURE if _IN_PICTURE in args.presets else args.presets[-1], BASELINE]))
     runs: list[list[PresetRun]] = [[] for _ in sides]
-    panels: dict[str, Panel] = {}
+    panels: list[dict[str, Panel]] = [{} for _ in range(args.rounds)]
     code = 0
     for index, place, _, run in measure_sides(name, sides, [Load(requests=requests)] * args.rounds, prepare):
         preset = args.presets[place]
@@ -177,11 +185,20 @@ def _measure(
             code = 130
         elif found.failed:
             code = 1
-        if preset in (shown, BASELINE) and preset not in panels:
-            panels[preset] = _panel(preset, run, recorder.steps, sides[place]["max_num_seqs"])
+        if preset in drawn:
+            panels[index][preset] = _panel(preset, run, recorder.steps, sides[place]["max_num_seqs"])
         _print(f"round {index + 1} of {args.rounds}: {preset}, {found.output_throughput:,.0f} output tokens/s")
-    ordered = [panels[preset] for preset in (shown, BASELINE) if preset in panels]
-    return [Measured(preset, {}, each) for preset, each in zip(args.presets, runs, strict=True)], ordered, code
+    measured = [Measured(preset, {}, each) for preset, each in zip(args.presets, runs, strict=True)]
+    complete = [[each[preset] for preset in drawn] for each in panels if len(each) == len(drawn)]
+    return measured, _typical(complete), code
+
+
+def _typical(rounds: Sequence[Sequence[Panel]]) -> Sequence[Panel]:
+    """The panels of the round in which the ratio of their durations is next to the median over the rounds."""
+    if not rounds:
+        return []
+    middle = statistics.median_low(panels[0].seconds / panels[-1].seconds for panels in rounds)
+    return next(panels for panels in rounds if panels[0].seconds / panels[-1].seconds == middle)
 
 
 def _panel(preset: str, run: ServeRun, steps: Sequence[Any], num_rows: int) -> Panel:

@@ -120,11 +120,12 @@ def preset_table(presets: Sequence[Measured], conditions: str) -> Table:
         times.append(each.median(lambda run: run.ttft_p99_ms))
         shares = [each.median(lambda run: run.preemption_rate), each.median(lambda run: run.held_share)]
         row = [each.name, f"{each.median(_throughput):,.0f}", *compared, *(f"{time:,.0f}" for time in times)]
-        rows.append([*row, *(f"{share:.1%}" for share in shares), f"{each.median(lambda run: run.rows):.1f}"])
+        batch = [f"{each.median(lambda run: run.rows):.1f}", f"{each.median(lambda run: run.steps):,.0f}"]
+        rows.append([*row, *(f"{share:.1%}" for share in shares), *batch])
     rounds = max(len(each.runs) for each in presets)
     header = ["", "tokens/s", f"/ {baseline.name}", "interval", "latency p50", "p99", "TTFT p99", "preempted"]
     caption = f"{conditions}; times in ms; medians of {rounds} round{'s' * (rounds != 1)}"
-    return Table([*header, "held rows", "rows"], rows, caption)
+    return Table([*header, "held rows", "rows", "steps"], rows, caption)
 
 
 def preset_words(presets: Sequence[Measured]) -> list[str]:
