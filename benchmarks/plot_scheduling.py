@@ -1,7 +1,6 @@
-"""Draws the results that ``scheduling.py`` recorded: one panel per scenario, with the 95 % intervals. If several
+"""Draws the results that ``scheduling.py`` recorded: one chart per scenario, with the 95 % intervals. If several
 records contain a scenario, the last record is drawn.
 
-pip install matplotlib
 python benchmarks/plot_scheduling.py benchmarks/results/scheduling.json benchmarks/results/scheduling-15m.json \\
     --svg docs/scheduling.svg
 """
@@ -12,86 +11,87 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import matplotlib
+from chairlift.workbench.bench.plots import Figure, bars, lines, scatter, write_svg
 
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
-
-OURS, PLAIN, BOUND = "#1f6f8b", "#b8b8b8", "#d9822b"
-Figures = dict[str, dict[str, float]]
+Results = dict[str, dict[str, float]]
 
 
-def bars(axes: Any, figures: Figures, names: Sequence[str], labels: Sequence[str], colours: Sequence[str]) -> None:
-    """Draw one bar per result, with its interval."""
-    means = [figures[name]["mean"] for name in names]
-    errors = [
-        [max(0.0, figures[name]["mean"] - figures[name]["low"]) for name in names],
-        [max(0.0, figures[name]["high"] - figures[name]["mean"]) for name in names],
-    ]
-    axes.bar(range(len(names)), means, yerr=errors, color=colours, capsize=3)
-    axes.set_xticks(range(len(names)), labels, fontsize=8)
+def interval(result: dict[str, float]) -> tuple[float, float]:
+    return result["low"], result["high"]
 
 
-def priority(axes: Any, figures: Figures) -> None:
-    bars(axes, figures, ["alone p99 TTFT s", "overloaded p99 TTFT s", "bound s"], ["alone", "5x overload", "bound"],
-         [PLAIN, OURS, BOUND])  # fmt: skip
-    axes.set(title="urgent work: p99 TTFT", ylabel="s")
+def means(results: Results, names: Sequence[str], groups: Sequence[str], title: str, unit: str) -> Figure:
+    """Chart of one bar per result, with its interval."""
+    return bars(
+        groups,
+        {"mean": [results[name]["mean"] for name in names]},
+        title=title,
+        y_label=unit,
+        intervals={"mean": [interval(results[name]) for name in names]},
+    )
 
 
-def tenants(axes: Any, figures: Figures) -> None:
-    bars(axes, figures, ["alone p99 TTFT s", "fcfs p99 TTFT s", "fair p99 TTFT s"], ["alone", "fcfs", "priority"],
-         [PLAIN, BOUND, OURS])  # fmt: skip
-    axes.set(title="small tenant beside a 10x one: p99 TTFT", ylabel="s")
+def priority(results: Results, title: str) -> Figure:
+    names = ["alone p99 TTFT s", "overloaded p99 TTFT s", "bound s"]
+    return means(results, names, ["alone", "5x overload", "bound"], f"{title} urgent work", "p99 TTFT, s")
 
 
-def memory(axes: Any, figures: Figures) -> None:
+def tenants(results: Results, title: str) -> Figure:
+    names = ["alone p99 TTFT s", "fcfs p99 TTFT s", "fair p99 TTFT s"]
+    return means(results, names, ["alone", "fcfs", "priority"], f"{title} small tenant beside a 10x one", "p99 TTFT, s")
+
+
+def memory(results: Results, title: str) -> Figure:
     modes = ["recompute", "swap", "auto", "none"]
-    names = [f"{case}{mode} tok/s" for case in ("", "hopeless ") for mode in modes]
-    bars(axes, figures, names, [*modes, *modes], [OURS if mode == "auto" else PLAIN for mode in modes] * 2)
-    axes.tick_params(axis="x", rotation=45)
-    axes.set(title="preemption, peak 1.2x and 3x the KV cache", ylabel="tokens/s")
+    peaks = {"peak 1.2x the KV cache": "", "3x": "hopeless "}
+    return bars(
+        modes,
+        {peak: [results[f"{case}{mode} tok/s"]["mean"] for mode in modes] for peak, case in peaks.items()},
+        title=f"{title} preemption",
+        y_label="tokens/s",
+        intervals={peak: [interval(results[f"{case}{mode} tok/s"]) for mode in modes] for peak, case in peaks.items()},
+    )
 
 
-def prompts(axes: Any, figures: Figures) -> None:
+def prompts(results: Results, title: str) -> Figure:
     modes = ["mixed", "prefill_first", "decode_first", "separate", "auto"]
     kinds = ["documents", "mixed", "bursts"]
-    best = {kind: max(figures[f"{kind} {mode} tok/s"]["mean"] for mode in modes[:-1]) for kind in kinds}
-    for place, mode in enumerate(modes):
-        shares = [figures[f"{kind} {mode} tok/s"]["mean"] / best[kind] for kind in kinds]
-        at = [kind + (place - 2) * 0.16 for kind in range(len(kinds))]
-        axes.bar(at, shares, 0.15, color=OURS if mode == "auto" else str(0.45 + 0.1 * place), label=mode)
-    axes.set_xticks(range(len(kinds)), kinds, fontsize=8)
-    axes.legend(fontsize=6, loc="lower right")
-    axes.set(title="prefill modes: throughput over the best fixed", ylim=(0, 1.1))
+    best = {kind: max(results[f"{kind} {mode} tok/s"]["mean"] for mode in modes[:-1]) for kind in kinds}
+    shares = {mode: [results[f"{kind} {mode} tok/s"]["mean"] / best[kind] for kind in kinds] for mode in modes}
+    return bars(
+        kinds, shares, title=f"{title} prefill modes", y_label="throughput divided by that of the best fixed mode"
+    )
 
 
-def governor(axes: Any, figures: Figures) -> None:
-    kinds = sorted({name.removesuffix(" rules tok/s") for name in figures if name.endswith(" rules tok/s")})
+def governor(results: Results, title: str) -> Figure:
+    kinds = sorted({name.removesuffix(" rules tok/s") for name in results if name.endswith(" rules tok/s")})
+    series: dict[str, list[tuple[float, float, str]]] = {"governor": [], "fixed rows": [], "fixed, > 2 % preempted": []}
     for place, kind in enumerate(kinds):
-        fixed = [name for name in figures if name.startswith(kind) and name.endswith("rows tok/s")]
-        best = figures[f"{kind} rules tok/s"]["mean"] / figures[f"{kind} rules / best fixed"]["mean"]
-        for name in fixed:
-            healthy = figures[name.replace("tok/s", "preempted")]["mean"] < 0.02
-            axes.plot(place, figures[name]["mean"] / best, "o", color=PLAIN if healthy else BOUND)
-            axes.annotate(name.split()[-3], (place + 0.05, figures[name]["mean"] / best), fontsize=6)
-        axes.plot(place - 0.15, figures[f"{kind} rules / best fixed"]["mean"], "D", color=OURS)
-    axes.set_xticks(range(len(kinds)), kinds, fontsize=8)
-    axes.set(title="governor (diamond) and fixed rows (orange: > 2 % preempted)", ylim=(0, None))
+        best = results[f"{kind} rules tok/s"]["mean"] / results[f"{kind} rules / best fixed"]["mean"]
+        series["governor"].append((place - 0.15, results[f"{kind} rules / best fixed"]["mean"], ""))
+        for name in results:
+            if name.startswith(kind) and name.endswith("rows tok/s"):
+                healthy = results[name.replace("tok/s", "preempted")]["mean"] < 0.02
+                point = (float(place), results[name]["mean"] / best, name.split()[-3])
+                series["fixed rows" if healthy else "fixed, > 2 % preempted"].append(point)
+    unit = "throughput divided by that of the best fixed number"
+    return scatter(series, title=f"{title} governor and fixed rows", x_label="", y_label=unit, columns=kinds)
 
 
-def deadlines(axes: Any, figures: Figures) -> None:
-    loads = sorted({float(name.split()[0]) for name in figures if name.endswith("fcfs")})
-    for what, colour in (("fcfs", PLAIN), ("deadline, downgrade", BOUND), ("deadline, drop", OURS)):
-        rows = [figures[f"{load} {what}"] for load in loads]
-        errors = [[row["mean"] - row["low"] for row in rows], [row["high"] - row["mean"] for row in rows]]
-        axes.errorbar(loads, [row["mean"] for row in rows], yerr=errors, marker="o", color=colour, label=what)
-    axes.legend(fontsize=7)
-    axes.set(title="deadlines kept", xlabel="load", ylim=(0, 1.05))
+def deadlines(results: Results, title: str) -> Figure:
+    loads = sorted({float(name.split()[0]) for name in results if name.endswith("fcfs")})
+    kinds = ("fcfs", "deadline, downgrade", "deadline, drop")
+    return lines(
+        {kind: (loads, [results[f"{load} {kind}"]["mean"] for load in loads]) for kind in kinds},
+        title=f"{title} deadlines",
+        x_label="load",
+        y_label="share of deadlines kept",
+        intervals={kind: [interval(results[f"{load} {kind}"]) for load in loads] for kind in kinds},
+    )
 
 
-PANELS: dict[str, Callable[[Any, Figures], None]] = {
+CHARTS: dict[str, Callable[[Results, str], Figure]] = {
     "a": priority,
     "b": tenants,
     "c": memory,
@@ -107,16 +107,13 @@ def main() -> None:
     parser.add_argument("--svg", type=Path, required=True)
     args = parser.parse_args()
     records = [json.loads(path.read_text()) for path in args.records]
-    matplotlib.rcParams["axes.titlesize"] = 9
-    matplotlib.rcParams["svg.hashsalt"] = "chairlift"  # so that the same record gives the same file
-    figure, axes = plt.subplots(2, 3, figsize=(13, 7), layout="constrained")
-    for (name, draw), place in zip(PANELS.items(), axes.flat, strict=True):
-        for record in records[::-1]:
-            if name in record["scenarios"]:
-                draw(place, record["scenarios"][name])
-                place.set_title(f"({name}) {place.get_title()}\n{record['model']}, {record['validity']}")
-                break
-    figure.savefig(args.svg, metadata={"Date": None})
+    figures = []
+    for name, draw in CHARTS.items():
+        record = next((record for record in records[::-1] if name in record["scenarios"]), None)
+        if record is not None:
+            title = f"({name}) {record['model']}, {record['validity']}:"
+            figures.append(draw(record["scenarios"][name], title))
+    write_svg(args.svg, figures, columns=3)
 
 
 if __name__ == "__main__":

@@ -233,7 +233,7 @@ def _numbers(values: Sequence[float]) -> list[str]:
 
 def text_width(text: str, size: float) -> float:
     """Approximate width of text in units. The browser chooses the font, so this is on the safe side."""
-    return size * sum(1.0 if unicodedata.east_asian_width(mark) in "WF" else 0.58 for mark in text)
+    return size * sum(1.0 if unicodedata.east_asian_width(mark) in "WF" else 0.62 for mark in text)
 
 
 # --- axes ------------------------------------------------------------------------------------------------------------

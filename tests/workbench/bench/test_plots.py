@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import plot_scheduling
 from chairlift.errors import ConfigError
 from chairlift.workbench.bench.plots import (
     SERIES_COLOURS,
@@ -370,3 +371,13 @@ def test_many_far_values_are_no_outliers() -> None:
         for values in ([1, 2, 3, 50], [1, 2, 50, 60], [1, 90], [])
     ]
     assert ends == [3, 60, 90, 0]
+
+
+def test_the_picture_of_the_scheduling_measurements_is_that_of_their_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[3]
+    records = [str(root / "benchmarks/results" / name) for name in ("scheduling.json", "scheduling-15m.json")]
+    monkeypatch.setattr("sys.argv", ["plot_scheduling.py", *records, "--svg", str(tmp_path / "new.svg")])
+    plot_scheduling.main()
+    assert (tmp_path / "new.svg").read_text() == (root / "docs/scheduling.svg").read_text()
