@@ -68,10 +68,11 @@ def _fail(message: str) -> int:
 
 def _with_flags(message: str, flags: Sequence[str]) -> str:
     """The message with the names of settings spelled as flags of the command, such as ``--max-num-seqs``. Names in
-    quotes and names of a config file (``max_num_seqs in FILE``) stay."""
+    quotes and names of a config file (``max_num_seqs in FILE``) stay. A name of one word, which could be a word of a
+    sentence, is a setting only at the beginning, before ``must``."""
     names = {flag.removeprefix("--").replace("-", "_"): flag for flag in flags if flag.startswith("--")}
     return re.sub(
-        r"(?<![\w'\"`{./-])[a-z]+(?:_[a-z0-9]+)+(?![\w'\"`=./]| in [./~])",
+        r"(?<![\w'\"`{./-])[a-z]+(?:_[a-z0-9]+)+(?![\w'\"`=./]| in [./~])|^[a-z]+(?= must )",
         lambda found: names.get(found[0], found[0]),
         message,
     )

@@ -299,7 +299,7 @@ def bind(config: ServerConfig, keys: Collection[str]) -> socket.socket:
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
-        raise ConfigError(f"host {config.host!r} has no address; give an address, or a name of this machine") from None
+        raise ConfigError(f"host must be an address or name of this machine; {config.host!r} has no address") from None
     family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     check_exposure(str(address[0]), keys, config.insecure)
     sock = socket.socket(family, kind, protocol)
@@ -311,7 +311,7 @@ def bind(config: ServerConfig, keys: Collection[str]) -> socket.socket:
         sock.close()
         raise ConfigError(
             f"cannot listen on port {config.port} of {config.host}: {error.strerror}; "
-            "stop who uses it, or choose another with --port (0 takes a free one)"
+            "stop the program that uses it, or choose another with --port (0 takes a free one)"
         ) from None
     sock.setblocking(False)
     return sock

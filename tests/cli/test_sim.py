@@ -40,7 +40,7 @@ def test_no_output_takes_the_place_of_an_input(chairlift: Run, tmp_path: Path) -
     for command in (
         ("sim", "--machine", "l4", "--model", "llama-3-8b", "--trace", trace, "--json", trace),
         ("bench", "offline", "--trace", trace, "--html", trace),
-        ("trace", "show", trace, "--png", trace),
+        ("trace", "show", trace, "--svg", trace),
         (*ON_A_GPU, "--save", tmp_path / "x", "--json", tmp_path / "x"),
     ):
         code, out, err = chairlift(*command)
@@ -97,7 +97,7 @@ def test_fit_on_this_machine_then_use_what_was_saved(chairlift: Run, tmp_path: P
     ("argv", "complaint"),
     [
         ((), "say on what: --machine"),
-        (("--machine", "h1000"), "machine must be one of"),
+        (("--machine", "h1000"), "--machine must be one of"),
         (("--machine", "l4", "--model", "gpt-5"), "model must be a directory with a config.json or one of"),
         (("--machine", "l4", "--model", "llama-3-70b"), "take a larger machine"),
         (("--machine", "l4", "--workload", "chats"), "workload must be one of chat"),

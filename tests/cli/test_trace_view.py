@@ -78,7 +78,7 @@ def test_settings_change_a_replay(chairlift: Run, steps: Path, tmp_path: Path) -
     [
         (("view",), "say what to show: a FILE, or --demo"),
         (("view", "FILE", "--demo"), "say what to show: a FILE, or --demo"),
-        (("view", "FILE", "--port", "65536"), "port must be from 0 to 65535, got 65536"),
+        (("view", "FILE", "--port", "65536"), "--port must be from 0 to 65535, got 65536"),
         (("view", "/nowhere.jsonl"), "cannot read the recording /nowhere.jsonl: No such file"),
         (("view", "/tmp"), "cannot read the recording /tmp: Is a directory"),
         (("replay", "/nowhere.jsonl"), "cannot read the recording /nowhere.jsonl: No such file"),
