@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from chairlift import LLM, RequestOutput, SamplingParams
+from chairlift.engine import mask_work
 from chairlift.engine.grammars import Grammars, SamplePlace
+from chairlift.engine.mask_work import MaskJob
 from chairlift.grammar.compiler import _LLMatcher
 from chairlift.scheduler.drafts import Drafts, Speculator
 from chairlift.spec_decode.adaptive import AdaptiveSpeculator
@@ -206,14 +208,11 @@ def the_end_may_be_drafted(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def one_mask_for_all_places(patch: pytest.MonkeyPatch) -> None:
-    def wrong(todo: Sequence[SamplePlace]) -> Any:
-        masks = {}
-        for first, row, drafts in todo:
-            for place in range(len(drafts) + 1):
-                masks[first + place] = row.matcher.mask()
-        return masks
+    def wrong(job: MaskJob) -> None:
+        mask = job.place.matcher.mask()
+        job.masks += [None if mask is None else mask.copy()] * (len(job.place.drafts) + 1)
 
-    patch.setattr("chairlift.engine.grammars._fill", wrong)
+    patch.setattr(mask_work, "fill", wrong)
 
 
 @mutant
@@ -236,18 +235,15 @@ def the_matcher_stays_behind_the_drafts(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def a_mask_is_overwritten_by_the_next(patch: pytest.MonkeyPatch) -> None:
-    def wrong(todo: Sequence[SamplePlace]) -> Any:
-        masks = {}
-        for first, row, drafts in todo:
-            begin = row.matcher.num_consumed
-            for place in range(len(drafts) + 1):
-                masks[first + place] = row.matcher.mask()
-                if place < len(drafts):
-                    row.matcher.consume(drafts[place])
-            row.matcher.rewind(begin)
-        return masks
+    def wrong(job: MaskJob) -> None:
+        matcher, drafts = job.place.matcher, job.place.drafts
+        for index in range(len(drafts) + 1):
+            job.masks.append(matcher.mask())
+            if index < len(drafts):
+                matcher.consume(drafts[index])
+        matcher.rewind(job.at)
 
-    patch.setattr("chairlift.engine.grammars._fill", wrong)
+    patch.setattr(mask_work, "fill", wrong)
 
 
 @mutant
