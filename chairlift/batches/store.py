@@ -96,6 +96,8 @@ class BatchStore:
         except (OSError, sqlite3.Error) as error:
             self._unlock()
             reason = error.strerror if isinstance(error, OSError) else str(error)
+            if isinstance(error, FileExistsError):
+                reason = "it is not a directory"
             raise ConfigError(f"cannot keep batches in {directory}: {reason}; give another --batch-dir") from None
         except ConfigError:
             self._unlock()

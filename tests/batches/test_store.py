@@ -174,6 +174,12 @@ def test_files_expire_unless_a_batch_reads_them(store: BatchStore) -> None:
     assert not store.files("", limit=9) and not list((store.path("x").parent).iterdir())
 
 
+def test_a_file_in_the_place_of_the_directory_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file: it is not a directory; give another --batch-dir"):
+        BatchStore(tmp_path / "file")
+
+
 def test_a_directory_is_one_servers(tmp_path: Path) -> None:
     first = BatchStore(tmp_path)
     with pytest.raises(ConfigError, match="another server uses"):
