@@ -30,6 +30,7 @@ _OPENING: Final = "have answers that the chat template opens in another way than
 _NO_REASONING: Final = "have reasoning that the chat template does not print"
 _NOT_LEARNT: Final = "have an answer that the chat template does not print as it is, so parts of it may not be learnt"
 _MARKED_OPENING: Final = "have answers that the chat template marks from before their beginning, which is not learnt"
+_INSTRUCTIONS: Final = ("system", "developer")
 _PROBE: Final = {"role": "user", "content": "x"}
 
 
@@ -135,10 +136,10 @@ def _without_openings(
     """Spans without the prompt for an answer at their beginning, which the model does not have to generate."""
     found = list(spans)
     for index, message in enumerate(pages.messages):
-        if message["role"] != "assistant" or not index:
+        if message["role"] != "assistant":
             continue
         with contextlib.suppress(ChairliftError):  # the template refuses a chat that ends here: its marks decide
-            border, _ = _border(pages, index, text)
+            border = _border(pages, index, text)[0] if index else _start_after_question(pages, 0, pages.first(1), [])
             found = [(border if start < border < end else start, end) for start, end in found]
     if found != list(spans):
         notes.append(_MARKED_OPENING)
@@ -171,8 +172,10 @@ def _by_prefix(pages: _Pages, learnt: Sequence[bool], answers: Answers, notes: l
 
 def _start(pages: _Pages, index: int, text: str, notes: list[str]) -> int:
     """Index of the first character of an answer in ``text``, which ends with this answer."""
-    if not index:
-        return _start_of_first(pages, text, notes)
+    has_question = any(message["role"] not in _INSTRUCTIONS for message in pages.messages[:index])
+    # Without a question, some templates write no prompt for the answer, so its header would count as its beginning.
+    if not has_question and pages.first(index, opens=bool(index)) == pages.first(index):
+        return _start_after_question(pages, index, text, notes)
     border, is_exact = _border(pages, index, text)
     if not is_exact:
         notes.append(_OPENING)
@@ -194,9 +197,10 @@ def _border(pages: _Pages, index: int, text: str) -> tuple[int, bool]:
     return len(common), False
 
 
-def _start_of_first(pages: _Pages, text: str, notes: list[str]) -> int:
-    """Index of the first character of the answer that is the first message. Its text is the same after a question."""
-    asked = dataclasses.replace(pages, messages=[_PROBE, *pages.messages[:1]])
+def _start_after_question(pages: _Pages, index: int, text: str, notes: list[str]) -> int:
+    """Index of the first character of an answer without a question, in ``text``, which ends with this answer. The
+    answer is found as it is written after a question."""
+    asked = dataclasses.replace(pages, messages=[_PROBE, pages.messages[index]])
     after = asked.first(2)
     answer = after[_start(asked, 1, after, notes) :]
     if not text.endswith(answer):
