@@ -371,6 +371,8 @@ class Grammars:
         """Rows of a step whose next masks are not expected to be ready within ``seconds`` of processor time. Cheaper
         masks come first."""
         found: list[SamplePlace] = []
+        if sum([place.row.budget.price for place in rows]) <= seconds:
+            return found
         for place in sorted(rows, key=lambda place: place.budget.price):
             seconds -= place.budget.price
             if seconds < 0:

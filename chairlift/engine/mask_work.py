@@ -89,25 +89,30 @@ class Filling:
 
     def __init__(self, places: Sequence[MaskPlace], work: MaskWork) -> None:
         self._work = work
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._jobs = [MaskJob(place, place.matcher.num_consumed) for place in places]
         self._unclaimed = deque(self._jobs)
         self._pending = set(self._jobs)
 
     def run(self) -> None:
         """Fill masks until none is left to begin. Several threads may call this."""
+        filled: MaskJob | None = None
         while True:
-            with self._changed:
-                if not self._unclaimed:
-                    return
-                job = self._unclaimed.popleft()
+            is_late = False
+            with self._lock:  # once per mask, because each lock and each wake-up takes time from the step's thread
+                if filled is not None:
+                    is_late = filled not in self._pending
+                    self._pending.discard(filled)
+                    if not self._pending:
+                        self._changed.notify_all()
+                job = self._unclaimed.popleft() if self._unclaimed else None
+            if is_late and filled is not None:
+                self._work.done.append(filled)
+            if job is None:
+                return
             fill(job)
-            with self._changed:
-                is_late = job not in self._pending
-                self._pending.discard(job)
-                self._changed.notify_all()
-            if is_late:
-                self._work.done.append(job)
+            filled = job
 
     def result(self, bound: float | None) -> tuple[dict[int, Mask], list[MaskJob]]:
         """Wait for the masks, at most ``bound`` seconds; None: wait for all. Returns (sample position -> mask, jobs
