@@ -1,11 +1,14 @@
-"""Reads tools/textbook: the questions, wordings and answers from which the bundled model is trained.
+"""Reads the guide: the questions, wordings and answers from which the bundled model is trained.
 
-The format is explained in tools/textbook/README.md. The module imports only the standard library.
+A page of docs/guide has the questions and answers. The page of the same name in tools/wordings has further wordings of
+the same questions, in the same order. docs/guide/README.md explains both. The module imports only the standard library.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,9 +16,11 @@ from pathlib import Path
 __all__ = [
     "GUIDE_DIR",
     "MAX_JACCARD",
+    "WORDINGS_DIR",
     "Entry",
     "GuideError",
     "HeldBack",
+    "fingerprint",
     "jaccard",
     "normalise",
     "read_guide",
@@ -23,7 +28,8 @@ __all__ = [
     "words",
 ]
 
-GUIDE_DIR = Path(__file__).resolve().parent / "textbook"
+WORDINGS_DIR = Path(__file__).resolve().parent / "wordings"
+GUIDE_DIR = WORDINGS_DIR.parents[1] / "docs" / "guide"
 MAX_JACCARD = 0.8
 """A held-back wording must have a lower Jaccard index than this with every wording in the training data."""
 
@@ -47,15 +53,16 @@ class Entry:
     """One paragraph of plain text."""
 
 
-def read_guide(directory: Path = GUIDE_DIR) -> list[Entry]:
+def read_guide(guide: Path = GUIDE_DIR, wordings: Path = WORDINGS_DIR) -> list[Entry]:
     """Read all entries of all pages except README.md. Pages are in alphabetical order.
 
     Raises :class:`GuideError` for a page that breaks the format or for a wording that two entries share.
     """
-    entries: list[Entry] = []
-    for path in sorted(directory.glob("*.md")):
-        if path.name != "README.md":
-            entries += _read_page(path)
+    pages = [path for path in sorted(guide.glob("*.md")) if path.name != "README.md"]
+    lonely = {path.name for path in wordings.glob("*.md")} ^ {path.name for path in pages}
+    if lonely:
+        raise GuideError(f"{guide} and {wordings} must have the same pages; one of them lacks {sorted(lonely)}")
+    entries = [entry for path in pages for entry in _read_page(path, wordings / path.name)]
     seen: dict[str, str] = {}
     for entry in entries:
         for question in (*entry.questions, *entry.held_back):
@@ -66,24 +73,37 @@ def read_guide(directory: Path = GUIDE_DIR) -> list[Entry]:
     return entries
 
 
-def _read_page(path: Path) -> list[Entry]:
+def fingerprint(entries: Sequence[Entry]) -> str:
+    """SHA-256 of the training text, in hexadecimal. It does not depend on line breaks inside an answer."""
+    text = json.dumps([dataclasses.asdict(entry) for entry in entries])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read_page(answers: Path, wordings: Path) -> list[Entry]:
+    answered, worded = _blocks(answers), _blocks(wordings)
+    if [heading for heading, _ in answered] != [heading for heading, _ in worded]:
+        raise GuideError(f"{answers} and {wordings} must have the same headings in the same order")
     entries: list[Entry] = []
-    for block in re.split(r"^### ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
-        lines = [line.strip() for line in block.splitlines() if line.strip()]
-        heading, paragraphs = lines[0], []
+    for (heading, paragraph), (_, lines) in zip(answered, worded, strict=True):
         lists: dict[str, tuple[str, ...]] = {"asked": (), "held_back": ()}
-        for line in lines[1:]:
+        for line in lines:
             prefix = next((prefix for prefix in _LISTS if line.startswith(prefix)), None)
             if prefix is None:
-                paragraphs.append(line)
-            else:
-                lists[_LISTS[prefix]] = tuple(item.strip() for item in line.removeprefix(prefix).split("|"))
-        if not paragraphs or not all((*lists["asked"], *lists["held_back"])):
-            raise GuideError(f"{path.name}: the entry {heading!r} has no answer, or an empty wording between two '|'")
-        answer = " ".join(paragraphs).replace("`", "")
+                raise GuideError(f"{wordings.name}: the entry {heading!r} has a line without {' or '.join(_LISTS)}")
+            lists[_LISTS[prefix]] = tuple(item.strip() for item in line.removeprefix(prefix).split("|"))
+        if not paragraph or not all((*lists["asked"], *lists["held_back"])):
+            raise GuideError(f"{answers.name}: the entry {heading!r} has no answer, or an empty wording between two |")
+        answer = " ".join(paragraph).replace("`", "")
         questions = tuple(question.replace("`", "") for question in (heading, *lists["asked"]))
-        entries.append(Entry(path.name, questions, lists["held_back"], answer))
+        entries.append(Entry(answers.name, questions, lists["held_back"], answer))
     return entries
+
+
+def _blocks(path: Path) -> list[tuple[str, list[str]]]:
+    """(heading, the lines below it that are not empty) of each entry on a page."""
+    blocks = re.split(r"^### ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    lines = [[line.strip() for line in block.splitlines() if line.strip()] for block in blocks]
+    return [(heading, rest) for heading, *rest in lines]
 
 
 def words(text: str) -> frozenset[str]:

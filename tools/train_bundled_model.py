@@ -1,4 +1,4 @@
-"""Makes chairlift/assets from tools/textbook: tokenizer, configuration and weights, from one seed.
+"""Makes chairlift/assets from docs/guide: tokenizer, configuration and weights, from one seed.
 
 ::
 
@@ -28,7 +28,7 @@ from chairlift.train.config import TrainConfig
 from chairlift.train.run import Outcome, train
 from chairlift.train.trainer import StepResult, Trainer
 from tools.augment import outside, vary
-from tools.guide import Entry, HeldBack, read_guide, words
+from tools.guide import Entry, HeldBack, fingerprint, read_guide, words
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS_DIR = ROOT / "chairlift" / "assets"
@@ -182,7 +182,7 @@ class Curriculum:
 
 
 class GuideCurriculum(Curriculum):
-    """The curriculum of the pages in tools/textbook. ``tokenizer`` is the directory of the tokenizer that encodes them.
+    """The curriculum of the pages in docs/guide. ``tokenizer`` is the directory of the tokenizer that encodes them.
     Use this class as ``data.source`` of ``chairlift train``."""
 
     def __init__(self, tokenizer: str, seed: int = 0) -> None:
@@ -224,7 +224,7 @@ def main() -> None:
     for file in outcome.directory.iterdir():
         if file.is_file():
             shutil.copyfile(file, args.output / file.name)
-    print(f"wrote {args.output}")
+    print(f"wrote {args.output}; sha256 of the training text: {fingerprint(read_guide())}")
 
 
 if __name__ == "__main__":

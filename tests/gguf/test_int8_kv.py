@@ -16,7 +16,7 @@ pytestmark = [needs_kernels, pytest.mark.nightly]
 
 MOST_LOSS: Final = 0.003
 """Largest growth of the perplexity."""
-GUIDE: Final = Path(__file__).parents[2] / "tools" / "textbook"
+GUIDE: Final = Path(__file__).parents[2] / "docs" / "guide"
 CLASSICS: Final = (
     "Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in"
     " Liberty, and dedicated to the proposition that all men are created equal. Now we are engaged in a great civil"

@@ -8,7 +8,19 @@ from pathlib import Path
 import pytest
 
 from tools.augment import outside, vary
-from tools.guide import MAX_JACCARD, Entry, GuideError, HeldBack, jaccard, normalise, read_guide, violations, words
+from tools.guide import (
+    GUIDE_DIR,
+    MAX_JACCARD,
+    Entry,
+    GuideError,
+    HeldBack,
+    fingerprint,
+    jaccard,
+    normalise,
+    read_guide,
+    violations,
+    words,
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,17 +88,26 @@ PAGE = """# Title
 
 ### What is one?
 
-The answer with `code`.
+The answer
+with `code`.
+"""
+WORDINGS = """### What is one?
 
 - Also asked: Explain one | Define one
 - Held back: Tell me what one might be
 """
 
 
+def read(directory: Path, page: str, wordings: str) -> list[Entry]:
+    for name, text in (("guide", page), ("wordings", wordings)):
+        (directory / name).mkdir()
+        (directory / name / "page.md").write_text(text)
+    (directory / "guide" / "README.md").write_text("### Not an entry\n\nText.\n")
+    return read_guide(directory / "guide", directory / "wordings")
+
+
 def test_a_page_is_read_as_the_readme_says(tmp_path: Path) -> None:
-    (tmp_path / "page.md").write_text(PAGE)
-    (tmp_path / "README.md").write_text("### Not an entry\n\nText.\n")
-    (entry,) = read_guide(tmp_path)
+    (entry,) = read(tmp_path, PAGE, WORDINGS)
     assert entry.questions == ("What is one?", "Explain one", "Define one")
     assert entry.held_back == ("Tell me what one might be",)
     assert entry.answer == "The answer with code."
@@ -95,13 +116,28 @@ def test_a_page_is_read_as_the_readme_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("The answer with `code`.", "", "no answer"),
+        ("The answer\nwith `code`.", "", "no answer"),
         ("Explain one | Define one", "Explain one | | Define one", "empty wording"),
         ("Define one", "explain ONE?", "asked twice"),
         ("Tell me what one might be", "Explain one", "asked twice"),
+        ("- Held back:", "- Held:", "without - Also asked"),
     ],
 )
 def test_broken_pages_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
-    (tmp_path / "page.md").write_text(PAGE.replace(old, new))
     with pytest.raises(GuideError, match=message):
-        read_guide(tmp_path)
+        read(tmp_path, PAGE.replace(old, new), WORDINGS.replace(old, new))
+
+
+def test_guide_and_wordings_must_have_the_same_headings_and_pages(tmp_path: Path) -> None:
+    with pytest.raises(GuideError, match="same headings"):
+        read(tmp_path, PAGE, WORDINGS.replace("What is one?", "What was one?"))
+    (tmp_path / "wordings" / "more.md").write_text(WORDINGS)
+    with pytest.raises(GuideError, match=r"same pages; one of them lacks \['more.md'\]"):
+        read_guide(tmp_path / "guide", tmp_path / "wordings")
+
+
+def test_the_bundled_model_was_trained_on_exactly_this_text(entries: list[Entry]) -> None:
+    """A change of the guide needs a new training, which changes the model card too."""
+    card = (GUIDE_DIR.parents[1] / "chairlift" / "assets" / "README.md").read_text()
+    assert f"| sha256 of the training text | `{fingerprint(entries)}` |" in card
+    assert (GUIDE_DIR / "README.md").read_text().splitlines()[2].startswith(f"{len(entries)} questions about ")
