@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from chairlift.models.fallback.families import ALLOWED, REASONS, REFUSED
 from chairlift.models.registry import FAMILIES
 from tests.models.published import PUBLISHED
+from tools.markdown import replaced, table
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
-_END = "<!-- end -->"
 _NATIVE = (
     "`model_type`",
     "runs",
@@ -37,12 +37,6 @@ def _names(model_types: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(model_types))
 
 
-def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [header, ("---",) * len(header), *rows]
-    ruled = [f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines]
-    return "\n".join(ruled).replace("| --- ", "|---").replace("|--- |", "|---|")
-
-
 def native_table() -> str:
     """Table with a row for each native family: implementation, features, and the published configs that tests compare.
 
@@ -55,7 +49,7 @@ def native_table() -> str:
             raise ValueError(f"the Family of {name} has no text for models or differences, which {PAGE.name} shows")
         tested = "; ".join(PUBLISHED.get(name, ()))
         rows.append((f"`{name}`", runs, family.models, family.differences, family.called_out, tested))
-    return _table(_NATIVE, rows)
+    return table(_NATIVE, rows)
 
 
 def other_table() -> str:
@@ -65,7 +59,7 @@ def other_table() -> str:
     for reason, text in REASONS.items():
         refused = {name for name, why in REFUSED.items() if why == reason} - FAMILIES.keys()
         rows.append((f"no: {text}", _names(refused)))
-    return _table(("runs", "`model_type`"), rows)
+    return table(("runs", "`model_type`"), rows)
 
 
 TABLES = {
@@ -78,11 +72,7 @@ def with_tables(page: str) -> str:
     """The page with the tables replaced by the current ones. Raises ValueError if the comments around a table are
     missing."""
     for begin, make in TABLES.items():
-        before, found, rest = page.partition(begin)
-        _, end, after = rest.partition(_END)
-        if not found or not end:
-            raise ValueError(f"{PAGE} lacks {begin} or {_END}")
-        page = f"{before}{begin}\n\n{make()}\n\n{_END}{after}"
+        page = replaced(page, begin, make())
     return page
 
 
