@@ -46,6 +46,8 @@ class DecodeRows:
         self.sampled: list[Request | None] = []
         """Same list as ``requests``, but with None for each request that has ended and holds its row until its static
         batch ends. The row's tokens are dropped."""
+        self.num_held = 0
+        """Number of rows whose request has ended, and that compute on until their static batch ends."""
         self.appends: list[Callable[[int], Any]] = []
         """One entry per row: function that stores the row's next token."""
         self.slots: tuple[int, ...] = ()
@@ -53,11 +55,6 @@ class DecodeRows:
         """One entry per row: (request id, slot of the row)."""
         self.adapters: frozenset[int] = frozenset()
         """``adapter_id`` of every request in a row; 0 stands for no adapter."""
-
-    @property
-    def num_held(self) -> int:
-        """Number of rows whose request has ended, and that compute on until their static batch ends."""
-        return len(self.sampled) - len(list(filter(None, self.sampled))) if None in self.sampled else 0
 
     def due(self) -> list[Request]:
         """Requests that need a new KV block, or compute their last token, at the next tick. They are removed from the
@@ -105,4 +102,5 @@ class DecodeRows:
         self.slots = tuple([request.slot for request in self.requests])
         self.ids = tuple([(request.request_id, request.slot) for request in self.requests])
         self.sampled, self.appends = receivers(self.requests)
+        self.num_held = self.sampled.count(None)
         self.stale = False

@@ -387,14 +387,15 @@ class Scheduler:
         else:
             sampled = self._accept_some(flight, tokens)
         finished: list[Request] = []
-        if FAILED_ROW in tokens:
+        stopped = not self.batch.stops.keys().isdisjoint(tokens)  # FAILED_ROW is one of the stops
+        if stopped and FAILED_ROW in tokens:
             for request, token, taker in zip(flight.computed or flight.sampled, tokens, sampled, strict=True):
                 if token == FAILED_ROW and request is not None and taker is None:  # preempted since, or withdrawn
                     finished += self.fail_row(request.request_id, out.step, now)
         if flight.verifies and self.drafts is not None:
             sampled = self.drafts.accept(flight, tokens, sampled)
         hits: list[tuple[Request, int]] = []
-        if not self.batch.stops.keys().isdisjoint(tokens):
+        if stopped:
             hits = [(r, t) for r, t in zip(sampled, tokens, strict=True) if r is not None and t in self.batch.stops]
         for request, token in hits:
             if token == FAILED_ROW:

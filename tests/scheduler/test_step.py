@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -257,7 +258,8 @@ def test_siblings_go_on_when_the_first_is_aborted(ended_after: int) -> None:
 
 
 class _Recorded(Request):
-    """Notes every attribute that is written, but for the two that say which beat it advances with."""
+    """Notes every attribute that is written, but for the two that say which beat it advances with, and every comparison
+    with another object."""
 
     __slots__ = ("writes",)
     writes: list[str]
@@ -269,6 +271,19 @@ class _Recorded(Request):
     def __setattr__(self, name: str, value: Any) -> None:
         self.writes.append(name)
         object.__setattr__(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        self.writes.append("==")
+        return self is other
+
+    __hash__ = Request.__hash__
+
+
+class _Tokens(list[int]):
+    """Tokens of a step. Reading all of them is allowed, searching for a certain token is not."""
+
+    def __contains__(self, token: object) -> bool:
+        raise AssertionError(f"a steady step searches its tokens for {token!r}")
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -284,6 +299,7 @@ def test_a_steady_step_touches_no_request(depth: int) -> None:
             one.writes.clear()
         before = [(len(one.token_ids), one.num_computed_tokens) for one in requests]
         opens_a_block = requests[0].num_computed_tokens % BLOCK == 0
+        driver.flights = deque((out, _Tokens(tokens)) for out, tokens in driver.flights)
         out = driver.step()
         assert [(len(one.token_ids), one.num_computed_tokens) for one in requests] == [
             (t + 1, c + 1) for t, c in before
