@@ -95,6 +95,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_lora_rank": (1, 1024),
     "max_cpu_loras": (1, 65536),
     "admission_watermark": (0, 0.5),
+    "usual_mask_ms": (0, 1000),
+    "max_mask_seconds": (0.001, 10**6),
+    "max_tenant_mask_share": (0.001, 256),
     "governor_ttft_ms": (0.001, 10**9),
     "governor_tpot_ms": (0.001, 10**9),
     "port": (0, 65535),
@@ -332,6 +335,14 @@ class SchedulerConfig:
     cost of a step. Answers stay the same, bit for bit. Steps are then not scheduled ahead."""
     admission_watermark: float = 0.01
     """Fraction of the blocks that stays free when a request joins a running batch."""
+    usual_mask_ms: float = 2.0
+    """Milliseconds of processor time that a mask of a grammar may take on average. Only the time above it counts for
+    the two limits below."""
+    max_mask_seconds: float = 5.0
+    """Maximum seconds above that for the masks of all answers of a request. Then the request ends with an error."""
+    max_tenant_mask_share: float = 0.25
+    """Maximum seconds above that for the masks of all requests of a tenant, as a fraction of the last minute. Then the
+    request that took most ends with an error."""
     governor: str = "off"
     """Controller that changes max_num_seqs, max_num_batched_tokens and admission_watermark at run time, up to the
     values set here: off, rules, shadow (decisions of the rules are logged, not applied), or module:Class, a custom

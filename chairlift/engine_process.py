@@ -22,6 +22,7 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.core_process import Connection, CoreProcess, FrameLogHandler
 from chairlift.engine.floor_share import FloorShare
 from chairlift.engine.grammars import Grammars
+from chairlift.engine.mask_limits import MaskLedger, MaskLimits
 from chairlift.engine.messages import Loading, NotLoaded, Start
 from chairlift.engine.pooling_process import PoolingProcess
 from chairlift.errors import ChairliftError, ConfigError
@@ -78,6 +79,7 @@ def _load(connection: Connection, config: EngineConfig) -> CoreProcess | Pooling
         cache_secret=os.urandom(16),
         grammars=Grammars(
             GrammarCompiler(lambda: _tokenizer(config, loaded.model_dir), loaded.vocab_size, loaded.eos_token_ids),
+            ledger=MaskLedger(MaskLimits.of(config.scheduler)),
             vocab_size=loaded.vocab_size,
         ),
         adapters=Adapters(loaded.adapters, config.lora.active),

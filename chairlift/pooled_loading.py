@@ -41,6 +41,7 @@ _OF_GENERATION: Final = (
     ),
     *("generation_config", "prefill_mode", "preemption_mode", "batching", "batch_wait_ms", "preferred_batch_sizes"),
     *("policy_share", "num_lookahead_steps", "admission_watermark", "governor", "governor_ttft_ms", "governor_tpot_ms"),
+    *("usual_mask_ms", "max_mask_seconds", "max_tenant_mask_share"),
     *("preset", "scheduling_policy", "service_classes", "tenant_weights", "ageing_seconds", "late_requests"),
     *("speculative_config", "kv_events_endpoint", "max_loras", "max_lora_rank", "max_cpu_loras"),
 )

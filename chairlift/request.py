@@ -110,6 +110,7 @@ class Request:
         "is_ready",
         "last_node",
         "limit",
+        "mask_seconds",
         "max_total_tokens",
         "may_draft",
         "may_share",
@@ -239,6 +240,9 @@ class Request:
         self.stop_reason: int | str | None = None
         self.is_guided = False
         """Whether a grammar or a thinking budget restricts the request's tokens, and so its drafts."""
+        self.mask_seconds = 0.0
+        """Expected seconds for which the request waits alone for the mask of each token; 0 if its masks are not
+        slow."""
         self.may_draft = True
         """Whether the request may have drafts. False after its grammar failed on a draft."""
         self.siblings: list[Request] = []

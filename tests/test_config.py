@@ -50,6 +50,9 @@ RANGES: list[tuple[str, float, float]] = [
     ("batch_wait_ms", 0, 3_600_000),
     ("num_lookahead_steps", 0, 2),
     ("admission_watermark", 0, 0.5),
+    ("usual_mask_ms", 0, 1000),
+    ("max_mask_seconds", 0.001, 10**6),
+    ("max_tenant_mask_share", 0.001, 256),
     ("block_size", 1, 256),
 ]
 

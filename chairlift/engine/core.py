@@ -21,7 +21,7 @@ from chairlift.engine.estimates import estimator_from
 from chairlift.engine.events import Events
 from chairlift.engine.expert_load import ExpertLoad
 from chairlift.engine.floor_share import FloorShare
-from chairlift.engine.grammars import Grammars, SamplePlace
+from chairlift.engine.grammars import LEAST_MASK_SECONDS, Grammars, SamplePlace
 from chairlift.engine.images import BUSY_FRACTION, Images
 from chairlift.engine.info import check_update
 from chairlift.engine.input_processor import PreparedRequest
@@ -67,8 +67,6 @@ _MAX_PREEMPTIONS = 8
 preempted again."""
 _UNREADY_PAUSE = 0.001
 """Seconds between two checks for compiled grammars and loaded adapters while the loop has nothing else to do."""
-_LEAST_MASK_SECONDS = 0.002
-"""A step waits for its masks at most this many seconds, or the predicted time of a decode step, if that is longer."""
 _LEAST_IMAGE_TOKENS = 8
 """Minimum number of prompt tokens of images in a step without a turn of the encoder."""
 _FAILED = (FinishReason.ERROR, FinishReason.DEADLINE)
@@ -242,7 +240,7 @@ class EngineCore(EngineClient):
         self.kv = kv or _kv_cache(executor, config, cache, cache_secret)
         self.costs = Costs(executor.block_bytes, max_step_tokens=config.max_num_batched_tokens)
         self.answer_lengths = AnswerLengths()
-        has_states = any(group.state_span is not None for group in executor.cache_groups)
+        self.grammars.made_ahead = has_states = any(group.state_span is not None for group in executor.cache_groups)
         drafting = executor.num_lookahead_steps, has_states, self.grammars, getattr(executor, "drafter", None)
         self.scheduler = Scheduler(
             self.kv,
@@ -656,19 +654,20 @@ class EngineCore(EngineClient):
         """Masks of a step's rows with grammars, by sample position.
 
         Rows whose mask is late are withdrawn from the step. Rows whose next mask is expected to be slow leave the later
-        steps, until their mask is made. In a closed batch all rows stay together, so the step waits for all masks. So
-        it does if the model has recurrent states, because these cannot go back.
+        steps, until their mask is made. The rows of a static batch compute every step together, so its steps wait for
+        all masks. With recurrent states, which cannot go back, no row is withdrawn: a step waits for a mask that is
+        slow although no mask before was.
         """
         begin, rows = self.clock.now(), flight.grammars
-        is_open = not self.scheduler.membership.closed
-        goes_back = all(group.state_span is None for group in self.executor.cache_groups)
-        seconds = max(_LEAST_MASK_SECONDS, self._decode_seconds() or 0.0)
-        filled, late = self.grammars.masks_of(filling, rows, seconds if is_open and goes_back else None)
+        held = self.scheduler.membership.held
+        seconds = max(LEAST_MASK_SECONDS, self._decode_seconds() or 0.0)
+        waits_for_all = held or self.grammars.made_ahead
+        filled, late = self.grammars.masks_of(filling, rows, None if waits_for_all else seconds)
         flight.mask_seconds = self.clock.now() - begin
         if late:
             self.scheduler.withdraw(flight.out, late)
             flight.grammars = rows = [place for place in rows if place.row.request not in late]
-        if is_open:
+        if not held:
             self._leave_slow([place for place in rows if not place.drafts], seconds)
         return filled
 
@@ -684,7 +683,7 @@ class EngineCore(EngineClient):
         with_drafts = [place for place in flight.grammars if place.drafts]
         if with_drafts and not self._flights:
             alive = [place for place in with_drafts if place.row.request.decoding and place.row.job is None]
-            self._leave_slow(alive, max(_LEAST_MASK_SECONDS, self._decode_seconds() or 0.0))
+            self._leave_slow(alive, max(LEAST_MASK_SECONDS, self._decode_seconds() or 0.0))
         later = {id(place.row) for other in self._flights for place in other.grammars}
         for place in flight.grammars:
             if id(place.row) not in later:

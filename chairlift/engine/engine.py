@@ -12,6 +12,7 @@ from chairlift.engine.clock import Clock
 from chairlift.engine.core import CoreOutputs, EngineCore, FinishedSequence
 from chairlift.engine.grammars import Grammars
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, Prompt
+from chairlift.engine.mask_limits import MaskLedger, MaskLimits
 from chairlift.engine.output_processor import OutputProcessor, RequestState
 from chairlift.engine.step_log import StepLog
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
@@ -54,7 +55,8 @@ class Engine:
     ) -> None:
         if grammars is None:
             compiler = GrammarCompiler(lambda: tokenizer, limits.vocab_size, limits.eos_token_ids)
-            grammars = Grammars(compiler if tokenizer is not None else None, vocab_size=limits.vocab_size)
+            ledger = MaskLedger(MaskLimits.of(config))
+            grammars = Grammars(compiler if tokenizer else None, ledger=ledger, vocab_size=limits.vocab_size)
         self.core = EngineCore(
             executor,
             config,

@@ -22,8 +22,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from chairlift.cache_key import cache_key
-from chairlift.engine.mask_work import Filling, Mask, MaskBudget, MaskJob, MaskWork
+from chairlift.engine.mask_limits import MaskBudget, MaskLedger
+from chairlift.engine.mask_work import Filling, Mask, MaskJob, MaskWork
 from chairlift.engine.thinking import ThinkingMatcher
+from chairlift.engine.turns import Turns
 from chairlift.errors import InvariantError, RequestError
 from chairlift.grammar.compiler import Compiled, Compiler, Matcher
 from chairlift.request import Request
@@ -32,9 +34,12 @@ from chairlift.step_batch import SampledTokens
 from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, Grammar
 from chairlift.thinking import ThinkingBudget
 
-__all__ = ["Compile", "GrammarRow", "Grammars", "SamplePlace"]
+__all__ = ["LEAST_MASK_SECONDS", "Compile", "GrammarRow", "Grammars", "SamplePlace"]
 
 _log = logging.getLogger(__name__)
+
+LEAST_MASK_SECONDS: Final = 0.002
+"""A step waits for its masks at most this many seconds, or the predicted time of a decode step, if that is longer."""
 
 _MAX_CACHED: Final = 256
 _MAX_CACHED_CHARS: Final = 16 << 20
@@ -103,12 +108,23 @@ class _Job:
     """(sequences of one request, time of their masks)."""
 
 
+@dataclasses.dataclass(slots=True)
+class _Kept:
+    """A compiled grammar in the cache."""
+
+    compiled: Compiled
+    num_chars: int
+    """Length of its source."""
+    newest: MaskBudget | None = None
+    """Time of the masks of the newest request with this grammar."""
+
+
 class Grammars:
     """Compiled grammars and the matchers of running answers.
 
     Without a ``compiler``, requests with a grammar are refused. ``beside`` runs the compiler (default: in a thread of
-    this object). ``masks`` computes masks (default: on threads of this object). ``vocab_size`` is the number of logits;
-    thinking budgets need it. Only one thread may call the methods.
+    this object). ``masks`` computes masks (default: on threads of this object). ``ledger`` limits their time.
+    ``vocab_size`` is the number of logits; thinking budgets need it. Only one thread may call the methods.
     """
 
     def __init__(
@@ -117,15 +133,22 @@ class Grammars:
         beside: Compile | None = None,
         *,
         masks: MaskWork | None = None,
+        ledger: MaskLedger | None = None,
         vocab_size: int | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._compiler = compiler
         self._beside = beside
         self.masks = masks or MaskWork()
-        self._threads: dict[str, ThreadPoolExecutor] = {}
-        self._kept: OrderedDict[bytes, tuple[Compiled, int]] = OrderedDict()
+        self.ledger = ledger or MaskLedger()
+        self._thread: ThreadPoolExecutor | None = None
+        """The thread that compiles. It begins with the first grammar."""
+        self._to_compile: Turns[tuple[Callable[[], Compiled], Future[Compiled]]] = Turns()
+        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
         self._jobs: dict[bytes, _Job] = {}
+        self.made_ahead = False
+        """Whether masks that may be slow are made before a step computes the answer: the first mask, and the masks
+        after a slow one. Needed if a step cannot drop an answer whose mask is late."""
         self._rows: dict[str, GrammarRow] = {}
         self._released: list[Request] = []
         """Requests that waited for a mask and are ready without one."""
@@ -161,22 +184,24 @@ class Grammars:
         """Set the grammar of all sequences of one request. Sequences that must wait for the compiler are marked as not
         ready."""
         compiler, key = self._compiler_of(), cache_key("grammar", requests[0].cache_salt, grammar.key)
+        tenant = requests[0].service.tenant
+        budget = MaskBudget(self.ledger, tenant)
         for request in requests:
             request.is_guided = True
         if key in self._kept:
             self._kept.move_to_end(key)
             self.num_hits += 1
-            self._start(requests, self._kept[key][0], MaskBudget(requests[0].service.tenant))
+            self._start(requests, self._kept[key], budget)
             return
         if key not in self._jobs:
-            self._jobs[key] = _Job(grammar, self._submit(lambda: compiler.compile(grammar)))
-        self._jobs[key].requests.append((requests, MaskBudget(requests[0].service.tenant)))
+            self._jobs[key] = _Job(grammar, self._submit(tenant, lambda: compiler.compile(grammar)))
+        self._jobs[key].requests.append((requests, budget))
         for request in requests:
             request.is_ready = False
 
     def limit(self, requests: Sequence[Request], budget: ThinkingBudget) -> None:
         """Limit the reasoning of all sequences of one request that has no grammar. Raises RequestError."""
-        mask_budget = MaskBudget(requests[0].service.tenant)
+        mask_budget = MaskBudget(self.ledger, requests[0].service.tenant)
         for request in requests:
             request.is_guided = True
             self._follow_new(request, lambda: self._limited(budget, None), mask_budget)
@@ -192,9 +217,9 @@ class Grammars:
             waiting = [request for group, _ in groups for request in group]
             try:
                 compiled = job.future.result()
-                self._keep(key, job.grammar, compiled)
+                kept = self._keep(key, job.grammar, compiled)
                 for group, budget in groups:
-                    self._start(group, compiled, budget)
+                    self._start(group, kept, budget)
                 ready += waiting
             except Exception as error:
                 self.num_failed += 1
@@ -215,31 +240,57 @@ class Grammars:
         return any(each is request for job in self._jobs.values() for group, _ in job.requests for each in group)
 
     def forget(self, request_id: str) -> None:
-        """Drop the matcher of a request that has ended."""
+        """Drop the matcher of a request that has ended. A mask or a grammar that no other request needs is not made,
+        unless it was begun."""
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._count_thinking(row)
+            row.budget.num_answers -= 1
             if row.job is not None:
                 row.job.is_dropped = True
+        elif self._jobs:
+            for key, job in list(self._jobs.items()):
+                if all(each.is_finished for group, _ in job.requests for each in group) and job.future.cancel():
+                    del self._jobs[key]
 
     def shutdown(self) -> None:
         """Drop all requests, and end the threads."""
         self._rows.clear()
         self._jobs.clear()
         self.masks.shutdown()
-        for thread in self._threads.values():
-            thread.shutdown(wait=True, cancel_futures=True)
-        self._threads.clear()
+        self._to_compile.clear()
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread = None
 
     def _compiler_of(self) -> Compiler:
         if self._compiler is None:
             raise RequestError("structured_outputs needs a tokenizer, and this engine has none; leave it out")
         return self._compiler
 
-    def _submit(self, work: Callable[[], Compiled]) -> Future[Compiled]:
+    def _submit(self, tenant: str, work: Callable[[], Compiled]) -> Future[Compiled]:
         if self._beside is not None:
             return self._beside(work)
-        return self._thread("compile").submit(self._timed, work)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "grammar-compile")
+        future: Future[Compiled] = Future()
+        self._to_compile.add(tenant, (work, future))
+        self._thread.submit(self._compile_next)
+        return future
+
+    def _compile_next(self) -> None:
+        """Compile the oldest grammar of the tenant whose grammars took the least time."""
+        taken = self._to_compile.take()
+        if taken is None:
+            return
+        tenant, (work, future) = taken
+        begin = time.perf_counter()
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(self._timed(work))
+            except BaseException as error:
+                future.set_exception(error)
+        self._to_compile.took(tenant, time.perf_counter() - begin)
 
     def _timed(self, work: Callable[[], Compiled]) -> Compiled:
         begin = time.perf_counter()
@@ -253,20 +304,23 @@ class Grammars:
             self.num_limited += 1
             self.num_ended_thinking += row.matcher.was_ended
 
-    def _thread(self, name: str) -> ThreadPoolExecutor:
-        if name not in self._threads:
-            self._threads[name] = ThreadPoolExecutor(1, f"grammar-{name}")
-        return self._threads[name]
-
-    def _keep(self, key: bytes, grammar: Grammar, compiled: Compiled) -> None:
+    def _keep(self, key: bytes, grammar: Grammar, compiled: Compiled) -> _Kept:
         self.num_compiled += 1
-        self._kept[key] = compiled, len(grammar.text)
-        while len(self._kept) > _MAX_CACHED or sum(size for _, size in self._kept.values()) > _MAX_CACHED_CHARS:
+        self._kept[key] = kept = _Kept(compiled, len(grammar.text))
+        while len(self._kept) > _MAX_CACHED or sum(each.num_chars for each in self._kept.values()) > _MAX_CACHED_CHARS:
             self._kept.popitem(last=False)
+        return kept
 
-    def _start(self, requests: Sequence[Request], compiled: Compiled, budget: MaskBudget) -> None:
+    def _start(self, requests: Sequence[Request], kept: _Kept, budget: MaskBudget) -> None:
+        if kept.newest is not None:  # its masks will take about as long as those of the same grammar before
+            budget.price, budget.peak = kept.newest.price, kept.newest.peak
+        kept.newest = budget
         for request in requests:
-            self._follow_new(request, functools.partial(self._matcher_of, request, compiled), budget)
+            self._follow_new(request, functools.partial(self._matcher_of, request, kept.compiled), budget)
+            request.mask_seconds = budget.price if budget.price > LEAST_MASK_SECONDS else 0.0
+            if self.made_ahead:
+                request.is_ready = False
+                self._make_apart(self._rows[request.request_id])
 
     def _matcher_of(self, request: Request, compiled: Compiled) -> Matcher:
         matcher = compiled.matcher(sorted(request.stop_token_ids))
@@ -280,6 +334,7 @@ class Grammars:
 
     def _follow_new(self, request: Request, fresh: Callable[[], Matcher], budget: MaskBudget) -> None:
         self._rows[request.request_id] = GrammarRow(request, fresh(), fresh, budget)
+        budget.num_answers += 1
 
     # -- drafts --------------------------------------------------------------------------------------------------
 
@@ -371,6 +426,9 @@ class Grammars:
         """Rows of a step whose next masks are not expected to be ready within ``seconds`` of processor time. Cheaper
         masks come first."""
         found: list[SamplePlace] = []
+        if self.made_ahead:
+            found = [place for place in rows if place.row.budget.peak > seconds]
+            rows = [place for place in rows if place.row.budget.peak <= seconds]
         if sum([place.row.budget.price for place in rows]) <= seconds:
             return found
         for place in sorted(rows, key=lambda place: place.budget.price):
@@ -384,11 +442,14 @@ class Grammars:
         if row.job is not None or not row.waits:
             return
         if row.request.finish_reason is None and self._follow(row, ()):
-            row.job = MaskJob(SamplePlace(0, row), row.matcher.num_consumed)
-            self.masks.later(row.job)
+            self._make_apart(row)
         else:  # the next step finds the error or the end
             row.waits = False
             self._released.append(row.request)
+
+    def _make_apart(self, row: GrammarRow) -> None:
+        row.job, row.waits = MaskJob(SamplePlace(0, row), row.matcher.num_consumed), True
+        self.masks.later(row.job)
 
     def _take_masks(self) -> list[Request]:
         """Requests whose mask was made since the last call."""
@@ -396,6 +457,7 @@ class Grammars:
         for job in self.masks.take_done():
             row = job.place.row
             row.job, row.made, row.waits = None, job, False
+            row.request.mask_seconds = row.budget.price if row.budget.price > LEAST_MASK_SECONDS else 0.0
             ready.append(row.request)
         return [request for request in ready if not request.is_finished]
 

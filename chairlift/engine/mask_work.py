@@ -18,33 +18,18 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from chairlift.engine.mask_limits import MaskBudget
+from chairlift.engine.turns import Turns
 from chairlift.grammar.compiler import Matcher
 from chairlift.structured_outputs import CANNOT_BE_FOLLOWED
 
-__all__ = ["Filling", "Mask", "MaskBudget", "MaskJob", "MaskPlace", "MaskWork", "fill", "masks_of"]
+__all__ = ["Filling", "Mask", "MaskJob", "MaskPlace", "MaskWork", "fill", "masks_of"]
 
 Mask = npt.NDArray[np.uint32]
 _log = logging.getLogger(__name__)
 
-_REQUEST_SECONDS: Final = 10.0
-"""Maximum processor seconds for the masks of all answers of a request together."""
 _NUM_FILLERS: Final = 2
 """Number of threads that fill the masks of a step. The second one goes on if a mask keeps the first one busy."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class MaskBudget:
-    """Processor time that the masks of a request take, over all its answers."""
-
-    tenant: str = ""
-    seconds: float = 0.0
-    """Processor seconds that all masks took so far."""
-    price: float = 0.0
-    """Expected processor seconds of the next mask: a moving mean."""
-
-    def spend(self, seconds: float, num_masks: int) -> None:
-        self.seconds += seconds
-        self.price += (seconds / num_masks - self.price) / 2
 
 
 class MaskPlace(Protocol):
@@ -147,11 +132,7 @@ class MaskWork:
         """Jobs that are complete and were not taken yet."""
         self._beside = beside
         self._threads: dict[str, ThreadPoolExecutor] = {}
-        self._waiting: dict[str, deque[MaskJob]] = {}
-        """Tenant -> jobs that were not begun, oldest first."""
-        self._spent: dict[str, float] = {}
-        """Tenant with such jobs -> wall seconds of its jobs, counted from the smallest value when it came."""
-        self._lock = threading.Lock()
+        self._late: Turns[MaskJob] = Turns()
 
     def begin(self, places: Sequence[MaskPlace]) -> Filling:
         """Start to fill the masks of a step."""
@@ -168,12 +149,7 @@ class MaskWork:
 
     def later(self, job: MaskJob) -> None:
         """Compute a mask when the jobs before it are done. Then the job is in :attr:`done`."""
-        tenant = job.place.budget.tenant
-        with self._lock:
-            if tenant not in self._waiting:
-                self._waiting[tenant] = deque()
-                self._spent[tenant] = min(self._spent.values(), default=0.0)
-            self._waiting[tenant].append(job)
+        self._late.add(job.place.budget.tenant, job)
         self._submit("late-masks", 1, self._run_next)
 
     def take_done(self) -> list[MaskJob]:
@@ -185,29 +161,22 @@ class MaskWork:
 
     def shutdown(self) -> None:
         """Drop all jobs that were not begun, and end the threads."""
-        with self._lock:
-            self._waiting.clear()
-            self._spent.clear()
+        self._late.clear()
         for thread in self._threads.values():
             thread.shutdown(wait=True, cancel_futures=True)
         self._threads.clear()
 
     def _run_next(self) -> None:
         """Compute the oldest job of the tenant that has used the least time."""
-        with self._lock:
-            if not self._waiting:
-                return
-            tenant = min(self._waiting, key=lambda name: self._spent[name])
-            job = self._waiting[tenant].popleft()
+        taken = self._late.take()
+        if taken is None:
+            return
+        tenant, job = taken
         begin = time.perf_counter()
         if not job.is_dropped:
             fill(job)
             self.done.append(job)
-        with self._lock:
-            if tenant in self._waiting:
-                self._spent[tenant] += time.perf_counter() - begin
-                if not self._waiting[tenant]:
-                    del self._waiting[tenant], self._spent[tenant]
+        self._late.took(tenant, time.perf_counter() - begin)
 
     def _submit(self, name: str, count: int, work: Callable[[], None]) -> Future[None]:
         if name not in self._threads:
@@ -225,26 +194,32 @@ def masks_of(jobs: Sequence[MaskJob]) -> dict[int, Mask]:
     return found
 
 
-def fill(job: MaskJob) -> None:
-    """Compute the masks of a job: one, and one more after each draft. The matcher then stands where it stood before."""
-    matcher, budget, drafts = job.place.matcher, job.place.budget, job.place.drafts
+def fill(job: MaskJob, seconds: float | None = None) -> None:
+    """Compute the masks of a job: one, and one more after each draft. The matcher then stands where it stood before.
+
+    An answer whose request has reached a limit gets the limit's error. ``seconds``: time to charge; default: measure.
+    """
+    matcher, budget = job.place.matcher, job.place.budget
     begin = time.thread_time()
-    try:
-        for index in range(len(drafts) + 1):
-            mask = matcher.mask()
-            job.masks.append(None if mask is None else mask.copy())
-            if matcher.error or (index < len(drafts) and not matcher.consume(drafts[index])):
-                break
-        if not matcher.error:
-            matcher.rewind(job.at)
-    except Exception as error:
-        _log.exception("the mask of an answer could not be computed")
-        matcher.error = f"{CANNOT_BE_FOLLOWED}its mask could not be computed ({type(error).__name__})"
-        job.masks.append(None)
-    budget.spend(time.thread_time() - begin, len(job.masks) or 1)
-    if not matcher.error and budget.seconds > _REQUEST_SECONDS:
-        matcher.error = (
-            f"{CANNOT_BE_FOLLOWED}the masks of all answers of the request took {budget.seconds:.3g} s of processor"
-            f" time together, and {_REQUEST_SECONDS:g} s are allowed; make the grammar simpler, or ask for fewer"
-            " answers or tokens"
-        )
+    if not budget.error:
+        try:
+            _make_masks(job)
+        except Exception as error:
+            _log.exception("the mask of an answer could not be computed")
+            matcher.error = f"{CANNOT_BE_FOLLOWED}its mask could not be computed ({type(error).__name__})"
+        budget.spend(time.thread_time() - begin if seconds is None else seconds, len(job.masks))
+    job.masks = job.masks or [None]
+    matcher.error = matcher.error or budget.error
+
+
+def _make_masks(job: MaskJob) -> None:
+    matcher, drafts = job.place.matcher, job.place.drafts
+    for index in range(len(drafts) + 1):
+        if job.is_dropped:
+            return
+        mask = matcher.mask()
+        job.masks.append(None if mask is None else mask.copy())
+        if matcher.error or (index < len(drafts) and not matcher.consume(drafts[index])):
+            break
+    if not matcher.error:
+        matcher.rewind(job.at)

@@ -62,6 +62,8 @@ class ThinkingMatcher:
         return any(phase == _INSIDE and count >= self._budget.max_tokens for phase, count in self._states)
 
     def consume(self, token_id: int) -> bool:
+        if self.error:
+            return False
         if self._grammar is not None and not self._grammar.consume(token_id):
             self.error = self._grammar.error
             return False

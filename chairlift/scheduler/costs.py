@@ -107,12 +107,13 @@ class Costs:
         positions are cached."""
         rest = max(1, request.num_prompt_tokens - num_shared)
         num_steps = math.ceil(rest / self._max_step_tokens)
+        pause = request.mask_seconds if request.mask_seconds > self._step_seconds else 0.0
         per_token_alone = min(self.model.step_seconds(StepFeatures(1, request.num_prompt_tokens)), self._shortest[0])
         return Estimate(
-            to_first=self.model.prefill_seconds(rest, num_shared) + num_steps * self.host_seconds,
+            to_first=self.model.prefill_seconds(rest, num_shared) + num_steps * self.host_seconds + pause,
             to_first_at_least=self._least_seconds(rest),
             num_tokens=num_tokens,
-            per_token=self._step_seconds + self.host_seconds,
+            per_token=self._step_seconds + self.host_seconds + pause,
             per_token_alone=per_token_alone,
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, cast
 
 from chairlift.kv_cache.manager import KVCacheManager
@@ -90,15 +90,19 @@ def foresee(
     busiest = max(tenants, key=lambda tenant: (tenants[tenant], tenant), default=_NEWCOMER)
     names = _add_newcomers(twin, classes, busiest, now)
     missing, clock = {*waiting, *names}, now
+    pauses = _Pauses(twin, scheduler, now)
     yield None
     for _ in range(max_steps):
+        pauses.end(clock)
         out = twin.schedule(clock)
         for name in missing & starts.keys():  # its start is known, so it must not delay other requests
             missing.remove(name)
             twin.abort(name, clock)
         if out.num_tokens:
-            free_at = max(free_at, clock) + _seconds(seconds, out)
+            took = _seconds(seconds, out)
+            free_at = max(free_at, clock) + took
             flights.append((out, free_at))
+            pauses.after(out, took, free_at)
             for row in out.joined:
                 if row.request_id in missing:
                     missing.remove(row.request_id)
@@ -107,9 +111,10 @@ def foresee(
                 continue
         if flights:
             out, clock = flights.popleft()
-            twin.update(out, [_TOKEN] * (out.num_decodes + sum(chunk.samples for chunk in out.chunks)), clock)
+            tokens = [_TOKEN] * (out.num_decodes + sum(chunk.samples for chunk in out.chunks))
+            twin.update(out, tokens, clock)
         else:
-            event = twin.next_event(clock)
+            event = pauses.next_event(clock)
             if not missing or event is None or event <= clock:
                 break
             clock = event
@@ -135,6 +140,46 @@ def _forecast(
 
 def _seconds(seconds: StepSeconds, out: SchedulerOutput) -> float:
     return seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks, out.adapter_bytes))
+
+
+class _Pauses:
+    """The requests of a simulated scheduler that pause after each token, until the mask of their next token is made.
+    One mask is made at a time."""
+
+    def __init__(self, twin: Scheduler, original: Scheduler, now: float) -> None:
+        self._twin, self._free_at = twin, now
+        self._paused: deque[tuple[float, Request]] = deque()
+        """(time at which its mask is made, request), in the order of the times."""
+        self._may_begin = not twin.membership.held and any(each.mask_seconds for each in original.requests.values())
+        if self._may_begin:
+            self._begin(original.batch.unready_rows, 0.0, now)
+
+    def after(self, out: SchedulerOutput, seconds: float, end: float) -> None:
+        """Let those requests of a step pause whose masks take longer than the step. The step takes ``seconds`` and
+        ends at ``end``."""
+        if self._may_begin:
+            names = [name for name, _ in out.decode_rows]
+            names += [name for name, chunk in zip(out.chunk_ids, out.chunks, strict=True) if chunk.samples]
+            self._begin(names, seconds, end)
+
+    def _begin(self, names: Iterable[str], seconds: float, end: float) -> None:
+        for name in names:
+            request = self._twin.running.get(name)
+            if request is not None and request.mask_seconds > seconds:
+                self._twin.unready(request)
+                if not request.is_ready:
+                    self._free_at = max(self._free_at, end) + request.mask_seconds
+                    self._paused.append((self._free_at, request))
+
+    def end(self, now: float) -> None:
+        """Let the requests whose masks are made by now go on."""
+        while self._paused and self._paused[0][0] <= now:
+            self._twin.ready(self._paused.popleft()[1], now)
+
+    def next_event(self, now: float) -> float | None:
+        """Time at which the simulated scheduler next has work; None if there is no such time."""
+        events = [self._twin.next_event(now), self._paused[0][0] if self._paused else None]
+        return min((event for event in events if event is not None), default=None)
 
 
 class _NewcomersDisplaceNobody:
@@ -218,6 +263,6 @@ def _like(request: Request, lengths: AnswerLengths) -> Request:
     copy.limit = request.limit  # blocks are reserved for the longest answer, not for the expected one
     copy.num_preemptions, copy.sequence = request.num_preemptions, request.sequence
     copy.times_passed, copy.adapter_passes = request.times_passed, request.adapter_passes
-    copy.size = request.size
+    copy.size, copy.mask_seconds = request.size, request.mask_seconds
     copy.finish_reason = request.finish_reason
     return copy

@@ -31,8 +31,9 @@ KEYED = {
 """Caches that outlive requests. Their keys come from :func:`chairlift.cache_key.cache_key` (or, for blocks and tiles,
 stand for things with such keys)."""
 
-OWNED = {"server.response_store": "_stored _bytes"}
-"""Caches whose first key is the holder itself, and whose entries are found by random ids."""
+OWNED = {"engine.mask_limits": "_accounts", "server.response_store": "_stored _bytes"}
+"""Caches whose first key is the holder itself, and whose entries are found by random ids or are sums of the holder's
+own requests."""
 
 OF_REQUESTS = {
     "distributed.door": "_keys _requests _at _pinned _newest",
@@ -46,12 +47,13 @@ OF_REQUESTS = {
     "engine.grammars": "_rows",
     "engine.images": "_waiting _of _requests",
     "engine.intake": "_waiting _starts _unforeseen _lane_ends",
-    "engine.mask_work": "_waiting _spent",
+    "engine.mask_limits": "of",
     "engine.output_processor": "_states _answers",
     "engine.pooled_requests": "_texts",
     "engine.pooling_core": "_waiting",
     "engine.step_export": "requests rows _rows _resting",
     "engine.step_recorder": "_numbers _started _flights _leaving",
+    "engine.turns": "_waiting _spent",
     "executor.draft_model": "_preempted",
     "executor.drafting": "known",
     "executor.input_batch": "images _axes",
@@ -78,7 +80,6 @@ OF_ADAPTERS = {"engine.adapter_names": "_by_name _by_int_id", "engine.adapters":
 OF_THE_PROGRAM = {
     "engine.core": "_NO_ERRORS",
     "engine.events": "subscribers _missed",
-    "engine.grammars": "_threads",
     "engine.mask_work": "_threads",
     "executor.medusa": "_batches",
     "executor.native_kv": "states parts",

@@ -129,6 +129,8 @@ class _Slow:
 
     def finish(self, error: Exception | None = None) -> None:
         for work, future in self.work:
+            if future.cancelled():
+                continue
             if error is None:
                 future.set_result(work())
             else:
@@ -181,6 +183,7 @@ def test_an_abort_while_it_compiles_leaves_nothing(aborted: str) -> None:
     slow.finish()
     assert set(_drain(llm)) == (set() if aborted == "both" else {"other"})
     assert not len(slow.grammars) and not llm.engine.scheduler.batch.unready and len(slow.work) == 1
+    assert slow.work[0][1].cancelled() == (aborted == "both") and not slow.grammars.is_compiling
 
 
 def test_a_compiler_that_dies_ends_its_requests_only(caplog: pytest.LogCaptureFixture) -> None:
@@ -199,6 +202,7 @@ LATE: list[dict[str, Any]] = [
     {"num_kv_blocks": 20, "preemption_mode": "swap", "swap_space_bytes": 1 << 24},
     {"speculative_config": '{"method": "ngram", "prompt_lookup_min": 1}'},
     {"batching": "static"},
+    {"batching": "dynamic"},
 ]
 
 

@@ -8,7 +8,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.input_processor import InputProcessor
 from chairlift.replay.machines import deploy, shape_from_name
 from chairlift.replay.replay import simulated_core
-from chairlift.request import Service
+from chairlift.request import Request, Service
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
@@ -49,6 +49,21 @@ def test_what_is_expected_has_the_hosts_time_between_steps_and_what_is_certain_h
     assert costs.estimate(*long).to_first - costs.model.prefill_seconds(200, 0) == pytest.approx(4 * 0.005, rel=0.01)
     assert after.to_first_at_least == before.to_first_at_least > 0
     assert after.per_token_alone == before.per_token_alone > 0
+
+
+def test_a_slow_mask_counts_for_each_token() -> None:
+    costs = Costs([1])
+    for _ in range(50):
+        costs.observe(StepFeatures(4, 400), 0.01, 0.0)
+    asked = Request("a", [1] * 10, max_tokens=50)
+    plain = costs.estimate(asked, 50, 0)
+    asked.mask_seconds = 0.05
+    slow = costs.estimate(asked, 50, 0)
+    assert slow.per_token - plain.per_token == pytest.approx(0.05)
+    assert slow.to_first - plain.to_first == pytest.approx(0.05)
+    assert slow.to_first_at_least == plain.to_first_at_least and slow.per_token_alone == plain.per_token_alone
+    asked.mask_seconds = 0.004  # shorter than a step, which computes meanwhile
+    assert costs.estimate(asked, 50, 0) == plain
 
 
 def test_a_wait_counts_the_hosts_time_from_when_steps_are_known() -> None:

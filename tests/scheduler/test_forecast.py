@@ -62,6 +62,30 @@ def test_starts_are_exact_behind_a_batch(batching: str, num_kv_blocks: int, dept
     check_exact(made, random.Random(seed), depth, longest=100)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_start_behind_answers_with_slow_masks_waits_for_one_mask_after_the_other(depth: int) -> None:
+    core, limits = simulated_core(*deployed({"max_num_seqs": 2, "num_kv_blocks": 200, "num_lookahead_steps": depth}))
+    door = InputProcessor(limits, None, core.kv, seed=0)
+    for name in "abc":
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        core.add(door.prepare(name, [ord(name)] * 8, params, core.clock.now()))
+    while len(core.scheduler.running) < 2 or core.num_in_flight:
+        core.step()
+        core.land()
+    lengths, now = AnswerLengths(), core.clock.now()
+
+    def start() -> float:
+        made = foresee(core.scheduler, core.costs.wall_seconds, lengths, now, {"default": 0}, depth=depth)
+        return last(made).starts["c"] - now
+
+    quick, left = start(), 20 - core.scheduler.running["a"].num_output_tokens
+    for request in core.scheduler.running.values():
+        request.mask_seconds = 0.5
+    slow = start()
+    assert 2 * 0.5 * (left - 2) <= slow - quick <= 2 * 0.5 * left
+    core.scheduler.check_invariants()
+
+
 def deployed(settings: dict[str, Any]) -> tuple[Deployment, EngineConfig]:
     config = EngineConfig.from_flat({**settings, "enable_prefix_caching": False})
     return deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from chairlift.engine.core import EngineCore
 from chairlift.engine.grammars import GrammarRow, Grammars, SamplePlace
+from chairlift.engine.mask_limits import MaskLedger
 from chairlift.engine.mask_work import MaskJob
 from chairlift.request import Request
 from chairlift.scheduler.batch import Batch
@@ -178,6 +180,44 @@ def mask_made_before_the_newest_token_is_known(patch: Patch) -> None:
                 row.job.at += 1
 
     patch(EngineCore, "_leave_slow", leave_slow)
+
+
+@mutant
+def masks_of_a_request_have_no_limit(patch: Patch) -> None:
+    patch(MaskLedger, "_request_error", lambda self, budget: "")
+
+
+@mutant
+def limit_of_a_tenant_ends_its_cheapest_request(patch: Patch) -> None:
+    def end(self: MaskLedger, account: Any) -> None:
+        running = [each for each in account.of if each.num_answers and not each.error]
+        if running:
+            worst = min(running, key=lambda each: account.of[each])
+            worst.error = self._tenant_error(account, worst)
+
+    patch(MaskLedger, "_end_most_expensive", end)
+
+
+@mutant
+def answer_that_reached_a_limit_keeps_its_row(patch: Patch) -> None:
+    original = Grammars._take_masks
+
+    def take_masks(self: Grammars) -> list[Request]:
+        self.masks.done = deque(job for job in self.masks.done if not job.place.budget.error)
+        return original(self)
+
+    patch(Grammars, "_take_masks", take_masks)
+
+
+@mutant
+def row_with_a_recurrent_state_withdrawn(patch: Patch) -> None:
+    original = EngineCore._grammar_masks
+
+    def grammar_masks(self: EngineCore, flight: Any, filling: Any) -> Any:
+        self.grammars.made_ahead = False
+        return original(self, flight, filling)
+
+    patch(EngineCore, "_grammar_masks", grammar_masks)
 
 
 @mutant

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chairlift.engine.grammars import Grammars, SamplePlace
+from chairlift.engine.mask_limits import MaskLedger, MaskLimits
 from chairlift.engine.mask_work import Filling, Mask, MaskJob, MaskPlace, MaskWork, fill, masks_of
 from chairlift.errors import InvariantError, RequestError
 from chairlift.grammar.compiler import Compiled
@@ -82,6 +83,8 @@ class _Matcher:
         return self._script.complete(self._tokens)
 
     def consume(self, token_id: int) -> bool:
+        if self.error:
+            return False
         broken = self._script.outcome == "broken" and len(self._tokens) == self._script.at
         if broken or token_id not in self._script.allowed(self._tokens, self._stops):
             self.error = f"{CANNOT_BE_FOLLOWED}token {token_id} is refused"
@@ -90,10 +93,14 @@ class _Matcher:
         return True
 
     def rewind(self, num_consumed: int) -> bool:
+        if self.error:
+            return False
         del self._tokens[num_consumed:]
         return True
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
+        if self.error:
+            return 0
         begin = self.num_consumed
         count = 0
         for token_id in token_ids:
@@ -133,13 +140,17 @@ class ScriptedCompiler:
 
 
 class LateMasks(MaskWork):
-    """Makes masks in simulated time. Some masks are late by a number of steps, at random."""
+    """Makes masks in simulated time. Some masks are late by a number of steps, at random. Such a mask takes about
+    ``seconds``; the others take no time."""
 
-    def __init__(self, seed: int, probability: float, most: int) -> None:
+    def __init__(self, seed: int, probability: float, most: int, seconds: float = 0.0) -> None:
         super().__init__(beside=False)
         self._rng, self._probability, self._most = random.Random(seed), probability, most
+        self._prices, self._seconds = random.Random(seed ^ 0x11E5), seconds
         self._tick = self.num_late = 0
         self._jobs: list[tuple[int, MaskJob]] = []
+        self.charged: Callable[[MaskPlace, float], None] = lambda place, seconds: None
+        """Called when a late mask was made and its time was charged."""
 
     def draws(self) -> bool:
         """Whether the next mask is late."""
@@ -162,7 +173,9 @@ class LateMasks(MaskWork):
                 continue
             if job.place.matcher.num_consumed != job.at:
                 raise InvariantError("the matcher of an answer was used while its mask was made")
-            fill(job)
+            seconds = self._seconds * self._prices.uniform(0.5, 1.5)
+            fill(job, seconds)
+            self.charged(job.place, seconds)
             self.done.append(job)
 
 
@@ -175,7 +188,7 @@ class _LateFilling(Filling):
         late = [] if bound is None else [job for job in self._jobs if self._late_masks.draws()]
         in_time = [job for job in self._jobs if job not in late]
         for job in in_time:
-            fill(job)
+            fill(job, 0.0)
         for job in late:
             self._work.later(job)
         return masks_of(in_time), late
@@ -185,12 +198,15 @@ class ScriptedGrammars(Grammars):
     """Compiles scripts, and makes late masks, in simulated time. The simulator calls :meth:`tick` once per step.
 
     ``late``: (seed, probability that a mask is late, maximum number of steps until a late mask is made); None: no mask
-    is late.
+    is late. ``seconds`` is the processor time of a late mask, and ``limits`` are the limits on this time.
     """
 
-    def __init__(self, late: tuple[int, float, int] | None = None) -> None:
-        self._late = None if late is None else LateMasks(*late)
-        super().__init__(ScriptedCompiler(), self._later, masks=self._late or MaskWork(beside=False))
+    def __init__(
+        self, late: tuple[int, float, int] | None = None, seconds: float = 0.0, limits: MaskLimits | None = None
+    ) -> None:
+        self._late = None if late is None else LateMasks(*late, seconds)
+        ledger = MaskLedger(limits, lambda: 0.0)
+        super().__init__(ScriptedCompiler(), self._later, masks=self._late or MaskWork(beside=False), ledger=ledger)
         self._waiting: list[tuple[int, Callable[[], Compiled], Future[Compiled]]] = []
         self._delay = 0
         self._tick = 0
@@ -210,6 +226,8 @@ class ScriptedGrammars(Grammars):
         for due in [each for each in self._waiting if each[0] <= self._tick]:
             self._waiting.remove(due)
             _, work, future = due
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(work())
             except Exception as error:

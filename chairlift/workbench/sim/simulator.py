@@ -14,6 +14,7 @@ from chairlift.engine.causes import CAUSES
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import ModelLimits
+from chairlift.engine.mask_limits import MaskLimits
 from chairlift.errors import ChairliftError, InvariantError, PromptTooLongError, RequestError
 from chairlift.executor.input_batch import InputBatch
 from chairlift.executor.local import LocalExecutor
@@ -33,8 +34,9 @@ from chairlift.step_batch import Masks, SampledTokens, StepBatch
 from chairlift.structured_outputs import StructuredOutputsParams
 from chairlift.workbench.sim.adapters import AdapterFiles, ScriptedAdapters, content_tag, request_for
 from chairlift.workbench.sim.drafts import ScriptedDrafts
-from chairlift.workbench.sim.grammars import GrammarScript, ScriptedGrammars
+from chairlift.workbench.sim.grammars import GrammarScript, LateMasks, ScriptedGrammars
 from chairlift.workbench.sim.images import TILE_BYTES, ScriptedEncoder, ScriptedImages, markers_of
+from chairlift.workbench.sim.mask_watch import MaskWatch
 from chairlift.workbench.sim.oracle import Expected, byte_tokenizer, expected_answer
 from chairlift.workbench.sim.policy_watch import PolicyWatch, Violation
 from chairlift.workbench.sim.scripts import Scripts
@@ -249,7 +251,7 @@ class Simulation:
             policy=self.policy,
             kv=kv,
             seed=world.seed,
-            grammars=ScriptedGrammars(world.late_masks and (world.seed, *world.late_masks)) if world.grammars else None,
+            grammars=_grammars(world),
             adapters=None if world.adapters is None else ScriptedAdapters(self.files, *world.adapters),
             images=None if world.images is None else ScriptedImages(world.images[3]),
         )
@@ -271,6 +273,7 @@ class Simulation:
             scheduler.drafts = Drafts(
                 scheduler.batch, ScriptedDrafts(world.seed, self._answer_of), self.engine.core.grammars
             )
+        self.mask_watch = self._watch_masks()
         self._begin_counts()
 
     def _begin_counts(self) -> None:
@@ -283,10 +286,24 @@ class Simulation:
         self.num_cached_tokens = self.num_failed = self.num_passed = self.num_dropped = self.num_limits = 0
         """Counts that tests read to check that the simulated worlds exercise caching, failures, drops and changed
         limits."""
+        self.num_limited = 0
+        """Number of answers that ended by a limit on the time of masks."""
         self._trace = hashlib.sha256()
         self._records = 0
         self._budgets: dict[int, int] = {}
         """Number of a step in flight -> maximum number of tokens that the step may compute."""
+
+    def _watch_masks(self) -> MaskWatch | None:
+        """Watch the limits on the time of masks, in worlds in which masks take time."""
+        if self.world.mask_limits is None:
+            return None
+        grammars, scheduler = self.engine.core.grammars, self.engine.scheduler
+        watch = MaskWatch(
+            grammars.ledger.limits, lambda name: any(each.partition("#")[0] == name for each in scheduler.requests)
+        )
+        if isinstance(grammars.masks, LateMasks):
+            grammars.masks.charged = watch.charged
+        return watch
 
     def _owner_of(self, slot: int) -> str:
         """Id of the request in a row."""
@@ -647,6 +664,12 @@ class Simulation:
         if len(given) < submitted.seen[answer.index]:
             raise Violation(f"{where}: {len(given)} tokens after {submitted.seen[answer.index]}")
         submitted.seen[answer.index] = len(given)
+        limited = self.mask_watch is not None and name in self.mask_watch.over
+        if self.mask_watch is not None and self.mask_watch.goes_on(f"{name}#{answer.index}", len(given)):
+            raise Violation(f"{where}: goes on, although its masks have reached their limit")
+        if answer.finish_reason is FinishReason.ERROR and limited:
+            self.num_limited += 1
+            return
         if answer.finish_reason is FinishReason.ERROR:
             broken = any(event.kind in ("nan", "raise", "break_moves") for event in self.world.events)
             if (
@@ -710,6 +733,16 @@ def _share_watch(scheduler: Scheduler, config: SchedulerConfig) -> ShareWatch | 
         return None
     reserving = {name for name, each in (config.promises or {}).items() if each.min_step_tokens}
     return ShareWatch(scheduler, config.policy_share, config.max_num_batched_tokens, reserving)
+
+
+def _grammars(world: World) -> ScriptedGrammars | None:
+    if not world.grammars:
+        return None
+    late = world.late_masks and (world.seed, *world.late_masks)
+    if world.mask_limits is None:
+        return ScriptedGrammars(late)
+    seconds, request_seconds, tenant_seconds = world.mask_limits
+    return ScriptedGrammars(late, seconds, MaskLimits(0.0, request_seconds, tenant_seconds / 60))
 
 
 def _cache_group(world: World, window: int | None) -> CacheGroup:

@@ -72,6 +72,9 @@ class World:
     late_masks: tuple[float, int] | None = None
     """(probability that a mask of a grammar is late, maximum number of steps until it is made). None: no mask is
     late."""
+    mask_limits: tuple[float, float, float] | None = None
+    """(mean processor seconds of a late mask, maximum for a request, maximum for a tenant). None: such a mask takes no
+    time."""
     drafts: bool = False
     """Whether the engine drafts tokens for requests (speculative decoding)."""
     state_span: int = ONE_STATE
@@ -182,6 +185,13 @@ def _with_more(world: World, horizon: int) -> World:
     seed = world.seed
     if seed % 20 == 5 or seed % 100 == 37:  # the seeds of the second condition combine it with masks
         world = _starve(random.Random(seed ^ 0xA110), world, horizon)
+    if seed % 200 == 99:
+        rng = random.Random(seed ^ 0x51CE)
+        world = dataclasses.replace(world, late_masks=_late_masks(rng))
+        if seed % 400 == 99:
+            limits = rng.choice([0.05, 0.2, 1.0]), rng.choice([0.5, 2.0, 1e6]), rng.choice([0.5, 2.0, 1e6])
+            return dataclasses.replace(world, mask_limits=limits)
+        return _recur(rng, world)
     if seed % 20 in (4, 15):
         return _recur(random.Random(seed ^ 0x57A7), world)
     return _picture(random.Random(seed ^ 0x1346), world) if seed % 100 in (14, 32, 74) else world
