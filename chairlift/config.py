@@ -145,6 +145,9 @@ class ModelConfig:
     """Directory with tokenizer.json, if it differs from the model's directory."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: take and return token ids only."""
+    plain_text_messages: bool = False
+    """Encode text of chat messages, tools and template variables that spells a control token (<|im_end|>) as plain
+    text, so that only the chat template writes control tokens. False: such text becomes the token."""
     dtype: str = "auto"
     """Data type of weights, activations and KV cache: auto (the model's own), float32, bfloat16 or float16. float32
     makes all arithmetic exact to float32, also that of a quantised checkpoint, unless quantization says otherwise."""

@@ -32,6 +32,7 @@ from chairlift.pooled_loading import is_pooling, load_pooling
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer.chat_template import ChatTemplate
 from chairlift.tokenizer.messages import normalize_messages
+from chairlift.tokenizer.plain_text import PlainTextEncoder
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.tool_calls import (
     Answer,
@@ -108,6 +109,9 @@ class LLM:
             _log.warning("%s", each)
         source = self.tokenizer
         self._ended: dict[str, RequestOutput] = {}  # outputs that ended while another call was waiting
+        self._plain: PlainTextEncoder | None = None
+        if source is not None and self.config.model.plain_text_messages:
+            self._plain = PlainTextEncoder(source, source.chat_template)
         self._template = ChatTemplate(source.chat_template, source.named_tokens) if source else ChatTemplate(None)
         try:
             self._template.parse()
@@ -419,8 +423,10 @@ class LLM:
         else:
             messages, given_images = take_images(messages)
             images = prepare_images(self._images, given_images)
-        text = self._template.render(messages, **how)
-        return self.tokenizer.encode(text, add_special_tokens=False), images
+        if self._plain is None:
+            text = self._template.render(messages, **how)
+            return self.tokenizer.encode(text, add_special_tokens=False), images
+        return self._plain.encode(self._template.render_shielded(messages, self._plain.controls, **how)), images
 
     def read_answers(self, output: RequestOutput, tools: Sequence[Mapping[str, Any]] | None = None) -> list[Answer]:
         """Parse the answers of a chat: content, reasoning, and calls of the ``tools`` that the chat was given.

@@ -37,6 +37,7 @@ _OF_GENERATION: Final = (
         "swap_directory",
         "image_memory_bytes",
         "cuda_graphs",
+        "plain_text_messages",
         "seed",
     ),
     *("generation_config", "prefill_mode", "preemption_mode", "batching", "batch_wait_ms", "preferred_batch_sizes"),

@@ -800,7 +800,14 @@ class AsyncEngine:
                 self._images = None if reads is None else ImageReader(reads, info.max_model_len, max_texts)
             if self._images is not None:
                 await self._images.start()
-            self._encoder = Encoder(self.tokenizer, info.max_model_len, max_texts, self._chat_template, chats=chats)
+            self._encoder = Encoder(
+                self.tokenizer,
+                info.max_model_len,
+                max_texts,
+                self._chat_template,
+                chats=chats,
+                plain_text_messages=self.config.model.plain_text_messages,
+            )
             await self._encoder.start()
             if self.tokenizer is not None:
                 self._grammars = GrammarChecker(self.tokenizer, info.vocab_size, max_texts)

@@ -32,6 +32,7 @@ def _of_any_model(config: EngineConfig) -> _Idle:
     return {
         "revision": (local, "it is for models from the Hub, and this model is not from there"),
         "tokenizer": (model.skip_tokenizer_init, "skip_tokenizer_init is set, and no tokenizer is loaded"),
+        "plain_text_messages": (model.skip_tokenizer_init, "skip_tokenizer_init is set, and chats need the tokenizer"),
     }
 
 

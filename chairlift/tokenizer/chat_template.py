@@ -22,6 +22,7 @@ import jinja2.utils
 from chairlift.errors import RequestError, TemplateError, TemplateFailedError
 from chairlift.json_text import json_text
 from chairlift.tokenizer.messages import normalize_messages, plain_tools
+from chairlift.tokenizer.shield import ControlTexts, Cover, Given, Shield, Shielded
 from chairlift.tokenizer.template_forms import TemplateForms
 
 __all__ = ["MAX_TEXT", "ChatTemplate", "check_variables"]
@@ -54,6 +55,7 @@ class ChatTemplate:
         self._max_chars = max_chars
         self._named_tokens = dict(named_tokens or {})
         self._prints_tools: bool | None = None
+        self._shielding: Shield | None = None
 
     def render(
         self,
@@ -78,16 +80,74 @@ class ChatTemplate:
         template does not print. Raises :class:`~chairlift.errors.TemplateError` when there is no template, when it
         fails, or when the final message cannot be continued.
         """
+        given = self._given(messages, tools, scalars)
+        return self._lay_out(given, add_generation_prompt, continue_final_message)
+
+    def render_shielded(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        controls: ControlTexts,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **scalars: Any,
+    ) -> Shielded:
+        """The text of a chat like :meth:`render`, and the same text with symbols in place of the caller's characters
+        that could form control tokens. ``controls`` are the same for each call.
+
+        Raises the same errors as :meth:`render`. Raises RequestError if the texts do not come out whole.
+        """
+        given = self._given(messages, tools, scalars)
+        how = add_generation_prompt, continue_final_message
+        text = self._lay_out(given, *how)
+        cover = Cover(self._shield(controls), given)
+        covered = cover.everywhere()
+        if covered == given:
+            return Shielded(text)
+        bare = self._lay_out_covered(covered, *how)
+        for each in (bare, cover.unescape(bare)):
+            if cover.uncover(each) == text:
+                return Shielded(text, each, cover.symbols)
+        # The template looks for such characters in the texts. It finds them if only spelled tokens are covered.
+        spelled = cover.in_spellings()
+        shown = text if spelled == given else cover.unescape(self._lay_out_covered(spelled, *how))
+        if cover.uncover(shown) != text:
+            raise _not_whole()
+        return Shielded(text, shown, cover.symbols, bare)
+
+    def _given(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        scalars: Mapping[str, Any],
+    ) -> Given:
+        """(messages, variables) in the form that the template prints. Raises the errors of :meth:`render`."""
         check_variables(scalars)
         plain = normalize_messages(messages, images=True)  # who takes images refuses them before
         chat = self._forms.fit(plain)
         if listed := plain_tools(tools):
             self._check_tools()
             scalars = {**scalars, "tools": listed}
+        return chat, dict(scalars)
+
+    def _lay_out(self, given: Given, add_generation_prompt: bool, continue_final_message: bool) -> str:
+        chat, scalars = given
         if not continue_final_message:
             return self._render(chat, add_generation_prompt, scalars)
         marked = [*chat[:-1], _marked(chat[-1])]
         return _up_to_final_message(chat, self._render(chat, False, scalars), self._render(marked, False, scalars))
+
+    def _lay_out_covered(self, given: Given, add_generation_prompt: bool, continue_final_message: bool) -> str:
+        try:
+            return self._lay_out(given, add_generation_prompt, continue_final_message)
+        except TemplateError:
+            raise _not_whole() from None
+
+    def _shield(self, controls: ControlTexts) -> Shield:
+        if self._shielding is None:
+            self._shielding = Shield(controls, self._source or "", self._forms.names)
+        return self._shielding
 
     @property
     def marks_answers(self) -> bool:
@@ -296,6 +356,13 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
 
 def _cannot_continue(reason: str) -> str:
     return f"continue_final_message is not possible: {reason}; leave it out"
+
+
+def _not_whole() -> RequestError:
+    return RequestError(
+        "a message or tool spells a control token of the model, and the chat template changes or reads this text, so "
+        "it cannot be encoded as plain text (plain_text_messages); leave it out or put a space into it"
+    )
 
 
 def _check_size(size: int, limit: int = MAX_TEXT) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 from chairlift.errors import OverloadedError, PromptTooLongError, RequestError, TemplateError, TemplateFailedError
 from chairlift.tokenizer.bad_words import spellings, word_ids
 from chairlift.tokenizer.messages import normalize_messages, text_size
+from chairlift.tokenizer.plain_text import PlainTextEncoder
 from chairlift.tokenizer.template_worker import TemplateWorker
 from chairlift.tokenizer.text_worker import TextWorker
 from chairlift.tokenizer.tokenizer import Tokenizer
@@ -36,20 +37,24 @@ _ALWAYS_ALLOWED: Final = 262_144
 _T = TypeVar("_T")
 
 
-def _worker_for(tokenizer: Tokenizer | None, max_model_len: int, max_waiting: int) -> TextWorker | None:
+def _worker_for(
+    tokenizer: Tokenizer | None, max_model_len: int, max_waiting: int, plain: PlainTextEncoder | None
+) -> TextWorker | None:
     """A worker process for the tokenizer. None if encoding has a known time limit, so that it can run in this
     process."""
     if not isinstance(tokenizer, Tokenizer) or not tokenizer.doubt or tokenizer.folder is None:
         return None
     _log.warning("texts are encoded in processes of their own, which is slower: %s", tokenizer.doubt)
-    return TextWorker(str(tokenizer.folder), max(_LONG_TEXT, max_model_len * _MAX_CHARS_PER_TOKEN), max_waiting)
+    max_chars = max(_LONG_TEXT, max_model_len * _MAX_CHARS_PER_TOKEN)
+    return TextWorker(str(tokenizer.folder), max_chars, max_waiting, plain=plain)
 
 
 class Encoder:
     """Tokenizes texts and conversations for one event loop. ``tokenizer`` is None if only token ids are accepted.
 
     There are three queues: for conversations, texts and long texts. Each holds up to ``max_waiting`` calls; further
-    calls raise QueueFullError. If ``chats`` is false, conversations are refused. All methods run on one event loop.
+    calls raise QueueFullError. If ``chats`` is false, conversations are refused. If ``plain_text_messages`` is true,
+    control tokens in their texts are encoded as plain text. All methods run on one event loop.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Encoder:
         chat_template: str | None = None,
         *,
         chats: bool = True,
+        plain_text_messages: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
@@ -68,10 +74,16 @@ class Encoder:
         self._templates: TemplateWorker | None = None
         self._chosen = chat_template is not None
         """Whether the user chose the chat template. If not, it is the model's own."""
-        self._texts = _worker_for(tokenizer, max_model_len, max_waiting)
+        self._plain: PlainTextEncoder | None = None
         if tokenizer is not None and chats:
             template = tokenizer.chat_template if chat_template is None else chat_template
-            self._templates = TemplateWorker(template, tokenizer.named_tokens, max_waiting=max_waiting)
+            if plain_text_messages:
+                self._plain = PlainTextEncoder(tokenizer, template)
+            controls = None if self._plain is None else self._plain.controls
+            self._templates = TemplateWorker(
+                template, tokenizer.named_tokens, controls=controls, max_waiting=max_waiting
+            )
+        self._texts = _worker_for(tokenizer, max_model_len, max_waiting, self._plain)
 
     async def start(self) -> None:
         """Start the workers, and log a warning if the model's chat template does not work.
@@ -160,11 +172,17 @@ class Encoder:
         plain = normalize_messages(messages, images=images)
         size = text_size(plain) + text_size(list(tools or ()))
         self._check_length("the messages have", size, "fewer or shorter messages or tools")
-        text = await self._templates.render(
+        chat = await self._templates.render_shielded(
             plain, add_generation_prompt, variables, continue_final_message=continue_final_message, tools=tools
         )
-        self._check_length("the messages, as the chat template writes them, have", len(text), "fewer or shorter ones")
-        return await self.encode(text, add_special_tokens=False)
+        size = len(chat.text)
+        self._check_length("the messages, as the chat template writes them, have", size, "fewer or shorter ones")
+        if self._plain is None or chat.covered is None:
+            return await self.encode(chat.text, add_special_tokens=False)
+        if self._texts is not None:
+            return await self._texts.encode_chat(chat)
+        line = self._threads if size > _LONG_TEXT else self._short_texts
+        return await _on_thread(line, functools.partial(self._plain.encode, chat))
 
     async def beside(self, work: Callable[[], _T]) -> _T:
         """Run ``work`` on a thread and return its result. At most two such calls run at a time; calls that tokenize

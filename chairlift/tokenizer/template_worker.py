@@ -7,12 +7,14 @@ joins take all memory. So a worker process (:mod:`chairlift.workers`) renders th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 from chairlift.errors import RequestError, TemplateError, TemplateFailedError
 from chairlift.tokenizer.chat_template import MAX_TEXT, ChatTemplate, check_variables
 from chairlift.tokenizer.messages import normalize_messages, plain_tools
+from chairlift.tokenizer.shield import ControlTexts, Shielded, shielded_from
 from chairlift.workers.child import Answer, serve
 from chairlift.workers.pool import WorkerPool
 
@@ -29,7 +31,8 @@ class TemplateWorker(WorkerPool):
     ``num_workers`` chats are rendered at a time. One further worker is kept ready, so that after a kill no chat waits
     for the start of an interpreter. ``time_limit`` is processor time per chat in seconds, ``memory_bytes`` the memory
     that a worker may take after its start, ``max_chars`` the maximum length of a rendered text, and ``max_waiting``
-    the maximum number of waiting chats. All methods run on one event loop.
+    the maximum number of waiting chats. With ``controls`` the results say which
+    of them the template wrote. All methods run on one event loop.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class TemplateWorker(WorkerPool):
         template: str | None,
         named_tokens: Mapping[str, str] | None = None,
         *,
+        controls: ControlTexts | None = None,
         max_chars: int = MAX_TEXT,
         time_limit: float = 1.0,
         memory_bytes: int = 100 << 20,
@@ -46,10 +50,12 @@ class TemplateWorker(WorkerPool):
         setup = {
             "template": template,
             "named_tokens": dict(named_tokens or {}),
+            "controls": None if controls is None else dataclasses.asdict(controls),
             "max_chars": max_chars,
             "memory_bytes": memory_bytes,
         }
-        max_reply = _BYTES_PER_CHAR * max(max_chars, _MAX_ERROR) + 1024
+        num_texts = 1 if controls is None else 3
+        max_reply = num_texts * _BYTES_PER_CHAR * max(max_chars, _MAX_ERROR) + 4096
         super().__init__(__name__, setup, "chats", max_reply, num_workers, max_waiting)
         self._has_template = template is not None
         self._time_limit = time_limit
@@ -68,7 +74,7 @@ class TemplateWorker(WorkerPool):
         if self._has_template:
             self._starting = True  # no spare worker for it
             try:
-                await self._text_of(self._exchange({"check": True}, self._time_limit))
+                await self._result_of(self._exchange({"check": True}, self._time_limit))
             finally:
                 self._starting = False
 
@@ -81,7 +87,22 @@ class TemplateWorker(WorkerPool):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text of a chat; see :meth:`ChatTemplate.render <chairlift.tokenizer.ChatTemplate.render>`.
+        """The text of a chat; see :meth:`ChatTemplate.render <chairlift.tokenizer.ChatTemplate.render>`. Raises the
+        errors of :meth:`render_shielded`."""
+        how: dict[str, Any] = {"continue_final_message": continue_final_message, "tools": tools}
+        return (await self.render_shielded(messages, add_generation_prompt, variables, **how)).text
+
+    async def render_shielded(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Shielded:
+        """The text of a chat, and with ``controls`` the control tokens in it that the template wrote; see
+        :meth:`ChatTemplate.render_shielded <chairlift.tokenizer.ChatTemplate.render_shielded>`.
 
         Raises :class:`~chairlift.errors.RequestError` for invalid messages or variables, and if rendering takes too
         long. Raises :class:`~chairlift.errors.TemplateError` if there is no template, or the template fails or kills
@@ -93,7 +114,7 @@ class TemplateWorker(WorkerPool):
         check_variables(variables)
         plain = normalize_messages(messages, images=True)
         if not self._has_template:
-            return ChatTemplate(None).render(plain)  # raises an error with the remedy
+            return Shielded(ChatTemplate(None).render(plain))  # raises an error with the remedy
         fields = {
             "messages": plain,
             "add_generation_prompt": bool(add_generation_prompt),
@@ -101,12 +122,14 @@ class TemplateWorker(WorkerPool):
             "variables": variables,
             "tools": plain_tools(tools),
         }
-        return await self._text_of(self.ask(fields, self._time_limit))
+        return await self._result_of(self.ask(fields, self._time_limit))
 
-    async def _text_of(self, replies: Awaitable[dict[str, Any]]) -> str:
-        """The text in a worker's reply. Raises the errors of :meth:`render`."""
+    async def _result_of(self, replies: Awaitable[dict[str, Any]]) -> Shielded:
+        """The result in a worker's reply. Raises the errors of :meth:`render`."""
         try:
             reply = await replies
+            if "text" in reply:
+                return shielded_from(reply)
         except TimeoutError:
             raise RequestError(
                 f"the chat template was not done with the messages after {self._time_limit:g} s of processor time; "
@@ -118,8 +141,6 @@ class TemplateWorker(WorkerPool):
             ) from None
         except ValueError as error:
             raise TemplateError(f"the chat template's process sent nonsense: {error}") from None
-        if "text" in reply:
-            return str(reply["text"])
         message = str(reply.get("error", "the chat template failed"))[:_MAX_ERROR]
         kinds = {"request": RequestError, "failed": TemplateFailedError}
         raise kinds.get(str(reply.get("kind")), TemplateError)(message)
@@ -132,21 +153,20 @@ def _prepare(setup: dict[str, Any]) -> tuple[Answer, Callable[[], object]]:
         with contextlib.suppress(TemplateError):  # it is raised again for each chat
             template.compile()
 
-    return lambda chat: _reply(template, chat), begin
+    controls = None if setup["controls"] is None else ControlTexts(**setup["controls"])
+    return lambda chat: _reply(template, controls, chat), begin
 
 
-def _reply(template: ChatTemplate, chat: dict[str, Any]) -> dict[str, Any]:
+def _reply(template: ChatTemplate, controls: ControlTexts | None, chat: dict[str, Any]) -> dict[str, Any]:
     try:
         if "check" in chat:
             template.check()
             return {"text": ""}
-        text = template.render(
-            chat["messages"],
-            chat["add_generation_prompt"],
-            chat["continue_final_message"],
-            chat.get("tools"),
-            **chat["variables"],
-        )
+        how = chat["add_generation_prompt"], chat["continue_final_message"], chat.get("tools")
+        if controls is not None:
+            shielded = template.render_shielded(chat["messages"], controls, *how, **chat["variables"])
+            return dataclasses.asdict(shielded)
+        text = template.render(chat["messages"], *how, **chat["variables"])
     except RequestError as error:
         return {"error": str(error)[:_MAX_ERROR], "kind": "request"}
     except TemplateError as error:

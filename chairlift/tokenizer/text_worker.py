@@ -6,6 +6,7 @@ limit, the tokenizer runs in the server's own process instead, which is faster.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import string
 import sys
@@ -14,6 +15,8 @@ from typing import Any, Final
 
 from chairlift.errors import ModelLoadError, RequestError
 from chairlift.tokenizer.growth import MAX_ADDED, MAX_GROWTH
+from chairlift.tokenizer.plain_text import PlainTextEncoder
+from chairlift.tokenizer.shield import Shielded, shielded_from
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.tokenizer.trial import TRIAL_BYTES, TRIAL_BYTES_PER_BYTE, TRIAL_SECONDS
 from chairlift.workers.child import Answer, limit_resources, serve
@@ -49,11 +52,20 @@ def _try(folder: str, file_bytes: int) -> int:
 
 class TextWorker(WorkerPool):
     """Encodes texts with the tokenizer in ``folder``, in worker processes. ``max_chars`` is the maximum length of a
-    text."""
+    text. Only with ``plain`` are chats encoded; each worker makes its own copy of it."""
 
-    def __init__(self, folder: str, max_chars: int, max_waiting: int = 256, memory_bytes: int = 128 << 20) -> None:
+    def __init__(
+        self,
+        folder: str,
+        max_chars: int,
+        max_waiting: int = 256,
+        memory_bytes: int = 128 << 20,
+        plain: PlainTextEncoder | None = None,
+    ) -> None:
         memory = memory_bytes + _BYTES_PER_CHAR * max_chars
-        setup = {"folder": folder, "memory_bytes": memory}
+        setup: dict[str, Any] = {"folder": folder, "memory_bytes": memory, "plain": None}
+        if plain is not None:
+            setup["plain"] = {"template": plain.template}
         reply = _BYTES_PER_TOKEN * _MAX_TOKENS + 4096
         super().__init__(__name__, setup, "texts", reply, num_workers=2, max_waiting=max_waiting)
         self.seconds = _SECONDS
@@ -66,10 +78,18 @@ class TextWorker(WorkerPool):
         """
         if not isinstance(text, str):
             raise RequestError(f"text to encode must be a string, got {type(text).__name__}")
-        seconds = self.seconds + _SECONDS_PER_CHAR * len(text)
-        fields = {"text": text, "special": bool(add_special_tokens), "cpu_seconds": 2 + math.ceil(seconds)}
+        return await self._ids({"text": text, "special": bool(add_special_tokens)}, len(text))
+
+    async def encode_chat(self, chat: Shielded) -> list[int]:
+        """Token ids of a rendered chat; see :meth:`PlainTextEncoder.encode
+        <chairlift.tokenizer.plain_text.PlainTextEncoder.encode>`. Raises the errors of :meth:`encode`."""
+        texts = (chat.text, chat.covered, chat.bare, chat.covered, chat.covered)  # the last two by the copy
+        return await self._ids({"chat": dataclasses.asdict(chat)}, sum(len(text) for text in texts if text))
+
+    async def _ids(self, fields: dict[str, Any], num_chars: int) -> list[int]:
+        seconds = self.seconds + _SECONDS_PER_CHAR * num_chars
         try:
-            reply = await self.ask(fields, seconds)
+            reply = await self.ask({**fields, "cpu_seconds": 2 + math.ceil(seconds)}, seconds)
         except TimeoutError:
             raise RequestError(
                 f"the model's tokenizer was not done with the text after {seconds:.3g} s of processor time; send a "
@@ -88,10 +108,14 @@ class TextWorker(WorkerPool):
 
 def _prepare(setup: dict[str, Any]) -> tuple[Answer, Callable[[], object]]:
     tokenizer = Tokenizer.from_dir(setup["folder"], probe=False)
+    plain = None if setup["plain"] is None else PlainTextEncoder(tokenizer, setup["plain"]["template"])
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
-            ids = tokenizer.encode(request["text"], request["special"])
+            if plain is not None and "chat" in request:
+                ids = plain.encode(shielded_from(request["chat"]))
+            else:
+                ids = tokenizer.encode(request["text"], request["special"])
         except RequestError as error:
             return {"error": str(error)}
         if len(ids) > _MAX_TOKENS:

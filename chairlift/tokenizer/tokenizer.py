@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from chairlift.mistaken_models import check_content
 from chairlift.tokenizer.growth import check_growth, doubt_about, read_parts
 from chairlift.tokenizer.trial import try_out
 
-__all__ = ["ByteDecoding", "Tokenizer", "byte_level_alphabet"]
+__all__ = ["ByteDecoding", "Span", "Tokenizer", "byte_level_alphabet"]
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +114,15 @@ class ByteDecoding:
             except ValueError:
                 pass
         return token.encode()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """A token and the characters [start, end) of the text that it stands for."""
+
+    token_id: int
+    start: int
+    end: int
 
 
 class Tokenizer:
@@ -210,6 +219,13 @@ class Tokenizer:
         """
         ids: list[int] = self._encoding(text, add_special_tokens).ids
         return ids
+
+    def encode_with_spans(self, text: str, wanted: Collection[int]) -> tuple[list[int], list[Span]]:
+        """(token ids of a text, places of the ``wanted`` tokens), without added special tokens. Raises RequestError
+        like :meth:`encode`."""
+        encoding = self._encoding(text, False, with_offsets=True)
+        ids: list[int] = encoding.ids
+        return ids, [Span(i, *place) for i, place in zip(ids, encoding.offsets, strict=True) if i in wanted]
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int], list[int]]:
         """(token ids, token types, indices of the second text's own tokens) of two texts encoded together.

@@ -71,6 +71,7 @@ OF_REQUESTS = {
     "spec_decode.adaptive": "_texts _sources",
     "spec_decode.ngram": "_ends _indexes",
     "spec_decode.predicted": "_ends",
+    "tokenizer.shield": "_symbol_of",
 }
 """State of requests in progress: an entry is found by the id of its own request or row, and leaves with it."""
 

@@ -53,7 +53,10 @@ ALLOWED: dict[str, list[str]] = {
     "foreign_names": [],
     "presets": ["errors"],
     "gguf": ["errors", "mistaken_models"],
-    "tokenizer": ["errors", "config", "gguf", "json_text", "mistaken_models", "vision.refusals", "workers"],
+    "tokenizer": [
+        *("errors", "config", "gguf", "json_text", "mistaken_models", "tool_calls.formats", "vision.refusals"),
+        "workers",
+    ],
     "tool_calls": ["errors", "json_text", "structured_outputs"],
     "kernels": ["errors", "step_batch"],
     "sampling": ["errors", "sampling_params", "step_batch"],

@@ -49,6 +49,7 @@ from tests.server.harness import INFO
         ({"revision": "main", "model": "/"}, ["revision"]),
         ({"revision": "main", "model": "someone/model"}, []),
         ({"tokenizer": "/x", "skip_tokenizer_init": True}, ["tokenizer has no effect: skip_tokenizer_init"]),
+        ({"plain_text_messages": True, "skip_tokenizer_init": True}, ["plain_text_messages has no effect: skip_"]),
         ({"tokenizer": "/x"}, []),
         ({"cuda_graphs": "start"}, ["cuda_graphs has no effect: avx512 kernels compute"]),
         ({"cuda_graphs": "off"}, []),  # and there are none
