@@ -12,10 +12,12 @@ from typing import Any, Final
 
 from chairlift.errors import ConfigError
 
-__all__ = ["BASELINE", "PRESETS", "Preset", "with_preset"]
+__all__ = ["BASELINE", "PRESETS", "RECORDED", "Preset", "with_preset"]
 
 BASELINE: Final = "static"
 """Preset with which the others are compared."""
+RECORDED: Final = "recorded"
+"""Name of the recorded engine's own settings, where a recording is compared with presets."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

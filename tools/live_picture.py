@@ -45,7 +45,7 @@ def take(program: str, address: str) -> bytes:
     with open_chromium(program) as browser:
         browser.resize(WIDTH, HEIGHT)
         browser.call("Emulation.setScrollbarsHidden", hidden=True)
-        browser.open(f"{address}?demo&static")
+        browser.open(f"{address}?demo&compare=orca,static")
         browser.wait_for("document.querySelector('#verdict').checkVisibility()")
         browser.value("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         if browser.problems:

@@ -96,7 +96,13 @@ def replay(args: argparse.Namespace) -> int:
     recording, or cannot be simulated."""
     from chairlift.cli.sim import report_lines
     from chairlift.replay.replay import replay as simulate
-    from chairlift.replay.side_by_side import compare_sides, recorded_config, recorded_deployment, recorded_trace
+    from chairlift.replay.side_by_side import (
+        batching_sides,
+        compare_sides,
+        recorded_config,
+        recorded_deployment,
+        recorded_trace,
+    )
 
     check_writable(args.json, "json", args.file, args.config)
     _, recording = _read(args.file)
@@ -109,7 +115,7 @@ def replay(args: argparse.Namespace) -> int:
     print(f"{args.file}: {len(trace):,} requests, {len(recording.steps):,} steps")
     print(f"simulated on the recorded machine ({deployment.validity})\n")
     print("\n".join(report_lines(report)))
-    static = compare_sides(recording, **settings)[0] if args.static else None
+    static = compare_sides(recording, *batching_sides(**settings))[0] if args.static else None
     if static is not None:
         print("", *static["words"], sep="\n")
     if args.json is not None:

@@ -1,11 +1,11 @@
-"""Compares a recording of an engine with simulated static batching of the same requests at the same times.
+"""Compares two sets of rules (presets, or the recorded settings) on the requests of a recording, at the same times.
 
-The recorded values are measured, and are reported first. A cost model is fitted to the recorded steps, and static
-batching is simulated with it. The recorded run is simulated, too. If the cost model is inaccurate, or if this
-simulation differs from the recording, there is no comparison, and the error says why.
+The recorded values are measured, and are reported first. A cost model is fitted to the recorded steps, and both sides
+are simulated with it. The recorded run is simulated, too. If the cost model is inaccurate, or if this simulation
+differs from the recording, there is no comparison, and the error says why.
 
 The program of this module is a worker (:mod:`chairlift.workers`). It replies to a recording with one line with the
-comparison, followed by a recording of the static run, and to ``demo`` with a recording of a simulated example.
+comparison, followed by the recordings of the simulated sides, and to ``demo`` with a recording of a simulated example.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +22,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.step_export import Recording, read_recording
 from chairlift.engine.step_recorder import StepRecorder
 from chairlift.errors import ChairliftError, ConfigError
-from chairlift.presets import with_preset
+from chairlift.presets import PRESETS, RECORDED, with_preset
 from chairlift.replay.calibrate import describe_fit, fit_steps
 from chairlift.replay.machines import Deployment
 from chairlift.replay.replay import ServedTrace, serve_trace, simulated_core
@@ -30,7 +30,17 @@ from chairlift.replay.traced_request import TracedRequest
 from chairlift.scheduler.cost_model import CostModel, Roofline
 from chairlift.workers.child import Answer, serve
 
-__all__ = ["compare", "compare_sides", "demo", "recorded_config", "recorded_deployment", "recorded_trace"]
+__all__ = [
+    "Side",
+    "batching_sides",
+    "compare",
+    "compare_sides",
+    "demo",
+    "recorded_config",
+    "recorded_deployment",
+    "recorded_trace",
+]
+
 
 _MAX_REQUESTS: Final = 4000
 _MAX_BYTES: Final = 256 << 20
@@ -43,8 +53,35 @@ _DROPPED: Final = ("preset", "governor", "late_requests", "scheduling_policy")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Side:
-    """Results of one batching mode. Times are in seconds from the arrival of a request."""
+class Side:
+    """One of the two sides that are compared."""
+
+    name: str
+    """Name in the sentences about the result."""
+    settings: Mapping[str, Any]
+    """Changes to the settings of the recorded engine."""
+
+    @classmethod
+    def of(cls, name: str) -> Side:
+        """The side of a preset, or of the recorded settings. Raises ConfigError for an unknown name."""
+        if name == RECORDED:
+            return cls("the engine", {})
+        if name not in PRESETS:
+            raise ConfigError(f"a side must be {RECORDED} or one of {', '.join(PRESETS)}; got {name!r:.100}")
+        return cls(name, {"preset": name})
+
+
+def batching_sides(**settings: Any) -> tuple[Side, Side]:
+    """Continuous and static batching, with the same changes to the recorded settings."""
+    return (
+        Side("continuous batching", settings | {"batching": "continuous"}),
+        Side("static batching", settings | {"batching": "static"}),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Result:
+    """Results of one side. Times are in seconds from the arrival of a request."""
 
     tokens_per_second: float
     first_p50: float
@@ -109,41 +146,53 @@ def _simulate(
     return served, recorder.take()
 
 
-def compare(data: bytes) -> bytes:
-    """Compare a recording with static batching. Returns one line of JSON with the results, followed by the recording of
-    the static run.
+def compare(data: bytes, upper: str, lower: str) -> bytes:
+    """Compare two sides, each named as for :meth:`Side.of`, on the requests of a recording.
+
+    Returns one line of JSON with the results, followed by the recordings of both runs. The upper one is left out if it
+    has the recorded settings, because the recording itself shows that run. Raises ConfigError if no comparison is
+    possible.
+    """
+    figures, *runs = compare_sides(read_recording(data), Side.of(upper), Side.of(lower))
+    if upper == RECORDED:
+        runs[0] = b""
+    about = {
+        name: {"system": PRESETS[name].system, "does": PRESETS[name].does} for name in (upper, lower) if name in PRESETS
+    }
+    figures |= {"sides": [upper, lower], "about": about, "upper_lines": len(runs[0].splitlines())}
+    return b"\n".join([json.dumps({"compare": figures}).encode(), *filter(None, runs)])
+
+
+def compare_sides(recording: Recording, upper: Side, lower: Side) -> tuple[dict[str, Any], bytes, bytes]:
+    """Compare two sides on the requests of a recording. Returns (results, recordings of both simulated runs).
 
     Raises ConfigError if no comparison is possible.
-    """
-    line, lines = compare_sides(read_recording(data))
-    return json.dumps({"compare": line}).encode() + b"\n" + lines
-
-
-def compare_sides(recording: Recording, **settings: Any) -> tuple[dict[str, Any], bytes]:
-    """Compare a recording with static batching. Returns (results of both batching modes, recording of the static run).
-
-    ``settings`` replace settings of the recorded engine. Raises ConfigError if no comparison is possible.
     """
     trace, deployment = recorded_trace(recording), recorded_deployment(recording)
     _check_fit(recording, deployment)
     recorded = recorded_config(recording)
     measured = _measured(recording, len(trace))
     _check_alike(measured, _simulated_side(trace, recorded, deployment)[0])
-    sides: dict[str, _Side] = {}
-    lines = b""
-    for batching in ("continuous", "static"):
-        config = recorded_config(recording, **{**settings, "batching": batching})
-        sides[batching], lines = _simulated_side(trace, config, deployment)
-    as_recorded = recorded.scheduler.batching == "continuous" and not settings
+    configs = [recorded_config(recording, **side.settings) for side in (upper, lower)]
+    (one, upper_lines), (other, lower_lines) = (_simulated_side(trace, config, deployment) for config in configs)
     figures = {
         "measured": dataclasses.asdict(measured),
-        **{name: dataclasses.asdict(side) for name, side in sides.items()},
+        "upper": dataclasses.asdict(one),
+        "lower": dataclasses.asdict(other),
         "requests": len(trace),
         "begin": recording.arrivals[-len(trace)].arrival,
         "validity": deployment.validity,
-        "words": _words(sides["continuous"], sides["static"], measured if as_recorded else None),
+        "words": [
+            *(_measured_words(upper.name, measured) if configs[0] == recorded else ()),
+            *_words((upper.name, one), (lower.name, other), configs[1].scheduler.batching == "static"),
+            *_held_words(
+                result
+                for result, config in zip((one, other), configs, strict=True)
+                if config.scheduler.batching == "static"
+            ),
+        ],
     }
-    return figures, lines
+    return figures, upper_lines, lower_lines
 
 
 def _check_fit(recording: Recording, deployment: Deployment) -> None:
@@ -157,7 +206,7 @@ def _check_fit(recording: Recording, deployment: Deployment) -> None:
         )
 
 
-def _measured(recording: Recording, count: int) -> _Side:
+def _measured(recording: Recording, count: int) -> _Result:
     """Measured results of the last ``count`` requests of a recording, without requests that have not ended.
 
     Raises ConfigError if no request has ended.
@@ -169,7 +218,7 @@ def _measured(recording: Recording, count: int) -> _Side:
     first = [each.first - each.arrival for each in done if each.first is not None]
     p50, p99 = np.percentile(whole, [50, 99]).tolist()
     seconds = max(each.ended or 0.0 for each in done) - min(each.arrival for each in done)
-    return _Side(
+    return _Result(
         tokens_per_second=sum(each.output_tokens for each in done) / seconds if seconds > 0 else 0.0,
         first_p50=float(np.median(first)) if first else 0.0,
         whole_p50=p50,
@@ -179,7 +228,7 @@ def _measured(recording: Recording, count: int) -> _Side:
     )
 
 
-def _check_alike(measured: _Side, simulated: _Side) -> None:
+def _check_alike(measured: _Result, simulated: _Result) -> None:
     """Raise ConfigError if the ``simulated`` times of the recorded engine differ too much from the ``measured``
     times."""
     for what, recorded, simulated_seconds in (
@@ -196,19 +245,19 @@ def _check_alike(measured: _Side, simulated: _Side) -> None:
 
 def _simulated_side(
     trace: Sequence[TracedRequest], config: EngineConfig, deployment: Deployment
-) -> tuple[_Side, bytes]:
+) -> tuple[_Result, bytes]:
     served, lines = _simulate(trace, config, deployment)
     return _side(served, read_recording(lines), config.scheduler.batching == "static"), lines
 
 
-def _side(served: ServedTrace, recording: Recording, held: bool) -> _Side:
+def _side(served: ServedTrace, recording: Recording, held: bool) -> _Result:
     done = [each for each in recording.arrivals if each.ended is not None]
     whole = [(each.ended or 0.0) - each.arrival for each in done] or [0.0]
     p50, p99 = np.percentile(whole, [50, 99]).tolist()
     seconds = max((each.ended or 0.0 for each in done), default=0.0) - min((each.arrival for each in done), default=0.0)
     computed = sum(features.num_decodes for features, _ in recording.steps)
     wanted = sum(max(0, each.output_tokens - 1) for each in done)
-    return _Side(
+    return _Result(
         tokens_per_second=served.output_tokens / seconds if seconds > 0 else 0.0,
         first_p50=served.ttft.p50,
         whole_p50=p50,
@@ -218,33 +267,41 @@ def _side(served: ServedTrace, recording: Recording, held: bool) -> _Side:
     )
 
 
-def _words(continuous: _Side, static: _Side, measured: _Side | None) -> list[str]:
-    """Sentences that compare continuous with static batching. ``measured`` has the recorded results, if the recorded
-    engine used continuous batching."""
+def _measured_words(name: str, measured: _Result) -> list[str]:
+    return [
+        f"Measured: {name} finished everything in {_seconds(measured.seconds)}, with"
+        f" {measured.tokens_per_second:,.0f} tokens per second. Half of the people saw their first word within"
+        f" {_seconds(measured.first_p50)}; half of the answers were complete within {_seconds(measured.whole_p50)},"
+        f" 99 of 100 within {_seconds(measured.whole_p99)}."
+    ]
+
+
+def _words(upper: tuple[str, _Result], lower: tuple[str, _Result], whole: bool) -> list[str]:
+    """Sentences that compare two simulated sides, each with its name. ``whole``: the lower side delivers answers when
+    their batch has ended."""
 
     def times(more: float, less: float) -> str:
         ratio = more / less if less > 0 else 1.0
         return "about as much" if 0.95 < ratio < 1.05 else f"{ratio:.1f} times as much"
 
-    ran = []
-    if measured is not None:
-        ran = [
-            f"Measured: continuous batching finished everything in {_seconds(measured.seconds)}, with"
-            f" {measured.tokens_per_second:,.0f} tokens per second. Half of the people saw their first word within"
-            f" {_seconds(measured.first_p50)}; half of the answers were complete within {_seconds(measured.whole_p50)},"
-            f" 99 of 100 within {_seconds(measured.whole_p99)}."
-        ]
+    (name, one), (against, other) = upper, lower
+    why = ", because a static batch delivers when all of it is done" if whole else ""
     return [
-        *ran,
-        f"Simulated, both: continuous batching finishes everything in {_seconds(continuous.seconds)}, static batching"
-        f" in {_seconds(static.seconds)}, with {continuous.tokens_per_second:,.0f} tokens per second against"
-        f" {static.tokens_per_second:,.0f}: {times(continuous.tokens_per_second, static.tokens_per_second)}.",
-        f"Simulated: half of the people see their first word within {_seconds(continuous.first_p50)}, with static"
-        f" batching within {_seconds(static.first_p50)}, because a static batch delivers when all of it is done.",
-        f"Simulated: half of the answers are complete within {_seconds(continuous.whole_p50)} against"
-        f" {_seconds(static.whole_p50)}; 99 of 100 within {_seconds(continuous.whole_p99)} against"
-        f" {_seconds(static.whole_p99)}.",
-        f"Of what simulated static batches compute for answers, {static.held_share:.0%} is for rows that have ended.",
+        f"Simulated, both: {name} finishes everything in {_seconds(one.seconds)}, {against}"
+        f" in {_seconds(other.seconds)}, with {one.tokens_per_second:,.0f} tokens per second against"
+        f" {other.tokens_per_second:,.0f}: {times(one.tokens_per_second, other.tokens_per_second)}.",
+        f"Simulated: with {name}, half of the people see their first word within {_seconds(one.first_p50)}, with"
+        f" {against} within {_seconds(other.first_p50)}{why}.",
+        f"Simulated: half of the answers are complete within {_seconds(one.whole_p50)} against"
+        f" {_seconds(other.whole_p50)}; 99 of 100 within {_seconds(one.whole_p99)} against"
+        f" {_seconds(other.whole_p99)}.",
+    ]
+
+
+def _held_words(static: Iterable[_Result]) -> list[str]:
+    return [
+        f"Of what simulated static batches compute for answers, {each.held_share:.0%} is for rows that have ended."
+        for each in static
     ]
 
 
@@ -290,9 +347,11 @@ def _prepare(setup: dict[str, Any]) -> tuple[Answer, Callable[[], object]]:
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Reply with the example if ``what`` is ``demo``, else with the comparison of a recording with static batching."""
+    """Reply with the example if ``what`` is ``demo``, else with the comparison of the sides ``upper`` and ``lower``."""
     try:
-        return {"data": demo() if request["what"] == "demo" else compare(request.get("data", b""))}
+        if request["what"] == "demo":
+            return {"data": demo()}
+        return {"data": compare(request.get("data", b""), request["upper"], request["lower"])}
     except ChairliftError as error:
         return {"error": str(error)}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -19,6 +20,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from chairlift.engine.step_export import to_perfetto
+from chairlift.presets import BASELINE, PRESETS, RECORDED
 from chairlift.server.auth import ADMIN, Caller
 from chairlift.server.errors import ApiError
 from chairlift.server.live_feed import LiveFeed, StepRing
@@ -45,9 +47,15 @@ _WORK_BYTES: Final = 4 << 30
 _MAX_RESULT: Final = 256 << 20
 
 
+@functools.cache
 def live_page() -> str:
-    """The live view page as one HTML document."""
-    return assemble("live.html")
+    """The live view page as one HTML document, with the names of the presets in its lists."""
+    page = assemble("live.html")
+    for place, chosen in (("upper", RECORDED), ("lower", BASELINE)):
+        names = [f'<option value="{RECORDED}">as recorded</option>'] if place == "upper" else []
+        names += [f"<option{' selected' * (name == chosen)}>{name}</option>" for name in PRESETS]
+        page = page.replace(f'<select id="{place}">', f'<select id="{place}">{"".join(names)}')
+    return page
 
 
 async def _show(request: Request) -> Response:
@@ -167,17 +175,32 @@ async def _export(request: Request) -> Response:
     return Response(content, media_type="application/json" if suffix == "json" else _NDJSON, headers=headers)
 
 
-async def _static(request: Request) -> Response:
-    """Simulate the recorded requests with static batching. Returns one line with the comparison, then the simulated
-    recording."""
+async def _compare(request: Request) -> Response:
+    """Simulate the recorded requests under two sets of rules. Returns one line with the comparison, then the simulated
+    recordings."""
+    _feed(request)  # raises for callers who may not see the view
+    sides = _sides(request)
     if request.query_params.get("source") == "demo":
         example = await _demo(request)  # before this request's turn, because the example needs a turn, too
-        return Response(await _once(request, "static", example), media_type=_NDJSON)
+        return Response(await _once(request, "compare", example, *sides), media_type=_NDJSON)
 
-    async def static() -> bytes:
-        return await _simulate("static", await _recording(request))
+    async def compared() -> bytes:
+        return await _simulate("compare", await _recording(request), *sides)
 
-    return Response(await _in_turn(request, static), media_type=_NDJSON)
+    return Response(await _in_turn(request, compared), media_type=_NDJSON)
+
+
+def _sides(request: Request) -> tuple[str, str]:
+    """Names of the upper and the lower side. Raises ApiError 400 for a name that is unknown."""
+    upper = request.query_params.get("upper", RECORDED)
+    lower = request.query_params.get("lower", BASELINE)
+    for name, value, allowed in (("upper", upper, (RECORDED, *PRESETS)), ("lower", lower, tuple(PRESETS))):
+        if value not in allowed:
+            message = f"{name} must be one of {', '.join(allowed)}; got {value!r:.60}"
+            raise ApiError(400, message, param=name, code="invalid_value")
+    if upper == lower:
+        raise ApiError(400, f"upper and lower are both {upper!r}; choose two", param="lower", code="invalid_value")
+    return upper, lower
 
 
 async def _show_demo(request: Request) -> Response:
@@ -185,24 +208,30 @@ async def _show_demo(request: Request) -> Response:
     return Response(await _demo(request), media_type=_NDJSON)
 
 
-_made: dict[str, bytes] = {}
-"""Name of an example -> its simulated recording. Examples never change, so each is simulated once."""
+_made: dict[tuple[str, ...], bytes] = {}
+"""Example, or its comparison with the names of both sides -> the simulated recordings. They never change, so each is
+simulated once, except when more were asked for than are kept."""
+_MOST_MADE: Final = 12
 
 
 async def _demo(request: Request) -> bytes:
     return await _once(request, "demo", b"")
 
 
-async def _once(request: Request, what: str, lines: bytes) -> bytes:
-    """Simulated recording of the example ``what``. It is made at the first request and then kept."""
+async def _once(request: Request, what: str, lines: bytes, *sides: str) -> bytes:
+    """Simulated recording of the example, or its comparison. It is made at the first request and then kept."""
     _feed(request)  # raises for callers who may not see the view
+    key = (what, *sides)
 
     async def make() -> bytes:
-        if what not in _made:  # another request may have made it meanwhile
-            _made[what] = await _simulate(what, lines)
-        return _made[what]
+        if key not in _made:  # another request may have made it meanwhile
+            made = await _simulate(what, lines, *sides)
+            for old in [each for each in _made if each != ("demo",)][: max(0, len(_made) + 1 - _MOST_MADE)]:
+                del _made[old]
+            _made[key] = made
+        return _made[key]
 
-    return _made.get(what) or await _in_turn(request, make)
+    return _made.get(key) or await _in_turn(request, make)
 
 
 async def _converted(request: Request) -> bytes:
@@ -228,13 +257,14 @@ async def _in_turn(request: Request, work: Callable[[], Awaitable[bytes]]) -> by
             feed.num_callers -= 1
 
 
-async def _simulate(what: str, lines: bytes) -> bytes:
-    """Simulate a recording in a worker process. Raises ApiError with the reason if the simulation fails."""
+async def _simulate(what: str, lines: bytes, upper: str = "", lower: str = "") -> bytes:
+    """Simulate the example, or a recording under the rules of two sides, in a worker process. Raises ApiError with the
+    reason if the simulation fails."""
     setup = {"memory_bytes": _WORK_BYTES}
     pool = WorkerPool(
         _SIMULATOR, setup, "simulations", _MAX_RESULT, num_workers=1, max_waiting=1, patience=1, spare=False
     )
-    fields = {"what": what, "data": lines, "cpu_seconds": math.ceil(_WORK_SECONDS)}
+    fields = {"what": what, "data": lines, "upper": upper, "lower": lower, "cpu_seconds": math.ceil(_WORK_SECONDS)}
     try:
         reply = await pool.ask(fields, _WORK_SECONDS)
     except TimeoutError:
@@ -254,6 +284,6 @@ routes: Final = [
     Route("/live/", _to_page, methods=["GET"]),
     Route("/live/events", _events, methods=["GET"]),
     Route("/live/export", _export, methods=["GET"]),
-    Route("/live/static", _static, methods=["GET"]),
+    Route("/live/compare", _compare, methods=["GET"]),
     Route("/live/demo", _show_demo, methods=["GET"]),
 ]

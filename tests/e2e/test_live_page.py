@@ -18,6 +18,7 @@ import pytest
 
 from chairlift.engine.step_export import read_recording
 from chairlift.engine.step_recorder import FORMAT
+from chairlift.presets import PRESETS
 from chairlift.server.live_feed import LiveFeed
 from tests.e2e.server_process import ServerProcess
 from tests.engine.test_step_export import watched
@@ -327,7 +328,9 @@ def test_an_empty_server_has_an_example_to_show(chromium: Chromium, tmp_path: Pa
         chromium.wait_for("document.querySelector('#verdict').checkVisibility()")
         settled(chromium)
         words = text(chromium, "#words")
-        assert "static batching" in words and "times as much" in words
+        assert "static in" in words and "times as much" in words
+        assert text(chromium, "#title") == "The example"
+        assert text(chromium, "#title2").startswith("static: Request-level batches")
         for name, size in (("light", DESKTOP), ("dark", DESKTOP), ("phone", PHONE)):
             chromium.resize(*size, phone=name == "phone", dark=name == "dark")
             settled(chromium)
@@ -335,11 +338,48 @@ def test_an_empty_server_has_an_example_to_show(chromium: Chromium, tmp_path: Pa
             shot = tmp_path / f"{name}.png"
             chromium.screenshot(shot)
             assert shot.stat().st_size > 20_000
+        choose = (
+            "(() => { const a = document.querySelector('#upper'); a.value = '%s';"
+            " a.dispatchEvent(new Event('change')); })()"
+        )
+        chromium.value(choose % "tgi")
+        chromium.wait_for("document.querySelector('#title').innerText.startsWith('tgi: Text Generation')")
+        assert "tgi against static" in text(chromium, "#verdict") and PRESETS["tgi"].does in text(chromium, "#words")
+        chromium.value(choose % "static")
+        chromium.wait_for("document.querySelector('#note').innerText.includes('choose two')")
+        chromium.value(choose % "recorded")
+        chromium.click("#compare")
+        chromium.wait_for("document.querySelector('#title').innerText === 'The example'")
         chromium.click("#compare")
         chromium.resize(*DESKTOP)
         settled(chromium)
         assert not chromium.value("document.querySelector('#timeline2').checkVisibility()")
         assert chromium.problems == []
+
+
+@pytest.mark.parametrize(
+    ("query", "shown"),
+    [
+        ("compare=orca,vllm", "orca against vllm"),
+        ("compare=tgi", "the example against tgi"),
+        ("static", "the example against static"),
+    ],
+)
+def test_the_address_names_the_sides_of_a_comparison(chromium: Chromium, query: str, shown: str) -> None:
+    with serve_watched() as view:
+        chromium.problems.clear()
+        chromium.open(f"{view.url}/live?demo&{query}")
+        chromium.wait_for("document.querySelector('#verdict').checkVisibility()")
+        assert shown in text(chromium, "#verdict")
+        assert chromium.problems == []
+
+
+def test_an_unknown_side_in_the_address_is_refused_with_the_list(chromium: Chromium) -> None:
+    with serve_watched() as view:
+        chromium.open(f"{view.url}/live?demo&compare=orka")
+        chromium.wait_for("document.querySelector('#note').innerText.includes('No comparison with orka')")
+        assert "tensorrt-llm-max-utilization" in text(chromium, "#note")
+        assert not chromium.value("document.querySelector('#verdict').checkVisibility()")
 
 
 def empty_key() -> dict[str, Any]:

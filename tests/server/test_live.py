@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import pytest
 
 from chairlift.engine.step_export import read_recording
 from chairlift.metrics.stats import ReplicaStats
+from chairlift.presets import PRESETS
 from chairlift.server import live, live_feed
 from chairlift.server.app import make_app
 from chairlift.server.live_feed import LiveFeed, as_event
@@ -154,7 +156,7 @@ def test_files_are_small_enough_to_read() -> None:
 # --- who may look ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/live/events", "/live/export", "/live/static", "/live/demo"])
+@pytest.mark.parametrize("path", ["/live/events", "/live/export", "/live/compare", "/live/demo"])
 def test_what_it_shows_needs_a_key_and_of_several_the_admins(path: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("alice sk-alice\nadmin sk-admin\n")
@@ -308,7 +310,7 @@ def test_every_replica_has_steps_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
                 assert (refused.status, refused.error["param"]) == (400, "replica")
                 assert "from 0 to 1" in refused.error["message"]
             engine.known_replicas = []
-            refused = await client.get("/live/static?replica=1")
+            refused = await client.get("/live/compare?replica=1")
             assert refused.status == 400 and "has one engine" in refused.error["message"]
 
     run(test())
@@ -513,7 +515,7 @@ def test_an_export_waits_for_the_first_lines_of_an_engine_that_nobody_has_looked
 def test_static_batching_of_the_same_requests(shown: Any, recording: bytes) -> None:
     async def test() -> None:
         async with serving(make_app(shown)) as client:
-            reply = await client.get("/live/static")
+            reply = await client.get("/live/compare")
             assert reply.status == 200, reply.body
             first, _, lines = reply.body.partition(b"\n")
             compare = json.loads(first)["compare"]
@@ -525,12 +527,79 @@ def test_static_batching_of_the_same_requests(shown: Any, recording: bytes) -> N
                 assert simulated.arrival == pytest.approx(real.arrival - known[0].arrival, abs=1e-5)
                 assert simulated.prompt_tokens == real.prompt_tokens
                 assert simulated.output_tokens == real.output_tokens
-            one, other = compare["continuous"], compare["static"]
+            one, other = compare["upper"], compare["lower"]
             assert one["tokens_per_second"] > other["tokens_per_second"]
             assert one["whole_p50"] < other["whole_p50"]
             assert other["held_share"] > 0.1 and one["held_share"] == 0
             held = {change[1] for line in static.lines for change in line.get("do", ()) if change[0] == "hold"}
             assert held
+
+    run(test())
+
+
+def test_two_presets_on_the_same_requests(shown: Any, recording: bytes) -> None:
+    async def test() -> None:
+        async with serving(make_app(shown)) as client:
+            reply = await client.get("/live/compare?upper=orca&lower=tgi")
+            assert reply.status == 200, reply.body
+            first, *lines = reply.body.split(b"\n")
+            compare = json.loads(first)["compare"]
+            assert compare["sides"] == ["orca", "tgi"]
+            assert compare["about"]["tgi"]["does"] == PRESETS["tgi"].does
+            assert not compare["words"][0].startswith("Measured")
+            known, cut = read_recording(recording).arrivals, compare["upper_lines"]
+            separate = []
+            for part in (lines[:cut], lines[cut:]):
+                side = read_recording(b"\n".join(part))
+                assert [each.output_tokens for each in side.arrivals] == [each.output_tokens for each in known]
+                separate.append(any(line.get("rest") for line in side.lines))
+            assert separate == [False, True]  # TGI's decodes pause while a prompt is computed
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("upper=orka", "upper must be one of recorded, static, .*, lightllm; got 'orka'"),
+        ("lower=recorded", "lower must be one of static, .*, lightllm; got 'recorded'"),
+        ("upper=tgi&lower=tgi", "upper and lower are both 'tgi'; choose two"),
+        ("upper=static", "upper and lower are both 'static'"),
+    ],
+)
+def test_sides_that_do_not_exist_are_refused_with_the_list(query: str, message: str) -> None:
+    async def test() -> None:
+        async with serving(make_app(make_state(WatchedEngine()))) as client:
+            for source in ("", "&source=demo"):
+                refused = await client.get(f"/live/compare?{query}{source}")
+                assert (refused.status, refused.error["code"]) == (400, "invalid_value")
+                assert re.match(message, refused.error["message"])
+
+    run(test())
+
+
+def test_the_page_offers_all_presets() -> None:
+    for place, extra in (("upper", ["recorded"]), ("lower", [])):
+        options = re.search(f'<select id="{place}">(.*?)</select>', live.live_page())
+        assert options is not None
+        values = re.findall(r'<option(?: value="(\w+)")?(?: selected)?>([^<]+)</option>', options[1])
+        assert [value or name for value, name in values] == extra + list(PRESETS)
+    assert "<option selected>static</option>" in live.live_page()
+
+
+def test_only_few_comparisons_of_the_example_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def simulate(what: str, lines: bytes, *sides: str) -> bytes:
+        return b"{}"
+
+    monkeypatch.setattr(live, "_made", {})
+    monkeypatch.setattr(live, "_simulate", simulate)
+
+    async def test() -> None:
+        async with serving(make_app(make_state(WatchedEngine()))) as client:
+            for upper, lower in itertools.permutations(list(PRESETS)[:5], 2):
+                assert (await client.get(f"/live/compare?source=demo&upper={upper}&lower={lower}")).status == 200
+        assert len(live._made) == live._MOST_MADE
+        assert ("demo",) in live._made and ("compare", upper, lower) in live._made
 
     run(test())
 
@@ -543,9 +612,9 @@ def test_who_waits_for_the_simulator_holds_no_recording_and_not_everybody_waits(
             await shown.live.working.acquire()
             waiting = [await client.connect() for _ in range(8)]
             for connection in waiting:
-                connection.get("/live/static")
+                connection.get("/live/compare")
             await until(lambda: shown.live.num_callers == 8)
-            refused = await client.get("/live/static")
+            refused = await client.get("/live/compare")
             assert (refused.status, refused.error["code"]) == (503, "overloaded")
             for connection in waiting[1:]:
                 await connection.close()
@@ -570,12 +639,12 @@ def test_one_key_cannot_take_all_places(tmp_path: Path, monkeypatch: pytest.Monk
             await state.live.working.acquire()
             waiting = [await client.connect() for _ in range(3)]
             for number, connection in enumerate(waiting):
-                connection.get("/live/export?format=perfetto" if number else "/live/static", *first)
+                connection.get("/live/export?format=perfetto" if number else "/live/compare", *first)
             await until(lambda: state.live is not None and state.live.num_callers == 3)
-            refused = await client.get("/live/static", *first)
+            refused = await client.get("/live/compare", *first)
             assert (refused.status, refused.error["code"]) == (429, "too_many_of_one_key")
             other = await client.connect()
-            other.get("/live/static", *second)
+            other.get("/live/compare", *second)
             await until(lambda: state.live is not None and state.live.num_callers == 4)
             for connection in (*waiting, other):
                 await connection.close()
@@ -598,7 +667,7 @@ def test_one_key_cannot_take_all_places(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_example_is_simulated_once_however_many_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated: list[str] = []
 
-    async def simulate(what: str, lines: bytes) -> bytes:
+    async def simulate(what: str, lines: bytes, *sides: str) -> bytes:
         simulated.append(what)
         await asyncio.sleep(0)
         return what.encode()
@@ -608,21 +677,21 @@ def test_the_example_is_simulated_once_however_many_ask(monkeypatch: pytest.Monk
 
     async def test() -> None:
         async with serving(make_app(make_state(WatchedEngine()))) as client:
-            paths = ["/live/static?source=demo", "/live/demo"] * 4
+            paths = ["/live/compare?source=demo", "/live/demo"] * 4
             replies = await asyncio.gather(*(client.get(path) for path in paths))
-            assert [reply.body for reply in replies] == [b"static", b"demo"] * 4
-            assert sorted(simulated) == ["demo", "static"]
+            assert [reply.body for reply in replies] == [b"compare", b"demo"] * 4
+            assert sorted(simulated) == ["compare", "demo"]
 
     run(test())
 
 
 def test_who_may_not_look_may_not_look_at_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_made", {"demo": b"{}", "static": b"{}"})
+    monkeypatch.setattr(live, "_made", {("demo",): b"{}", ("compare", "recorded", "static"): b"{}"})
     (tmp_path / "keys").write_text("admin sk-1\nalice sk-2\n")
 
     async def test() -> None:
         async with serving(make_app(make_state(WatchedEngine(), api_key_file=str(tmp_path / "keys")))) as client:
-            for path in ("/live/demo", "/live/static?source=demo", "/live/export?source=demo"):
+            for path in ("/live/demo", "/live/compare?source=demo", "/live/export?source=demo"):
                 assert (await client.get(path, "Authorization: Bearer sk-1")).status == 200
                 assert (await client.get(path, "Authorization: Bearer sk-2")).status == 403
 
@@ -640,7 +709,7 @@ def test_what_cannot_be_simulated_says_why() -> None:
         state = make_state(WatchedEngine())
         state.live = LiveFeed(None, recording=watched(make_truth(), bursts=0))
         async with serving(make_app(state)) as client:
-            refused = await client.get("/live/static")
+            refused = await client.get("/live/compare")
             assert (refused.status, refused.error["code"]) == (422, "cannot_simulate")
             assert "record for longer" in refused.error["message"]
 
@@ -653,7 +722,7 @@ def test_the_example_can_be_compared_before_anybody_has_seen_it(monkeypatch: pyt
 
     async def test() -> None:
         async with serving(make_app(make_state(WatchedEngine()))) as client:
-            reply = await client.get("/live/static?source=demo")
+            reply = await client.get("/live/compare?source=demo")
             assert (reply.status, len(read_recording(reply.body.partition(b"\n")[2]).steps) > 300) == (200, True)
 
     run(test())

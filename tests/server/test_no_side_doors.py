@@ -47,7 +47,7 @@ GETS = {
     *("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"),
     *("/", "/docs", "/openapi.json", "/v1/models", "/v1/models/{name:path}"),
     *("/v1/queue", "/v1/requests", "/v1/traffic"),
-    *("/live", "/live/", "/live/events", "/live/export", "/live/static", "/live/demo"),
+    *("/live", "/live/", "/live/events", "/live/export", "/live/compare", "/live/demo"),
     *("/health", "/ping", "/ready", "/version", "/load", "/metrics"),
 }
 GOOD: dict[str, dict[str, Any]] = {

@@ -26,7 +26,13 @@ from chairlift.replay.machines import (
     shape_from_name,
 )
 from chairlift.replay.replay import RequestTiming, ServedTrace, SimReport, replay, serve_trace, simulated_core
-from chairlift.replay.side_by_side import compare_sides, recorded_config, recorded_deployment, recorded_trace
+from chairlift.replay.side_by_side import (
+    batching_sides,
+    compare_sides,
+    recorded_config,
+    recorded_deployment,
+    recorded_trace,
+)
 from chairlift.scheduler.cost_model import CostModel, Roofline, StepFeatures
 from chairlift.workbench.bench.tune_state import kept_latencies
 from chairlift.workbench.workload.arrivals import Gamma, parse_arrivals
@@ -214,8 +220,8 @@ def test_a_recording_of_batches_is_replayed_in_batches(settings: dict[str, Any])
     assert replayed.output_tokens_per_second == pytest.approx(ran.output_tokens_per_second, rel=0.02)
     other = recorded_config(recording, preset="tgi").scheduler  # wins over what was recorded
     assert (other.batching, other.prefill_mode, other.preset) == ("continuous", "separate", "tgi")
-    figures, _ = compare_sides(recording)
-    assert figures["continuous"]["tokens_per_second"] > 1.2 * figures["static"]["tokens_per_second"]
+    figures, *_ = compare_sides(recording, *batching_sides())
+    assert figures["upper"]["tokens_per_second"] > 1.2 * figures["lower"]["tokens_per_second"]
 
 
 @pytest.mark.parametrize(("long", "short", "held"), [(11, 1, 0.5), (11, 6, 0.25), (3, 3, 0.0)])
@@ -224,8 +230,8 @@ def test_what_a_static_batch_computes_for_rows_that_have_ended(long: int, short:
     core, limits = simulated_core(deployment(), EngineConfig.from_flat({"max_num_seqs": 2}))
     recorder = StepRecorder(core, most_bytes=1 << 24)
     serve_trace(core, [one(0.0, output=output) for output in (long, short) * 12], limits)
-    figures, _ = compare_sides(read_recording(recorder.take()))
-    assert figures["static"]["held_share"] == pytest.approx(held)
+    figures, *_ = compare_sides(read_recording(recorder.take()), *batching_sides())
+    assert figures["lower"]["held_share"] == pytest.approx(held)
     assert figures["words"][-1].startswith(f"Of what simulated static batches compute for answers, {held:.0%} is")
 
 
@@ -251,8 +257,8 @@ def test_where_memory_is_so_short_that_static_batches_win_that_is_said() -> None
     core, limits = simulated_core(deployment(tokens), EngineConfig.from_flat(settings))
     recorder = StepRecorder(core, most_bytes=1 << 24)
     serve_trace(core, [one(0.0, prompt=16, output=400) for _ in range(40)], limits)
-    figures, _ = compare_sides(read_recording(recorder.take()))
-    ratio = figures["continuous"]["tokens_per_second"] / figures["static"]["tokens_per_second"]
+    figures, *_ = compare_sides(read_recording(recorder.take()), *batching_sides())
+    ratio = figures["upper"]["tokens_per_second"] / figures["lower"]["tokens_per_second"]
     assert ratio < 0.9
     assert figures["words"][1].startswith("Simulated, both: ")
     assert figures["words"][1].endswith(f": {ratio:.1f} times as much.")
@@ -280,13 +286,13 @@ def test_static_batches_have_no_time_per_token() -> None:
 
 def test_what_was_measured_stands_first_and_the_simulation_is_called_one() -> None:
     recording = read_recording(_joined(_recorded()))
-    figures, _ = compare_sides(recording)
+    figures, *_ = compare_sides(recording, *batching_sides())
     whole = [(each.ended or 0) - each.arrival for each in recording.arrivals]
     assert figures["measured"]["whole_p50"] == pytest.approx(float(np.median(whole)))
     assert 0 < figures["measured"]["first_p50"] < figures["measured"]["whole_p50"]
     assert figures["words"][0].startswith("Measured: ")
     assert all("imulated" in text for text in figures["words"][1:])
-    other, _ = compare_sides(recording, max_num_seqs=4)
+    other, *_ = compare_sides(recording, *batching_sides(max_num_seqs=4))
     assert not other["words"][0].startswith("Measured"), "with other settings nothing was measured"
 
 
@@ -298,7 +304,7 @@ def test_a_step_model_that_does_not_fit_is_refused_with_the_reason() -> None:
             late += 0.05 * float(np.exp(rng.normal(0, 1.5)))
             line["t"] = [line["t"][0] + begin, line["t"][1] + late]
     with pytest.raises(ConfigError, match=r"no comparison: the step model misses half of the .* by more than \d+%"):
-        compare_sides(read_recording(_joined(lines)))
+        compare_sides(read_recording(_joined(lines)), *batching_sides())
 
 
 def test_a_simulation_that_contradicts_the_recording_is_refused() -> None:
@@ -309,7 +315,7 @@ def test_a_simulation_that_contradicts_the_recording_is_refused() -> None:
             if change[0] == "end":
                 change[2] *= 3.0
     with pytest.raises(ConfigError, match=r"no comparison: an answer \(median\) took .* in a simulation of the same"):
-        compare_sides(read_recording(_joined(lines)))
+        compare_sides(read_recording(_joined(lines)), *batching_sides())
 
 
 def test_time_between_the_steps_of_rows_that_decode_on_belongs_to_the_steps() -> None:

@@ -90,13 +90,13 @@ function take(each) {
   dirty = true;
 }
 
-async function load(path, into) {
+async function load(path, into) {  // into: comparison -> model that takes the next line
   const response = await ask(path);
   let compare = null;
   for await (const text of textLines(response)) {
     if (!text) continue;
     const each = JSON.parse(text);
-    if (each.compare) compare = each.compare; else into.take(each);
+    if (each.compare) compare = each.compare; else into(compare).take(each);
   }
   dirty = true;
   return compare;
@@ -109,8 +109,8 @@ function say(text) {
 
 // The view
 
-function head() { return view.mode === "steps" ? model.count : model.lastEnd - line.zero; }
-function tail() { return view.mode === "steps" ? model.first : (model.starts[0] ?? 0) - line.zero; }
+function head() { return view.mode === "steps" ? line.model.count : line.model.lastEnd - line.zero; }
+function tail() { return view.mode === "steps" ? line.model.first : (line.model.starts[0] ?? 0) - line.zero; }
 function least() { return view.mode === "steps" ? 20 : 0.2; }
 function most() { return Math.max(least(), view.mode === "steps" ? 24000 : second ? view.whole : head() - tail()); }
 
@@ -142,15 +142,15 @@ function still(what) {  // there are no more steps: show all of them
   live = false;
   $("corner").textContent = what;
   span = Math.max(least(), (head() - tail()) * 1.02);
-  moment = Math.round(model.first + 0.6 * model.numbers.length);
+  moment = Math.round(line.model.first + 0.6 * line.model.numbers.length);
   dirty = true;
 }
 
 function across(mode) {
   if (mode === view.mode) return;
-  const i = held === null ? null : line.stepOf(held), steps = Math.max(1, Math.min(span, model.numbers.length));
-  const seconds = model.lastEnd - (model.starts[0] ?? 0);
-  const rate = model.numbers.length / Math.max(1e-9, seconds);
+  const i = held === null ? null : line.stepOf(held), steps = Math.max(1, Math.min(span, line.model.numbers.length));
+  const seconds = line.model.lastEnd - (line.model.starts[0] ?? 0);
+  const rate = line.model.numbers.length / Math.max(1e-9, seconds);
   view.mode = mode;
   span = mode === "time" ? Math.max(0.5, steps / rate) : Math.max(20, span * rate);
   if (i !== null) hold(line.close(i));
@@ -160,7 +160,7 @@ function across(mode) {
 
 function choose(n, wanted = true) {
   view.chosen = n;
-  const r = model.requests.get(n);
+  const r = line.model.requests.get(n);
   if (wanted) $("follow").value = r ? label(r) : "";
   followText = $("follow").value;
   dirty = true;
@@ -168,7 +168,7 @@ function choose(n, wanted = true) {
 
 function follow(text) {
   followText = text;
-  const r = model.find(text);
+  const r = line.model.find(text);
   view.chosen = r?.n;
   if (r && r.ended !== null && r.until < line.low) hold(line.close(r.until) + span / 3);
   say(text && !r ? `No request ${text} so far. The page will show it when it arrives.` : "");
@@ -183,7 +183,7 @@ function seconds(value) {
 }
 
 function facts(r, phase) {
-  const list = make("dl"), now = r.ended ?? model.lastEnd;
+  const list = make("dl"), now = r.ended ?? line.model.lastEnd;
   const row = (name, value) => list.append(make("dt", name), make("dd", value));
   if (phase) row("now", PHASES[phase]);
   if (r.slot >= 0) row("row", r.slot);
@@ -199,7 +199,7 @@ function facts(r, phase) {
 
 function causesOf(r) {
   if (Object.keys(r.causes).length) return [Object.entries(r.causes), "Where its time went"];
-  const now = model.lastEnd, found = [];
+  const now = line.model.lastEnd, found = [];
   if (r.arrival !== null && (r.started === null || r.started >= 0)) found.push(["waiting", (r.started ?? now) - r.arrival]);
   if (r.started > 0) found.push(["first token", (r.firstToken ?? now) - r.started]);
   if (r.firstToken) found.push(["writing", now - r.firstToken]);
@@ -207,7 +207,7 @@ function causesOf(r) {
 }
 
 function detail() {
-  const r = model.requests.get(view.chosen), box = $("detail");
+  const r = line.model.requests.get(view.chosen), box = $("detail");
   const shown = r ? JSON.stringify([r.n, r.ended, r.slot, r.tokens, r.preemptions]) : "";
   if (box.dataset.shown === shown) return;
   box.dataset.shown = shown;
@@ -224,7 +224,7 @@ function detail() {
     list.append(item);
   });
   right.append(make("h3", found.length ? title : "No times are known: the request arrived before the first viewer"), bar, list);
-  const names = r.by.map((by) => label(model.requests.get(by)) || by).join(", ");
+  const names = r.by.map((by) => label(line.model.requests.get(by)) || by).join(", ");
   if (names) right.append(make("p", `Preempted by ${names}.`, "hint"));
   const left = make("div");
   left.append(make("h3", label(r)), facts(r));
@@ -233,7 +233,7 @@ function detail() {
 }
 
 function gauges(i) {
-  const seats = model.about?.max_num_seqs ?? 1, { waiting, why, running, used, speed, perStep, rate } = model.gauges(i);
+  const seats = line.model.about?.max_num_seqs ?? 1, { waiting, why, running, used, speed, perStep, rate } = line.model.gauges(i);
   const set = (id, text) => { if ($(id).textContent !== text) $(id).textContent = text; };
   set("running", `${running} / ${seats}`);
   $("runningbar").value = running / seats;
@@ -249,7 +249,7 @@ function gauges(i) {
   $("ratebar").firstElementChild.className = rate > 0.05 ? "bad" : rate > 0.02 ? "high" : "";
   $("ratebar").setAttribute("aria-valuenow", (100 * rate).toFixed(1));
   $("timeline").setAttribute("aria-label", `Timeline: ${running} of ${seats} rows busy, ${waiting} waiting, ${Math.round(100 * used)} percent of KV memory in use`);
-  if (live && model.about) set("corner", held === null ? `live · ${running} running` : "paused");
+  if (live && line.model.about) set("corner", held === null ? `live · ${running} running` : "paused");
 }
 
 // Minimum time of the steps divided by their measured time. Only a server has this value; recordings do not.
@@ -269,26 +269,26 @@ async function watchFloor() {
 
 function shownStep() {
   const now = held === null ? Infinity : line.stepOf(view.right);
-  return Math.max(model.first, Math.min(model.count - 1, view.until !== undefined ? line.stepOf(view.until) : moment ?? now));
+  return Math.max(line.model.first, Math.min(line.model.count - 1, view.until !== undefined ? line.stepOf(view.until) : moment ?? now));
 }
 
 function blockMap() {
   const now = live && held === null, i = shownStep();
-  const memory = now ? model.memoryNow() : model.memoryAt(i);
-  const known = memory && model.about && !model.past;
+  const memory = now ? line.model.memoryNow() : line.model.memoryAt(i);
+  const known = memory && line.model.about && !line.model.past;
   $("blocks").hidden = !known;
-  $("blocktitle").textContent = `KV memory ${now ? "now" : `at step ${model.numbers[i - model.first] ?? ""}`}`;
-  if (!known) { $("blocknote").textContent = model.count ? "The owners of the blocks are unknown before the first viewer." : ""; return; }
-  shownMap = drawBlocks($("blocks"), model.about.pools, memory, view.chosen, colours);
+  $("blocktitle").textContent = `KV memory ${now ? "now" : `at step ${line.model.numbers[i - line.model.first] ?? ""}`}`;
+  if (!known) { $("blocknote").textContent = line.model.count ? "The owners of the blocks are unknown before the first viewer." : ""; return; }
+  shownMap = drawBlocks($("blocks"), line.model.about.pools, memory, view.chosen, colours);
   const shared = shownMap.owners.reduce((sum, owners) => sum + [...owners.values()].filter((own) => own.length > 1).length, 0);
   const few = shownMap.each > 1 ? ` One square is ${shownMap.each} blocks.` : "";
-  $("blocknote").textContent = `A block holds ${model.about.block_size} tokens. Each colour is a request. Hatched: shared (${shared}).`
+  $("blocknote").textContent = `A block holds ${line.model.about.block_size} tokens. Each colour is a request. Hatched: shared (${shared}).`
     + ` Dot: unused, in the prefix cache.${few}`;
   $("blocks").setAttribute("aria-label", `KV blocks: ${shownMap.owners.reduce((sum, owners) => sum + owners.size, 0)} in use, ${shared} shared`);
 }
 
 function expertMap() {
-  const loads = model.loadsAt(live && held === null ? Infinity : shownStep());
+  const loads = line.model.loadsAt(live && held === null ? Infinity : shownStep());
   $("expertbox").hidden = !loads;
   if (!loads) { shownExperts = null; return; }
   shownExperts = drawExperts($("experts"), loads, colours);
@@ -300,7 +300,7 @@ function expertMap() {
 }
 
 function imageMemory() {
-  const state = model.imagesAt(live && held === null ? Infinity : shownStep()), most = model.about?.max_image_bytes;
+  const state = line.model.imagesAt(live && held === null ? Infinity : shownStep()), most = line.model.about?.max_image_bytes;
   $("imagebox").hidden = !state;
   if (!state) return;
   $("imagebar").hidden = !most;
@@ -314,17 +314,17 @@ function draw(time) {
   if (!dirty || document.hidden) return;
   dirty = false;
   colours ??= palette();
-  if (followText && view.chosen === undefined) { const r = model.find(followText); if (r) { view.chosen = r.n; say(""); } }
+  if (followText && view.chosen === undefined) { const r = line.model.find(followText); if (r) { view.chosen = r.n; say(""); } }
   place();
   view.share = second ? 0.28 : 0.5;
   view.moment = moment;
   line.draw(view, colours);
   second?.draw({ ...view, chosen: undefined, moment: null }, colours);
-  const pause = model.about?.pools.some((blocks) => blocks > 20000) ? 1000 : 200;
+  const pause = line.model.about?.pools.some((blocks) => blocks > 20000) ? 1000 : 200;
   if (time - beat > pause || held !== null) {  // texts need not follow every frame
     beat = time;
     gauges(live && held === null ? undefined : shownStep());
-    $("empty").hidden = model.count > 0 || source !== "" || !model.about;
+    $("empty").hidden = line.model.count > 0 || source !== "" || !line.model.about;
     blockMap();
     imageMemory();
     expertMap();
@@ -382,7 +382,7 @@ function watchCanvas(timeline, own) {
 
 $("blocks").addEventListener("pointermove", (event) => {
   const found = shownMap?.at(event.offsetX, event.offsetY);
-  const who = found?.owners.map((n) => label(model.requests.get(n))) ?? [];
+  const who = found?.owners.map((n) => label(line.model.requests.get(n))) ?? [];
   const owners = who.length > 1 ? `shared by ${who.join(", ")}` : who[0];
   tip(event, found ? `block ${found.block}` : "", make("span", owners ?? (found?.cached ? "kept for the next prompt that begins alike" : "free")));
 });
@@ -401,11 +401,11 @@ const KEYS = {
   ArrowDown: () => next(1), ArrowUp: () => next(-1),
 };
 function next(by) {  // the request in the next busy row
-  const i = Math.min(model.count - 1, line.stepOf(view.right)), seated = [];
-  for (let slot = 0; slot < model.slots; slot++) { const { run, seat } = model.at(slot, i); if (run || seat) seated.push((run ?? seat).n); }
+  const i = Math.min(line.model.count - 1, line.stepOf(view.right)), seated = [];
+  for (let slot = 0; slot < line.model.slots; slot++) { const { run, seat } = line.model.at(slot, i); if (run || seat) seated.push((run ?? seat).n); }
   if (!seated.length) return;
   choose(seated[(seated.indexOf(view.chosen) + by + seated.length) % seated.length]);
-  const r = model.requests.get(view.chosen);
+  const r = line.model.requests.get(view.chosen);
   $("spoken").textContent = `${label(r)}: ${facts(r).innerText.replaceAll("\n", " ")}`;
 }
 $("timeline").addEventListener("keydown", (event) => {
@@ -421,6 +421,7 @@ $("across").addEventListener("change", (event) => { if (second) event.target.val
 $("follow").addEventListener("input", (event) => follow(event.target.value));
 $("scrub").addEventListener("input", (event) => hold(event.target.value >= 1 ? null : tail() + event.target.value * (head() - tail())));
 $("compare").addEventListener("click", compare);
+for (const id of ["upper", "lower"]) $(id).addEventListener("change", recompare);
 $("example").addEventListener("click", () => { location.search = "?demo"; });
 for (const id of ["perfetto", "jsonl"]) $(id).addEventListener("click", () => save(id));
 $("door").addEventListener("submit", (event) => {
@@ -466,15 +467,17 @@ async function begin() {
   try {
     if (asked.has("demo")) {
       source = "?source=demo";
-      await load("/live/demo", model);
+      await load("/live/demo", () => model);
       still("a simulated example");
     } else {
       const listening = listen();
       watchFloor();
       watchFleet();
-      if (asked.has("static")) await Promise.race([listening, new Promise((done) => setTimeout(done, 1500))]);
+      if (asked.has("static") || asked.has("compare")) await Promise.race([listening, new Promise((done) => setTimeout(done, 1500))]);
     }
-    if (asked.has("static") && $("door").hidden) await compare();
+    if (!asked.has("static") && !asked.has("compare")) return;
+    wanted();
+    if ($("door").hidden) await compare();
   } catch (error) { say(error.message); }
 }
 
