@@ -86,7 +86,7 @@ OF_THE_PROGRAM = {
     "executor.native_kv": "states parts",
     "executor.sampling_rows": "storing columns",
     "executor.triton_runner": "_decodes _bodies",
-    "server.live": "_made",
+    "server.live": "_made live_page",
     "server.pages": "assemble _headers",
     "server.protocol": "_field_names _type_info _whole_numbers _entry_type",
     "tokenizer.chat_template": "_environment _forms _tree _template",
