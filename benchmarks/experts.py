@@ -25,6 +25,7 @@ from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu.program import StepProgram
 from chairlift.kernels.experts import route
 from chairlift.kernels.recording import Recorder
+from chairlift.kernels.roof import product_kind
 from chairlift.kernels.routing import Routing
 from chairlift.kernels.weights import NATIVE, QUANTIZED, MatrixShape
 from chairlift.step_batch import StepBatch
@@ -90,7 +91,8 @@ def _measure(
         program.run(step)
         seconds = time.perf_counter() - begin
         bandwidth = library.cl_measure_read(pool.handle, memory.address, memory.nbytes)
-        peak = library.cl_measure_peak(pool.handle, lib.ISA_NAMES.index(isa), args.kind in QUANTIZED, 0.01)
+        kind = product_kind(isa, {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(args.kind, torch.int8))
+        peak = library.cl_measure_peak(pool.handle, lib.ISA_NAMES.index(isa), lib.PRODUCTS.index(kind), 0.01)
         touched = len(chosen[rows].unique())
         operations = 2 * count * args.chosen * 3 * args.hidden * args.inner
         floor = max(touched * nbytes / args.experts / bandwidth, operations / peak)

@@ -28,7 +28,7 @@ import torch
 from benchmarks.scheduling import turns
 from chairlift import LLM, SamplingParams
 from chairlift.kernels.cpu import library as lib
-from chairlift.kernels.roof import Roof, product_isa
+from chairlift.kernels.roof import Roof, product_kind
 from chairlift.models.hf_config import parse_config
 from chairlift.models.random_weights import write_random_model
 from chairlift.models.step_cost import ModelCost
@@ -139,10 +139,11 @@ def floor_seconds(cost: ModelCost, rows: int, args: argparse.Namespace, pool: li
             rates.append(rate * (time.perf_counter() - passed) / (clock() - begin))
         return max(rates)
 
-    path = lib.ISA_NAMES.index(product_isa(lib.best_isa(), torch.bfloat16))
+    isa = lib.best_isa()
+    path, product = lib.ISA_NAMES.index(isa), lib.PRODUCTS.index(product_kind(isa, torch.bfloat16))
     roof = Roof(
         best(lambda: library.cl_measure_read(pool.handle, memory.address, memory.nbytes)),
-        best(lambda: library.cl_measure_peak(pool.handle, path, 0, _MOMENT)),
+        best(lambda: library.cl_measure_peak(pool.handle, path, product, _MOMENT)),
     )
     return cost.least_seconds(roof, rows, rows, rows * cost.kv_read(args.prompt + args.tokens // 2))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -12,8 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from chairlift.kernels.cpu.library import built_isas, supported_isas
+
 ROOT = Path(__file__).parents[1]
 LIBRARY = Path("chairlift", "kernels", "cpu", "libchairlift_cpu.so")
+
+_spec = importlib.util.spec_from_file_location("compile_kernels", ROOT / "csrc" / "compile_kernels.py")
+assert _spec is not None and _spec.loader is not None
+compile_kernels = importlib.util.module_from_spec(_spec)
+sys.modules["compile_kernels"] = compile_kernels
+_spec.loader.exec_module(compile_kernels)
 
 pytestmark = pytest.mark.skipif(
     (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="kernels are built on x86-64 Linux only"
@@ -22,31 +32,35 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A source tree with three small sources, one of them for one instruction set."""
+    """A source tree with two small sources for every processor, and one for each instruction set."""
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     package = tmp_path / LIBRARY.parent
     package.mkdir(parents=True)
     (tmp_path / "chairlift" / "version.py").write_text('__version__ = "0"\n')
     sources = tmp_path / "csrc" / "cpu"
-    sources.mkdir(parents=True)
+    (sources / "paths").mkdir(parents=True)
+    shutil.copy(ROOT / "csrc" / "compile_kernels.py", tmp_path / "csrc")
     (sources / "shared.h").write_text('extern "C" __attribute__((visibility("default"))) int answer();\n')
     (sources / "api.cpp").write_text('#include "shared.h"\nint answer() { return 42; }\n')
     (sources / "memory.cpp").write_text("int hidden() { return 1; }\n")
-    (sources / "kernels_avx2.cpp").write_text('#include "shared.h"\n#ifndef __AVX2__\n#error\n#endif\n')
+    (sources / "paths" / "head.cpp").write_text('#include "../shared.h"\nint CL_NS() { return __AVX2__; }\n')
     return tmp_path
 
 
 def build(tree: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "setup.py", "build_ext", "--inplace", *flags]
-    environment = {**os.environ, "CXX": "", **environment}
+    environment = {**os.environ, "CXX": "", "CHAIRLIFT_KERNELS": "avx2", **environment}
     return subprocess.run(
         command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
 def compiled(output: str) -> set[str]:
-    return {word for line in output.splitlines() if " -c " in line for word in line.split() if word.endswith(".cpp")}
+    """Names of the objects whose compilation is reported, and counted from first to last."""
+    found = re.findall(r"^kernels: (\d+) of (\d+) compiled, \d+ s: (\S+)$", output, re.MULTILINE)
+    assert [(int(done), int(count)) for done, count, _ in found] == [(i + 1, len(found)) for i in range(len(found))]
+    return {name for *_, name in found}
 
 
 def test_without_a_compiler_the_last_lines_say_what_to_do(tree: Path, tmp_path: Path) -> None:
@@ -66,7 +80,9 @@ def test_a_compiler_that_fails_is_quoted_and_explained(tree: Path, tmp_path: Pat
     done = build(tree, CXX=f"'{compiler}' -v")
     assert done.returncode != 0
     assert "unknown option -mamx-tile" in done.stdout
-    assert "GCC 11 or Clang 12" in done.stdout.splitlines()[-3]
+    assert "GCC 11 or Clang 12" in done.stdout.splitlines()[-4]
+    assert "CHAIRLIFT_KERNELS=avx2 pip install ." in done.stdout.splitlines()[-2]
+    assert not list(tree.rglob("*.o"))
     assert not (tree / LIBRARY).exists()
 
 
@@ -79,15 +95,88 @@ def test_kernels_can_be_left_out(tree: Path, tmp_path: Path, value: str) -> None
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_only_what_changed_is_built_again(tree: Path) -> None:
-    everything = {"csrc/cpu/api.cpp", "csrc/cpu/memory.cpp", "csrc/cpu/kernels_avx2.cpp"}
+    everything = {"api", "memory", "avx2/head"}
     first = build(tree)
     assert first.returncode == 0, first.stdout
     assert compiled(first.stdout) == everything
     exported = subprocess.run(["nm", "-D", "--defined-only", tree / LIBRARY], capture_output=True, text=True).stdout
     assert "answer" in exported and "hidden" not in exported
-    assert compiled(build(tree).stdout) == set()
-    (tree / "csrc" / "cpu" / "shared.h").touch()
-    assert compiled(build(tree).stdout) == {"csrc/cpu/api.cpp", "csrc/cpu/kernels_avx2.cpp"}
+    shared = tree / "csrc" / "cpu" / "shared.h"
+    shared.touch()
+    assert compiled(build(tree).stdout) == set()  # the content decides, not the time
+    shared.write_text(shared.read_text() + "\n")
+    assert compiled(build(tree).stdout) == {"api", "avx2/head"}
     assert compiled(build(tree, "--debug").stdout) == everything
     assert compiled(build(tree).stdout) == set()
     assert compiled(build(tree, CXX="g++ -DOTHER").stdout) == everything
+    assert len(list((tree / "build" / "kernels" / "release").glob("*.o"))) == 3  # older objects are deleted
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_objects_compiled_before_the_installation_are_used_by_it(tree: Path) -> None:
+    environment = {**os.environ, "CXX": "", "CHAIRLIFT_KERNELS": "avx2,avx512"}
+    command = [sys.executable, tree / "csrc" / "compile_kernels.py"]
+    early = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert compiled(early) == {"api", "memory", "avx2/head", "avx512/head"}
+    assert not (tree / LIBRARY).exists()
+    assert compiled(build(tree, CHAIRLIFT_KERNELS="avx512, avx2").stdout) == set()
+    assert compiled(build(tree, CHAIRLIFT_KERNELS="avx512").stdout) == set()
+    assert (tree / LIBRARY).exists()
+
+
+def test_an_unknown_instruction_set_is_refused(tree: Path) -> None:
+    done = build(tree, CHAIRLIFT_KERNELS="avx2,sse9")
+    assert done.returncode != 0
+    last = done.stdout.splitlines()[-1]
+    assert "CHAIRLIFT_KERNELS is 'avx2,sse9'" in last and "avx2, avx512, avx512_bf16, amx" in last
+
+
+@pytest.mark.parametrize(
+    ("choice", "processor", "sets"),
+    [
+        ("", ["avx2", "avx512"], ["avx512"]),
+        ("native", ["avx2"], ["avx2"]),
+        ("native", [], []),
+        ("all", ["avx2"], ["avx2", "avx512", "avx512_bf16", "amx"]),
+        ("amx,avx2", ["avx2"], ["avx2", "amx"]),
+    ],
+)
+def test_the_instruction_sets_to_compile(choice: str, processor: list[str], sets: list[str]) -> None:
+    assert compile_kernels.sets_to_build(choice, processor) == sets
+
+
+ZEN_3 = "fpu fma avx f16c avx2"
+SKYLAKE = f"{ZEN_3} avx512f avx512dq avx512cd avx512bw avx512vl"
+ZEN_4 = f"{SKYLAKE} avx512_bf16 avx512_vnni"
+SAPPHIRE_RAPIDS = f"{ZEN_4} amx_bf16 amx_tile amx_int8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "granted", "best"),
+    [
+        (ZEN_3, False, "avx2"),
+        (SKYLAKE, False, "avx512"),
+        (ZEN_4, True, "avx512_bf16"),
+        (SAPPHIRE_RAPIDS, True, "amx"),
+        (SAPPHIRE_RAPIDS, False, "avx512_bf16"),
+    ],
+)
+def test_the_best_instruction_set_of_a_processor(
+    flags: str, granted: bool, best: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"model name\t: One\nflags\t\t: {flags}\nbugs\t\t: none\n")
+    monkeypatch.setattr(compile_kernels, "tiles_granted", lambda: granted)
+    sets = compile_kernels.sets_of_processor(tmp_path / "cpuinfo")
+    assert sets == list(compile_kernels.SETS)[: len(sets)] and sets[-1] == best
+
+
+def test_a_processor_that_nothing_describes_gets_every_instruction_set_it_may_have(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("flags\t\t: fpu sse2\n")
+    assert compile_kernels.sets_of_processor(tmp_path / "cpuinfo") == []
+    assert compile_kernels.sets_of_processor(tmp_path / "nowhere") == list(compile_kernels.SETS)
+
+
+def test_the_kernels_pick_the_path_for_which_they_were_compiled() -> None:
+    """The build reads /proc/cpuinfo, the kernels ask the processor: both must find the same sets."""
+    processor = compile_kernels.sets_of_processor()
+    assert set(supported_isas()) == set(built_isas()) & set(processor)

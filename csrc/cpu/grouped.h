@@ -194,7 +194,7 @@ CL_NOINLINE void code_product_of(const typename Pair<float, Weight>::Left* a, in
 }
 
 template <typename Weight, int V>
-static void code_product(int rows, const typename Pair<float, Weight>::Left* a, int64_t a_stride, const Weight* panel, int first,
+void code_product(int rows, const typename Pair<float, Weight>::Left* a, int64_t a_stride, const Weight* panel, int first,
                          int per_group, int blocks, float* out, int64_t out_stride, Prefetch prefetch) {
   CL_ASSERT(rows >= 1 && rows <= most_code_rows(V));
 #define CL_CASE(R)                                                            \

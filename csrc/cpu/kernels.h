@@ -24,9 +24,9 @@ struct Kernels {
   void (*run)(cl_pool&, int thread, const cl_program&, const cl_batch&, const StepPlan&, int first_op, int end_op);
   void (*head)(cl_pool&, int thread, const HeadCall&);
   void (*sample)(cl_pool&, int thread, const HeadCall&);
-  // Returns the seconds that `rounds` rounds of the path's fastest multiply-add instruction take.
-  double (*peak)(int64_t rounds, bool int8);
-  double operations_per_round[2];  // index 0: bf16 or float32; index 1: int8
+  // Returns the seconds that `rounds` rounds of the path's fastest multiply-add instruction for a cl_product take.
+  double (*peak)(int64_t rounds, int product);
+  double operations_per_round[CL_NUM_PRODUCTS];  // 0: the path has no such instruction
   // The following functions return sizes in bytes. They differ between instruction sets, because types do.
   size_t (*split_state_bytes)();
   size_t (*scratch_bytes)(int dtype, int32_t vocab);  // per thread; vocab 0: no memory for sampling
@@ -34,9 +34,11 @@ struct Kernels {
   size_t (*expert_bytes)(const cl_op& op, int dtype, int32_t tokens);
 };
 
-// Each function returns the table of its instruction-set path, or null if the build or the processor does not have this
-// path.
-const Kernels* kernels_avx2();
-const Kernels* kernels_avx512();
-const Kernels* kernels_avx512_bf16();
-const Kernels* kernels_amx();
+// The tables of the instruction-set paths. A build may contain only some of them, see CL_PATHS in paths.cpp.
+namespace cl_avx2 { extern const Kernels table; }
+namespace cl_avx512 { extern const Kernels table; }
+namespace cl_avx512_bf16 { extern const Kernels table; }
+namespace cl_amx { extern const Kernels table; }
+
+// The table of a path (a cl_isa), or null if the build or the processor does not have this path.
+const Kernels* kernels_of(int32_t isa);

@@ -25,7 +25,7 @@ NOT_REFLOWED = {
 
 PYTHON = sorted(
     path
-    for folder in ("chairlift", "tools", "benchmarks", "examples", "tests")
+    for folder in ("chairlift", "csrc", "tools", "benchmarks", "examples", "tests")
     for path in (ROOT / folder).rglob("*.py")
 )
 NATIVE = sorted(path for suffix in ("*.h", "*.cpp") for path in (ROOT / "csrc").rglob(suffix))

@@ -14,12 +14,14 @@ from chairlift import LLM, SamplingParams
 from chairlift.cli import check
 from chairlift.errors import ModelLoadError
 from chairlift.executor.local import LocalExecutor
-from chairlift.kernels.cpu.library import best_isa
+from chairlift.kernels.cpu.library import best_isa, supported_isas
 from chairlift.outputs import CompletionOutput, Logprob, RequestOutput
 from chairlift.scheduler.output import SchedulerOutput
 from chairlift.step_batch import StepBatch
 from tests.cli.conftest import Run
 from tests.native import needs_kernels
+
+ISA = (supported_isas() or ("none",))[0]
 
 
 def test_a_good_model_gets_a_report(chairlift: Run, model_dir: Path) -> None:
@@ -57,7 +59,7 @@ def test_it_says_what_8_bits_are_worth(chairlift: Run, model_dir: Path) -> None:
     [
         (["--kernels", "torch"], "PyTorch in float32: kernels is 'torch'"),
         (["--block-size", "8", "--dtype", "bfloat16"], "PyTorch in bfloat16: "),
-        pytest.param(["--kernels", "avx2", "--threads", "1"], "avx2 in float32, 1 thread", marks=needs_kernels),
+        pytest.param(["--kernels", ISA, "--threads", "1"], f"{ISA} in float32, 1 thread", marks=needs_kernels),
     ],
 )
 def test_it_says_what_runs_the_model(chairlift: Run, model_dir: Path, flags: list[str], line: str) -> None:

@@ -85,8 +85,12 @@ def test_a_path_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match=r"kernels is 'avx2', but the native kernels cannot run this model: .*size"):
         choose(head_dim=24, kernels="avx2")
     monkeypatch.setattr(select, "supported_isas", lambda: ("avx2", "avx512"))
+    monkeypatch.setattr(select, "built_isas", lambda: ("avx2", "avx512", "amx"))
     with pytest.raises(ConfigError, match="kernels is 'amx', but this processor runs avx2, avx512; use one of them"):
         choose(kernels="amx")
+    missing = "kernels is 'avx512_bf16', but Chairlift was compiled only for avx2, avx512, amx; .*CHAIRLIFT_KERNELS=all"
+    with pytest.raises(ConfigError, match=missing):
+        choose(kernels="avx512_bf16")
 
 
 def pick(device: str = "cuda", head_dim: int = 32, dtype: torch.dtype = torch.float32, **settings: Any) -> str:

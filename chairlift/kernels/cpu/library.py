@@ -30,10 +30,12 @@ from chairlift.step_batch import StepBatch
 
 __all__ = [
     "ABI_VERSION",
+    "BUILD_ALL",
     "ISA_NAMES",
     "KV_KINDS",
     "LIBRARY_PATH",
     "MAX_THREADS",
+    "PRODUCTS",
     "SAMPLING_ROW",
     "STATE_KIND",
     "Batch",
@@ -46,6 +48,7 @@ __all__ = [
     "Pool",
     "Program",
     "best_isa",
+    "built_isas",
     "default_threads",
     "load",
     "require",
@@ -53,8 +56,14 @@ __all__ = [
     "why_unavailable",
 ]
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 """Value of ``CL_ABI_VERSION`` in the header that this module mirrors."""
+
+PRODUCTS = ("f32", "bf16", "int8")
+"""Names of the kinds of matrix multiplication, in the order of ``cl_product``."""
+
+BUILD_ALL = "CHAIRLIFT_KERNELS=all pip install ."
+"""Command that installs Chairlift from its sources with the kernels of all instruction sets."""
 
 ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx")
 """Names of the instruction-set paths, in the order of ``cl_isa``, slowest first."""
@@ -240,6 +249,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "cl_abi_version": (c_int32, []),
     "cl_struct_sizes": (None, [POINTER(c_int64)]),
     "cl_supported_isas": (c_int32, []),
+    "cl_built_isas": (c_int32, []),
     "cl_alloc": (c_void_p, [c_size_t]),
     "cl_free": (None, [c_void_p, c_size_t]),
     "cl_release_pages": (None, [c_void_p, c_size_t]),
@@ -313,8 +323,22 @@ def _load() -> tuple[Library | None, str]:
             "(in a source tree: python setup.py build_ext --inplace)"
         )
     if not library.cl_supported_isas():
-        return None, "the compiled CPU kernels need a processor with AVX2, FMA and F16C, which this one does not have"
+        return None, _why_none_runs(_names(library.cl_built_isas()))
     return library, ""
+
+
+def _why_none_runs(built: tuple[str, ...]) -> str:
+    """Reason why this processor can run none of the ``built`` instruction-set paths, and what to do about it."""
+    if not built or ISA_NAMES[0] in built:
+        return "the compiled CPU kernels need a processor with AVX2, FMA and F16C, which this one does not have"
+    return (
+        f"the CPU kernels were compiled for another processor ({', '.join(built)}), and this one cannot run them; "
+        f"install Chairlift again on this machine, or with the kernels of all processors: {BUILD_ALL}"
+    )
+
+
+def _names(mask: int) -> tuple[str, ...]:
+    return tuple(name for i, name in enumerate(ISA_NAMES) if mask >> i & 1)
 
 
 def load() -> Library | None:
@@ -339,8 +363,13 @@ def require() -> Library:
 def supported_isas() -> tuple[str, ...]:
     """Names of the instruction-set paths that this processor, operating system and build can run, slowest first."""
     library = load()
-    mask = library.cl_supported_isas() if library is not None else 0
-    return tuple(name for i, name in enumerate(ISA_NAMES) if mask >> i & 1)
+    return _names(library.cl_supported_isas()) if library is not None else ()
+
+
+def built_isas() -> tuple[str, ...]:
+    """Names of the instruction-set paths that were compiled, slowest first. The processor may be unable to run one."""
+    library = load()
+    return _names(library.cl_built_isas()) if library is not None else ()
 
 
 def best_isa() -> str | None:

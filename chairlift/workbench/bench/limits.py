@@ -18,8 +18,8 @@ import torch
 
 from chairlift.errors import ConfigError
 from chairlift.executor.kv_tensors import available_memory
-from chairlift.kernels.cpu.library import ISA_NAMES, Memory, Pool, require
-from chairlift.kernels.roof import GPU, Roof, product_isa
+from chairlift.kernels.cpu.library import ISA_NAMES, PRODUCTS, Memory, Pool, require
+from chairlift.kernels.roof import GPU, Roof, product_kind
 from chairlift.workbench.bench.machine import Machine
 
 __all__ = [
@@ -47,7 +47,7 @@ class Peak:
 
     isa: str
     product: str
-    """Type of the operands: ``bf16``, ``int8``, or ``f32`` on paths that have no bf16 instruction."""
+    """Type of the operands: ``f32``, ``bf16`` or ``int8``. On a GPU, its library's name of the dtype."""
     threads: int
     operations: Rate
     """Number of additions and multiplications per second."""
@@ -71,9 +71,10 @@ class Limits:
         ``torch.int8`` stands for quantised weights of any number of bits. Raises ConfigError if these limits were not
         measured.
         """
-        wanted = product_isa(isa, dtype), threads, dtype == torch.int8
+        kind = product_kind(isa, dtype)
         for peak in self.peaks:
-            if (peak.isa, peak.threads, peak.product == "int8") == wanted and threads in self.read:
+            same = peak.product == kind or (isa == GPU and kind != "int8")
+            if same and (peak.isa, peak.threads) == (isa, threads) and threads in self.read:
                 return Roof(self.read[threads].best, peak.operations.best)
         raise ConfigError(f"the limits of {isa} with {threads} threads were not measured; measure them first")
 
@@ -107,11 +108,11 @@ def measure_limits(machine: Machine, threads: int, *, quick: bool = False) -> Li
     for count in thread_counts(max(threads, machine.processors), threads):
         pool = Pool(count)
         read[count] = _rate(partial(library.cl_measure_read, pool.handle, memory.address, nbytes), trials)
-        for isa, int8 in product(machine.isas if count in (1, threads) else (), (0, 1)):
-            rate = _rate(partial(library.cl_measure_peak, pool.handle, ISA_NAMES.index(isa), int8, seconds), trials)
+        for isa, kind in product(machine.isas if count in (1, threads) else (), PRODUCTS):
+            path, number = ISA_NAMES.index(isa), PRODUCTS.index(kind)
+            rate = _rate(partial(library.cl_measure_peak, pool.handle, path, number, seconds), trials)
             if rate.best > 0:  # 0: the path has no such instruction
-                name = "int8" if int8 else "bf16" if isa in ("avx512_bf16", "amx") else "f32"
-                peaks.append(Peak(isa, name, count, rate))
+                peaks.append(Peak(isa, kind, count, rate))
         pool.close()
     return Limits(nbytes, read, tuple(peaks))
 
@@ -124,17 +125,16 @@ class LimitsNow:
     """
 
     def __init__(self, pool: Pool, machine: Machine, isa: str, dtype: torch.dtype) -> None:
-        self._pool, self._path = pool, ISA_NAMES.index(product_isa(isa, dtype))
-        self._int8 = int(dtype == torch.int8)
+        self._pool, self._path = pool, ISA_NAMES.index(isa)
+        self._product = PRODUCTS.index(product_kind(isa, dtype))
         self._memory = Memory(min(max(_CACHES * machine.l3_bytes, _LEAST_BUFFER // 4), beyond_cache(machine)))
         self._memory.tensor(torch.uint8, (self._memory.nbytes,)).fill_(1)
 
     def __call__(self) -> Roof:
         library, pool = require(), self._pool.handle
         read = partial(library.cl_measure_read, pool, self._memory.address, self._memory.nbytes)
-        return Roof(
-            _rate(read, 2).best, _rate(partial(library.cl_measure_peak, pool, self._path, self._int8, _MOMENT), 2).best
-        )
+        multiply = partial(library.cl_measure_peak, pool, self._path, self._product, _MOMENT)
+        return Roof(_rate(read, 2).best, _rate(multiply, 2).best)
 
 
 def measure_device(device: torch.device, dtype: torch.dtype, *, quick: bool = False) -> Limits:

@@ -131,6 +131,33 @@ def test_a_file_that_is_no_library_is_a_reason(
         library.Memory(1)
 
 
+@pytest.mark.parametrize(
+    ("built", "words"),
+    [
+        (0b1000, r"compiled for another processor \(amx\).*CHAIRLIFT_KERNELS=all pip install"),
+        (0b0110, r"compiled for another processor \(avx512, avx512_bf16\)"),
+        (0b1111, "need a processor with AVX2"),
+        (0b0000, "need a processor with AVX2"),
+    ],
+)
+def test_kernels_of_another_processor_are_a_reason(monkeypatch: pytest.MonkeyPatch, built: int, words: str) -> None:
+    class Elsewhere:
+        def __init__(self, path: Path) -> None:
+            pass
+
+        def cl_supported_isas(self) -> int:
+            return 0
+
+        def cl_built_isas(self) -> int:
+            return built
+
+    monkeypatch.setattr(library, "Library", Elsewhere)
+    monkeypatch.setattr(library, "LIBRARY_PATH", Path(__file__))
+    monkeypatch.setattr(library, "_load", library._load.__wrapped__)
+    assert re.search(words, library.why_unavailable())
+    assert library.supported_isas() == library.built_isas() == ()
+
+
 @needs_kernels
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -278,13 +305,14 @@ import numpy as np
 from chairlift.kernels.cpu import library
 
 pool, native = library.Pool(2, pin=False), library.require()
+isa = library.ISA_NAMES.index(library.best_isa())
 rows, logits = np.zeros(1, library.SAMPLING_ROW), np.zeros(1 << 18, np.float32)
 rows["top_p"], rows["temperature"] = 0.5, 1.0
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 _, hard = resource.getrlimit(resource.RLIMIT_AS)
 for limit in (used + (1 << 20), hard):
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    print(native.cl_sample(pool.handle, logits.ctypes.data, 1 << 18, 1, 1 << 18, rows.ctypes.data, 0))
+    print(native.cl_sample(pool.handle, logits.ctypes.data, 1 << 18, 1, 1 << 18, rows.ctypes.data, isa))
 """
 
 

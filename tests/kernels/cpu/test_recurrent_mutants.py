@@ -14,6 +14,7 @@ import pytest
 
 from chairlift import LLM, SamplingParams
 from chairlift.kernels.cpu import library
+from chairlift.kernels.cpu.library import supported_isas
 from chairlift.kernels.cpu.lowering import FusedOp, OpKind
 from chairlift.kernels.cpu.program import StepProgram
 from tests.models.test_families import prompt
@@ -182,7 +183,7 @@ def differs(model_dir: Path) -> bool:
     """Whether the native kernels' answers differ, with whole prompts and with chunks of seven tokens, twice each."""
     truth = expected(model_dir)
     for schedule in ({}, {"max_num_batched_tokens": 7}):
-        llm = LLM(model_dir, kernels="avx2", state_snapshot_interval=16, **SETTINGS, **schedule)
+        llm = LLM(model_dir, kernels=supported_isas()[0], state_snapshot_interval=16, **SETTINGS, **schedule)
         for _ in range(2):
             if any(abs(a - b) > 1e-4 for a, b in zip(logprobs(llm), truth, strict=True)):
                 return True

@@ -32,17 +32,10 @@ from tests.sweep import sweep
 pytestmark = pytest.mark.nightly
 
 SOURCES = Path(__file__).parents[3] / "csrc" / "cpu"
-COMMON = ("api", "memory", "pack", "pool", "kernels_amx")
-OTHER_PATHS = """
-#include "kernels.h"
-static const Kernels needed_but_unused{};
-const Kernels* kernels_avx2() { return nullptr; }
-const Kernels* kernels_avx512() { return nullptr; }
-const Kernels* kernels_avx512_bf16() { return &needed_but_unused; }
-"""
+COMMON = ("api", "memory", "pack", "paths", "pool")
 TRAP = Path(__file__).with_name("tile_trap.cpp")
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-shared", "-pthread"]
-FLAGS += ["-DCL_AMX_ANYWHERE", "-DCL_CHECK_BOUNDS"]
+FLAGS += ["-DCL_NS=cl_amx", "-DCL_USE_AMX", "-DCL_PATHS=8", "-DCL_AMX_ANYWHERE", "-DCL_CHECK_BOUNDS"]
 AVX2 = ("avx2", "fma", "f16c")
 AVX512_BF16 = (*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16")
 AMX = ("amx-tile", "amx-bf16", "amx-int8")
@@ -58,8 +51,7 @@ def amx_anywhere(native_library: library.Library, tmp_path_factory: pytest.TempP
         pytest.skip("there is no g++ to compile the AMX path with")
     has_bf16 = "avx512_bf16" in library.supported_isas()
     folder = tmp_path_factory.mktemp("amx")
-    (folder / "other_paths.cpp").write_text(OTHER_PATHS)
-    sources = [*(SOURCES / f"{name}.cpp" for name in COMMON), TRAP, folder / "other_paths.cpp"]
+    sources = [*(SOURCES / f"{name}.cpp" for name in COMMON), *sorted((SOURCES / "paths").glob("*.cpp")), TRAP]
     instructions = [f"-m{name}" for name in (*(AVX512_BF16 if has_bf16 else AVX2), *AMX)]
     command = [compiler, *FLAGS, *instructions, f"-I{SOURCES}", *map(str, sources)]
     done = subprocess.run([*command, "-o", str(folder / "amx.so")], capture_output=True, text=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from chairlift.errors import ConfigError
-from chairlift.kernels.cpu.library import Pool, supported_isas
+from chairlift.kernels.cpu.library import PRODUCTS, Pool, supported_isas
 from chairlift.kernels.ops import experts as ops_experts
 from chairlift.kernels.roof import Roof
 from chairlift.workbench.bench.kernel_report import kernel_table
@@ -24,6 +24,7 @@ pytestmark = needs_kernels
 TINY = ModelShape("tiny", hidden=48, intermediate=80, heads=4, kv_heads=2, head_dim=32, vocab_size=500)
 EXPERTS = ExpertLayer("few", num_experts=6, chosen=2, k=50, inner=40)
 SHAPES = Shapes((Product("odd", 50, 70),), (TINY,), (EXPERTS,))
+ISA = (supported_isas() or ("none",))[0]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -33,12 +34,12 @@ def machine() -> Machine:
 
 
 def settings(dtype: torch.dtype = torch.bfloat16, **changes: object) -> KernelSettings:
-    base = KernelSettings(1, "avx2", dtype, SHAPES, (1, 5), (16, 40), (2,), repeats=3, seconds=1e-5)
+    base = KernelSettings(1, ISA, dtype, SHAPES, (1, 5), (16, 40), (2,), repeats=3, seconds=1e-5)
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
 
 def limits(bandwidth: float = 1e10, peak: float = 1e11) -> Limits:
-    return Limits(1, {1: Rate(bandwidth, bandwidth)}, (Peak("avx2", "f32", 1, Rate(peak, peak)),))
+    return Limits(1, {1: Rate(bandwidth, bandwidth)}, tuple(Peak(ISA, kind, 1, Rate(peak, peak)) for kind in PRODUCTS))
 
 
 @pytest.fixture(scope="module", params=DTYPES)
@@ -101,7 +102,7 @@ def test_shares_are_of_the_limits_around_each_run(machine: Machine) -> None:
 
 def test_the_limits_of_a_moment(machine: Machine) -> None:
     pool = Pool(1)
-    roof = LimitsNow(pool, machine, "avx2", torch.float32)()
+    roof = LimitsNow(pool, machine, ISA, torch.float32)()
     pool.close()
     assert 1e8 < roof.bandwidth < 1e13
     assert 1e8 < roof.peak < 1e13

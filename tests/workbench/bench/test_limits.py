@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from chairlift.errors import ConfigError
 from chairlift.executor.kv_tensors import available_memory
 from chairlift.kernels.cpu.library import default_threads, supported_isas
-from chairlift.kernels.roof import GPU, Roof, l3_bytes, product_isa
+from chairlift.kernels.roof import GPU, Roof, l3_bytes, product_kind
 from chairlift.workbench.bench import machine as machines
 from chairlift.workbench.bench.limits import (
     Limits,
@@ -51,12 +52,13 @@ def test_thread_counts(most: int, others: tuple[int, ...], counts: list[int]) ->
 
 def test_float32_is_held_against_float32_products() -> None:
     isas = ("avx2", "avx512", "avx512_bf16", "amx")
-    assert [product_isa(isa, torch.float32) for isa in isas] == ["avx2", "avx512", "avx512", "avx512"]
-    assert [product_isa(isa, torch.bfloat16) for isa in isas] == list(isas)
+    assert [product_kind(isa, torch.float32) for isa in isas] == ["f32"] * 4
+    assert [product_kind(isa, torch.bfloat16) for isa in isas] == ["f32", "f32", "bf16", "bf16"]
+    assert [product_kind(isa, torch.int8) for isa in isas] == ["int8"] * 4
 
 
 def test_the_roof_of_a_path() -> None:
-    peaks = [Peak("avx512", "f32", 2, rate(5.0)), Peak("amx", "bf16", 2, rate(9.0)), Peak("amx", "int8", 2, rate(18.0))]
+    peaks = [Peak("amx", "f32", 2, rate(5.0)), Peak("amx", "bf16", 2, rate(9.0)), Peak("amx", "int8", 2, rate(18.0))]
     limits = Limits(GIB, {1: rate(1.0), 2: rate(2.0)}, tuple(peaks))
     assert limits.roof("amx", torch.bfloat16, 2) == Roof(2.0, 9.0)
     assert limits.roof("amx", torch.float32, 2) == Roof(2.0, 5.0)
@@ -102,6 +104,8 @@ def test_measured_limits_are_plausible(machine: Machine) -> None:
     assert limits.buffer_bytes == beyond_cache(machine) >= min(4 * machine.l3_bytes, affordable)
     assert list(limits.read) == thread_counts(machine.processors)
     assert {peak.isa for peak in limits.peaks} == set(machine.isas)
+    for isa, dtype in product(machine.isas, (torch.float32, torch.bfloat16, torch.int8)):
+        assert (isa, product_kind(isa, dtype)) in {(peak.isa, peak.product) for peak in limits.peaks}
     for read in limits.read.values():
         assert 1e8 < read.median <= read.best < 1e13
     for peak in limits.peaks:

@@ -1,0 +1,17 @@
+// The multiplications by weights in codes.
+#include "../path.h"
+
+namespace CL_NS {
+
+CL_CODE_PRODUCT(Q8, 1);
+CL_CODE_PRODUCT(Q8, 2);
+CL_CODE_PRODUCT(Q4, 1);
+CL_CODE_PRODUCT(Q4, 2);
+CL_CODE_PRODUCT(Q8Min, 1);
+CL_CODE_PRODUCT(Q8Min, 2);
+CL_CODE_PRODUCT(Q4Min, 1);
+CL_CODE_PRODUCT(Q4Min, 2);
+CL_CODE_PRODUCT(FourBitFloat, 1);
+CL_CODE_PRODUCT(FourBitFloat, 2);
+
+}  // namespace CL_NS
