@@ -1,14 +1,16 @@
-"""Settings for all tests: how many seeds each test tries, one thread, and no time limit for generated examples."""
+"""Settings for all tests: which tests run, how many seeds each test tries, one thread, and no time limit for generated
+examples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests import network_guard
+from tests import network_guard, short_net
 
 network_guard.install()
 
@@ -20,6 +22,37 @@ settings.load_profile("any machine")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeds", type=int, default=None, help="simulation seeds to run (500; nightly: 100,000)")
     parser.addoption("--first-seed", type=int, default=0, help="the first of them")
+    parser.addoption("--full", action="store_true", help="run all default tests instead of the short net")
+    parser.addoption("--left-out", action="store_true", help="run the default tests that are not in the short net")
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks deselect the nightly tests, which are counted
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    short_net.select(config, items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["scope"] = short_net.scope_of(node.config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    if sent := getattr(node, "workeroutput", {}).get("left out"):
+        short_net.take_counts(node.config, sent)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+    counts = short_net.counts(session.config)
+    if output is not None and counts is not None:
+        output["left out"] = vars(counts)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    counts = short_net.counts(config)
+    for line in counts.lines(short_net.scope_of(config)) if counts else ():
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session", autouse=True)

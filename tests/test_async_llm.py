@@ -67,6 +67,7 @@ def test_a_text_that_is_expected_is_drafted_in_the_engine_process() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.full
 def test_what_lies_behind_a_sliding_window_takes_no_room(tmp_path: Path) -> None:
     """A request may be longer than the whole KV cache, as it may be with LLM."""
     settings: dict[str, Any] = {"num_kv_blocks": 6, "max_num_batched_tokens": 16, "skip_tokenizer_init": True}
@@ -118,6 +119,7 @@ def test_another_event_loop_is_told_so() -> None:
         asyncio.run(ask())
 
 
+@pytest.mark.full
 def test_what_is_wrong_is_said_where_it_is_asked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_num_seqs"):
         AsyncLLM(max_num_sequences=3)
@@ -189,6 +191,7 @@ def test_what_are_no_sampling_params_is_refused(priority: int | None) -> None:
     asyncio.run(test())
 
 
+@pytest.mark.full
 def test_where_nobody_says_how_to_sample_the_model_does(tmp_path: Path) -> None:
     model = tiny_hf_model(tmp_path, "llama")
     path = model / "generation_config.json"

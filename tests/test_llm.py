@@ -81,6 +81,7 @@ assert llm.generate([[5, 9]], asked)[0].outputs[0].token_ids == first[0].outputs
 """
 
 
+@pytest.mark.full
 def test_a_forked_child_is_told_that_the_engine_is_not_its_own(model_dir: Path) -> None:
     command = [sys.executable, "-c", _FORK, str(model_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -538,6 +538,7 @@ def random_traffic(seed: int) -> None:
     assert not engine.kv.counts().used
 
 
+@pytest.mark.full
 def test_random_traffic(request: pytest.FixtureRequest) -> None:
     """Nothing computed by other weights is read: by nobody who begins to run again, or who began after the update."""
     sweep(request, 60, random_traffic)

@@ -9,10 +9,10 @@ import pty
 import select
 import signal
 import struct
-import subprocess
-import sys
 import termios
 import time
+
+from tests.preloaded import preloaded
 
 __all__ = ["Terminal"]
 
@@ -23,8 +23,7 @@ class Terminal:
     def __init__(self, *argv: str, size: tuple[int, int] = (25, 100)) -> None:
         self.master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
-        command = [sys.executable, "-m", "chairlift", *argv]
-        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        self.process = preloaded().start(argv, stdin=slave, stdout=slave, stderr=slave, new_session=True)
         os.close(slave)
         self.seen = ""
 

@@ -26,6 +26,7 @@ SMALL = (
 )
 
 
+@pytest.mark.full
 @needs_kernels
 def test_kernels_as_tables_and_as_json(chairlift: Run, tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
@@ -59,6 +60,7 @@ def test_a_path_and_a_dtype_may_be_chosen(chairlift: Run) -> None:
     assert not [line for line in out if line.startswith(("Attention", "Output head"))]  # of models only
 
 
+@pytest.mark.full
 def test_offline_against_static_batches(chairlift: Run, model_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "offline.json"
     path.write_text("of last time")
@@ -175,6 +177,7 @@ def test_a_gpu_without_fp8_is_refused(chairlift: Run, monkeypatch: pytest.Monkey
     assert "there are no kernels to measure: it needs a GPU of compute capability 8.9 or higher" in err[0]
 
 
+@pytest.mark.full
 def test_without_kernels_it_says_what_to_do(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from chairlift.kernels.cpu import library;"

@@ -42,6 +42,7 @@ def test_traffic_as_lines_json_and_page(chairlift: Run, tmp_path: Path) -> None:
     assert "Time to first token (TTFT)" in html
 
 
+@pytest.mark.full
 def test_static_batches_side_by_side(chairlift: Run, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     code, lines, err = chairlift("bench", "offline", *QUICK, "--compare", "static", "--rounds", "2", "--json", out)
@@ -81,6 +82,7 @@ def test_several_sizes_are_one_table_with_the_best_static_batch_named(chairlift:
     assert "static" not in "".join(lines)
 
 
+@pytest.mark.full
 def test_a_trace_keeps_its_times_or_is_stretched_and_both_sides_are_asked_the_same(
     chairlift: Run, tmp_path: Path
 ) -> None:
@@ -99,6 +101,7 @@ def test_a_trace_keeps_its_times_or_is_stretched_and_both_sides_are_asked_the_sa
     assert runs["A"][0]["input_lens"] == runs["B"][0]["input_lens"] == [10, 50, 63, 63, 63]
 
 
+@pytest.mark.full
 def test_several_rates_are_several_engines(chairlift: Run, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     same = ("--input-len", "64", "--output-len", "3", "--num-prompts", "4")
@@ -161,6 +164,7 @@ def test_the_fake_model_has_no_floor(chairlift: Run) -> None:
     assert "give traffic, such as --workload chat" in err[0]
 
 
+@pytest.mark.full
 def test_speculation_in_continuous_and_static_batches_is_one_table(chairlift: Run, tmp_path: Path) -> None:
     out, page = tmp_path / "out.json", tmp_path / "out.html"
     flags = ("--max-num-seqs", "1,3", "--compare", "speculation", "--rounds", "2", "--json", out, "--html", page)

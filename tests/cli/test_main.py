@@ -156,12 +156,14 @@ def test_a_signal_while_it_is_imported_ends_it_as_quietly(number: signal.Signals
     assert (ignoring.returncode, ignoring.stderr) == (0, "")
 
 
+@pytest.mark.full
 def test_closed_streams_are_no_error(model_dir: Path) -> None:
     code = "import sys; sys.stdout.close(); sys.stdout = sys.stderr = None; from chairlift.cli.main import main;"
     code += f"sys.exit(main(['generate', 'Hi', '--max-tokens', '2', '--model', {str(model_dir)!r}]))"
     assert python("-c", code).returncode == 0
 
 
+@pytest.mark.full
 def test_a_reader_that_leaves_is_no_error(model_dir: Path) -> None:
     command = [sys.executable, "-m", "chairlift", "generate", "--model", str(model_dir), "--max-tokens", "2", "--jsonl"]
     prompts = [f"prompt {i}" for i in range(40)]

@@ -408,6 +408,7 @@ def test_processes_end_with_the_one_that_was_asked_to_train(config: Path, tmp_pa
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.full
 def test_ctrl_c_writes_a_checkpoint_and_says_how_to_go_on(chairlift: Run, config: Path, tmp_path: Path) -> None:
     follow = {"files": [str(config.parent / "data.jsonl")], "access": "follow", "shuffle": False}
     config = write_config(tmp_path, data=follow)

@@ -106,6 +106,7 @@ def test_the_number_of_replicas_follows_the_traffic() -> None:
     assert fleet(trace, settings, replicas=4, least=1, start_seconds=1.0, **deaths).served.requests == len(trace)
 
 
+@pytest.mark.full
 def test_prefix_routing_keeps_sessions_together() -> None:
     """Beginnings that fit into no single cache, but into those of all replicas together."""
     trace = [

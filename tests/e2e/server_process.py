@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.preloaded import Child, preloaded
+
 __all__ = ["PATIENCE", "Held", "ServerProcess", "alive", "metrics_of"]
 
 PATIENCE = 120.0
@@ -48,7 +50,7 @@ class ServerProcess:
         self._environment = environment
         self._folder = tempfile.TemporaryDirectory(prefix="chairlift-e2e-")
         self._log = Path(self._folder.name, "log")
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServerProcess:
         self.start()
@@ -67,15 +69,19 @@ class ServerProcess:
     def start(self, port: int = 0) -> None:
         """Start the server, or start it again after it has ended, and wait until it is ready."""
         before = len(self.log())
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "chairlift", "serve", self.model, "--port", str(port), *self.flags],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                process_group=0,
-                env=None if self._environment is None else os.environ | self._environment,
-            )
+        argv = ["serve", self.model, "--port", str(port), *self.flags]
+        with self._log.open("ab") as log, open(os.devnull, "rb") as nothing:
+            if self._environment is None:
+                self._process = preloaded().start(argv, stdin=nothing, stdout=log, stderr=log, new_session=True)
+            else:  # it may have what an interpreter does at its start
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "chairlift", *argv],
+                    stdin=nothing,
+                    stdout=log,
+                    stderr=log,
+                    process_group=0,
+                    env=os.environ | self._environment,
+                )
         end = time.monotonic() + 2 * PATIENCE
         while (found := _READY.search(self.log()[before:])) is None:
             if self._process.poll() is not None or time.monotonic() > end:
@@ -90,7 +96,7 @@ class ServerProcess:
     # -- its processes ---------------------------------------------------------------------------------------------
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
+    def process(self) -> Child | subprocess.Popen[bytes]:
         """The API process."""
         if self._process is None:
             raise AssertionError("the server was not started")

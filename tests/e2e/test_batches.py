@@ -16,6 +16,8 @@ import pytest
 
 from tests.e2e.server_process import PATIENCE, ServerProcess
 
+pytestmark = pytest.mark.full
+
 _LOOK = 0.01
 
 

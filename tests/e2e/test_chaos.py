@@ -27,11 +27,13 @@ def test_an_engine_that_is_killed_is_replaced(kills: int) -> None:
     assert figures["503 on /health, worst s"] <= (2 if kills > 2 else PATIENCE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [SEED, *(pytest.param(seed, marks=nightly) for seed in range(2, 6))])
 def test_an_engine_that_is_killed_while_it_loads_is_replaced(seed: int) -> None:
     asyncio.run(chaos.kill_while_it_loads(random.Random(seed)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=nightly)])
 def test_nothing_outlives_a_killed_server(kills: int) -> None:
     figures = asyncio.run(chaos.kill_api(kills, random.Random(SEED)))
@@ -39,21 +41,25 @@ def test_nothing_outlives_a_killed_server(kills: int) -> None:
     assert figures["requests lost"] > 0
 
 
+@pytest.mark.full
 def test_a_stopped_engine_does_not_outlive_a_killed_server() -> None:
     asyncio.run(chaos.kill_api(1, random.Random(SEED), stopped=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seconds", [0.8, pytest.param(10.0, marks=nightly)])
 def test_an_engine_that_is_stopped_and_continued_answers(seconds: float) -> None:
     figures = asyncio.run(chaos.stop_engine(seconds, random.Random(SEED)))
     assert figures["requests cancelled"] == 10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seconds", [1.5, pytest.param(10.0, marks=nightly)])
 def test_a_server_that_is_stopped_and_continued_delivers_everything(seconds: float) -> None:
     asyncio.run(chaos.stop_api(seconds, random.Random(SEED)))
 
 
+@pytest.mark.full
 def test_a_server_without_a_descriptor_left_recovers() -> None:
     asyncio.run(chaos.scarce_files(random.Random(SEED)))
 
@@ -65,12 +71,14 @@ def test_nothing_is_left_of_those_who_leave(count: int, rounds: int) -> None:
     assert figures["requests cancelled"] == count * rounds // 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("count", "rounds"), [(200, 1), pytest.param(1000, 10, marks=nightly)])
 def test_nothing_is_left_of_those_who_leave_where_memory_is_short(count: int, rounds: int) -> None:
     figures = asyncio.run(chaos.disconnects(count, random.Random(SEED), rounds=rounds, flags=chaos.LITTLE_MEMORY))
     assert figures["preemptions"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [20, pytest.param(100, marks=nightly)])
 def test_readers_that_do_not_read_are_cut_off(count: int) -> None:
     asyncio.run(pressure.stall_cut(count, random.Random(SEED)))
@@ -115,6 +123,7 @@ def test_who_is_cut_off_hears_it(how: str) -> None:
     asyncio.run(chaos.cut_off(how, random.Random(SEED)))
 
 
+@pytest.mark.full
 def test_a_port_can_be_used_once() -> None:
     with ServerProcess("hashlm") as server:
         second = [sys.executable, "-m", "chairlift", "serve", "hashlm", "--port", str(server.port)]
@@ -126,6 +135,7 @@ def test_a_port_can_be_used_once() -> None:
         asyncio.run(load.exact(client, random.Random(SEED)))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
 def test_a_full_disk_behind_the_log_stops_no_server() -> None:
     async def test() -> None:
@@ -211,6 +221,7 @@ def test_the_history_tells_how_a_request_ended(answer: bytes, end: End) -> None:
     assert submit.end is end, submit.reason
 
 
+@pytest.mark.full
 def test_the_history_hears_silence() -> None:
     submit = asyncio.run(Scripted(streamed(*WHOLE, ends=False), waits=True).ask(ASK, patience=0.2))
     assert submit.end is End.VIOLATION and "silence" in submit.reason

@@ -37,6 +37,8 @@ from tests.e2e.fuzz_http import Ending, RawInput
 from tests.e2e.fuzz_json import ENDPOINTS, VALUES, Body, Raw, grid_size
 from tests.e2e.server_process import PATIENCE, ServerProcess
 
+pytestmark = pytest.mark.full
+
 GUARDED = str(Path(__file__).with_name("guarded"))
 MIB = 1 << 20
 

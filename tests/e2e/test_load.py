@@ -13,6 +13,8 @@ import pytest
 from tests.e2e.load import Client, Connection, rest
 from tests.e2e.server_process import ServerProcess
 
+pytestmark = pytest.mark.full
+
 QUESTIONS = [
     "What is a KV cache?",
     "What is preemption?",

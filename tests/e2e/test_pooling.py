@@ -20,6 +20,8 @@ from tests.models.pooled import pooled_model, sentence_files, write_tokenizer
 from tests.models.test_rerankers import write_words
 from tests.models.tiny import tiny_hf_model
 
+pytestmark = pytest.mark.full
+
 KEY = "sk-of-the-tests"
 TEXTS = ["A chair", "lift", "carries people up a mountain, and sometimes down again", "x"]
 

@@ -13,6 +13,8 @@ import pytest
 from tests.e2e.server_process import Held
 from tests.e2e.soak import Sample, growths, soak, theil_sen, verdict
 
+pytestmark = pytest.mark.full
+
 HELD = Held(5, 10, 20, 3)
 MIB = 1 << 20
 TWO_HOURS = 118  # minutes that are samples; the others are for the rest between them

@@ -272,6 +272,7 @@ def test_a_process_that_hangs_is_noticed() -> None:
     run(test)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "settings"), [(ModelLoadError, {}), (ConfigError, {"device": "cuda"})])
 def test_a_model_that_cannot_be_loaded_is_an_error_of_its_kind(
     kind: type[Exception], settings: dict[str, Any], tmp_path: Path
@@ -318,6 +319,7 @@ def test_what_does_not_keep_to_frames_is_not_listened_to() -> None:
     run(test)
 
 
+@pytest.mark.full
 def test_it_starts_again_where_no_temporary_file_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk, or one that became read-only, does not stand in the way of an engine that has to come back."""
 

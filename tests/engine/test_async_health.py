@@ -128,6 +128,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.full
 def test_an_update_of_weights_that_goes_on_is_healthy_and_one_that_stops_is_not(tmp_path: Path) -> None:
     settings = {"skip_tokenizer_init": True, "num_kv_blocks": 40, "threads": 1, "kernels": "torch"}
 

@@ -298,6 +298,8 @@ def the_engine_does_not_hear_who_left(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Border, "abort", lambda self, sequence_ids: None)
 
 
+@pytest.mark.full
+@pytest.mark.planted("test_every_request_is_answered_right_or_told")
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.engine.test_border_worlds.MOST_TURNS", 3_000)

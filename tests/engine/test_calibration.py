@@ -58,6 +58,7 @@ def test_what_is_due_at_once_is_not_judged() -> None:
     assert (len(calibration), sum(errors.counts), errors.total) == (1, 1, pytest.approx(1.95))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("host", [0.0, 0.04])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
@@ -91,6 +92,7 @@ def test_on_a_steady_stream_forecasts_are_right(policy: str, depth: int, host: f
     assert (calibration.within(1.25) or 0.0) > 0.9
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("depth", one_in(2, [1, 0]))
 def test_with_classes_and_more_work_than_fits_forecasts_are_right(depth: int) -> None:
     """Requests come at random, a quarter of them urgent, twice as many as can be served. Answers have very different

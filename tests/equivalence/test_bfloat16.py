@@ -111,6 +111,7 @@ def test_logprobs_are_as_exact_as_those_of_transformers(family: str, isa: str, t
     assert 0 < ours <= MOST_ERROR * theirs
 
 
+@pytest.mark.planted("test_logprobs_are_as_exact_as_those_of_transformers")
 def test_a_small_mistake_in_one_layer_is_noticed(tmp_path: Path, truth: Callable[[str], Truth]) -> None:
     llama = truth("llama")
     wrong = dataclasses.replace(llama, model_dir=tmp_path / "wrong")

@@ -78,6 +78,7 @@ BROKEN: list[tuple[Patch, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize(("broken", "settings"), BROKEN, ids=[broken.__name__ for broken, _ in BROKEN])
 def test_broken_engine_is_noticed(
@@ -93,6 +94,7 @@ def test_broken_engine_is_noticed(
         check_greedy(truth("llama"), kernels=kernels, **settings)
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_noise_that_ignores_the_position_is_noticed(
     kernels: str, truth: Callable[[str], Truth], monkeypatch: pytest.MonkeyPatch

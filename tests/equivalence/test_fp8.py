@@ -82,6 +82,7 @@ def test_few_rows_meet_the_rounded_weights(family: str, models: Any, device: tor
     check_greedy(models(family), greedy(2, 5, 3), device, **FP8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "scaled"), [("llama", True), ("qwen2", True), ("mistral", False)])
 def test_many_rows_are_rounded_too_where_the_library_multiplies(
     family: str, scaled: bool, models: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch

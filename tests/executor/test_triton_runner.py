@@ -154,6 +154,7 @@ def tensors(result: Any) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("graphs", ["lazy", "off"])
 def test_an_engine_that_nobody_holds_frees_its_memory_at_once(
     graphs: str, model_dir: Path, device: torch.device
@@ -300,6 +301,7 @@ def in_turns(model_dir: Path, interpreter: None) -> dict[str, Any]:
     return done
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("depth", "how"),
     [
@@ -376,6 +378,7 @@ def test_a_row_with_nan_fails_alone(model_dir: Path, device: torch.device) -> No
     assert outputs[1].error is not None and "NaN" in outputs[1].error
 
 
+@pytest.mark.full
 def test_other_weights_are_used_at_once(model_dir: Path, tmp_path: Path, device: torch.device) -> None:
     other = tiny_hf_model(tmp_path, "llama", seed=1, num_hidden_layers=1, intermediate_size=32)
     llm = load(model_dir, device)

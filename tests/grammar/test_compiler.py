@@ -224,6 +224,7 @@ def test_sampling_parameters_take_it_by_name_and_refuse_what_contradicts_it() ->
             SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), **more)
 
 
+@pytest.mark.full
 def test_without_llguidance_the_rest_works_and_the_error_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['llguidance'] = None\n"

@@ -215,6 +215,7 @@ def test_an_adapter_that_is_loaded_again_shares_nothing(tmp_path: Path) -> None:
     check(model_dir, answers(llm, PROMPTS[:1], [asked]), [asked])
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("mutation", ["scale", "patterns", "order", "start", "a-of-another", "no-down", "tokens"])
 def test_each_piece_is_noticed(mutation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from chairlift.lora import bank, reader, settings

@@ -129,6 +129,7 @@ def cap_before_the_scale(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(registry.FAMILIES, "gemma2", dataclasses.replace(registry.FAMILIES["gemma2"], read=wrong))
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("broken", [drop_the_cap_of_scores, drop_the_cap_of_logits, cap_before_the_scale])
 def test_mistakes_are_noticed(
@@ -139,6 +140,7 @@ def test_mistakes_are_noticed(
         check_logprobs(truth.model_dir, truth.model, 1e-3, dtype="float32", kernels=kernels)
 
 
+@pytest.mark.planted
 def test_a_cap_behind_the_mask_is_noticed(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would lift what a query must not see from minus infinity to minus the cap."""
 

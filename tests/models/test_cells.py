@@ -89,6 +89,7 @@ def test_a_chunk_may_end_anywhere(cell: str, tmp_path: Path) -> None:
         assert close(torch.cat((first[0], second[1])), beside)
 
 
+@pytest.mark.full
 @each_cell
 @pytest.mark.parametrize("kernels", [KERNELS[0], *(pytest.param(k, marks=pytest.mark.nightly) for k in KERNELS[1:])])
 def test_answers_do_not_depend_on_the_schedule(kernels: str, cell: str, tmp_path: Path) -> None:
@@ -195,6 +196,7 @@ MISTAKES: dict[str, tuple[Callable[[Scan], Scan], ...]] = {
 PLANTED = [(cell, name) for cell in CELLS for name in (*(each.__name__ for each in MISTAKES[cell]), *PIECE_MISTAKES)]
 
 
+@pytest.mark.planted("test_a_chunk_may_end_anywhere[{cell}]")
 @pytest.mark.parametrize(("cell", "mistake"), PLANTED)
 def test_a_state_that_goes_wrong_is_noticed(
     cell: str, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

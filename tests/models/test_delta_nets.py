@@ -86,6 +86,7 @@ DELTA_MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@pytest.mark.planted("test_a_delta_net_is_right_where_mistakes_are_noticed")
 @pytest.mark.parametrize("mistake", DELTA_MISTAKES)
 def test_a_delta_net_that_goes_wrong_is_noticed(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_dir = tiny_hf_model(tmp_path, "qwen3_next")

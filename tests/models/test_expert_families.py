@@ -341,6 +341,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
     return find
 
 
+@pytest.mark.planted("test_logits_and_greedy_answers_equal_transformers[{variant}]")
 @pytest.mark.parametrize(("variant", "what", "spoil"), CONFIG_MISTAKES, ids=names(CONFIG_MISTAKES))
 def test_a_feature_that_is_left_out_is_noticed(variant: str, what: str, spoil: Any, expected: Any) -> None:
     model_dir, logits = expected(variant)
@@ -353,6 +354,7 @@ def test_a_feature_that_is_left_out_is_noticed(variant: str, what: str, spoil: A
     assert not close(packed_logits(model, [prompt(40)])[0], logits, 0.01), what
 
 
+@pytest.mark.planted("test_logits_and_greedy_answers_equal_transformers[{variant}]")
 @pytest.mark.parametrize(("variant", "what", "spoil"), MODEL_MISTAKES, ids=names(MODEL_MISTAKES))
 def test_a_part_that_is_left_out_is_noticed(variant: str, what: str, spoil: Any, expected: Any) -> None:
     model_dir, logits = expected(variant)

@@ -190,6 +190,7 @@ def test_training_under_autocast(family: str, tmp_path: Path) -> None:
     assert close(losses[1], losses[0], 0.02)
 
 
+@pytest.mark.planted("test_packed_and_paged_logits_equal_transformers[llama]")
 def test_dropping_rope_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_dir = tiny_hf_model(tmp_path, "llama")
     expected = hf_logits(hf_model(model_dir), prompt(40))
@@ -198,6 +199,7 @@ def test_dropping_rope_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not close(packed_logits(load(model_dir), [prompt(40)])[0], expected)
 
 
+@pytest.mark.planted("test_packed_and_paged_logits_equal_transformers[llama]")
 @pytest.mark.parametrize("block_size", [1, 8, 16])
 def test_dropping_one_kv_block_is_noticed(block_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_dir = tiny_hf_model(tmp_path, "llama")

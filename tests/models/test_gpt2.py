@@ -188,6 +188,7 @@ def drop_the_scale(patch: pytest.MonkeyPatch) -> None:
 BROKEN = [drop_positions, drop_the_bias_of_norms, exact_gelu, read_products_untransposed, scramble_qkv, drop_the_scale]
 
 
+@pytest.mark.planted("test_variants")
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_mistakes_are_noticed(

@@ -263,6 +263,7 @@ KEYS = sorted(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(base=st.sampled_from([LLAMA, QWEN2]), change=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3))
 def test_any_json_is_a_config_or_a_model_load_error(base: dict[str, Any], change: dict[str, Any]) -> None:

@@ -234,6 +234,7 @@ print(high_water() - before)
 """
 
 
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.parametrize("tied", one_in(2, [False, True]))
 def test_native_loading_needs_hardly_more_memory_than_the_weights(tied: bool, tmp_path: Path) -> None:

@@ -365,6 +365,7 @@ def check(variant: str, tmp_path: Path, spoil: Callable[[ModelConfig], ModelConf
     return load_model(model_dir, spoil(read_config(model_dir)), weight_format=PLAIN), expected
 
 
+@pytest.mark.planted("test_logits_and_greedy_answers_equal_transformers[{variant}]")
 @pytest.mark.parametrize(("variant", "what", "spoil"), CONFIG_MISTAKES, ids=names(CONFIG_MISTAKES))
 def test_a_feature_that_is_left_out_is_noticed(
     variant: str, what: str, spoil: Callable[[ModelConfig], ModelConfig], tmp_path: Path
@@ -373,6 +374,7 @@ def test_a_feature_that_is_left_out_is_noticed(
     assert not close(packed_logits(model, [prompt(40)])[0], expected, 0.01), what
 
 
+@pytest.mark.planted("test_logits_and_greedy_answers_equal_transformers[{variant}]")
 @pytest.mark.parametrize(("variant", "what", "spoil"), MODEL_MISTAKES, ids=names(MODEL_MISTAKES))
 def test_a_part_that_is_left_out_is_noticed(
     variant: str, what: str, spoil: Callable[[CausalLM], None], tmp_path: Path

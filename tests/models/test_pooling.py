@@ -98,6 +98,7 @@ def test_attention_of_encoders_is_in_the_kernels_unless_heads_turn_or_have_an_od
     assert error(list(embeddings(load(where, pooling_type="MEAN"), TEXTS)), expected) < 1e-5
 
 
+@pytest.mark.planted
 @needs_kernels
 def test_an_encoder_that_sees_no_later_tokens_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where, theirs = pooled_model(tmp_path, "bert")
@@ -313,6 +314,7 @@ WRONG: dict[str, tuple[str, Callable[[PooledConfig], PooledConfig]]] = {
 }
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("name", WRONG)
 def test_mistakes_are_noticed(name: str, tmp_path: Path) -> None:
     family, change = WRONG[name]
@@ -335,6 +337,7 @@ def test_token_types_matter(tmp_path: Path) -> None:
     assert error(executor(where).run(TEXTS, mixed), expected) < 1e-5
 
 
+@pytest.mark.planted
 def test_a_token_that_is_left_out_and_causal_attention_are_noticed(tmp_path: Path, monkeypatch: Any) -> None:
     from chairlift.kernels import ops
 

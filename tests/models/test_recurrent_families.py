@@ -238,6 +238,7 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
     return [(answer.token_ids, answer.logprobs) for output in outputs for answer in output.outputs]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("family", [*QUICK, *(pytest.param(n, marks=pytest.mark.nightly) for n in NIGHTLY)])
 def test_answers_do_not_depend_on_the_schedule(family: str, kernels: str, tmp_path: Path) -> None:
@@ -476,6 +477,7 @@ CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
 ]
 
 
+@pytest.mark.planted("test_logits_and_greedy_answers_equal_transformers[{variant}]")
 @pytest.mark.parametrize(("variant", "what", "spoil"), CONFIG_MISTAKES, ids=[what for _, what, _ in CONFIG_MISTAKES])
 def test_a_feature_that_is_left_out_is_noticed(
     variant: str, what: str, spoil: Callable[[ModelConfig], ModelConfig], tmp_path: Path
@@ -524,6 +526,7 @@ def stack_experts(tensors: dict[str, torch.Tensor], prefix: str) -> None:
         tensors[f"{prefix}down_proj"] = parts["down_proj"]
 
 
+@pytest.mark.planted("test_logits_and_greedy_answers_equal_transformers[qwen3_5_text]")
 def test_rates_in_another_order_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rate of decay in place of the rate of writing."""
     model_dir = tiny_hf_model(tmp_path, "qwen3_5_text")
@@ -648,6 +651,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.planted("test_a_chunk_may_end_anywhere[{family}]")
 @pytest.mark.parametrize(("family", "mistake"), MISTAKES)
 def test_a_state_that_goes_wrong_is_noticed(
     family: str, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

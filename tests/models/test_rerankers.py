@@ -101,6 +101,7 @@ def test_only_the_end_of_the_document_is_cut(model: tuple[Path, list[float]]) ->
         llm.score("x", "y" * 40, truncate_prompt_tokens=len(empty) - 1)
 
 
+@pytest.mark.full
 def test_async_llm_scores_and_embeds_as_llm_does(model: tuple[Path, list[float]], tmp_path: Path) -> None:
     where, _ = model
     settings: dict[str, Any] = {"threads": 1}

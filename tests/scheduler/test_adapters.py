@@ -109,6 +109,7 @@ def test_a_step_says_the_bytes_of_its_adapters(depth: int) -> None:
     compare_adapter_bytes(depth)
 
 
+@pytest.mark.planted("test_a_step_says_the_bytes_of_its_adapters")
 @pytest.mark.parametrize("mutation", ["decodes only", "chunks only", "per row"])
 def test_each_wrong_sum_of_bytes_is_noticed(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Batch.adapter_bytes

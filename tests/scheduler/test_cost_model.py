@@ -263,6 +263,7 @@ def test_cost_models_without_adapters_go_on_bit_for_bit() -> None:
     check_that_old_files_go_on()
 
 
+@pytest.mark.planted("test_the_price_of_adapters_is_learnt")
 @pytest.mark.parametrize("mutation", ["not charged", "not learnt", "equations shuffled"])
 def test_each_mistake_with_adapters_is_noticed(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mutation == "equations shuffled":

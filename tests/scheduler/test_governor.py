@@ -285,6 +285,7 @@ def test_invariants_hold_in_worlds_whose_settings_move() -> None:
     assert run_seeds() > 100
 
 
+@pytest.mark.planted
 def test_worlds_notice_a_limit_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Batch, "free_rows", property(lambda self: len(self.free_slots)))
     with pytest.raises(Violation, match="requests run, but"):

@@ -299,6 +299,7 @@ ENDPOINTS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("path", "kind", "body"), ENDPOINTS)
 def test_no_value_of_any_field_is_a_server_error(
     http: TestClient, engine: FakeEngine, path: str, kind: type[Any], body: dict[str, Any]

@@ -517,6 +517,7 @@ def test_a_stream_is_finished_before_the_exit() -> None:
     assert all(json.loads(line)["message"] for line in log.splitlines()) and log
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["timeout", "second signal"])
 def test_a_stream_that_is_cut_off_is_told_so(how: str) -> None:
     process, port = started("hashlm:50ms", "--shutdown-timeout", "0.2" if how == "timeout" else "30")
@@ -558,6 +559,7 @@ def _parent(process: Path) -> int:
         return 0  # it has ended
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["drain", "timeout", "second signal"])
 def test_replicas_drain_as_one_engine_does(how: str) -> None:
     timeout = "0.2" if how == "timeout" else "30"
@@ -597,6 +599,7 @@ def test_replicas_drain_as_one_engine_does(how: str) -> None:
     assert not [pid for pid in members if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.full
 def test_what_dies_with_the_engine_in_the_drain_was_not_answered() -> None:
     process, port = started("hashlm:50ms")
     engine = engine_of(process)
@@ -620,6 +623,7 @@ def test_what_dies_with_the_engine_in_the_drain_was_not_answered() -> None:
     assert code == 1
 
 
+@pytest.mark.full
 def test_without_restart_the_server_ends_with_its_engine() -> None:
     process, port = started("hashlm:50ms", "--no-restart")
     engine = engine_of(process)

@@ -133,6 +133,7 @@ def test_these_routes_and_no_others() -> None:
     assert all("{" not in path for path in others - NAMED)
 
 
+@pytest.mark.full
 def test_nothing_is_reached_for_on_behalf_of_a_client(http: TestClient) -> None:
     """Each lure in each field, in texts, and in the path: no file, no socket, no program, no code."""
     num_requests = 0

@@ -75,6 +75,7 @@ def test_keys_are_in_the_document_when_there_are_any() -> None:
     assert "secret-key" not in str(with_keys)
 
 
+@pytest.mark.full
 def test_generated_requests_get_what_the_document_says() -> None:
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import Phase, given, settings

@@ -722,6 +722,7 @@ def test_what_is_kept_may_be_broken_or_too_long(page: Page) -> None:
     assert page.text("#problem") == []
 
 
+@pytest.mark.full
 @needs_chromium
 def test_again_asks_the_same_once_more(page: Page, fake: FakeServer) -> None:
     page.say("one")

@@ -40,6 +40,7 @@ GOOD: dict[str, Callable[[], Policy]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", one_in(3, GOOD))
 def test_good_policy_passes(name: str, pytestconfig: pytest.Config) -> None:
     first, count = pytestconfig.getoption("--first-seed"), pytestconfig.getoption("--seeds") or 25

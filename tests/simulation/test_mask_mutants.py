@@ -7,22 +7,18 @@ import collections
 import pytest
 
 from chairlift.models.hashlm import STATE
-from chairlift.workbench.sim.minimise import failure_of
 from chairlift.workbench.sim.simulator import run_world
 from chairlift.workbench.sim.world import make_world
 from tests.simulation.mask_mutants import MASK_MUTANTS
-from tests.tiers import one_in
+from tests.simulation.planted import check_is_found
 
 SEEDS = [seed for seed in range(40_000) if seed % 100 in (39, 59, 79) or seed % 200 == 99]
 
 
-@pytest.mark.parametrize("name", one_in(4, sorted(MASK_MUTANTS)))
-def test_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as planted:
-        MASK_MUTANTS[name](lambda owner, attribute, value: planted.setattr(owner, attribute, value))
-        found = next((seed for seed in SEEDS if failure_of(make_world(seed)) is not None), None)
-    assert found is not None, f"{len(SEEDS)} worlds did not notice: {name}"
-    assert failure_of(make_world(found)) is None, f"world {found} also fails without the planted bug"
+@pytest.mark.planted
+@pytest.mark.parametrize("name", sorted(MASK_MUTANTS))
+def test_planted_bug_is_found(name: str) -> None:
+    check_is_found(name, MASK_MUTANTS[name], SEEDS)
 
 
 def test_worlds_with_late_masks_hold_and_reach_what_they_are_for() -> None:

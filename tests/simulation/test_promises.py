@@ -485,6 +485,8 @@ def test_promise_holds_in_many_worlds(name: str, pytestconfig: pytest.Config) ->
     run_worlds(name, pytestconfig, 5_000)
 
 
+@pytest.mark.full
+@pytest.mark.planted("test_promise_holds")
 @pytest.mark.parametrize("name", one_in(3, sorted(PROMISE_MUTANTS)))
 def test_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world, plant = PROMISE_MUTANTS[name]
@@ -513,11 +515,13 @@ def trace(seed: int) -> list[str]:
     return digests
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
 def test_one_seed_is_one_execution(seed: int) -> None:
     assert trace(seed) == trace(seed)
 
 
+@pytest.mark.full
 def test_execution_does_not_depend_on_the_hash_seed() -> None:
     code = "from tests.simulation.test_promises import trace; print([trace(seed) for seed in range(2)])"
     runs = [

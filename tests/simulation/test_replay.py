@@ -124,6 +124,7 @@ def test_one_seed_is_one_result() -> None:
     assert replay(other, config, deployment()) != first
 
 
+@pytest.mark.full
 def test_the_result_does_not_depend_on_the_hash_seed() -> None:
     code = (
         "import json; from chairlift.config import EngineConfig; from chairlift.replay.machines import *\n"
@@ -139,6 +140,7 @@ def test_the_result_does_not_depend_on_the_hash_seed() -> None:
     assert json.loads(runs[0].stdout)["served"]["requests"] == 40
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("load", one_in(3, [0.6, 0.3, 0.8]))
 def test_one_slot_with_poisson_arrivals_is_an_m_d_1_queue(load: float) -> None:
     """Exactly Lindley's recursion on these arrivals, and nearly Pollaczek and Khinchine's mean over many of them."""
@@ -251,6 +253,7 @@ def test_a_replay_has_the_memory_of_the_recorded_engine_unless_told_otherwise() 
     assert blocks(num_kv_blocks=7) == 7
 
 
+@pytest.mark.full
 def test_where_memory_is_so_short_that_static_batches_win_that_is_said() -> None:
     settings = {"max_num_seqs": 32, "max_num_batched_tokens": 256, "num_kv_blocks": 60}
     tokens = dataclasses.replace(STEP, weight_seconds=0.001, token_seconds=0.002)  # so that recomputing is dear
@@ -374,6 +377,7 @@ def test_settings_that_do_not_fit_the_model_are_refused() -> None:
         served([one(0.0)], swap_space_bytes=2**50)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [

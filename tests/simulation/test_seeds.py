@@ -102,6 +102,7 @@ def test_one_seed_is_one_execution(seed: int) -> None:
     assert run_world(make_world(seed)).trace == run_world(make_world(seed)).trace
 
 
+@pytest.mark.full
 def test_execution_does_not_depend_on_the_hash_seed() -> None:
     code = (
         "from chairlift.workbench.sim.simulator import run_world\n"

@@ -522,6 +522,7 @@ def compared_while_learning(seed: int, own: Sequence[float], num_rows: int, name
     return compared(lambda: AdaptiveSpeculator(costs.decode_seconds, 8, Any7()), own, num_rows, seconds, saw)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", one_in(3, CURVES))
 @pytest.mark.parametrize("own", [[0.05], [0.7], [0.9]], ids=str)
 def test_the_number_is_nearly_the_best_where_step_times_are_learnt(name: str, own: Sequence[float]) -> None:

@@ -315,6 +315,8 @@ def tables_are_those_of_the_first_row(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(draft_model, "block_tables", wrong)
 
 
+@pytest.mark.full
+@pytest.mark.planted("test_a_draft_model_changes_no_bit")
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_a_planted_bug_is_noticed(name: str, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name](monkeypatch)

@@ -451,6 +451,7 @@ PLANTED = (
 )
 
 
+@pytest.mark.planted("test_each_draft_is_that_of_plain_torch")
 @pytest.mark.parametrize("plant", one_in(4, PLANTED))
 def test_a_planted_bug_is_noticed(
     plant: Callable[[pytest.MonkeyPatch], None], models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -285,6 +285,7 @@ def goes_on_behind_a_stop(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Drafts, "_take", wrong)
 
 
+@pytest.mark.planted("test_drafts_change_no_bit_on_the_native_kernels")
 @needs_kernels
 @pytest.mark.parametrize("plant", [accepts_too_much, keeps_what_was_rejected, goes_on_behind_a_stop])
 def test_a_planted_bug_is_noticed(

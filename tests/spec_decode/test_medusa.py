@@ -282,6 +282,8 @@ def state_before_the_newest(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MedusaHeads, "_states_at", wrong)
 
 
+@pytest.mark.full
+@pytest.mark.planted("test_each_head_guesses_the_token_of_its_place")
 @pytest.mark.parametrize("plant", [state_of_the_last_sample_position, heads_in_another_order, state_before_the_newest])
 def test_a_planted_bug_is_noticed(
     plant: Callable[[pytest.MonkeyPatch], None], models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -467,6 +467,7 @@ def test_drafts_from_missing_states_change_no_answer_but_are_noticed(
     assert found != whole
 
 
+@pytest.mark.planted
 @needs_kernels
 @pytest.mark.parametrize("plant", [shared_blocks_are_trusted, skipped_chunks_count_as_computed])
 def test_a_small_model_with_missing_kv_is_noticed(
@@ -480,6 +481,8 @@ def test_a_small_model_with_missing_kv_is_noticed(
         test_upkeep_that_flips_changes_no_bit("draft_model", 20, models, request, monkeypatch)
 
 
+@pytest.mark.full
+@pytest.mark.planted
 @needs_kernels
 @pytest.mark.parametrize("plant", MARKS_LOST)
 def test_blocks_without_the_layers_kv_are_noticed(

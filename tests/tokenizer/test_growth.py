@@ -184,6 +184,7 @@ def test_a_replacement_grows_by_what_it_puts_for_the_shortest_match(pattern: str
     assert doubt_about({"normalizer": sequence(*several, replace("x", "yy"))})
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on a process need Linux")
 @pytest.mark.parametrize("name", FAILS_AT_ONCE)
 def test_what_fails_with_a_few_characters_is_refused_when_it_is_read(name: str, tmp_path: Path) -> None:
@@ -199,6 +200,7 @@ def run(work: Callable[[], Any]) -> None:
     asyncio.run(asyncio.wait_for(work(), PATIENCE))
 
 
+@pytest.mark.full
 @linux
 @pytest.mark.parametrize("name", DOUBTED)
 def test_what_takes_for_ever_ends_with_an_error_and_the_next_text_is_encoded(name: str, tmp_path: Path) -> None:

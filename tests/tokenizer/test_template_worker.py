@@ -237,6 +237,7 @@ def test_a_chat_whose_worker_is_killed_once_gets_its_text() -> None:
     run(work)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("end", "times"),
     [(signal.SIGXCPU, 1), (signal.SIGSEGV, 2), (signal.SIGABRT, 2)],
@@ -447,6 +448,7 @@ def test_starting_twice_takes_one_worker_and_none_without_a_template() -> None:
     assert not [pid for pid in run(work) if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.full
 def test_a_chat_that_fails_after_its_caller_has_gone_is_nobodys_error(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         worker = TemplateWorker("{{ raise_exception('no') }}", time_limit=PATIENCE)
@@ -526,6 +528,7 @@ def test_signals_for_the_whole_group_leave_workers_to_the_server() -> None:
     run(work)
 
 
+@pytest.mark.full
 def test_a_worker_nobody_kills_ends_by_itself() -> None:
     """A server that hangs cannot kill; the kernel counts the worker's processor time."""
 

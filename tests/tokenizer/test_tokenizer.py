@@ -264,6 +264,7 @@ def test_ids_outside_the_vocabulary_add_nothing() -> None:
         assert tokenizer.decode([-1, *ids, 10**12, tokenizer.vocab_size]) == tokenizer.decode(ids)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("char", one_in(3, ["a", "\n", "5", " ", "!", "\x00", "😀", "é"]))
 def test_a_megabyte_of_one_character_does_not_hang(char: str) -> None:
     text = char * (1_000_000 // len(char.encode()))

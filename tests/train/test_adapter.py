@@ -96,6 +96,7 @@ def test_gradients_of_every_family_equal_pefts(family: str, tmp_path: Path) -> N
     compare_gradients(tiny_hf_model(tmp_path, family), tmp_path)
 
 
+@pytest.mark.planted("test_gradients_equal_pefts")
 @pytest.mark.parametrize("mutation", ["scale", "order", "target"])
 def test_each_piece_is_noticed(mutation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if mutation == "scale":

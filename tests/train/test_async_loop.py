@@ -36,6 +36,7 @@ def test_overlapping_is_worth_half_as_much_again(policy: StalenessPolicy) -> Non
         assert stats.dropped == 0 or policy == "drop"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["drop", "wait", "reweight"])
 def test_it_learns_as_well_as_in_step(policy: StalenessPolicy) -> None:
     seeds = range(6)

@@ -203,6 +203,7 @@ def test_a_source_may_draw_from_the_shared_generators(tmp_path: Path) -> None:
     assert losses("stopped", stop=2) + losses("stopped") == whole
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_three_times_ends_as_if_it_never_was(tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     for folder in (killed, whole):

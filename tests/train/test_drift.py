@@ -277,6 +277,7 @@ def test_a_change_can_be_declared() -> None:
     assert sampler.events[0].drawn == 50
 
 
+@pytest.mark.full
 def test_the_reservoir_holds_no_more_than_its_items_over_many_changes() -> None:
     sampler = DriftSampler({"a": Topic(0, 10_000), "b": Topic(1, 10_000)}, reservoir=100)
     for _ in range(20):

@@ -96,6 +96,7 @@ def test_packs_balance_experts_as_their_whole_step_does(family: str) -> None:
         assert whole_error(gradients(trainer.model), exact) < 3e-6
 
 
+@pytest.mark.planted("test_packs_balance_experts_as_their_whole_step_does")
 @pytest.mark.parametrize("mutation", ["balance loss per pack", "tokens of a pack only", "none"])
 def test_a_fault_in_the_balance_loss_would_be_seen(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = examples(9)
@@ -193,12 +194,14 @@ def test_two_ranks_balance_experts_as_one_does(tmp_path: Path) -> None:
         assert whole_error(found, expected) < 3e-6
 
 
+@pytest.mark.planted
 @pytest.mark.nightly
 def test_a_balance_loss_of_each_rank_would_be_seen(tmp_path: Path) -> None:
     *_, expected = plainly(expert_model("mixtral"), examples(9))
     assert all(whole_error(found, expected) > 1e-3 for _, found in two_ranks(tmp_path, "balance loss per rank"))
 
 
+@pytest.mark.full
 def test_a_balance_loss_evens_out_the_load() -> None:
     loads = {}
     for factor in (0.0, 1.0):

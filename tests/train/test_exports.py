@@ -193,6 +193,7 @@ MISTAKES: dict[str, Change] = {
 }
 
 
+@pytest.mark.planted("test_a_batch_for_megatron_has_shifted_labels_and_places_for_context_parallelism")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_batch_for_megatron_is_found(mistake: str) -> None:
     pack = packs()[0]

@@ -50,6 +50,7 @@ def test_gradients_are_those_of_sequences_alone(tmp_path: Path) -> None:
     assert error(gradients(model), expected) < 3e-6
 
 
+@pytest.mark.planted("test_gradients_are_those_of_sequences_alone")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("mutant", ["loss mean per pack", "last pack alone"])
 def test_a_mistake_in_the_loop_is_found(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ def test_two_ranks_have_the_gradients_of_sequences_alone(
     assert found_by_two(case, share, tmp_path, monkeypatch) < 3e-6
 
 
+@pytest.mark.planted
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("case", "mutant"),

@@ -264,6 +264,7 @@ def run_rank(rank: int, folder: str) -> None:
     distributed.destroy_process_group()
 
 
+@pytest.mark.full
 def test_two_ranks_with_unequal_shares_take_the_step_of_one(tmp_path: pathlib.Path) -> None:
     other = multiprocessing.get_context("spawn").Process(target=run_rank, args=(1, str(tmp_path)))
     other.start()

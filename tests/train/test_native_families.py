@@ -85,6 +85,7 @@ def test_a_pack_teaches_what_its_sequences_teach_alone(family: str) -> None:
 MUTATIONS = ("one layout", "positions run on", "shifted mask", "loss per pack")
 
 
+@pytest.mark.planted("test_a_pack_teaches_what_its_sequences_teach_alone")
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_fault_in_packing_would_be_seen(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-2 has learned positions: with rotary ones, a position that runs on changes nothing within a sequence."""

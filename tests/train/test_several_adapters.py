@@ -254,6 +254,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.planted("test_gradients_in_company_are_those_alone")
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_each_mistake_is_noticed(mutation: str, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate, kind = MUTATIONS[mutation]

@@ -51,6 +51,7 @@ def test_two_ranks_with_unequal_packs_learn_what_one_learns(case: str, tmp_path:
     compare(load_file(tmp_path / "found.safetensors"), case)
 
 
+@pytest.mark.planted("test_two_ranks_with_unequal_packs_learn_what_one_learns")
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("case", "mutant"),
@@ -66,6 +67,7 @@ def test_a_mistake_in_training_on_two_ranks_is_found(case: str, mutant: str, tmp
         compare(load_file(tmp_path / "found.safetensors"), case)
 
 
+@pytest.mark.planted("test_two_ranks_with_unequal_packs_learn_what_one_learns")
 @pytest.mark.nightly
 @pytest.mark.parametrize("mutant", ["a rank leaves early", "sharded model saved"])
 def test_a_mistake_that_ends_a_run_on_two_ranks_is_found(mutant: str, tmp_path: Path) -> None:

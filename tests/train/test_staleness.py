@@ -55,6 +55,7 @@ class TakesTheNewest(StalenessGate):
             self._waiting.sort()
 
 
+@pytest.mark.planted("test_random_events")
 @pytest.mark.parametrize(
     ("gate", "policy"),
     [

@@ -911,6 +911,7 @@ def test_a_stateful_data_loader_resumes(workers: int) -> None:
         assert all_same(head + list(loader), expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_stateful_data_loader_resumes_where_a_pass_ends_and_where_the_next_begins(workers: int) -> None:
     """What the processes say before their first pack is of the new pass; at the end, only one of them has ended."""
@@ -1059,6 +1060,7 @@ print(sizes[1] / sizes[0])
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [100_000, pytest.param(1_000_000, marks=pytest.mark.nightly)])
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_does_not_grow_with_the_stream(count: int) -> None:

@@ -107,6 +107,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
+@pytest.mark.planted("test_rows_are_kept_or_encoded_again")
 @pytest.mark.nightly
 @pytest.mark.parametrize("mutation", MUTATIONS)
 @pytest.mark.usefixtures("still_clock")

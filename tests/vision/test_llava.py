@@ -228,6 +228,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
+@pytest.mark.planted("test_images_first_in_the_middle_last_several_and_the_same_twice")
 @pytest.mark.nightly
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_notices(

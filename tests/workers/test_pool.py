@@ -163,6 +163,7 @@ def test_a_pipe_that_closed_before_the_write_counts_as_a_death(tmp_path: Path, l
         runner.run(work())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("end", "most"), [(signal.SIGKILL, 6), (signal.SIGSEGV, 2)], ids=["killed", "fault"])
 def test_a_worker_that_dies_at_its_start_is_replaced_a_few_times(
     tmp_path: Path, end: signal.Signals, most: int

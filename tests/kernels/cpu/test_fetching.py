@@ -335,6 +335,7 @@ def test_what_comes_next_is_fetched_once(rows: int, watched: list[str]) -> None:
         assert found.never + found.again + found.outside <= found.lines / 20, f"{case}: {found}"
 
 
+@pytest.mark.full
 def test_a_product_begins_with_what_was_fetched_for_it(watched: list[str]) -> None:
     done = subprocess.run([watched[0], "first"], capture_output=True, text=True, check=True)
     looked, wrong = map(int, done.stdout.split())

@@ -209,6 +209,7 @@ def is_mapped(address: int) -> bool:
     return any(int(low, 16) <= address < int(high, 16) for low, high in spans)
 
 
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.parametrize(
     "look",
@@ -316,6 +317,7 @@ for limit in (used + (1 << 20), hard):
 """
 
 
+@pytest.mark.full
 @needs_kernels
 def test_calls_without_memory_are_refused() -> None:
     run = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True)
@@ -346,6 +348,7 @@ int pthread_setaffinity_np(pthread_t thread, size_t bytes, const cpu_set_t* set)
 """
 
 
+@pytest.mark.full
 @needs_kernels
 def test_threads_are_pinned_where_processors_have_four_digits(tmp_path: Path) -> None:
     """A machine with 1,536 processors of which this process may use two; the system takes no shorter mask."""

@@ -165,6 +165,7 @@ def test_what_is_kept_is_what_the_transforms_keep(
     sweep(request, count, check)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("asked", [{"top_p": 0.05}, {"top_p": 0.9}, {"top_k": 3}, {"top_k": 30, "top_p": 0.9}])
 def test_the_few_that_are_taken_aside_may_be_too_few_or_too_many(asked: Any, device: torch.device) -> None:
     """In blocks of 8: of a flat row about 16, and 0.9 of it is most of it; of equal scores more than fit."""

@@ -366,6 +366,7 @@ PLANTED = (
 )
 
 
+@pytest.mark.planted("test_packs_give_the_gradient_of_sequences_alone")
 @pytest.mark.parametrize("plant", one_in(5, PLANTED))
 def test_a_planted_bug_changes_the_gradient(
     plant: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -511,6 +512,7 @@ def accepted_length(llm: LLM, prompts: list[list[int]], params: SamplingParams) 
     return answers, 1 + drafts.num_accepted / drafts.num_verified
 
 
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.parametrize("draft_vocab_size", [None, pytest.param(100, marks=pytest.mark.nightly)])
 def test_a_layer_learns_what_the_model_says_and_drafts_it(draft_vocab_size: int | None, tmp_path: Path) -> None:

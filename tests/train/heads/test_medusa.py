@@ -128,6 +128,7 @@ def one_short(batch: Any, distance: int) -> Any:
 RIGHT = training.ahead
 
 
+@pytest.mark.planted("test_gradients_are_those_of_single_sequences")
 @pytest.mark.parametrize("plant", [across_borders, from_prompts, one_short])
 def test_a_planted_bug_is_noticed(
     plant: Callable[[Any, int], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,6 +137,7 @@ def test_a_planted_bug_is_noticed(
     assert largest_difference(tmp_path, 64) > 1e-4
 
 
+@pytest.mark.planted("test_gradients_are_those_of_single_sequences")
 def test_states_of_mixed_sequences_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     varlen = VarlenContext
     monkeypatch.setattr(medusa, "VarlenContext", lambda offsets: varlen([0, offsets[-1]]))

@@ -14,6 +14,8 @@ import pytest
 from chairlift.engine import images
 from chairlift.replay.machines import deploy, shape_from_name
 
+pytestmark = pytest.mark.full
+
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "image_room.py"
 
 

@@ -95,6 +95,7 @@ def test_no_series_make_a_drawing_too() -> None:
     assert all("no data" in texts(figure) for figure in empty)
 
 
+@pytest.mark.full
 def test_many_points_make_a_small_file() -> None:
     generator = np.random.default_rng(0)
     values = [(generator.lognormal(size=100_000) + place).tolist() for place in range(3)]

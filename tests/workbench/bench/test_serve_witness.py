@@ -12,6 +12,8 @@ from chairlift.cli.main import main
 from tests.e2e.server_process import ServerProcess
 from tests.workbench.bench.witness import witnessing
 
+pytestmark = pytest.mark.full
+
 AGREED = 0.03
 
 

@@ -11,6 +11,8 @@ import pytest
 from chairlift.errors import EngineDeadError
 from chairlift.workbench.bench.startup import measure_startup, startup_lines
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.nightly
 def test_phases_follow_each_other() -> None:

@@ -37,6 +37,8 @@ from chairlift.workbench.workload.lengths import LogNormal
 from chairlift.workbench.workload.trace import TracedRequest
 from tests.tiers import one_in
 
+pytestmark = pytest.mark.full
+
 TRUTH = Roofline(
     weight_seconds=0.02,
     token_seconds=0.0004,
