@@ -680,6 +680,8 @@ class EngineCore(EngineClient):
 
     def _make_masks(self, flight: _Flight) -> None:
         """After a step has ended, begin to make the masks for which its rows wait."""
+        if not flight.grammars:
+            return
         with_drafts = [place for place in flight.grammars if place.drafts]
         if with_drafts and not self._flights:
             alive = [place for place in with_drafts if place.row.request.decoding and place.row.job is None]
@@ -781,8 +783,8 @@ class EngineCore(EngineClient):
                 outputs.predicted.append((each.request_id, *counts))
             drafts.predicted.clear()
         complete = self._complete(flight, now)
-        rows = [row for row, request in enumerate(result.sampled) if request is not None]
-        rows = [row for row in rows if tokens.token_ids[row] != FAILED_ROW]
+        entries = enumerate(zip(result.sampled, tokens.token_ids, strict=True))
+        rows = [row for row, (request, token) in entries if request is not None and token != FAILED_ROW]
         outputs.sequence_ids = [result.sampled[row].request_id for row in rows]  # type: ignore[union-attr]
         outputs.token_ids = [tokens.token_ids[row] for row in rows]
         if records is not None:
