@@ -7,7 +7,7 @@ compared along its whole path in the tree, so a hash collision can never return 
 from __future__ import annotations
 
 import hashlib
-from array import array
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +36,7 @@ _TOKEN_BYTES = 8
 def block_tokens(token_ids: list[int]) -> bytes:
     """Token ids as bytes: eight bytes per id, in the machine's byte order. Prefix-cache nodes compare and hash these
     bytes."""
-    return array("q", token_ids).tobytes()
+    return struct.pack(f"{len(token_ids)}q", *token_ids)
 
 
 class PrefixCache:

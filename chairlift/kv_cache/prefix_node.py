@@ -26,4 +26,4 @@ class PrefixNode:
 
     @property
     def holds_nothing(self) -> bool:
-        return all(block is None for block in self.blocks) and all(host is None for host in self.hosts)
+        return self.blocks.count(None) == len(self.blocks) and self.hosts.count(None) == len(self.hosts)
