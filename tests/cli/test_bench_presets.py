@@ -12,6 +12,7 @@ from tests.cli.conftest import Run
 QUICK = ("bench", "presets", "hashlm", "--num-prompts", "12", "--max-num-seqs", "4")
 
 
+@pytest.mark.full
 def test_all_presets_in_one_table_and_one_picture(chairlift: Run, tmp_path: Path) -> None:
     out, picture = tmp_path / "out.json", tmp_path / "out.svg"
     code, lines, err = chairlift(*QUICK, "--rounds", "1", "--json", out, "--svg", picture)

@@ -88,6 +88,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.planted("test_worlds_keep_the_rules")
 @pytest.mark.parametrize("name", one_in(3, BUGS))
 def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,7 @@ def test_a_caller_who_leaves_changes_no_tag(models: tuple[Path, Path]) -> None:
     asyncio.run(test())
 
 
+@pytest.mark.full
 def test_an_engine_that_died_comes_back_with_its_newest_weights(models: tuple[Path, Path], tmp_path: Path) -> None:
     shutil.copytree(models[1], tmp_path / "newest")
 

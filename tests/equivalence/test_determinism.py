@@ -235,6 +235,7 @@ def remembers(rows: Tensor, last: list[Tensor] = []) -> Tensor:  # noqa: B006
     return out
 
 
+@pytest.mark.full
 @pytest.mark.planted("test_a_request_says_the_same_alone_and_in_any_batch")
 @pytest.mark.parametrize("wrong", [depends_on_the_batch, depends_on_the_place, remembers])
 def test_an_operation_that_looks_at_its_batch_is_noticed(

@@ -124,6 +124,7 @@ def test_prompts_that_come_back_from_host_memory_say_the_same(
     assert llm.engine.core.stats().num_brought_back_blocks > 1
 
 
+@pytest.mark.full
 def test_sampled_text_is_that_of_pytorch(models: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chairlift.kernels.triton.program.SMALL_ROWS", 0)
     model_dir, model = models("qwen3")

@@ -453,6 +453,7 @@ def shared_blocks_promised_once(patch: Patch) -> None:
     patch(Reservations, "fits", fits)
 
 
+@pytest.mark.full
 @pytest.mark.planted("test_books_and_contents_hold")
 @pytest.mark.parametrize(
     "plant",

@@ -68,6 +68,7 @@ def test_an_adapter_is_replaced_under_traffic_and_versions_never_mix(tmp_path: P
     asyncio.run(test())
 
 
+@pytest.mark.full
 def test_cold_adapters_wait_for_memory_and_nobody_for_ever(tmp_path: Path) -> None:
     """More adapters than a step or the memory may have."""
     model_dir = tiny_hf_model(tmp_path, "llama", num_hidden_layers=1)

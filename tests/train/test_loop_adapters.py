@@ -105,6 +105,7 @@ def test_gradients_are_those_of_sequences_alone(accelerator: Any, monkeypatch: p
     assert all(value.grad is None for value in model.parameters())
 
 
+@pytest.mark.full
 def test_a_loop_of_accelerate_is_resumed_bit_for_bit(accelerator: Any, tmp_path: Path) -> None:
     def run(steps: int, stream: PackStream, prepared: Any, optimizer: Any) -> None:
         for _, packs in zip(range(steps), stream.steps(), strict=False):

@@ -28,6 +28,7 @@ print(sum("gloo" in name for name in within) > 0, sum("gloo" in name for name in
 """
 
 
+@pytest.mark.full
 def test_nothing_is_left_of_a_process_group() -> None:
     where = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     where["MASTER_PORT"] = str(free_port())
@@ -49,6 +50,7 @@ with process_group():
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc needs Linux")
 def test_processes_on_one_machine_listen_on_the_loopback_address_only() -> None:
     """The store obeys everybody who can reach it."""

@@ -203,6 +203,7 @@ def test_the_kernels_are_right_where_mistakes_are_noticed(
     assert not any(differs(model_dir) for model_dir in models.values())
 
 
+@pytest.mark.full
 @pytest.mark.planted("test_the_kernels_are_right_where_mistakes_are_noticed")
 @pytest.mark.parametrize("name", one_in(12, MUTANTS))
 def test_a_mistake_in_the_source_is_noticed(
