@@ -19,7 +19,7 @@ from chairlift.cli.remote_server import plain
 from chairlift.errors import ChairliftError
 from chairlift.foreign_names import FOREIGN, answer_to
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 _DESCRIPTION = "Continuous batching for language models. The default model is the small demo model in the package."
 _EXIT_CODES = """exit codes:
@@ -112,7 +112,8 @@ class _Parser(argparse.ArgumentParser):
             message = self.unknown(flags[0])
         elif re.fullmatch(r"(?s)argument \[?(COMMAND|NAME)\]?: invalid choice: .*|.*required: (COMMAND|NAME)", message):
             message = self._no_command()
-        self.exit(_fail(f"{message}; see {self.prog} --help"))
+        more = " See" if message.endswith("?") else "; see"
+        self.exit(_fail(f"{message}{more} {self.prog} --help"))
 
     def _no_command(self) -> str:
         """Error message for a missing or unknown subcommand."""
@@ -142,7 +143,8 @@ class _Parser(argparse.ArgumentParser):
         return f"{kind} {word!r}" + (f"; did you mean {near[0]}?" if near else "")
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
+    """Parser of the whole command line: every command, and the commands of these."""
     parser = _Parser(prog="chairlift", description=_DESCRIPTION, epilog=_EXIT_CODES)
     parser.add_argument("--version", action="version", version=f"chairlift {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
@@ -152,7 +154,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         command.add_argument("--verbose", action="store_true", help="log more, and print tracebacks")
         module.add_arguments(command)
         command.set_defaults(run=module.run, parser=command)
-    args, unknown = parser.parse_known_args(argv)
+    return parser
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    args, unknown = make_parser().parse_known_args(argv)
     if unknown:
         args.parser.error(args.parser.unknown(unknown[0]))  # of the command, or of a command's command
     return args

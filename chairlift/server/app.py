@@ -56,7 +56,7 @@ from chairlift.server.routers import TrustedProxies
 from chairlift.server.state import ServerState
 from chairlift.version import __version__
 
-__all__ = ["make_app"]
+__all__ = ["all_routes", "make_app"]
 
 _logger: Final = logging.getLogger("chairlift.server")
 _CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -65,13 +65,16 @@ _DRAIN_RETRY_SECONDS: Final = 5
 
 def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> ASGIApp:
     """The ASGI application for ``state``: with all endpoints, or only with ``routes`` if given."""
-    if routes is None:
-        endpoints = (
-            *(chat, completions, responses, messages, pooling, tokens, models, queue, traffic, openapi, pages, live),
-            *(weights, replicas, adapters, files, batches),
-        )
-        routes = [*_routes, *(route for module in endpoints for route in module.routes)]
-    return with_cors(_App(state, routes), state.config.cors_origin)
+    return with_cors(_App(state, all_routes() if routes is None else routes), state.config.cors_origin)
+
+
+def all_routes() -> list[Route]:
+    """The routes of all endpoints."""
+    endpoints = (
+        *(chat, completions, responses, messages, pooling, tokens, models, queue, traffic, openapi, pages, live),
+        *(weights, replicas, adapters, files, batches),
+    )
+    return [*_routes, *(route for module in endpoints for route in module.routes)]
 
 
 class _App:

@@ -110,7 +110,7 @@ def test_offline_answers_with_the_bundled_model(chairlift: Run, tmp_path: Path) 
     [
         ([], "no command is given (for example: chairlift bench kernels)"),
         (["kernel"], "unknown command 'kernel'; did you mean chairlift bench kernels?"),
-        (["kernels", "--row", "3"], "unknown flag '--row'; did you mean --rows?; see chairlift bench kernels --help"),
+        (["kernels", "--row", "3"], "unknown flag '--row'; did you mean --rows? See chairlift bench kernels --help"),
         (["kernels", "3"], "unexpected argument '3'"),
         (["kernels", "--rows", "0"], "--rows: must be a whole number from 1 to 65,536, got '0'"),
         (["kernels", "--rows", "4,"], "got ''"),
