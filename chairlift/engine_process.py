@@ -88,7 +88,7 @@ def _load(connection: Connection, config: EngineConfig) -> CoreProcess | Pooling
     if least_seconds is not None:
         core.floor = FloorShare(least_seconds)
     info = loaded.info(config, core.kv.capacity_tokens)
-    return CoreProcess(connection, core, info, config.scheduler.promises, progress)
+    return CoreProcess(connection, core, info, config.scheduler.promises, progress, loaded.approximations)
 
 
 def _tokenizer(config: EngineConfig, model_dir: str) -> Tokenizer | None:

@@ -101,6 +101,7 @@ class LLM:
         )
         self.info = info = loaded.info(self.config, self.engine.kv.capacity_tokens)
         """Facts about the loaded model and how it is served."""
+        self._first_info, self._approximations = info, loaded.approximations
         self._sampling_defaults = info.sampling_defaults
         self.notes: tuple[str, ...] = info.notes
         """Notes on how the model is served here, one per line. They are also logged as warnings."""
@@ -474,6 +475,8 @@ class LLM:
         self._generates("update_weights")
         with self._turn:
             self.engine.update_weights(source, version, in_flight=in_flight)
+            path = str(source) if isinstance(source, (str, Path)) else ""
+            self.info = self._first_info.updated(path, version, self._approximations())
 
     def _check_process(self) -> None:
         """Raise EngineDeadError in a forked process. A fork copies no threads: the child would wait for ever for the

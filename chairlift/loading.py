@@ -4,6 +4,7 @@ functions."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -86,8 +87,9 @@ class LoadedExecutor:
     sizes."""
     quantization: str | None = None
     """Formats of the quantised weights, such as ``int4+int8``; None if all weights have the model's data type."""
-    approximations: tuple[str, ...] = ()
-    """Roundings and approximations beyond arithmetic in ``dtype``, in words."""
+    approximations: Callable[[], tuple[str, ...]] = tuple
+    """Function that returns the roundings and approximations beyond arithmetic in ``dtype``, in words. New weights may
+    change them."""
     weight_bytes: int = 0
     kv_cache_dtype: str | None = None
     """Data type of K and V, if it differs from the model's data type."""
@@ -127,12 +129,13 @@ class LoadedExecutor:
         """Facts about the model and its engine, for other processes. ``capacity_tokens`` comes from the engine, because
         it depends on how long a sliding window keeps its blocks."""
         groups, size = self.executor.cache_groups, self.executor.block_size
+        approximations = self.approximations()
         native = self.kernels not in ("torch", "triton", "hashlm")
         how = ["batch_invariant"] if self.kernels == "triton" and config.model.batch_invariant else []
         how += [self.quantization] if self.quantization else []
         how += [f"kv {self.kv_cache_dtype}"] if self.kv_cache_dtype else []
         how += [] if self.model_impl == "native" else [self.model_impl]
-        how += self.approximations
+        how += approximations
         return EngineInfo(
             model=config.model.model,
             model_dir=self.model_dir,
@@ -148,7 +151,7 @@ class LoadedExecutor:
             dtype=self.dtype,
             model_impl=self.model_impl,
             quantization=self.quantization,
-            approximations=self.approximations,
+            approximations=approximations,
             weight_bytes=self.weight_bytes,
             kv_cache_dtype=self.kv_cache_dtype,
             device=self.device,
@@ -261,7 +264,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         dtype=str(dtype).removeprefix("torch."),
         model_impl=network.model_impl,
         quantization=model.quantization,
-        approximations=_approximations(model, network, dtype, plan),
+        approximations=_approximations(config, model, network, dtype, plan, images),
         weight_bytes=model.weight_bytes,
         kernels=kernels,
         threads=threads_of(config, kernels),
@@ -274,13 +277,27 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
 
 
 def _approximations(
-    model: CausalLM | TransformersLM, network: ModelConfig | TransformersConfig, dtype: torch.dtype, plan: KVPlan
-) -> tuple[str, ...]:
+    config: EngineConfig,
+    model: CausalLM | TransformersLM,
+    network: ModelConfig | TransformersConfig,
+    dtype: torch.dtype,
+    plan: KVPlan,
+    images: ImageBank | None,
+) -> Callable[[], tuple[str, ...]]:
+    """Function that returns the approximations of the model with its weights at the time of the call."""
     from chairlift.models.approximations import approximations_of
     from chairlift.models.hf_config import ModelConfig
 
     ropes = (network.rope, network.window_rope) if isinstance(network, ModelConfig) else ()
-    return approximations_of(model, dtype, plan.dtype, [rope.rope_type for rope in ropes if rope is not None])
+    return functools.partial(
+        approximations_of,
+        model,
+        dtype,
+        plan.dtype,
+        [rope.rope_type for rope in ropes if rope is not None],
+        rounds_encoder=images is not None and images.rounds_floats,
+        lora=config.lora.enable_lora,
+    )
 
 
 def _check_sampling(sampling: dict[str, Any], model_dir: Path) -> None:

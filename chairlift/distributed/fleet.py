@@ -351,7 +351,8 @@ class Fleet(RemoteCore):
         async with self._rolling:
             if self._info is None:
                 raise EngineDeadError("the fleet has not started")
-            updated, target = self._info.updated(source, version), self._generation + 1
+            target = self._generation + 1
+            updated = self._info
             while (
                 behind := next((m for m in self._members if m.wanted and m.alive and m.generation < target), None)
             ) is not None:
@@ -361,7 +362,7 @@ class Fleet(RemoteCore):
                 if core is None or not behind.alive:
                     continue
                 try:
-                    await core.update_weights(source, version, in_flight)
+                    info = await core.update_weights(source, version, in_flight)
                 except EngineDeadError:
                     await behind.lost(core)
                     continue
@@ -373,6 +374,8 @@ class Fleet(RemoteCore):
                     core.kill()
                     await behind.lost(core)
                     continue
+                if self._generation < target:
+                    updated = self._info.updated(source, version, info.approximations)
                 self._info, self._generation, behind.generation = updated, target, target
                 self._undrain(behind)
             if self._generation < target:

@@ -131,7 +131,10 @@ class CoreProcess:
         info: EngineInfo,
         classes: Mapping[str, ServiceClass] | None,
         progress: OnProgress,
+        approximations: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
+        """``approximations`` returns those of the model with its newest weights."""
+        self._approximations = approximations
         self._connection = connection
         self._core = core
         self._info = info
@@ -213,7 +216,8 @@ class CoreProcess:
         except (ConfigError, ModelLoadError) as error:
             self._connection.send(NotLoaded(type(error).__name__, str(error)))
         else:
-            self._connection.send(Ready(self._info.updated(message.source, message.version)))
+            info = self._info.updated(message.source, message.version, self._approximations())
+            self._connection.send(Ready(info))
 
     def _show(self) -> None:
         """Send the recorded steps to viewers if a report is due, or if there is no other work."""

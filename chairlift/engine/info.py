@@ -145,10 +145,16 @@ class EngineInfo:
     """Directory of the newest weights; empty if the weights were never replaced."""
     weight_version: int = 0
 
-    def updated(self, weights: str, version: int) -> EngineInfo:
-        """A copy of these facts for the new weights, with a new fingerprint."""
-        digest = hashlib.sha256(f"{self.fingerprint} {version} {weights}".encode()).hexdigest()
-        return dataclasses.replace(self, weights=weights, weight_version=version, fingerprint=f"fp_{digest[:10]}")
+    def updated(self, weights: str, version: int, approximations: tuple[str, ...]) -> EngineInfo:
+        """A copy of these facts for the new weights, with their approximations and a new fingerprint."""
+        named = "\0".join((self.fingerprint, str(version), weights, *approximations))
+        return dataclasses.replace(
+            self,
+            weights=weights,
+            weight_version=version,
+            approximations=approximations,
+            fingerprint=f"fp_{hashlib.sha256(named.encode()).hexdigest()[:10]}",
+        )
 
     def too_much_reserved(self, classes: Mapping[str, ServiceClass] | None) -> str:
         """Error text if the KV cache has fewer blocks than the classes of service reserve; empty if it has enough."""

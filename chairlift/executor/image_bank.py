@@ -20,6 +20,11 @@ class ImageBank:
     """Stored embeddings of image tiles, as bytes in the model's dtype; see
     :class:`~chairlift.executor.executor.ImageMemory`. ``row_bytes`` is the number of bytes of a row."""
 
+    @property
+    def rounds_floats(self) -> bool:
+        """Whether stored numbers of the encoder were rounded to the model's dtype."""
+        return self._tower.rounds_floats
+
     def __init__(self, tower: Tower, row_bytes: int) -> None:
         self._tower = tower
         self._row_bytes = row_bytes

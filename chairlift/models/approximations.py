@@ -32,14 +32,29 @@ def holds_exactly(dtype: torch.dtype, stored: str) -> bool:
 
 
 def approximations_of(
-    model: nn.Module, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, rope_types: Iterable[str] = ()
+    model: nn.Module,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    rope_types: Iterable[str] = (),
+    *,
+    rounds_encoder: bool = False,
+    lora: bool = False,
 ) -> tuple[str, ...]:
-    """Approximations of a model of ``dtype`` with its weights in memory, in words. ``kv_dtype`` is the dtype of K and
-    V; None if there are none. ``rope_types`` are the types of its rotations."""
+    """Approximations of a model of ``dtype`` with its weights in memory, in words.
+
+    ``kv_dtype`` is the dtype of K and V; None if there are none. ``rope_types`` are the types of its rotations.
+    ``rounds_encoder``: whether weights of its image encoder are rounded. ``lora``: whether adapters may be loaded. An
+    adapter's scale is float32, so the scaled matrices fit only into float32.
+    """
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, Matrix)]
     found = [loss for layer in layers for loss in layer.format.losses(layer.weight)]
+    rounded = f"rounded to {str(dtype).removeprefix('torch.')}"
     if getattr(model, "rounds_floats", False):
-        found.append(f"weights rounded to {str(dtype).removeprefix('torch.')}")
+        found.append(f"weights {rounded}")
+    if rounds_encoder:
+        found.append(f"weights of the image encoder {rounded}")
+    if lora and dtype != torch.float32:
+        found.append(f"scaled matrices of adapters {rounded}")
     if kv_dtype == torch.int8:
         found.append("8-bit K and V")
     if "dynamic" in rope_types:

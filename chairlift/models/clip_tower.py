@@ -29,6 +29,8 @@ class ClipTower:
     The arguments and errors are those of :class:`~chairlift.models.vision_tower.VisionTower`.
     """
 
+    rounds_floats = False
+
     def __init__(
         self,
         config: LlavaConfig,

@@ -356,6 +356,7 @@ def _write(
     """Write all weights, piece by piece. Pages of memory-mapped files are released after use. Tensors in memory belong
     to the caller and are not released."""
     total, done = sum(math.prod(part.shape) for part in parts), 0
+    model.rounds_floats = False
     for name, group in _by_layer(parts).items():
         layer = model.get_submodule(name)
         for part, start, rows in _pieces(tensors, group):

@@ -36,6 +36,8 @@ class PatchTower:
     :class:`~chairlift.models.vision_tower.VisionTower`.
     """
 
+    rounds_floats = False
+
     def __init__(
         self,
         config: PatchConfig,

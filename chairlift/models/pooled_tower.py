@@ -29,6 +29,8 @@ class PooledTower:
     The arguments and errors are those of :class:`~chairlift.models.vision_tower.VisionTower`.
     """
 
+    rounds_floats = False
+
     def __init__(
         self,
         config: PooledConfig,

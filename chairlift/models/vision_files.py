@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,8 @@ def read_processor(model_dir: Path, tokens: Tokens) -> ImageProcessor | None:
 
 def load_tower(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> Tower:
     """Load a model's image encoder into CPU memory. Raises ModelLoadError."""
-    from chairlift.models.clip_tower import ClipTower  # these import torch
+    from chairlift.models.approximations import holds_exactly  # these import torch
+    from chairlift.models.clip_tower import ClipTower
     from chairlift.models.loader import open_tensors
     from chairlift.models.patch_tower import PatchTower
     from chairlift.models.pooled_tower import PooledTower
@@ -68,16 +70,37 @@ def load_tower(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> Towe
         raise ModelLoadError(f"{model_dir}: model_type {config.model_type!r} has no image encoder")
     normalise = normalisation(_preprocessor(model_dir), model_dir / _FILE, vision)
     with contextlib.ExitStack() as stack:
-        tensors = open_tensors(model_dir, config, stack)
+        tensors = _Noted(open_tensors(model_dir, config, stack))
+        given = tensors, model_dir, dtype, normalise
+        tower: Tower
         if isinstance(vision, PatchConfig):
-            return PatchTower(vision, tensors, model_dir, dtype, normalise)
-        if isinstance(vision, VisionConfig):
-            return VisionTower(vision, tensors, model_dir, dtype, normalise)
-        if isinstance(vision, LlavaConfig):
-            return ClipTower(vision, tensors, model_dir, dtype, normalise)
-        if isinstance(vision, PooledConfig):
-            return PooledTower(vision, tensors, model_dir, dtype, normalise)
-    raise TypeError(f"{type(vision).__name__} describes no known encoder")
+            tower = PatchTower(vision, *given)
+        elif isinstance(vision, VisionConfig):
+            tower = VisionTower(vision, *given)
+        elif isinstance(vision, LlavaConfig):
+            tower = ClipTower(vision, *given)
+        elif isinstance(vision, PooledConfig):
+            tower = PooledTower(vision, *given)
+        else:
+            raise TypeError(f"{type(vision).__name__} describes no known encoder")
+        tower.rounds_floats = not all(holds_exactly(dtype, stored) for stored in tensors.dtypes())
+    return tower
+
+
+class _Noted(dict[str, Any]):
+    """Tensors of a checkpoint, which note the names that are read."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        super().__init__(tensors)
+        self._names = set[str]()
+
+    def __getitem__(self, name: str) -> Any:
+        self._names.add(name)
+        return super().__getitem__(name)
+
+    def dtypes(self) -> set[str]:
+        """Stored dtypes of the tensors that were read, as safetensors names them."""
+        return {str(self[name].get_slice(name).get_dtype()) for name in tuple(self._names)}
 
 
 def _preprocessor(model_dir: Path) -> dict[str, Any]:

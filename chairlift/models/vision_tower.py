@@ -40,6 +40,9 @@ running requests short. Large pieces use the weights better: an image of 100 pat
 class Tower(Protocol):
     """Interface of an image encoder, which turns tiles of images into embeddings."""
 
+    rounds_floats: bool
+    """Whether stored numbers of the encoder were rounded to its dtype."""
+
     def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
         """Compute a tile of an image in pieces. Yields None after each piece, and finally the tile's embeddings [rows,
         row size]."""
@@ -174,6 +177,8 @@ class VisionTower:
     :func:`~chairlift.models.vision_config.normalisation`. Raises :class:`~chairlift.errors.ModelLoadError` for weights
     that are missing or misshapen.
     """
+
+    rounds_floats = False
 
     def __init__(
         self,

@@ -113,7 +113,7 @@ class InProcess(RemoteCore):
             self.kill()
             raise EngineDeadError("killed")
         self.core.update_weights(source, version, in_flight)
-        self.info = self.info.updated(source, version)
+        self.info = self.info.updated(source, version, self.info.approximations)
         self._events.on_updated(self.info)
         return self.info
 

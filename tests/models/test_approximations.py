@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, SamplingParams
 from tests.gguf.test_exact import one_layer
@@ -13,6 +16,7 @@ from tests.models.quantized import packers
 from tests.models.quantized.make import model_pair
 from tests.models.tiny import tiny_hf_model
 from tests.native import needs_kernels
+from tests.vision.tiny import tiny_gemma, tiny_llava, tiny_qwen, tiny_vlm
 
 ACTIVATIONS = "8-bit activations in matmuls with integer weights"
 TO_INT8, TO_BFLOAT16 = "weights rounded to int8", "weights rounded to bfloat16"
@@ -86,6 +90,45 @@ def test_quantised_directories_are_exact_in_float32_too(tmp_path: Path) -> None:
     assert loaded(quantised, dtype="float32").info.approximations == ()
     assert ACTIVATIONS in loaded(quantised).info.approximations
     assert ACTIVATIONS in loaded(quantised, dtype="float32", quantization="stored").info.approximations
+
+
+def cast(model_dir: Path, dtype: torch.dtype) -> None:
+    path = model_dir / "model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+
+
+@needs_kernels
+@pytest.mark.parametrize("make", [tiny_vlm, tiny_qwen, tiny_llava, tiny_gemma])
+def test_rounded_weights_of_an_image_encoder_are_named(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    model_dir = make(tmp_path / "model")
+    images = "weights of the image encoder rounded to bfloat16"
+    rounded = LLM(str(model_dir), num_kv_blocks=64, dtype="bfloat16").info
+    assert images in rounded.approximations
+    assert LLM(str(model_dir), num_kv_blocks=64, dtype="float32").info.approximations == ()
+    cast(model_dir, torch.bfloat16)
+    exact = LLM(str(model_dir), num_kv_blocks=64, dtype="bfloat16").info
+    assert exact.approximations == ()
+
+
+@needs_kernels
+def test_rounded_adapters_are_named(tmp_path: Path) -> None:
+    model_dir = tiny_hf_model(tmp_path, "llama")
+    names = [loaded(model_dir, dtype=dtype, enable_lora=True).info.approximations for dtype in ("bfloat16", "float32")]
+    assert names == [(TO_BFLOAT16, "scaled matrices of adapters rounded to bfloat16"), ()]
+
+
+@needs_kernels
+def test_new_weights_change_the_list_and_the_fingerprint(tmp_path: Path) -> None:
+    model_dir = tiny_hf_model(tmp_path, "llama")
+    wide = load_file(model_dir / "model.safetensors")
+    cast(model_dir, torch.bfloat16)
+    llm = loaded(model_dir, dtype="bfloat16")
+    assert llm.info.approximations == ()
+    llm.update_weights(wide, 1)
+    rounded = llm.info
+    assert rounded.approximations == (TO_BFLOAT16,)
+    llm.update_weights({name: tensor.bfloat16() for name, tensor in wide.items()}, 1)
+    assert llm.info.approximations == () and llm.info.fingerprint != rounded.fingerprint
 
 
 def test_a_static_base_for_dynamic_rotation_is_named(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class Updating(FakeEngine):
         if self.error is not None:
             raise self.error
         self.asked.append((source, version, in_flight))
-        return INFO.updated(source, version)
+        return INFO.updated(source, version, ())
 
 
 def post(engine: FakeEngine, tmp_path: Path, body: Any = BODY, key: str = "sk-admin", keys: str = "") -> Any:
@@ -44,13 +44,17 @@ def test_the_admin_replaces_them(tmp_path: Path) -> None:
     engine = Updating()
     reply = post(engine, tmp_path, BODY | {"in_flight": "recompute"})
     assert engine.asked == [("/models/new", 4, "recompute")]
-    assert reply.json() == {"version": 4, "system_fingerprint": INFO.updated("/models/new", 4).fingerprint}
+    assert reply.json() == {"version": 4, "system_fingerprint": INFO.updated("/models/new", 4, ()).fingerprint}
     assert post(engine, tmp_path, keys="admin sk-admin\n").status_code == 200, "also when there is no other key"
     fingerprints = {
-        info.fingerprint for info in (INFO, INFO.updated("a", 1), INFO.updated("a", 2), INFO.updated("b", 2))
+        info.fingerprint
+        for info in (INFO, INFO.updated("a", 1, ()), INFO.updated("a", 2, ()), INFO.updated("b", 2, ()))
     }
     assert len(fingerprints) == 4
-    assert dataclasses.replace(INFO.updated("a", 1), fingerprint=INFO.fingerprint, weights="", weight_version=0) == INFO
+    assert (
+        dataclasses.replace(INFO.updated("a", 1, ()), fingerprint=INFO.fingerprint, weights="", weight_version=0)
+        == INFO
+    )
 
 
 @pytest.mark.parametrize("keys", ["alice sk-alice\nadmin sk-admin\n", "sk-alice\n"])
