@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift import __version__
-from chairlift.workbench.bench.machine import describe_machine
+from chairlift_lab.bench.machine import describe_machine
 
 __all__ = ["Figure", "Measure", "at_least", "at_most", "context", "interleaved", "main", "missing", "peer", "ratios"]
 

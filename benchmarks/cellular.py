@@ -35,11 +35,11 @@ from benchmarks.scheduling import draw, turns
 from chairlift import LLM
 from chairlift.engine.input_processor import ModelLimits
 from chairlift.models.random_weights import write_random_model
-from chairlift.replay.replay import RequestTiming, serve_trace
-from chairlift.workbench.bench.machine import describe_machine
-from chairlift.workbench.workload.arrivals import AllAtOnce, Arrivals, Gamma
-from chairlift.workbench.workload.lengths import LogNormal
-from chairlift.workbench.workload.trace import TracedRequest
+from chairlift_lab.bench.machine import describe_machine
+from chairlift_lab.replay.replay import RequestTiming, serve_trace
+from chairlift_lab.workload.arrivals import AllAtOnce, Arrivals, Gamma
+from chairlift_lab.workload.lengths import LogNormal
+from chairlift_lab.workload.trace import TracedRequest
 
 LENGTHS = (LogNormal(2.3, 0.7, 2, 64), LogNormal(3.2, 0.9, 2, 200))
 """Lengths of prompts and of outputs. The medians are 10 and 25 tokens; the longest output is eight times its median."""

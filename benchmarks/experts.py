@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from chairlift.base.step_batch import StepBatch
 from chairlift.kernels import ops
 from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu.program import StepProgram
@@ -28,7 +29,6 @@ from chairlift.kernels.recording import Recorder
 from chairlift.kernels.roof import product_kind
 from chairlift.kernels.routing import Routing
 from chairlift.kernels.weights import NATIVE, QUANTIZED, MatrixShape
-from chairlift.step_batch import StepBatch
 
 _TABLE_ROWS = 4096
 """Number of random rows from which the rows of each run are drawn."""

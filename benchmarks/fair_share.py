@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from chairlift.config import EngineConfig
-from chairlift.replay.machines import Deployment, deploy, shape_from_name
-from chairlift.replay.replay import RequestTiming, serve_trace, simulated_core
-from chairlift.workbench.workload.formats import read_trace
-from chairlift.workbench.workload.lengths import LogNormal
-from chairlift.workbench.workload.trace import TracedRequest
+from chairlift_lab.replay.machines import Deployment, deploy, shape_from_name
+from chairlift_lab.replay.replay import RequestTiming, serve_trace, simulated_core
+from chairlift_lab.workload.formats import read_trace
+from chairlift_lab.workload.lengths import LogNormal
+from chairlift_lab.workload.trace import TracedRequest
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25)
 KINDS: dict[str, tuple[LogNormal, LogNormal]] = {
@@ -139,9 +139,9 @@ def simulated(
 
 def real() -> dict[str, Any]:
     """Time to the first token of a prompt of 8 tokens that arrives after six long prompts, on the bundled model."""
+    from chairlift.base.sampling_params import SamplingParams
     from chairlift.engine.engine import Engine
     from chairlift.llm import LLM
-    from chairlift.sampling_params import SamplingParams
 
     report: dict[str, Any] = {}
     for fraction in (1.0, 0.75, 1.0, 0.75):

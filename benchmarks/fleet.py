@@ -38,17 +38,17 @@ from typing import Any
 
 import uvloop
 
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import EngineConfig
-from chairlift.distributed.fleet import ConnectReplica, Fleet
-from chairlift.distributed.local import local_replicas
+from chairlift.core.scheduler.cost_model import CostModel, StepFeatures
 from chairlift.engine.async_engine import AsyncEngine
-from chairlift.loading import read_tokenizer
-from chairlift.replay.fleet import FleetPlan, replay_fleet
-from chairlift.replay.machines import Deployment
-from chairlift.replay.traced_request import TracedRequest
-from chairlift.sampling_params import SamplingParams
-from chairlift.scheduler.cost_model import CostModel, StepFeatures
-from chairlift.workbench.bench.machine import describe_machine
+from chairlift.fleet.fleet import ConnectReplica, Fleet
+from chairlift.fleet.local import local_replicas
+from chairlift.loading.model import read_tokenizer
+from chairlift_lab.bench.machine import describe_machine
+from chairlift_lab.replay.fleet import FleetPlan, replay_fleet
+from chairlift_lab.replay.machines import Deployment
+from chairlift_lab.replay.traced_request import TracedRequest
 
 _BLOCKS = 4000
 
@@ -179,7 +179,7 @@ async def echo_loop(ask: Callable[[], AsyncIterator[int]], streams: int, each: i
 async def with_ray(rounds: int) -> dict[str, Any]:
     """Compare an engine without a router, a replica in a process, and a replica as an actor of Ray. An echo of Ray
     Serve, which only sends numbers, is measured for comparison."""
-    from chairlift.distributed.ray import ray_replicas
+    from chairlift.fleet.ray import ray_replicas
 
     streams, each, tokens = 32, 3, 64
     config = EngineConfig.from_flat({"model": "hashlm", "max_num_seqs": streams, "num_kv_blocks": _BLOCKS})

@@ -9,7 +9,7 @@ were. The best fixed setting has the highest score among those that preempt fewe
 after the whole trace is known, which no operator can do. The score is output tokens per second, or, on traces with
 latency targets, the fraction of requests that met them.
 
-Everything is *modelled, unvalidated*: machines are those of ``chairlift.replay.machines``.
+Everything is *modelled, unvalidated*: machines are those of ``chairlift_lab.replay.machines``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import Any
 
 import chairlift
 from chairlift.config import EngineConfig
-from chairlift.replay.machines import MODELLED, Deployment, deploy, shape_from_name
-from chairlift.replay.replay import ServedTrace, serve_trace, simulated_core
-from chairlift.workbench.workload.arrivals import parse_arrivals
-from chairlift.workbench.workload.trace import TracedRequest, draw_trace
+from chairlift_lab.replay.machines import MODELLED, Deployment, deploy, shape_from_name
+from chairlift_lab.replay.replay import ServedTrace, serve_trace, simulated_core
+from chairlift_lab.workload.arrivals import parse_arrivals
+from chairlift_lab.workload.trace import TracedRequest, draw_trace
 
 ROWS = (4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 256)
 WATERMARKS = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4)
 USUAL_BUDGET, OTHER_BUDGETS, WIDEST_BUDGET = 256, (128, 512, 1024, 2048), 2048
 MOST_PREEMPTED = 0.02
-GOVERNORS = {"rules": "rules", "learned": "chairlift.plugins.learned_governor:LearnedGovernor"}
+GOVERNORS = {"rules": "rules", "learned": "chairlift.core.plugins.learned_governor:LearnedGovernor"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

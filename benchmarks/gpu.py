@@ -96,10 +96,10 @@ def floor_of(model: Path, requests: Requests) -> tuple[float, dict[str, Any]]:
     from chairlift.kernels.roof import GPU
     from chairlift.models.model_files import read_config
     from chairlift.models.step_cost import ModelCost
-    from chairlift.workbench.bench.floor import GPU_BUDGETS, workload_floor
-    from chairlift.workbench.bench.kernel_report import limits_record, limits_table
-    from chairlift.workbench.bench.limits import measure_device
-    from chairlift.workbench.bench.report import text
+    from chairlift_lab.bench.floor import GPU_BUDGETS, workload_floor
+    from chairlift_lab.bench.kernel_report import limits_record, limits_table
+    from chairlift_lab.bench.limits import measure_device
+    from chairlift_lab.bench.report import text
 
     limits = measure_device(torch.device("cuda"), torch.bfloat16)
     print("", *text(limits_table(limits_record(limits))), sep="\n")

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from chairlift import LLM, SamplingParams
-from chairlift.structured_outputs import StructuredOutputsParams
+from chairlift.base.structured_outputs import StructuredOutputsParams
 
 _ITEM = {
     "type": "object",

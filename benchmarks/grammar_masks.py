@@ -14,9 +14,9 @@ import numpy as np
 
 import chairlift
 from chairlift import LLM, SamplingParams
-from chairlift.grammar.compiler import GrammarCompiler
-from chairlift.structured_outputs import StructuredOutputsParams
-from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.base.structured_outputs import StructuredOutputsParams
+from chairlift.text.grammar.compiler import GrammarCompiler
+from chairlift.text.tokenizer.tokenizer import Tokenizer
 
 SCHEMA = {
     "type": "object",

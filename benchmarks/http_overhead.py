@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from chairlift import LLM
-from chairlift.workbench.bench.offline import fit, room_of, run_offline
-from chairlift.workbench.workload.lengths import Workload
+from chairlift_lab.bench.offline import fit, room_of, run_offline
+from chairlift_lab.workload.lengths import Workload
 
 Requests = list[tuple[list[int], int]]
 

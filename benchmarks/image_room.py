@@ -27,17 +27,17 @@ from unittest.mock import patch
 
 import numpy as np
 
+from chairlift.base.image_spans import ImageSpan, ImageTile
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine import images
 from chairlift.engine.clock import Clock
 from chairlift.engine.image_room import HeldRows, rows_to_give_up
 from chairlift.engine.images import Images
 from chairlift.engine.input_processor import InputProcessor
-from chairlift.replay.machines import Deployment, deploy, shape_from_name
-from chairlift.replay.replay import simulated_core
-from chairlift.sampling_params import SamplingParams
-from chairlift.vision.processor import PlacedImages
-from chairlift.vision.spans import ImageSpan, ImageTile
+from chairlift.models.vision.processor import PlacedImages
+from chairlift_lab.replay.machines import Deployment, deploy, shape_from_name
+from chairlift_lab.replay.replay import simulated_core
 
 ROW_BYTES = 32 << 10
 """Bytes of an encoded row: four vectors of 2,048 float32 values, as in Qwen3-VL-2B with DeepStack."""

@@ -27,8 +27,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from chairlift import LLM, SamplingParams
 from chairlift.models.hf_config import read_hf_config
-from chairlift.models.vision_files import load_tower, read_processor
-from chairlift.tokenizer.byte_level import byte_tokenizer
+from chairlift.models.vision.vision_files import load_tower, read_processor
+from chairlift.text.tokenizer.byte_level import byte_tokenizer
 
 _SPECIAL = ("<|im_end|>", "<|image_pad|>")
 _MEAN = [0.5, 0.5, 0.5]

@@ -30,9 +30,9 @@ import jsonschema_rs
 
 import chairlift
 from chairlift import LLM, SamplingParams
+from chairlift.base.structured_outputs import StructuredOutputsParams
 from chairlift.errors import RequestError
 from chairlift.models.random_weights import write_random_model
-from chairlift.structured_outputs import StructuredOutputsParams
 
 _TINY = {
     "architectures": ["LlamaForCausalLM"],

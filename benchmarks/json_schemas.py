@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
+from chairlift.base.structured_outputs import StructuredOutputsParams
 from chairlift.errors import RequestError
-from chairlift.grammar.compiler import GrammarCompiler
-from chairlift.structured_outputs import StructuredOutputsParams
-from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.text.grammar.compiler import GrammarCompiler
+from chairlift.text.tokenizer.tokenizer import Tokenizer
 
 _LIMIT = re.compile("allowed; make the grammar simpler|Current row has|too many items|limit")
 """Errors that mean that a limit of time or size was reached."""

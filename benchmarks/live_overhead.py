@@ -59,8 +59,8 @@ def serve(clocks: str) -> None:
     """Run ``chairlift serve`` so that recording stops with the last viewer, and with an engine whose step log and
     recorder are timed."""
     from chairlift.cli.main import main as chairlift
-    from chairlift.engine import process_client
-    from chairlift.server import live_feed
+    from chairlift.engine.process import process_client
+    from chairlift.server.pages import live_feed
 
     live_feed._LINGER_SECONDS = 0.0  # type: ignore[misc]
     folder = str(Path(__file__).parent)
@@ -72,10 +72,10 @@ def serve(clocks: str) -> None:
 def engine(clocks: str) -> None:
     """Main function of the engine's process. It writes the time spent on recording to the file ``clocks``."""
     from chairlift.engine.core import EngineCore
-    from chairlift.engine.core_process import CoreProcess
+    from chairlift.engine.process.core_process import CoreProcess
+    from chairlift.engine.process.engine_process import main as engine_process
     from chairlift.engine.step_log import StepRecord
     from chairlift.engine.step_recorder import StepRecorder
-    from chairlift.engine_process import main as engine_process
 
     with open(clocks, "r+b") as file:
         shared = mmap.mmap(file.fileno(), CLOCKS.size)

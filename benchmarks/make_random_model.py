@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 
 from chairlift.models.random_weights import write_random_model
-from chairlift.tokenizer.tokenizer import byte_level_alphabet
+from chairlift.text.tokenizer.tokenizer import byte_level_alphabet
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {

@@ -30,13 +30,13 @@ import numpy as np
 from acceptance import Figure, at_least, at_most, context, interleaved, main, missing, peer, ratios
 from packers import MIXES, C, Rows, grain_dataset, mix, next_fit, peers, river_detector, waste
 
-from chairlift.train.balance import Cost, deal_rows, idle, level_rows
-from chairlift.train.collate import PackCollator
-from chairlift.train.lanes import Lanes
-from chairlift.train.layout import Pack
-from chairlift.train.pack import lower_bound, pack_indices
-from chairlift.train.stream import PackStream
-from chairlift.train.stream_stats import StreamStats
+from chairlift_train.balance import Cost, deal_rows, idle, level_rows
+from chairlift_train.collate import PackCollator
+from chairlift_train.lanes import Lanes
+from chairlift_train.layout import Pack
+from chairlift_train.pack import lower_bound, pack_indices
+from chairlift_train.stream import PackStream
+from chairlift_train.stream_stats import StreamStats
 
 POOL = 256
 
@@ -445,7 +445,7 @@ def h1(args: argparse.Namespace) -> Iterator[Figure]:
     """Drift detectors compared with river's ADWIN on the same streams, and how well replay keeps a model from
     forgetting old data."""
     streams = importlib.import_module("tests.train.drift_streams")
-    detectors = importlib.import_module("chairlift.train.detectors")
+    detectors = importlib.import_module("chairlift_train.detectors")
     seeds = range(10 * args.rounds)
     makes: dict[str, Callable[[], Any]] = {
         "Adwin": lambda: detectors.Adwin().update,

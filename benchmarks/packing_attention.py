@@ -28,12 +28,12 @@ from packers import mix
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from chairlift.train.collate import TRAINER_KEYS, PackCollator
-from chairlift.train.isolation import check_isolation
-from chairlift.train.layout import Layout
-from chairlift.train.pack import pack_indices
-from chairlift.train.stream import PackStream
-from chairlift.train.varlen import attend, patch_hf
+from chairlift_train.collate import TRAINER_KEYS, PackCollator
+from chairlift_train.isolation import check_isolation
+from chairlift_train.layout import Layout
+from chairlift_train.pack import pack_indices
+from chairlift_train.stream import PackStream
+from chairlift_train.varlen import attend, patch_hf
 
 SMALL = 4096
 """Number of token ids of the small vocabulary."""

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from chairlift.workbench.bench.plots import Figure, bars, lines, scatter, write_svg
+from chairlift_lab.bench.plots import Figure, bars, lines, scatter, write_svg
 
 Results = dict[str, dict[str, float]]
 

@@ -32,7 +32,7 @@ from chairlift.kernels.roof import Roof, product_kind
 from chairlift.models.hf_config import parse_config
 from chairlift.models.random_weights import write_random_model
 from chairlift.models.step_cost import ModelCost
-from chairlift.workbench.bench.machine import describe_machine
+from chairlift_lab.bench.machine import describe_machine
 
 COMMON = {
     **{"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": 8192},

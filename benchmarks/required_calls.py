@@ -19,7 +19,7 @@ from typing import Any
 import jsonschema_rs
 
 from chairlift import LLM, SamplingParams
-from chairlift.tool_calls import TOOL_FORMATS, AnswerReader, Thinking, check_tools, output_constraint, read_answer
+from chairlift.text.tool_calls import TOOL_FORMATS, AnswerReader, Thinking, check_tools, output_constraint, read_answer
 
 _TEXT = {"type": "string", "maxLength": 40}
 _FUNCTIONS: dict[str, dict[str, Any]] = {

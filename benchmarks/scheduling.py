@@ -44,15 +44,15 @@ from typing import Any
 
 from chairlift import __version__
 from chairlift.config import EngineConfig
+from chairlift.core.scheduler.fairness import DECODE_WEIGHT, PREFILL_WEIGHT
 from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import ModelLimits
-from chairlift.replay.machines import Deployment, deploy, read_deployment, shape_from_name
-from chairlift.replay.replay import RequestTiming, ServedTrace, serve_trace, simulated_core
-from chairlift.scheduler.fairness import DECODE_WEIGHT, PREFILL_WEIGHT
-from chairlift.workbench.bench.machine import describe_machine
-from chairlift.workbench.workload.arrivals import AllAtOnce, Arrivals, Gamma
-from chairlift.workbench.workload.lengths import LogNormal
-from chairlift.workbench.workload.trace import TracedRequest
+from chairlift_lab.bench.machine import describe_machine
+from chairlift_lab.replay.machines import Deployment, deploy, read_deployment, shape_from_name
+from chairlift_lab.replay.replay import RequestTiming, ServedTrace, serve_trace, simulated_core
+from chairlift_lab.workload.arrivals import AllAtOnce, Arrivals, Gamma
+from chairlift_lab.workload.lengths import LogNormal
+from chairlift_lab.workload.trace import TracedRequest
 
 CHAT = (LogNormal(4.6, 0.8, 8, 512), LogNormal(4.2, 0.7, 4, 256))
 PROMPTS = {

@@ -30,16 +30,16 @@ from typing import Any
 import torch
 
 from chairlift import LLM, __version__
+from chairlift.core.scheduler.cost_model import CostModel
 from chairlift.engine.clock import SystemClock
 from chairlift.engine.input_processor import ModelLimits
 from chairlift.models.model_files import read_config
-from chairlift.replay.calibrate import StepTimes, calibrate, fit_steps
-from chairlift.replay.machines import Deployment, ModelShape
-from chairlift.replay.replay import ServedTrace, replay, serve_trace, simulated_core
-from chairlift.scheduler.cost_model import CostModel
-from chairlift.workbench.bench.machine import describe_machine
-from chairlift.workbench.workload.arrivals import parse_arrivals
-from chairlift.workbench.workload.trace import TracedRequest, draw_trace
+from chairlift_lab.bench.machine import describe_machine
+from chairlift_lab.replay.calibrate import StepTimes, calibrate, fit_steps
+from chairlift_lab.replay.machines import Deployment, ModelShape
+from chairlift_lab.replay.replay import ServedTrace, replay, serve_trace, simulated_core
+from chairlift_lab.workload.arrivals import parse_arrivals
+from chairlift_lab.workload.trace import TracedRequest, draw_trace
 
 FIGURES = ("output_tokens_per_second", "ttft.p50", "ttft.p99", "tpot.p50", "tpot.p99", "e2e.p50", "e2e.p99")
 

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from chairlift import LLM, SamplingParams
-from chairlift.request import Request
-from chairlift.scheduler.drafts import Drafts
-from chairlift.spec_decode.adaptive import AdaptiveSpeculator
-from chairlift.spec_decode.ngram import NgramProposer
+from chairlift.core.request import Request
+from chairlift.core.scheduler.drafts import Drafts
+from chairlift.core.spec_decode.adaptive import AdaptiveSpeculator
+from chairlift.core.spec_decode.ngram import NgramProposer
 
 T_95 = [math.nan, 12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23]
 """Quantile of Student's t for 95 %, by degrees of freedom."""
@@ -55,7 +55,7 @@ class Scripted:
     """Proposes drafts from known outputs, and changes each draft with a given probability. An output is found by its
     prompt; all prompts are different.
 
-    See :class:`~chairlift.spec_decode.adaptive.Proposer`.
+    See :class:`~chairlift.core.spec_decode.adaptive.Proposer`.
     """
 
     def __init__(self, answers: dict[tuple[int, ...], Sequence[int]], acceptance: float) -> None:

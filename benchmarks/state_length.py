@@ -24,7 +24,7 @@ import torch
 from benchmarks.scheduling import turns
 from chairlift import LLM, SamplingParams
 from chairlift.models.random_weights import write_random_model
-from chairlift.workbench.bench.machine import describe_machine
+from chairlift_lab.bench.machine import describe_machine
 
 VOCABULARY = 8192
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}

@@ -18,11 +18,11 @@ import statistics
 import time
 
 from chairlift.config import CacheGroup, EngineConfig
+from chairlift.core.kv_cache.manager import KVCacheManager
+from chairlift.core.request import Request, Service
+from chairlift.core.scheduler.policies import policy_from_config
+from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.step_log import StepLog, StepRecord
-from chairlift.kv_cache.manager import KVCacheManager
-from chairlift.request import Request, Service
-from chairlift.scheduler.policies import policy_from_config
-from chairlift.scheduler.scheduler import Scheduler
 
 
 def measure(rows: int, steps: int, policy: str, waiting: int, prompt: int = 40) -> dict[str, float | str]:

@@ -3,7 +3,7 @@ seed."""
 
 from __future__ import annotations
 
-from chairlift.workbench.workload.lengths import LogNormal, Workload
+from chairlift_lab.workload.lengths import LogNormal, Workload
 
 __all__ = ["draw", "totals"]
 

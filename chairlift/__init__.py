@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from chairlift.base.lora_request import LoRARequest
+from chairlift.base.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.errors import ChairliftError, ConfigError, EngineDeadError, ModelLoadError, OverloadedError, RequestError
-from chairlift.lora_request import LoRARequest
-from chairlift.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput
-from chairlift.sampling_params import SamplingParams
 from chairlift.version import __version__
 
 if TYPE_CHECKING:

@@ -9,14 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from chairlift.config import EngineConfig
-from chairlift.engine.async_engine import AsyncEngine
-from chairlift.engine.info import EngineInfo
-from chairlift.engine.input_processor import Prompt
-from chairlift.errors import EngineDeadError, RequestError
-from chairlift.loading import Progress, read_images, read_tokenizer
-from chairlift.lora_request import LoRARequest
-from chairlift.outputs import (
+from chairlift.base.lora_request import LoRARequest
+from chairlift.base.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
     OutputKind,
@@ -24,8 +18,14 @@ from chairlift.outputs import (
     RequestOutput,
     ScoringOutput,
 )
-from chairlift.pooled_llm import PooledCall, PooledCalls, listed, one_or_more
-from chairlift.sampling_params import SamplingParams
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.config import EngineConfig
+from chairlift.engine.async_engine import AsyncEngine
+from chairlift.engine.info import EngineInfo
+from chairlift.engine.input_processor import Prompt
+from chairlift.engine.pooled.pooled_llm import PooledCall, PooledCalls, listed, one_or_more
+from chairlift.errors import EngineDeadError, RequestError
+from chairlift.loading.model import Progress, read_images, read_tokenizer
 
 __all__ = ["AsyncLLM"]
 

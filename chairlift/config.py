@@ -19,14 +19,14 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
+from chairlift.base.foreign_names import answer_to
+from chairlift.base.presets import PRESETS, with_preset
+from chairlift.base.quantities import reader_of
+from chairlift.base.rerankers import RERANKERS
+from chairlift.base.service_class import ServiceClass, parse_service_classes, parse_tenant_weights
+from chairlift.base.vllm_names import translate
 from chairlift.errors import ConfigError
-from chairlift.foreign_names import answer_to
-from chairlift.presets import PRESETS, with_preset
-from chairlift.quantities import reader_of
-from chairlift.rerankers import RERANKERS
-from chairlift.service_class import ServiceClass, parse_service_classes, parse_tenant_weights
-from chairlift.tool_calls.formats import NONE, REASONING_FORMATS, TOOL_FORMATS
-from chairlift.vllm_names import translate
+from chairlift.text.tool_calls.formats import NONE, REASONING_FORMATS, TOOL_FORMATS
 
 __all__ = [
     "BUNDLED_MODEL",
@@ -455,7 +455,7 @@ class EngineConfig:
 
         The settings of a ``preset`` are added, except those that are given. Amounts may be texts (``"4GB"``,
         ``"32k"``). A name that only vLLM has is translated, or raises ConfigError with
-        the setting to use (:mod:`chairlift.vllm_names`).
+        the setting to use (:mod:`chairlift.base.vllm_names`).
         """
         parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "lora": {}}
         owners = {flag.name: flag.part for flag in flat_fields()}

@@ -10,31 +10,33 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from chairlift.config import EngineConfig
-from chairlift.engine.adapters import Adapters
-from chairlift.engine.engine import Engine
-from chairlift.engine.idle_settings import idle_settings
-from chairlift.engine.input_processor import ModelLimits, Prompt
-from chairlift.engine.interrupt import held_interrupt
-from chairlift.engine.pooling_inputs import PoolingInputs
-from chairlift.errors import EngineDeadError, RequestError, TemplateError
-from chairlift.loading import Progress, load_executor, read_images, read_tokenizer
-from chairlift.lora_request import LoRARequest
-from chairlift.outputs import (
+from chairlift.base.lora_request import LoRARequest
+from chairlift.base.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
     PoolingRequestOutput,
     RequestOutput,
     ScoringOutput,
 )
-from chairlift.pooled_llm import PooledTexts, listed, one_or_more
-from chairlift.pooled_loading import is_pooling, load_pooling
-from chairlift.sampling_params import SamplingParams
-from chairlift.tokenizer.chat_template import ChatTemplate
-from chairlift.tokenizer.messages import normalize_messages
-from chairlift.tokenizer.plain_text import PlainTextEncoder
-from chairlift.tokenizer.tokenizer import Tokenizer
-from chairlift.tool_calls import (
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.config import EngineConfig
+from chairlift.engine.adapters import Adapters
+from chairlift.engine.engine import Engine
+from chairlift.engine.idle_settings import idle_settings
+from chairlift.engine.input_processor import ModelLimits, Prompt
+from chairlift.engine.interrupt import held_interrupt
+from chairlift.engine.pooled.pooled_llm import PooledTexts, listed, one_or_more
+from chairlift.engine.pooled.pooling_inputs import PoolingInputs
+from chairlift.errors import EngineDeadError, RequestError, TemplateError
+from chairlift.loading.model import Progress, load_executor, read_images, read_tokenizer
+from chairlift.loading.pooled import is_pooling, load_pooling
+from chairlift.models.vision.chats import prepare_images, take_images
+from chairlift.models.vision.processor import PreparedImage
+from chairlift.text.tokenizer.chat_template import ChatTemplate
+from chairlift.text.tokenizer.messages import normalize_messages
+from chairlift.text.tokenizer.plain_text import PlainTextEncoder
+from chairlift.text.tokenizer.tokenizer import Tokenizer
+from chairlift.text.tool_calls import (
     Answer,
     AnswerReader,
     Tools,
@@ -45,8 +47,6 @@ from chairlift.tool_calls import (
     thinking_of,
     tool_format_of,
 )
-from chairlift.vision.chats import prepare_images, take_images
-from chairlift.vision.processor import PreparedImage
 
 __all__ = ["LLM"]
 

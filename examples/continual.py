@@ -22,11 +22,11 @@ from torch import Tensor
 
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import parse_config
-from chairlift.train.collate import PackCollator
-from chairlift.train.drift import DriftEvent, DriftSampler
-from chairlift.train.loss import StepLoss, token_losses
-from chairlift.train.stream import PackStream
-from chairlift.train.varlen import VarlenContext
+from chairlift_train.collate import PackCollator
+from chairlift_train.drift import DriftEvent, DriftSampler
+from chairlift_train.loss import StepLoss, token_losses
+from chairlift_train.stream import PackStream
+from chairlift_train.varlen import VarlenContext
 
 WORDS = 56
 OLD, NEW = 0, 24

@@ -32,15 +32,15 @@ from torch import Tensor
 from chairlift import LLM, SamplingParams
 from chairlift.errors import ConfigError
 from chairlift.kernels.weights import PLAIN
-from chairlift.models.checkpoint import hf_state_dict
+from chairlift.models.formats.checkpoint import hf_state_dict
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
-from chairlift.rollout import RolloutGenerator
-from chairlift.train import AsyncLoop, PackCollator, PackStream, Rollout, StalenessGate
-from chairlift.train.checkpoint import CheckpointStore, ModelFiles, load_state
-from chairlift.train.layout import Pack
-from chairlift.train.staleness import Selection
-from chairlift.train.varlen import VarlenContext
+from chairlift_train import AsyncLoop, PackCollator, PackStream, Rollout, StalenessGate
+from chairlift_train.checkpoint import CheckpointStore, ModelFiles, load_state
+from chairlift_train.layout import Pack
+from chairlift_train.rollout import RolloutGenerator
+from chairlift_train.staleness import Selection
+from chairlift_train.varlen import VarlenContext
 
 PROMPTS = ("A cat and a dog", "Name a colour.", "Give me three numbers.", "Sing a song.")
 GROUP = 8

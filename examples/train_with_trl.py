@@ -14,11 +14,11 @@ import datasets
 import transformers
 import trl
 
-from chairlift.train.collate import TRAINER_KEYS, PackCollator
-from chairlift.train.isolation import check_isolation
-from chairlift.train.layout import Pack
-from chairlift.train.stream import PackStream
-from chairlift.train.varlen import patch_hf
+from chairlift_train.collate import TRAINER_KEYS, PackCollator
+from chairlift_train.isolation import check_isolation
+from chairlift_train.layout import Pack
+from chairlift_train.stream import PackStream
+from chairlift_train.varlen import patch_hf
 
 path = str(files("chairlift") / "assets")  # the bundled model; any causal language model of transformers works
 model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32")

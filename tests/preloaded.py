@@ -188,10 +188,10 @@ def _become(wanted: dict[str, object], files: Sequence[int]) -> None:
 
 
 _MODULES = (
-    *("chairlift.cli.main", "chairlift.llm", "chairlift.server.app", "chairlift.engine_process"),
-    *("chairlift.executor.select", "chairlift.executor.native_runner", "chairlift.models.loader"),
-    *("chairlift.models.fallback.model", "chairlift.models.quantized_checkpoints", "chairlift.lora.bank"),
-    *("chairlift.sampling.sampler", "chairlift.kernels.triton.launch", "torch._dynamo"),
+    *("chairlift.cli.main", "chairlift.llm", "chairlift.server.http.app", "chairlift.engine.process.engine_process"),
+    *("chairlift.executor.select", "chairlift.executor.backends.native.native_runner", "chairlift.models.loader"),
+    *("chairlift.models.fallback.model", "chairlift.models.formats.quantized_checkpoints", "chairlift.lora.bank"),
+    *("chairlift.executor.sampling.sampler", "chairlift.kernels.triton.launch", "torch._dynamo"),
 )
 """Modules that most commands import sooner or later."""
 

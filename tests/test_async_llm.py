@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from chairlift import LLM, AsyncLLM, ConfigError, EngineDeadError, ModelLoadError, RequestError, SamplingParams
-from chairlift.outputs import OutputKind, RequestOutput
+from chairlift.base.outputs import OutputKind, RequestOutput
 from tests.models.tiny import tiny_hf_model
 
 PROMPTS = ["A KV cache", "A batch", "Preemption is", "The scheduler"]

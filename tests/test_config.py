@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from chairlift.base.quantities import reader_of
 from chairlift.config import EngineConfig, ServerConfig, flat_fields
 from chairlift.errors import ConfigError
-from chairlift.quantities import reader_of
 
 HUGE = 10**400
 

@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, ConfigError, RequestError, SamplingParams
+from chairlift.base.outputs import Logprob, RequestOutput
+from chairlift.base.step_batch import StepBatch
+from chairlift.core.scheduler.output import SchedulerOutput
 from chairlift.engine.input_processor import PreparedRequest, Prompt
 from chairlift.errors import TemplateError
 from chairlift.executor.local import LocalExecutor
 from chairlift.kernels.cpu.library import default_threads
-from chairlift.outputs import Logprob, RequestOutput
-from chairlift.scheduler.output import SchedulerOutput
-from chairlift.step_batch import StepBatch
 from tests.models.tiny import hf_logits, hf_model, tiny_hf_model
 
 PROMPT = [5, 9, 77, 3, 21, 64, 8, 100, 41, 2, 90, 13, 55, 6, 31, 70, 11, 12, 99, 4]
@@ -216,7 +216,7 @@ def test_chat_without_a_tokenizer(llm: LLM) -> None:
 
 
 def test_chat_without_a_template(model_dir: Path, tmp_path: Path) -> None:
-    from tests.tokenizer.tiny import byte_level_backend
+    from tests.text.tokenizer.tiny import byte_level_backend
 
     byte_level_backend().save(str(tmp_path / "tokenizer.json"))
     llm = make(model_dir, skip_tokenizer_init=False, tokenizer=str(tmp_path))
@@ -228,7 +228,7 @@ def test_chat_without_a_template(model_dir: Path, tmp_path: Path) -> None:
 def test_a_broken_chat_template_is_told_at_load(
     model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tests.tokenizer.tiny import byte_level_backend
+    from tests.text.tokenizer.tiny import byte_level_backend
 
     byte_level_backend().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text("\n{% for %}")
@@ -241,7 +241,7 @@ def test_a_broken_chat_template_is_told_at_load(
 
 
 def test_text_and_token_ids_may_be_mixed(tmp_path: Path) -> None:
-    from tests.tokenizer.tiny import byte_level_backend
+    from tests.text.tokenizer.tiny import byte_level_backend
 
     model_dir = tiny_hf_model(tmp_path, "llama", vocab_size=512)
     byte_level_backend().save(str(model_dir / "tokenizer.json"))
@@ -611,7 +611,7 @@ _CALLING = (
 
 
 def test_chat_takes_tools_and_answers_are_read(tmp_path: Path) -> None:
-    from tests.tokenizer.tiny import byte_level_backend
+    from tests.text.tokenizer.tiny import byte_level_backend
 
     model_dir = tiny_hf_model(tmp_path, "llama", vocab_size=512)
     byte_level_backend().save(str(model_dir / "tokenizer.json"))
@@ -634,7 +634,7 @@ def test_calls_that_must_come_are_valid(tmp_path: Path) -> None:
     """Random weights know no format: only the grammar makes calls of their answers."""
     import jsonschema_rs
 
-    from tests.tokenizer.tiny import byte_level_backend
+    from tests.text.tokenizer.tiny import byte_level_backend
 
     model_dir, backend = tiny_hf_model(tmp_path, "llama", vocab_size=512), byte_level_backend()
     backend.save(str(model_dir / "tokenizer.json"))

@@ -14,6 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from chairlift import LLM, ConfigError, SamplingParams
+from chairlift.base.outputs import CompletionOutput, RequestOutput
+from chairlift.base.sampling_row import SamplingRow
+from chairlift.base.seeds import sample_seed
+from chairlift.base.step_batch import StepBatch
 from chairlift.config import CacheGroup, SchedulerConfig
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.engine import Engine
@@ -22,10 +26,6 @@ from chairlift.errors import EngineDeadError, ModelLoadError
 from chairlift.executor.local import LocalExecutor
 from chairlift.models import loader
 from chairlift.models.hashlm import HashLM, reference_tokens
-from chairlift.outputs import CompletionOutput, RequestOutput
-from chairlift.sampling.row import SamplingRow
-from chairlift.sampling.seeds import sample_seed
-from chairlift.step_batch import StepBatch
 from tests.engine.make import VOCAB, make_engine
 from tests.models.tiny import tiny_hf_model
 from tests.native import needs_kernels

@@ -4,8 +4,8 @@
 
     python tools/preset_table.py
 
-The figures come from benchmarks/results/presets.json, and the rules from chairlift/presets.py. Each table is between
-two comments in its page. A test compares them with the pages.
+The figures come from benchmarks/results/presets.json, and the rules from chairlift/base/presets.py. Each table is
+between two comments in its page. A test compares them with the pages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from chairlift.presets import BASELINE, PRESETS
+from chairlift.base.presets import BASELINE, PRESETS
 from tools.markdown import replaced, table
 
 ROOT: Final = Path(__file__).resolve().parents[1]

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import chairlift
-import chairlift.train
+import chairlift_train
 from chairlift.cli.main import make_parser
-from chairlift.server.app import all_routes
+from chairlift.server.http.app import all_routes
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "public-api.txt"
 PLUGINS = (
-    "chairlift.scheduler.policy:Policy",
-    "chairlift.scheduler.policy:FirstComeFirstServed",
-    "chairlift.scheduler.governor:Governor",
+    "chairlift.core.scheduler.policy:Policy",
+    "chairlift.core.scheduler.policy:FirstComeFirstServed",
+    "chairlift.core.scheduler.governor:Governor",
 )
 
 
@@ -33,7 +33,7 @@ def public_api() -> str:
     """The list, one name per line, sorted within each of its five parts."""
     parts = {
         "chairlift": sorted(_exports(chairlift)),
-        "chairlift.train": sorted(_exports(chairlift.train)),
+        "chairlift_train": sorted(_exports(chairlift_train)),
         "plugins": sorted(line for path in PLUGINS for line in _members(path, _load(path))),
         "commands": sorted(_commands(make_parser())),
         "routes": sorted({f"{method} {route.path}" for route in all_routes() for method in route.methods - {"HEAD"}}),

@@ -36,7 +36,7 @@ OLDEST = (3, 11)
 COMPILERS = ("g++", "c++", "clang++")
 KERNELS, WITHOUT_KERNELS = "CHAIRLIFT_KERNELS", "CHAIRLIFT_WITHOUT_KERNELS"
 QUIET_SECONDS = 5
-SOURCES = ("pyproject.toml", "setup.py", "csrc", "chairlift")
+SOURCES = ("pyproject.toml", "setup.py", "csrc", "chairlift", "chairlift_lab", "chairlift_train")
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 NO_PIP = """\
 This Python cannot make a complete virtual environment: the module ensurepip is missing.

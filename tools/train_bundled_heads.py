@@ -24,9 +24,9 @@ from pathlib import Path
 import tokenizers
 
 from chairlift.cli.main import main as chairlift
-from chairlift.train.config import TrainConfig
-from chairlift.train.run import train
-from chairlift.train.trainer import StepResult, Trainer
+from chairlift_train.config import TrainConfig
+from chairlift_train.run import train
+from chairlift_train.trainer import StepResult, Trainer
 from tools.guide import read_guide
 from tools.train_bundled_model import ASSETS_DIR, ROOT, Curriculum
 

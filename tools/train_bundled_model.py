@@ -23,10 +23,10 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from chairlift.tokenizer.chat_template import ChatTemplate
-from chairlift.train.config import TrainConfig
-from chairlift.train.run import Outcome, train
-from chairlift.train.trainer import StepResult, Trainer
+from chairlift.text.tokenizer.chat_template import ChatTemplate
+from chairlift_train.config import TrainConfig
+from chairlift_train.run import Outcome, train
+from chairlift_train.trainer import StepResult, Trainer
 from tools.augment import outside, vary
 from tools.guide import Entry, HeldBack, fingerprint, read_guide, words
 

@@ -1,10 +1,11 @@
 """Trains the learned governor in the simulator, and writes its weights.
 
-    python -m tools.train_governor chairlift/plugins/learned_governor.json
+    python -m tools.train_governor chairlift/core/plugins/learned_governor.json
 
-A policy is 30 numbers (``chairlift.plugins.learned_governor``). The cross-entropy method draws policies around a mean,
-runs each on the same simulated traffic, and moves mean and spread to the best of them. It starts from a policy that
-follows the forecasts without corrections. ``--seed`` determines the result. Training takes some minutes on one core.
+A policy is 30 numbers (``chairlift.core.plugins.learned_governor``). The cross-entropy method draws policies around a
+mean, runs each on the same simulated traffic, and moves mean and spread to the best of them. It starts from a policy
+that follows the forecasts without corrections. ``--seed`` determines the result. Training takes some minutes on one
+core.
 
 The score of an episode is the fraction of requests that met their latency targets (output tokens per second if there
 are no targets), relative to the first policy. Each percent of preempted requests above 1.5 costs two percent of the
@@ -24,11 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from chairlift.config import EngineConfig
-from chairlift.plugins.learned_governor import FEATURES, MOVES, LearnedGovernor, Weights
-from chairlift.replay.machines import deploy, shape_from_name
-from chairlift.replay.replay import serve_trace, simulated_core
-from chairlift.workbench.workload.arrivals import parse_arrivals
-from chairlift.workbench.workload.trace import TracedRequest, draw_trace
+from chairlift.core.plugins.learned_governor import FEATURES, MOVES, LearnedGovernor, Weights
+from chairlift_lab.replay.machines import deploy, shape_from_name
+from chairlift_lab.replay.replay import serve_trace, simulated_core
+from chairlift_lab.workload.arrivals import parse_arrivals
+from chairlift_lab.workload.trace import TracedRequest, draw_trace
 
 __all__ = ["EPISODES", "main", "start", "train"]
 
@@ -60,7 +61,7 @@ def _play(episode: dict[str, Any], trace: list[TracedRequest], weights: Weights)
         "max_num_seqs": 96,
         "max_num_batched_tokens": 2048,
         "num_kv_blocks": episode["tokens"] // 16,
-        "governor": "chairlift.plugins.learned_governor:LearnedGovernor",
+        "governor": "chairlift.core.plugins.learned_governor:LearnedGovernor",
         "governor_ttft_ms": episode.get("ttft_ms"),
         "governor_tpot_ms": episode.get("tpot_ms"),
     }

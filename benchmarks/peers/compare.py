@@ -43,8 +43,8 @@ from floor import floor_seconds, model_cost  # noqa: E402
 from workload import draw, totals  # noqa: E402
 
 from chairlift.kernels.roof import Roof  # noqa: E402
-from chairlift.workbench.bench.limits import measure_limits  # noqa: E402
-from chairlift.workbench.bench.machine import describe_machine  # noqa: E402
+from chairlift_lab.bench.limits import measure_limits  # noqa: E402
+from chairlift_lab.bench.machine import describe_machine  # noqa: E402
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 3}
 """Drafts of ``--ngram``. vLLM takes the longest match, of up to 3 tokens here, so all look for the same matches."""

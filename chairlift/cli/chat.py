@@ -9,11 +9,11 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.cli.flags import add_engine_flags, add_sampling_flags, load_llm, read_settings
 from chairlift.cli.remote_model import RemoteModel
 from chairlift.engine.interrupt import held_interrupt
 from chairlift.errors import ChairliftError, ConfigError, RequestError, TemplateError
-from chairlift.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import chairlift
+from chairlift.base.outputs import CompletionOutput
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
 from chairlift.config import BUNDLED_MODEL
 from chairlift.engine.info import describe_impl
 from chairlift.errors import ModelLoadError
-from chairlift.outputs import CompletionOutput
-from chairlift.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -79,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_pooling(llm: LLM, pooling: PoolingInfo, model_dir: Path) -> int:
     """Print the report for a model of embeddings, scores or classes. Returns the exit code."""
+    from chairlift.loading.pooled import read_pooled
     from chairlift.models.loader import check_pooled_weights, resolve_dtype
-    from chairlift.pooled_loading import read_pooled
 
     config, info = read_pooled(llm.config, model_dir), llm.info
     gives = f"embeddings of {pooling.width:,} numbers" if pooling.task == "embed" else f"classes {pooling.labels}"
@@ -184,10 +184,10 @@ def _describe(llm: LLM, network: ModelConfig | TransformersConfig) -> str:
     use."""
     import torch
 
-    from chairlift.loading import device_name
+    from chairlift.loading.model import device_name
+    from chairlift.loading.native_path import native_path
     from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.loader import resolve_dtype
-    from chairlift.workbench.bench.offline import native_path
 
     parameters, plain, cached = _count(llm, network)
     dtype = resolve_dtype(network, llm.info.dtype)
@@ -215,7 +215,7 @@ def _describe(llm: LLM, network: ModelConfig | TransformersConfig) -> str:
     if isinstance(network, TransformersConfig):
         _print_fact("kernels", f"PyTorch, {name}, {llm.info.threads} threads")
     else:
-        _print_fact("kernels", native_path(llm, network).describe())
+        _print_fact("kernels", native_path(llm.config, llm.info, network).describe())
     _print_fact("context", f"{llm.max_model_len:,} tokens")
     _print_fact("chat template", template)
     _print_fact("KV per token", f"{cached:,} bytes in {kv_name}{instead}")

@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from chairlift.base.foreign_names import answer_to
+from chairlift.base.presets import PRESETS
+from chairlift.base.quantities import read_count, reader_of
+from chairlift.base.vllm_names import NAMES, SERVER_NAMES, Name, notes, translate
 from chairlift.config import Flag, ServerConfig, flat_fields, server_fields
 from chairlift.errors import ConfigError
-from chairlift.foreign_names import answer_to
-from chairlift.presets import PRESETS
-from chairlift.quantities import read_count, reader_of
-from chairlift.vllm_names import NAMES, SERVER_NAMES, Name, notes, translate
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM
@@ -106,7 +106,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_vllm_flags(parser: argparse.ArgumentParser, names: Mapping[str, Name]) -> None:
-    """Add flags that only vLLM has. :mod:`chairlift.vllm_names` translates, ignores or refuses them. Help does not
+    """Add flags that only vLLM has. :mod:`chairlift.base.vllm_names` translates, ignores or refuses them. Help does not
     list them."""
     for name, known in names.items():
         options: dict[str, Any] = {"dest": _ENGINE + name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
+from chairlift.base.outputs import CompletionOutput, Logprob, RequestOutput
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.writing import check_writable
 from chairlift.cli.flags import add_engine_flags, add_sampling_flags, load_llm, read_settings
 from chairlift.cli.prompt_files import Job, line_jobs, read_prompts_file, text_job
 from chairlift.engine.interrupt import held_interrupt
 from chairlift.errors import ChairliftError, ConfigError, RequestError
-from chairlift.outputs import CompletionOutput, Logprob, RequestOutput
-from chairlift.sampling_params import SamplingParams
-from chairlift.writing import check_writable
 
 if TYPE_CHECKING:
     from chairlift.engine.step_log import StepLog

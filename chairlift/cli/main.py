@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from chairlift import __version__
-from chairlift.cli import bench, chat, check, embed, generate, pack, quantize, serve, sim, top, trace, train, tune
+from chairlift.base.foreign_names import FOREIGN, answer_to
+from chairlift.cli.commands import COMMANDS, command_module
 from chairlift.cli.remote_server import plain
 from chairlift.errors import ChairliftError
-from chairlift.foreign_names import FOREIGN, answer_to
 
 __all__ = ["main", "make_parser"]
 
@@ -148,8 +148,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="chairlift", description=_DESCRIPTION, epilog=_EXIT_CODES)
     parser.add_argument("--version", action="version", version=f"chairlift {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for module in (serve, generate, chat, embed, check, quantize, bench, tune, sim, trace, train, pack, top):
-        name = module.__name__.rpartition(".")[2]
+    for name in COMMANDS:
+        module = command_module(name)
         command = commands.add_parser(name, help=module.SUMMARY, description=module.DESCRIPTION)
         command.add_argument("--verbose", action="store_true", help="log more, and print tracebacks")
         module.add_arguments(command)
@@ -174,7 +174,8 @@ class _OneLine(logging.Formatter):
 def _set_up_logging(verbose: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s") if verbose else _OneLine())
-    logger = logging.getLogger("chairlift")
-    logger.handlers[:] = [handler]
-    logger.propagate = False
-    logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
+    for name in {module.partition(".")[0] for module in COMMANDS.values()}:
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.propagate = False
+        logger.setLevel(logging.DEBUG if verbose else logging.WARNING)

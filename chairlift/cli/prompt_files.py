@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from chairlift.base.opening import opened_text
+from chairlift.base.outputs import RequestOutput
+from chairlift.base.sampling_params import SamplingParams, is_parameter
 from chairlift.errors import ConfigError
-from chairlift.outputs import RequestOutput
-from chairlift.sampling_params import SamplingParams, is_parameter
-from chairlift.workbench.workload.opening import opened_text
 
 __all__ = ["Job", "line_jobs", "read_prompts_file", "text_job"]
 

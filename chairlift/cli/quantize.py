@@ -13,7 +13,7 @@ import chairlift
 from chairlift.config import BUNDLED_MODEL
 
 if TYPE_CHECKING:
-    from chairlift.quantize.run import Report
+    from chairlift.models.formats.quantize.run import Report
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
@@ -34,8 +34,8 @@ special tokens of their template. GPTQ needs the memory of the whole model, and 
 texts."""
 
 _FORMATS: Final = ("int4-g128", "int4-g32", "int8")
-"""Names of the formats in :mod:`chairlift.quantize.rounding`. They are repeated here, because that module imports
-torch, which is slow."""
+"""Names of the formats in :mod:`chairlift.models.formats.quantize.rounding`. They are repeated here, because that
+module imports torch, which is slow."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Quantise a model and print the result. Returns 0. Raises ChairliftError if it cannot run."""
+    from chairlift.models.formats.quantize.run import quantize_model
     from chairlift.models.loader import resolve_model_dir
-    from chairlift.quantize.run import quantize_model
 
     bundled = Path(chairlift.__file__).parent / "assets"
     model_dir = bundled if args.model == BUNDLED_MODEL else resolve_model_dir(args.model)

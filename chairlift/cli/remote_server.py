@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from chairlift.base.timed_socket import TimedSocket
 from chairlift.errors import ConfigError, EngineDeadError, OverloadedError, PromptTooLongError, RequestError
-from chairlift.timed_socket import TimedSocket
 
 __all__ = ["MAX_BYTES", "NotThereError", "RemoteServer", "message", "parse_object", "plain", "read_key"]
 

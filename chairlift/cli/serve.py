@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from chairlift.cli.commands import LIVE_COMPARISON
 from chairlift.cli.flags import add_engine_flags, add_server_flags, read_server_settings, shorten_help
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.errors import ConfigError
@@ -66,15 +67,15 @@ def run(args: argparse.Namespace) -> int:
     try:
         import uvloop
 
-        from chairlift.server.lifecycle import serve
-        from chairlift.server.logs import configure_logging
+        from chairlift.server.http.lifecycle import serve
+        from chairlift.server.http.logs import configure_logging
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("chairlift"):
             raise
         raise ConfigError(f"the server needs {error.name}; install it with pip install {error.name}") from None
     configure_logging(server.log_format, verbose=args.verbose)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(server, config))
+        return runner.run(serve(server, config, comparison=LIVE_COMPARISON))
 
 
 def _check_names(args: argparse.Namespace, engine: Mapping[str, Any]) -> None:

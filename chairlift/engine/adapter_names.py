@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from chairlift.base.lora_request import LoRARequest
 from chairlift.engine.adapters import AdapterLoad
 from chairlift.errors import RequestError
-from chairlift.lora_request import LoRARequest
 
 __all__ = ["AdapterEntry", "AdapterNames"]
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from chairlift.config import LoRAConfig
+from chairlift.core.request import Request
 from chairlift.errors import ChairliftError, InvariantError, RequestError
 from chairlift.executor.executor import AdapterMemory
-from chairlift.request import Request
 
 __all__ = ["AdapterLoad", "AdapterState", "Adapters"]
 

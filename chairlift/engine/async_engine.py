@@ -18,7 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from chairlift.base.lora_request import LoRARequest
+from chairlift.base.outputs import FinishReason, OutputKind
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.service_class import DEFAULT_CLASS
 from chairlift.config import EngineConfig
+from chairlift.core.scheduler.prompt_share import PromptShare
 from chairlift.engine.adapter_names import AdapterEntry, AdapterNames
 from chairlift.engine.adapters import AdapterState
 from chairlift.engine.calibration import Calibration
@@ -28,13 +33,13 @@ from chairlift.engine.idle_settings import idle_settings
 from chairlift.engine.info import EngineInfo, check_update
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, PreparedRequest, Prompt, unnamed
 from chairlift.engine.intake import Intake, Place
-from chairlift.engine.messages import PassBegun, Pooled, Refused, Step
 from chairlift.engine.output_processor import OutputProcessor
 from chairlift.engine.output_stream import OutputStream
-from chairlift.engine.pooled_requests import PooledRequests
-from chairlift.engine.pooling_core import PooledText
-from chairlift.engine.pooling_inputs import PoolingInputs
-from chairlift.engine.process_client import ProcessClient, RemoteCore
+from chairlift.engine.pooled.pooled_requests import PooledRequests
+from chairlift.engine.pooled.pooling_core import PooledText
+from chairlift.engine.pooled.pooling_inputs import PoolingInputs
+from chairlift.engine.process.messages import PassBegun, Pooled, Refused, Step
+from chairlift.engine.process.process_client import ProcessClient, RemoteCore
 from chairlift.errors import (
     ChairliftError,
     ConfigError,
@@ -46,19 +51,14 @@ from chairlift.errors import (
     QueueTimeoutError,
     RequestError,
 )
-from chairlift.grammar.checker import GrammarChecker
-from chairlift.lora_request import LoRARequest
 from chairlift.metrics.stats import AutoscalingStats, ReplicaStats, RequestStats
-from chairlift.outputs import FinishReason, OutputKind
-from chairlift.sampling_params import SamplingParams
-from chairlift.scheduler.prompt_share import PromptShare
-from chairlift.service_class import DEFAULT_CLASS
-from chairlift.tokenizer.encoder import Encoder
-from chairlift.tokenizer.tokenizer import Tokenizer
-from chairlift.vision.addresses import MediaSource
-from chairlift.vision.chats import GivenImage, take_images
-from chairlift.vision.image_reader import ImageReader
-from chairlift.vision.processor import ImageProcessor, PlacedImages
+from chairlift.models.vision.addresses import MediaSource
+from chairlift.models.vision.chats import GivenImage, take_images
+from chairlift.models.vision.image_reader import ImageReader
+from chairlift.models.vision.processor import ImageProcessor, PlacedImages
+from chairlift.text.grammar.checker import GrammarChecker
+from chairlift.text.tokenizer.encoder import Encoder
+from chairlift.text.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["AsyncEngine", "EngineState"]
 

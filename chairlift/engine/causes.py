@@ -16,10 +16,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Final
 
+from chairlift.core.request import Request
+from chairlift.core.scheduler.cost_model import CostModel, StepFeatures
+from chairlift.core.scheduler.output import SchedulerOutput
 from chairlift.metrics.stats import CAUSES
-from chairlift.request import Request
-from chairlift.scheduler.cost_model import CostModel, StepFeatures
-from chairlift.scheduler.output import SchedulerOutput
 
 __all__ = ["CAUSES", "CauseLedger", "DecodeSeconds", "causes_until"]
 

@@ -1,7 +1,7 @@
 """Scheduler and executor in one loop, with token ids in and out: the engine without text.
 
 It runs in the caller's process under :class:`~chairlift.engine.engine.Engine`, or in its own process under
-:class:`~chairlift.engine.core_process.CoreProcess`. In both cases its inputs and outputs are plain data.
+:class:`~chairlift.engine.process.core_process.CoreProcess`. In both cases its inputs and outputs are plain data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,25 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from chairlift.base.outputs import FinishReason
+from chairlift.base.row_failures import output_reason
+from chairlift.base.step_batch import Masks, SampledTokens
 from chairlift.config import CacheConfig, SchedulerConfig
+from chairlift.core.kv_cache.manager import KVCacheManager
+from chairlift.core.request import Request
+from chairlift.core.scheduler.answer_lengths import AnswerLengths
+from chairlift.core.scheduler.cost_model import StepFeatures
+from chairlift.core.scheduler.costs import Costs
+from chairlift.core.scheduler.fairness import VirtualTokenCounters
+from chairlift.core.scheduler.governor_loop import governor_from_config
+from chairlift.core.scheduler.membership import membership_from_name
+from chairlift.core.scheduler.output import FAILED_ROW, SchedulerOutput, StepResult
+from chairlift.core.scheduler.policies import policy_from_config
+from chairlift.core.scheduler.policy import Policy
+from chairlift.core.scheduler.preemption import PreemptionMode
+from chairlift.core.scheduler.prefill_mode import prefill_mode_from_name
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.core.spec_decode.adaptive import speculator_from_config
 from chairlift.engine.adapters import Adapters
 from chairlift.engine.causes import CauseLedger, DecodeSeconds
 from chairlift.engine.clock import Clock, SystemClock
@@ -29,25 +47,7 @@ from chairlift.engine.mask_work import Filling, Mask
 from chairlift.engine.step_log import StepLog, StepRecord
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.executor import Executor, LiveWeights, OnProgress, PendingTokens, WeightSource
-from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.metrics.stats import EngineStats
-from chairlift.outputs import FinishReason
-from chairlift.request import Request
-from chairlift.sampling.failures import output_reason
-from chairlift.scheduler.answer_lengths import AnswerLengths
-from chairlift.scheduler.cost_model import StepFeatures
-from chairlift.scheduler.costs import Costs
-from chairlift.scheduler.fairness import VirtualTokenCounters
-from chairlift.scheduler.governor_loop import governor_from_config
-from chairlift.scheduler.membership import membership_from_name
-from chairlift.scheduler.output import FAILED_ROW, SchedulerOutput, StepResult
-from chairlift.scheduler.policies import policy_from_config
-from chairlift.scheduler.policy import Policy
-from chairlift.scheduler.preemption import PreemptionMode
-from chairlift.scheduler.prefill_mode import prefill_mode_from_name
-from chairlift.scheduler.scheduler import Scheduler
-from chairlift.spec_decode.adaptive import speculator_from_config
-from chairlift.step_batch import Masks, SampledTokens
 
 if TYPE_CHECKING:
     from chairlift.engine.kv_events import KVEventPublisher

@@ -7,8 +7,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from chairlift.sampling_params import SamplingParams
-from chairlift.tokenizer import Tokenizer
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.text.tokenizer import Tokenizer
 
 __all__ = ["IncrementalDetokenizer", "TokenText", "token_decoder"]
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import logging
 import uuid
 
+from chairlift.base.lora_request import LoRARequest
+from chairlift.base.outputs import RequestOutput
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import CacheConfig, SchedulerConfig
+from chairlift.core.kv_cache.manager import KVCacheManager
+from chairlift.core.scheduler.policy import Policy
+from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.adapter_names import AdapterEntry, AdapterNames
 from chairlift.engine.adapters import Adapters
 from chairlift.engine.clock import Clock
@@ -17,15 +23,9 @@ from chairlift.engine.output_processor import OutputProcessor, RequestState
 from chairlift.engine.step_log import StepLog
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
 from chairlift.executor.executor import Executor, WeightSource
-from chairlift.grammar.compiler import GrammarCompiler
-from chairlift.kv_cache.manager import KVCacheManager
-from chairlift.lora_request import LoRARequest
-from chairlift.outputs import RequestOutput
-from chairlift.sampling_params import SamplingParams
-from chairlift.scheduler.policy import Policy
-from chairlift.scheduler.scheduler import Scheduler
-from chairlift.tokenizer.tokenizer import Tokenizer
-from chairlift.vision.processor import ImageProcessor
+from chairlift.models.vision.processor import ImageProcessor
+from chairlift.text.grammar.compiler import GrammarCompiler
+from chairlift.text.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Engine"]
 

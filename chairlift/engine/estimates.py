@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from chairlift.kv_cache.manager import KVCacheManager
-from chairlift.request import Request
-from chairlift.scheduler.answer_lengths import AnswerLengths
-from chairlift.scheduler.costs import Costs
-from chairlift.scheduler.deadlines import Estimate, EstimateOf
+from chairlift.core.kv_cache.manager import KVCacheManager
+from chairlift.core.request import Request
+from chairlift.core.scheduler.answer_lengths import AnswerLengths
+from chairlift.core.scheduler.costs import Costs
+from chairlift.core.scheduler.deadlines import Estimate, EstimateOf
 
 __all__ = ["estimator_from"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from chairlift.scheduler.cost_model import StepFeatures
+from chairlift.core.scheduler.cost_model import StepFeatures
 
 __all__ = ["FloorShare"]
 

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from chairlift.scheduler.answer_lengths import AnswerLengths
-from chairlift.scheduler.costs import Costs
-from chairlift.scheduler.forecast import Forecast, foresee
-from chairlift.scheduler.scheduler import Scheduler
+from chairlift.core.scheduler.answer_lengths import AnswerLengths
+from chairlift.core.scheduler.costs import Costs
+from chairlift.core.scheduler.forecast import Forecast, foresee
+from chairlift.core.scheduler.scheduler import Scheduler
 
 __all__ = ["Forecaster"]
 

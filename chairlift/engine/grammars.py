@@ -21,18 +21,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
 
-from chairlift.cache_key import cache_key
+from chairlift.base.cache_key import cache_key
+from chairlift.base.step_batch import SampledTokens
+from chairlift.base.structured_outputs import CANNOT_BE_FOLLOWED, Grammar
+from chairlift.base.thinking import ThinkingBudget
+from chairlift.core.request import Request
+from chairlift.core.scheduler.output import FAILED_ROW, SchedulerOutput
 from chairlift.engine.mask_limits import MaskBudget, MaskLedger
 from chairlift.engine.mask_work import Filling, Mask, MaskJob, MaskWork
 from chairlift.engine.thinking import ThinkingMatcher
 from chairlift.engine.turns import Turns
 from chairlift.errors import InvariantError, RequestError
-from chairlift.grammar.compiler import Compiled, Compiler, Matcher
-from chairlift.request import Request
-from chairlift.scheduler.output import FAILED_ROW, SchedulerOutput
-from chairlift.step_batch import SampledTokens
-from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, Grammar
-from chairlift.thinking import ThinkingBudget
+from chairlift.text.grammar.compiler import Compiled, Compiler, Matcher
 
 __all__ = ["LEAST_MASK_SECONDS", "Compile", "GrammarRow", "Grammars", "SamplePlace"]
 

@@ -24,12 +24,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from chairlift.base.image_spans import ImageTile
+from chairlift.core.request import Request, RequestStatus
 from chairlift.engine.clock import Clock, SystemClock
 from chairlift.engine.image_room import HeldRows, rows_to_give_up
 from chairlift.errors import InvariantError, RequestError
 from chairlift.executor.executor import ImageMemory
-from chairlift.request import Request, RequestStatus
-from chairlift.vision.spans import ImageTile
 
 __all__ = ["BUSY_FRACTION", "Images"]
 

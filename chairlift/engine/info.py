@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any, Final
 
+from chairlift.base.service_class import ServiceClass
 from chairlift.errors import ConfigError
-from chairlift.service_class import ServiceClass
 
 __all__ = ["EngineInfo", "PairTexts", "PoolingInfo", "check_update", "describe_impl"]
 

@@ -9,16 +9,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from chairlift.base.image_spans import ImageSpan, ImageTile
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.sampling_row import SamplingRow
+from chairlift.base.seeds import sample_seed
+from chairlift.base.service_class import DEFAULT_CLASS, ServiceClass
+from chairlift.core.request import NO_PROMISE, Request, Service
 from chairlift.errors import PromptTooLongError, RequestError
-from chairlift.request import NO_PROMISE, Request, Service
-from chairlift.sampling.row import SamplingRow
-from chairlift.sampling.seeds import sample_seed
-from chairlift.sampling_params import SamplingParams
-from chairlift.service_class import DEFAULT_CLASS, ServiceClass
-from chairlift.tokenizer.bad_words import spellings, word_ids
-from chairlift.tokenizer.tokenizer import Tokenizer
-from chairlift.vision.processor import ImageProcessor, PlacedImages, place_images
-from chairlift.vision.spans import ImageSpan, ImageTile
+from chairlift.models.vision.processor import ImageProcessor, PlacedImages, place_images
+from chairlift.text.tokenizer.bad_words import spellings, word_ids
+from chairlift.text.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["InputProcessor", "ModelLimits", "PreparedRequest", "Prompt", "images_of", "unnamed"]
 
@@ -86,8 +86,8 @@ class PreparedRequest:
         return [self.request_id] if count == 1 else [f"{self.request_id}#{index}" for index in range(count)]
 
     def make_sequences(self) -> list[Request]:
-        """One :class:`~chairlift.request.Request` per answer. All requests but the first share the prompt's KV with the
-        first."""
+        """One :class:`~chairlift.core.request.Request` per answer. All requests but the first share the prompt's KV
+        with the first."""
         sequences: list[Request] = []
         ends_early = bool(self.stop_token_ids or self.params.stop)
         prediction = self.params.prediction or ()
@@ -334,7 +334,8 @@ class InputProcessor:
         return params.max_tokens
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Token ids of ``bad_words``, for every way to spell them that :mod:`~chairlift.tokenizer.bad_words` finds."""
+        """Token ids of ``bad_words``, for every way to spell them that :mod:`~chairlift.text.tokenizer.bad_words`
+        finds."""
         tokenizer = self._tokenizer
         if tokenizer is None or not params.bad_words:
             return ()

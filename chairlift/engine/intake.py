@@ -9,10 +9,10 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Final
 
+from chairlift.base.service_class import DEFAULT_CLASS, ServiceClass
+from chairlift.core.scheduler.forecast import Forecast
 from chairlift.engine.calibration import SHORTEST_WAIT, Calibration
 from chairlift.errors import QueueFullError
-from chairlift.scheduler.forecast import Forecast
-from chairlift.service_class import DEFAULT_CLASS, ServiceClass
 
 __all__ = ["Intake", "Place"]
 

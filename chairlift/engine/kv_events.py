@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import msgspec
 
+from chairlift.core.kv_cache.prefix_cache import PrefixCache
 from chairlift.errors import ConfigError
-from chairlift.kv_cache.prefix_cache import PrefixCache
 
 __all__ = ["KVEventPublisher", "events_of"]
 
@@ -71,8 +71,8 @@ class KVEventPublisher:
 
 
 def events_of(changes: list[tuple[Any, ...]], block_size: int) -> list[dict[str, Any]]:
-    """Events for entries of :attr:`~chairlift.kv_cache.prefix_cache.PrefixCache.journal`. Blocks of one prompt that
-    were stored one after another share an event."""
+    """Events for entries of :attr:`~chairlift.core.kv_cache.prefix_cache.PrefixCache.journal`. Blocks of one prompt
+    that were stored one after another share an event."""
     events: list[dict[str, Any]] = []
     last = b""
     for kind, *rest in changes:

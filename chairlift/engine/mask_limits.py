@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from chairlift.base.structured_outputs import CANNOT_BE_FOLLOWED
 from chairlift.config import SchedulerConfig
-from chairlift.structured_outputs import CANNOT_BE_FOLLOWED
 
 __all__ = ["MaskBudget", "MaskLedger", "MaskLimits"]
 

@@ -18,10 +18,10 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from chairlift.base.structured_outputs import CANNOT_BE_FOLLOWED
 from chairlift.engine.mask_limits import MaskBudget
 from chairlift.engine.turns import Turns
-from chairlift.grammar.compiler import Matcher
-from chairlift.structured_outputs import CANNOT_BE_FOLLOWED
+from chairlift.text.grammar.compiler import Matcher
 
 __all__ = ["Filling", "Mask", "MaskJob", "MaskPlace", "MaskWork", "fill", "masks_of"]
 

@@ -8,15 +8,15 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 
+from chairlift.base.outputs import CompletionOutput, FinishReason, FlatLogprobs, RequestMetrics, RequestOutput
+from chairlift.base.row_failures import output_reason
+from chairlift.base.sampling_params import is_of_the_caller
 from chairlift.engine.causes import DecodeSeconds, causes_until
 from chairlift.engine.core import CoreOutputs, FinishedSequence, Progress
 from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.metrics.stats import DEADLINE_KINDS, FinishedRequest, RequestStats
-from chairlift.outputs import CompletionOutput, FinishReason, FlatLogprobs, RequestMetrics, RequestOutput
-from chairlift.sampling.failures import output_reason
-from chairlift.sampling_params import is_of_the_caller
-from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.text.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["OutputProcessor", "RequestPhase", "RequestProgress", "RequestState"]
 

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from chairlift.base.outputs import OutputKind, RequestOutput
 from chairlift.engine.output_processor import RequestState
 from chairlift.errors import ChairliftError
-from chairlift.outputs import OutputKind, RequestOutput
 
 __all__ = ["OutputStream"]
 

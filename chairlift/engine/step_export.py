@@ -12,10 +12,10 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
+from chairlift.core.scheduler.cost_model import StepFeatures
+from chairlift.core.scheduler.output import Chunk
 from chairlift.engine.step_recorder import FORMAT
 from chairlift.errors import ConfigError
-from chairlift.scheduler.cost_model import StepFeatures
-from chairlift.scheduler.output import Chunk
 
 __all__ = ["RecordedRequest", "Recording", "read_recording", "to_perfetto"]
 

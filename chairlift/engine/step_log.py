@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from chairlift.kv_cache.manager import BlockCounts
-from chairlift.scheduler.cost_model import StepFeatures
-from chairlift.scheduler.output import Chunk, SchedulerOutput, StepResult
+from chairlift.core.kv_cache.manager import BlockCounts
+from chairlift.core.scheduler.cost_model import StepFeatures
+from chairlift.core.scheduler.output import Chunk, SchedulerOutput, StepResult
 
 __all__ = ["RowRecord", "StepLog", "StepRecord"]
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from chairlift.config import SchedulerConfig
+from chairlift.core.request import Request, RequestStatus
+from chairlift.core.scheduler.output import Chunk, SchedulerOutput
 from chairlift.engine.step_log import StepRecord
-from chairlift.request import Request, RequestStatus
-from chairlift.scheduler.output import Chunk, SchedulerOutput
 
 if TYPE_CHECKING:
     from chairlift.engine.core import EngineCore

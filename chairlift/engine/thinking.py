@@ -1,7 +1,7 @@
 """Follows the reasoning of an answer with a thinking budget, and forces the reasoning to end when the budget is used
 up.
 
-It implements the same :class:`~chairlift.grammar.compiler.Matcher` interface as a grammar, so
+It implements the same :class:`~chairlift.text.grammar.compiler.Matcher` interface as a grammar, so
 :class:`~chairlift.engine.grammars.Grammars` handles rows, look-ahead, preemption and dropped tokens. Its state depends
 only on the answer's tokens. llama.cpp (``reasoning-budget``) and vLLM (``thinking_token_budget``) have the same states.
 """
@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from chairlift.grammar.compiler import Matcher
-from chairlift.thinking import ThinkingBudget
+from chairlift.base.thinking import ThinkingBudget
+from chairlift.text.grammar.compiler import Matcher
 
 __all__ = ["ThinkingMatcher"]
 

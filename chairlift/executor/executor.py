@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from chairlift.base.image_spans import ImageTile
+from chairlift.base.step_batch import Masks, SampledTokens
 from chairlift.config import CacheGroup
-from chairlift.scheduler.output import SchedulerOutput
-from chairlift.step_batch import Masks, SampledTokens
-from chairlift.vision.spans import ImageTile
+from chairlift.core.scheduler.output import SchedulerOutput
 
 __all__ = ["AdapterMemory", "Executor", "ImageMemory", "LiveWeights", "OnProgress", "PendingTokens", "WeightSource"]
 

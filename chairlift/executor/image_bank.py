@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chairlift.base.image_spans import ImageTile
 from chairlift.kernels.openmp import end_threads
-from chairlift.models.vision_tower import Tower
-from chairlift.vision.spans import ImageTile
+from chairlift.models.vision.vision_tower import Tower
 
 __all__ = ["ImageBank"]
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from chairlift.base.image_spans import ImageSpan, axes_of
+from chairlift.base.sampling_row import SamplingRow
+from chairlift.base.step_batch import StepBatch
+from chairlift.core.scheduler.output import Chunk, NewRow, SchedulerOutput
 from chairlift.errors import InvariantError
-from chairlift.sampling.row import SamplingRow
-from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
-from chairlift.step_batch import StepBatch
-from chairlift.vision.spans import ImageSpan, axes_of
 
 __all__ = ["Awaited", "InputBatch"]
 

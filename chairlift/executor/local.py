@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from chairlift.base.step_batch import Masks, SampledTokens, StepBatch
 from chairlift.config import CacheGroup
+from chairlift.core.scheduler.output import SchedulerOutput
+from chairlift.core.spec_decode.upkeep import Upkeep
 from chairlift.errors import ConfigError
 from chairlift.executor.executor import AdapterMemory, ImageMemory, LiveWeights, OnProgress, PendingTokens, WeightSource
 from chairlift.executor.input_batch import Awaited, InputBatch
-from chairlift.sampling.apart import compute_apart
-from chairlift.scheduler.output import SchedulerOutput
-from chairlift.spec_decode.upkeep import Upkeep
-from chairlift.step_batch import Masks, SampledTokens, StepBatch
+from chairlift.executor.sampling.apart import compute_apart
 
 __all__ = ["Drafter", "LocalExecutor", "ModelRunner"]
 
@@ -53,7 +53,8 @@ class ModelRunner(Protocol):
 
 
 class Drafter(Protocol):
-    """Makes drafts. It is a :class:`~chairlift.spec_decode.adaptive.Proposer` that is also called for every step."""
+    """Makes drafts. It is a :class:`~chairlift.core.spec_decode.adaptive.Proposer` that is also called for every
+    step."""
 
     most: int
     """Maximum number of drafts for a row in one step."""

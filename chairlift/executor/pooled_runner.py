@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chairlift.base.step_batch import StepBatch
+from chairlift.executor.backends.native.native_kv import NativeKV
 from chairlift.executor.kv_tensors import plan_kv_cache
-from chairlift.executor.native_kv import NativeKV
 from chairlift.kernels.cpu.library import Pool
 from chairlift.kernels.cpu.program import StepProgram
 from chairlift.kernels.recording import Recorder
@@ -23,7 +24,6 @@ from chairlift.models.context import PackedContext
 from chairlift.models.encoder import Encoder, EncoderBatch, kernel_attention_cache
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.pooled_network import PooledNetwork
-from chairlift.step_batch import StepBatch
 
 __all__ = ["NativePooledRunner", "PooledExecutor", "TorchPooledRunner"]
 

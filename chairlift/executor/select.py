@@ -14,11 +14,11 @@ import torch
 
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigError
+from chairlift.executor.backends.native.native_runner import NativeModelRunner
+from chairlift.executor.backends.torch.model_runner import TorchModelRunner
 from chairlift.executor.image_bank import ImageBank
 from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.local import ModelRunner
-from chairlift.executor.model_runner import TorchModelRunner
-from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.pooled_runner import NativePooledRunner, PooledExecutor, TorchPooledRunner
 from chairlift.kernels.cpu.library import BUILD_ALL, Pool, best_isa, built_isas, load, supported_isas, why_unavailable
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES
@@ -32,8 +32,8 @@ from chairlift.models.fallback.model import TransformersLM
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.loader import resolve_dtype
 from chairlift.models.pooled_network import PooledNetwork
-from chairlift.models.vision_config import PatchConfig, PooledConfig
-from chairlift.models.vision_files import load_tower
+from chairlift.models.vision.vision_config import PatchConfig, PooledConfig
+from chairlift.models.vision.vision_files import load_tower
 
 __all__ = [
     "choose_dtype",
@@ -332,7 +332,7 @@ def make_runner(
     if kernels == "torch" or isinstance(model, TransformersLM):
         return TorchModelRunner(model, plan, dtype, device, config.lora.active)
     if kernels == "triton":
-        from chairlift.executor.triton_runner import TritonModelRunner  # Triton may not be installed
+        from chairlift.executor.backends.triton.triton_runner import TritonModelRunner  # Triton may not be installed
 
         return TritonModelRunner(
             model,

@@ -253,7 +253,7 @@ def rotary_table(
 
     ``axes`` [Dh / 2] says which of a token's three positions each frequency uses: time, height or width (0, 1, 2). The
     three are equal for text. Only native step programs support different positions; see
-    :attr:`~chairlift.step_batch.StepBatch.axes`.
+    :attr:`~chairlift.base.step_batch.StepBatch.axes`.
     """
     return _cosines_and_sines(positions.float()[:, None, None] * frequencies, frequencies, factor, dtype)
 

@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from chairlift.base.mistaken_models import check_content
 from chairlift.errors import ModelLoadError
 from chairlift.lora.settings import CONFIG_NAME, AdapterSettings, read_settings
 from chairlift.lora.sites import Sites, layer_of
-from chairlift.mistaken_models import check_content
-from chairlift.models.checkpoint import CheckpointPart
+from chairlift.models.formats.checkpoint import CheckpointPart
 
 __all__ = ["WEIGHTS_NAME", "Adapter", "LowRank", "adapter_files", "read_adapter"]
 

@@ -8,7 +8,7 @@ import torch
 
 from chairlift.errors import ConfigError
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
+from chairlift.models.formats.checkpoint import CheckpointPart, checkpoint_layout
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.linear import Linear
 from chairlift.models.registry import FAMILIES

@@ -23,7 +23,7 @@ from chairlift.lora.reader import WEIGHTS_NAME
 from chairlift.lora.settings import CONFIG_NAME
 from chairlift.lora.sites import Sites, layer_of, sites_in
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.checkpoint import CheckpointPart
+from chairlift.models.formats.checkpoint import CheckpointPart
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.linear import Adapted, Linear
 

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from chairlift.base.row_failures import shaped_reason
+from chairlift.base.sampling_row import SamplingRow
+from chairlift.base.step_batch import Masks, SampledTokens, StepBatch
 from chairlift.config import CacheGroup
-from chairlift.sampling.apart import sample_rows
-from chairlift.sampling.failures import shaped_reason
-from chairlift.sampling.row import SamplingRow
-from chairlift.step_batch import Masks, SampledTokens, StepBatch
+from chairlift.executor.sampling.apart import sample_rows
 
 __all__ = ["HASHLM_POSITION_BYTES", "STATE", "HashLM", "image_word", "reference_tokens"]
 

@@ -15,10 +15,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from chairlift.base.step_batch import Masks, PromptLogprobs, SampledTokens, StepBatch
 from chairlift.config import CacheGroup, EngineConfig
 from chairlift.errors import ConfigError
 from chairlift.models.hashlm import HASHLM_POSITION_BYTES, HashLM
-from chairlift.step_batch import Masks, PromptLogprobs, SampledTokens, StepBatch
 
 __all__ = [
     "HASHLM_EOS",

@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from chairlift.base.mistaken_models import check_content, of_directory
 from chairlift.errors import ModelLoadError
-from chairlift.mistaken_models import check_content, of_directory
 from chairlift.models.family import MAX_CONTEXT, ExpertLayers, Family, Fields
 from chairlift.models.mixers import MixerConfig
 from chairlift.models.registry import FAMILIES
 from chairlift.models.rope_config import RopeConfig, read_ropes
-from chairlift.models.vision_config import PatchConfig, SquareConfig, read_vision
+from chairlift.models.vision.vision_config import PatchConfig, SquareConfig, read_vision
 
 __all__ = [
     "ModelConfig",

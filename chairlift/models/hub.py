@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from chairlift import mistaken_models
+from chairlift.base import mistaken_models
 from chairlift.errors import ModelLoadError
 
 __all__ = ["INDEX_NAME", "SINGLE_NAME", "WEIGHT_FILE", "download_model"]

@@ -23,29 +23,29 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from chairlift import mistaken_models
+from chairlift.base import mistaken_models
 from chairlift.errors import EngineDeadError, ModelLoadError
-from chairlift.gguf.files import find_gguf, is_gguf
-from chairlift.gguf.reader import GGUFModel
 from chairlift.kernels.cpu.packing import by_slices
 from chairlift.kernels.grouped import GroupedRows, GroupKind, dequantized
 from chairlift.kernels.weights import ONEDNN, PLAIN, WeightFormat
 from chairlift.models.approximations import holds_exactly
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.config import TransformersConfig
-from chairlift.models.gguf_tensors import gguf_tensors
+from chairlift.models.formats.checkpoint import CheckpointPart, checkpoint_layout
+from chairlift.models.formats.gguf.files import find_gguf, is_gguf
+from chairlift.models.formats.gguf.reader import GGUFModel
+from chairlift.models.formats.gguf_tensors import gguf_tensors
+from chairlift.models.formats.quantized_checkpoints import with_whole_weights
+from chairlift.models.formats.stored_names import with_usual_names
+from chairlift.models.formats.stored_rows import MOST_NUMBERS, StoredRows
 from chairlift.models.hf_config import ModelConfig, read_json
 from chairlift.models.hub import INDEX_NAME, SINGLE_NAME, WEIGHT_FILE, download_model
 from chairlift.models.layers.linear import Matrix
 from chairlift.models.pooled_layout import SCORES, pooled_layout
 from chairlift.models.pooled_network import PooledNetwork
 from chairlift.models.pooling import PooledConfig
-from chairlift.models.quantized_checkpoints import with_whole_weights
 from chairlift.models.registry import FAMILIES
-from chairlift.models.stored_names import with_usual_names
-from chairlift.models.stored_rows import MOST_NUMBERS, StoredRows
 
 __all__ = [
     "Checkpoint",
@@ -223,8 +223,8 @@ class Checkpoint:
     def pieces(self, part: CheckpointPart) -> Iterator[tuple[int, Tensor]]:
         """(first row, rows) of each piece, in the stored float dtype, or float32 for stored integers.
 
-        A piece has at most :data:`~chairlift.models.stored_rows.MOST_NUMBERS` elements, or a single row. Reading the
-        next piece releases the previous piece's pages of the file.
+        A piece has at most :data:`~chairlift.models.formats.stored_rows.MOST_NUMBERS` elements, or a single row.
+        Reading the next piece releases the previous piece's pages of the file.
         """
         stored = self._stored[part]
         mapped = _is_mapped(self._tensors, stored)

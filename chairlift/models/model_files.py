@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Final
 
 from chairlift.errors import ModelLoadError
-from chairlift.gguf.files import is_gguf
-from chairlift.gguf.reader import GGUFModel
 from chairlift.models.fallback.config import TransformersConfig, read_transformers_config
-from chairlift.models.gguf_config import gguf_config
+from chairlift.models.formats.gguf.files import is_gguf
+from chairlift.models.formats.gguf.reader import GGUFModel
+from chairlift.models.formats.gguf_config import gguf_config
 from chairlift.models.hf_config import ModelConfig, read_hf_config, read_hf_files
 from chairlift.models.registry import FAMILIES
 

@@ -6,8 +6,8 @@ import dataclasses
 import re
 from collections.abc import Container
 
-from chairlift.models.checkpoint import CheckpointPart, decoder_layout
 from chairlift.models.encoder_config import EncoderConfig
+from chairlift.models.formats.checkpoint import CheckpointPart, decoder_layout
 from chairlift.models.pooled_network import PooledNetwork
 from chairlift.models.pooling import ENCODERS
 from chairlift.models.registry import FAMILIES

@@ -13,17 +13,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from chairlift.base.rerankers import RERANKERS
 from chairlift.errors import ConfigError, ModelLoadError
-from chairlift.gguf.files import is_gguf
-from chairlift.models.bert import BERT
 from chairlift.models.encoder_config import EncoderConfig, EncoderFamily
+from chairlift.models.families.bert import BERT
+from chairlift.models.families.modernbert import MODERNBERT
+from chairlift.models.families.roberta import ROBERTA
+from chairlift.models.families.xlm_roberta import XLM_ROBERTA
 from chairlift.models.family import Fields
+from chairlift.models.formats.gguf.files import is_gguf
 from chairlift.models.hf_config import ModelConfig, parse_config, read_dtype, read_json
-from chairlift.models.modernbert import MODERNBERT
 from chairlift.models.registry import FAMILIES
-from chairlift.models.roberta import ROBERTA
-from chairlift.models.xlm_roberta import XLM_ROBERTA
-from chairlift.rerankers import RERANKERS
 
 __all__ = ["ENCODERS", "PooledConfig", "parse_encoder", "pools", "read_pooled_config", "read_reranker"]
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.checkpoint import hf_state_dict
+from chairlift.models.formats.checkpoint import hf_state_dict
 from chairlift.models.hf_config import ModelConfig, parse_config
 from chairlift.models.loader import resolve_dtype
 

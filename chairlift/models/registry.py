@@ -2,58 +2,58 @@
 
 from __future__ import annotations
 
-from chairlift.models.arcee import ARCEE
-from chairlift.models.cohere2 import COHERE2
-from chairlift.models.cwm import CWM
-from chairlift.models.ernie4_5 import ERNIE4_5
-from chairlift.models.exaone4 import EXAONE4
-from chairlift.models.falcon_h1 import FALCON_H1
+from chairlift.models.families.arcee import ARCEE
+from chairlift.models.families.cohere2 import COHERE2
+from chairlift.models.families.cwm import CWM
+from chairlift.models.families.ernie4_5 import ERNIE4_5
+from chairlift.models.families.exaone4 import EXAONE4
+from chairlift.models.families.falcon_h1 import FALCON_H1
+from chairlift.models.families.gemma import GEMMA
+from chairlift.models.families.gemma2 import GEMMA2
+from chairlift.models.families.gemma3 import GEMMA3
+from chairlift.models.families.gemma3_text import GEMMA3_TEXT
+from chairlift.models.families.glm import GLM
+from chairlift.models.families.glm4 import GLM4
+from chairlift.models.families.glm4_moe import GLM4_MOE
+from chairlift.models.families.gpt2 import GPT2
+from chairlift.models.families.gpt_neox import GPT_NEOX
+from chairlift.models.families.gpt_oss import GPT_OSS
+from chairlift.models.families.granite import GRANITE
+from chairlift.models.families.granitemoe import GRANITEMOE
+from chairlift.models.families.granitemoehybrid import GRANITEMOEHYBRID
+from chairlift.models.families.helium import HELIUM
+from chairlift.models.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
+from chairlift.models.families.hyperclovax import HYPERCLOVAX
+from chairlift.models.families.internlm3 import INTERNLM3
+from chairlift.models.families.lfm2 import LFM2
+from chairlift.models.families.llama import LLAMA
+from chairlift.models.families.llava import LLAVA
+from chairlift.models.families.lstm import GRU, LSTM
+from chairlift.models.families.mamba2 import MAMBA2
+from chairlift.models.families.ministral import MINISTRAL
+from chairlift.models.families.ministral3 import MINISTRAL3
+from chairlift.models.families.mistral import MISTRAL
+from chairlift.models.families.mixtral import MIXTRAL
+from chairlift.models.families.nemotron_h import NEMOTRON_H
+from chairlift.models.families.olmo2 import OLMO2
+from chairlift.models.families.olmo3 import OLMO3
+from chairlift.models.families.olmoe import OLMOE
+from chairlift.models.families.opt import OPT
+from chairlift.models.families.phi import PHI
+from chairlift.models.families.phi3 import PHI3
+from chairlift.models.families.qwen2 import QWEN2
+from chairlift.models.families.qwen2_moe import QWEN2_MOE
+from chairlift.models.families.qwen3 import QWEN3
+from chairlift.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
+from chairlift.models.families.qwen3_moe import QWEN3_MOE
+from chairlift.models.families.qwen3_next import QWEN3_NEXT
+from chairlift.models.families.qwen_vl import QWEN2_5_VL, QWEN3_VL
+from chairlift.models.families.seed_oss import SEED_OSS
+from chairlift.models.families.smollm3 import SMOLLM3
+from chairlift.models.families.smolvlm import IDEFICS3, SMOLVLM
+from chairlift.models.families.stablelm import STABLELM
+from chairlift.models.families.starcoder2 import STARCODER2
 from chairlift.models.family import Family
-from chairlift.models.gemma import GEMMA
-from chairlift.models.gemma2 import GEMMA2
-from chairlift.models.gemma3 import GEMMA3
-from chairlift.models.gemma3_text import GEMMA3_TEXT
-from chairlift.models.glm import GLM
-from chairlift.models.glm4 import GLM4
-from chairlift.models.glm4_moe import GLM4_MOE
-from chairlift.models.gpt2 import GPT2
-from chairlift.models.gpt_neox import GPT_NEOX
-from chairlift.models.gpt_oss import GPT_OSS
-from chairlift.models.granite import GRANITE
-from chairlift.models.granitemoe import GRANITEMOE
-from chairlift.models.granitemoehybrid import GRANITEMOEHYBRID
-from chairlift.models.helium import HELIUM
-from chairlift.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
-from chairlift.models.hyperclovax import HYPERCLOVAX
-from chairlift.models.internlm3 import INTERNLM3
-from chairlift.models.lfm2 import LFM2
-from chairlift.models.llama import LLAMA
-from chairlift.models.llava import LLAVA
-from chairlift.models.lstm import GRU, LSTM
-from chairlift.models.mamba2 import MAMBA2
-from chairlift.models.ministral import MINISTRAL
-from chairlift.models.ministral3 import MINISTRAL3
-from chairlift.models.mistral import MISTRAL
-from chairlift.models.mixtral import MIXTRAL
-from chairlift.models.nemotron_h import NEMOTRON_H
-from chairlift.models.olmo2 import OLMO2
-from chairlift.models.olmo3 import OLMO3
-from chairlift.models.olmoe import OLMOE
-from chairlift.models.opt import OPT
-from chairlift.models.phi import PHI
-from chairlift.models.phi3 import PHI3
-from chairlift.models.qwen2 import QWEN2
-from chairlift.models.qwen2_moe import QWEN2_MOE
-from chairlift.models.qwen3 import QWEN3
-from chairlift.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
-from chairlift.models.qwen3_moe import QWEN3_MOE
-from chairlift.models.qwen3_next import QWEN3_NEXT
-from chairlift.models.qwen_vl import QWEN2_5_VL, QWEN3_VL
-from chairlift.models.seed_oss import SEED_OSS
-from chairlift.models.smollm3 import SMOLLM3
-from chairlift.models.smolvlm import IDEFICS3, SMOLVLM
-from chairlift.models.stablelm import STABLELM
-from chairlift.models.starcoder2 import STARCODER2
 
 __all__ = ["FAMILIES"]
 

@@ -1,5 +1,5 @@
 // Chooses a row's token while its logits are computed, so that they need not be stored. The token is the argmax of the
-// logits, or of logits / temperature + Gumbel noise. chairlift/sampling/gumbel.py defines the noise, and chooses the
+// logits, or of logits / temperature + Gumbel noise. chairlift/executor/sampling/gumbel.py defines the noise, and chooses the
 // same ids.
 #pragma once
 #include "chairlift_cpu.h"

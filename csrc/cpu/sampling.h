@@ -1,4 +1,4 @@
-// Samples tokens from stored logits. chairlift/sampling is the specification: tokens, errors and log-probabilities are
+// Samples tokens from stored logits. chairlift/executor/sampling is the specification: tokens, errors and log-probabilities are
 // the same. A row's result depends on that row alone, and is the same on every instruction-set path. Subnormals are
 // zero, as in matrix multiplications, because the caller sets the processor's control register. Code here, in choice.h
 // and in ranking.h uses no templates of the standard library, because the linker would keep one copy of them for all
@@ -37,7 +37,7 @@ static SampleScratch sample_scratch(void* memory, int32_t vocab) {
 }
 
 // Prevents the compiler from fusing a multiplication with an addition, so that both are rounded as in
-// chairlift/sampling.
+// chairlift/executor/sampling.
 CL_INLINE float rounded(float x) {
   __asm__("" : "+x"(x));
   return x;

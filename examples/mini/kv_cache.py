@@ -11,7 +11,7 @@ content when its last request leaves, until the memory is needed for something e
 
 Here are only numbers of blocks. The memory itself is in ``model.py``.
 
-The engine's version is the folder ``chairlift/kv_cache/``.
+The engine's version is the folder ``chairlift/core/kv_cache/``.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Read ``forward`` first. It never asks which request a token belongs to, except i
 over the tokens of all requests together: the weights are read from memory once per step, for all of them. This is why
 batching is worth its trouble: the time of a decode step is mostly the time to read the weights.
 
-The engine's versions are ``chairlift/models/llama.py`` (what the layers are) and ``chairlift/kernels/`` (how they are
-computed, in C++ and Triton).
+The engine's versions are ``chairlift/models/families/llama.py`` (what the layers are) and ``chairlift/kernels/`` (how
+they are computed, in C++ and Triton).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ can be sampled:
 
 So the scheduler does not need phases. A step closes a part of the gap of each request, and that is all.
 
-The engine's version is ``chairlift/request.py``.
+The engine's version is ``chairlift/core/request.py``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ number, without any state that must be advanced. So it does not matter in which 
 requests, or how often after a preemption a token is drawn. It is always the same token. The tests of this folder
 compare the tokens with those of the engine, which uses the same definition.
 
-The engine's version is the folder ``chairlift/sampling/``; ``gumbel.py`` there has the complete definition.
+The engine's version is the folder ``chairlift/executor/sampling/``; ``gumbel.py`` there has the complete definition.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ request leaves at once, and a waiting request takes its row in the next step.
 A step has a *token budget* (``max_num_batched_tokens``). First, each generating request gets its one token, so that no
 answer stalls. Prompts get the rest. A prompt that is longer than the rest is computed in *chunks*, over several steps.
 
-The engine's version is ``chairlift/scheduler/scheduler.py``, with the same two methods, ``schedule`` and ``update``.
+The engine's version is ``chairlift/core/scheduler/scheduler.py``, with the same two methods, ``schedule`` and
+``update``.
 """
 
 from __future__ import annotations

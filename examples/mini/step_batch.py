@@ -12,7 +12,7 @@ row A decodes, row B computes a chunk of 3 tokens, block_size is 4::
     slot_mapping   [10 | 36 37 38]      where the KV of each token is written: block * 4 + offset
     sample_tokens  [0, 3]               tokens of the flat batch after which a token is sampled
 
-The engine's versions are ``chairlift/step_batch.py`` (the arrays) and ``chairlift/executor/input_batch.py``, which
+The engine's versions are ``chairlift/base/step_batch.py`` (the arrays) and ``chairlift/executor/input_batch.py``, which
 changes them in place from step to step instead of building them anew.
 """
 

@@ -1,4 +1,4 @@
-"""Syntax trees of the package's modules. The modules are parsed but never imported."""
+"""Syntax trees of the modules of our packages. The modules are parsed but never imported."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-__all__ = ["PACKAGE", "imports", "modules", "tree"]
+__all__ = ["PACKAGES", "ROOT", "imports", "modules", "tree"]
 
-PACKAGE = Path(__file__).parents[2] / "chairlift"
+ROOT = Path(__file__).parents[2]
+PACKAGES = [ROOT / name for name in ("chairlift", "chairlift_lab", "chairlift_train")]
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """Dotted module name -> file, for every module of the package."""
+    """Dotted module name -> file, for every module of our packages."""
     found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    for path in sorted(path for package in PACKAGES for path in package.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 

@@ -13,8 +13,8 @@ import pytest
 from tests.architecture.source import modules, tree
 
 PACKAGES = (
-    *("batches", "distributed", "engine", "executor", "grammar", "kv_cache", "server", "spec_decode", "tokenizer"),
-    *("tool_calls", "vision", "workers"),
+    *("base.workers", "core.kv_cache", "core.spec_decode", "engine", "executor", "fleet", "models.vision", "server"),
+    "text",
 )
 _DICTS = {"OrderedDict", "WeakKeyDictionary", "WeakValueDictionary", "defaultdict", "dict"}
 _DECORATORS = {"cache", "cached_property", "lru_cache"}
@@ -23,23 +23,23 @@ KEYED = {
     "engine.grammars": "_kept _jobs",
     "engine.images": "_sizes _tiles _unused _seconds _worth _users _queue",
     "executor.image_bank": "rows",
-    "grammar.checker": "_good",
-    "kv_cache.prefix_cache": "_nodes",
-    "kv_cache.swap": "_kept",
-    "distributed.routing": "_keys",
+    "text.grammar.checker": "_good",
+    "core.kv_cache.prefix_cache": "_nodes",
+    "core.kv_cache.swap": "_kept",
+    "fleet.routing": "_keys",
 }
-"""Caches that outlive requests. Their keys come from :func:`chairlift.cache_key.cache_key` (or, for blocks and tiles,
-stand for things with such keys)."""
+"""Caches that outlive requests. Their keys come from :func:`chairlift.base.cache_key.cache_key` (or, for blocks and
+tiles, stand for things with such keys)."""
 
-OWNED = {"engine.mask_limits": "_accounts", "server.response_store": "_stored _bytes"}
+OWNED = {"engine.mask_limits": "_accounts", "server.openai.response_store": "_stored _bytes"}
 """Caches whose first key is the holder itself, and whose entries are found by random ids or are sums of the holder's
 own requests."""
 
 OF_REQUESTS = {
-    "distributed.door": "_keys _requests _at _pinned _newest",
-    "distributed.fleet": "_jobs _answers _loads _loading",
-    "distributed.ray": "_claims",
-    "distributed.routing": "unstarted small",
+    "fleet.door": "_keys _requests _at _pinned _newest",
+    "fleet.fleet": "_jobs _answers _loads _loading",
+    "fleet.ray": "_claims",
+    "fleet.routing": "unstarted small",
     "engine.adapters": "_of",
     "engine.async_engine": "_streams _loads",
     "engine.causes": "_accounts _hanging",
@@ -49,29 +49,29 @@ OF_REQUESTS = {
     "engine.intake": "_waiting _starts _unforeseen _lane_ends",
     "engine.mask_limits": "of",
     "engine.output_processor": "_states _answers",
-    "engine.pooled_requests": "_texts",
-    "engine.pooling_core": "_waiting",
+    "engine.pooled.pooled_requests": "_texts",
+    "engine.pooled.pooling_core": "_waiting",
     "engine.step_export": "requests rows _rows _resting",
     "engine.step_recorder": "_numbers _started _flights _leaving",
     "engine.turns": "_waiting _spent",
-    "executor.draft_model": "_preempted",
-    "executor.drafting": "known",
+    "executor.drafters.draft_model": "_preempted",
+    "executor.drafters.drafting": "known",
     "executor.input_batch": "images _axes",
-    "executor.kept_blocks": "_tables",
-    "grammar.structural_tag": "_without",
-    "kv_cache.manager": "swapped",
-    "server.batch_worker": "_works",
-    "server.completions": "_offsets",
-    "server.live_feed": "_names",
-    "server.messages_input": "places",
-    "server.responses_input": "places",
-    "server.tracing": "_under_way",
-    "server.translation": "places",
-    "spec_decode.acceptance": "requests",
-    "spec_decode.adaptive": "_texts _sources",
-    "spec_decode.ngram": "_ends _indexes",
-    "spec_decode.predicted": "_ends",
-    "tokenizer.shield": "_symbol_of",
+    "executor.drafters.kept_blocks": "_tables",
+    "text.grammar.structural_tag": "_without",
+    "core.kv_cache.manager": "swapped",
+    "server.openai.batches.worker": "_works",
+    "server.openai.completions": "_offsets",
+    "server.pages.live_feed": "_names",
+    "server.anthropic.messages_input": "places",
+    "server.openai.responses_input": "places",
+    "server.operations.tracing": "_under_way",
+    "server.openai.translation": "places",
+    "core.spec_decode.acceptance": "requests",
+    "core.spec_decode.adaptive": "_texts _sources",
+    "core.spec_decode.ngram": "_ends _indexes",
+    "core.spec_decode.predicted": "_ends",
+    "text.tokenizer.shield": "_symbol_of",
 }
 """State of requests in progress: an entry is found by the id of its own request or row, and leaves with it."""
 
@@ -82,17 +82,17 @@ OF_THE_PROGRAM = {
     "engine.core": "_NO_ERRORS",
     "engine.events": "subscribers _missed",
     "engine.mask_work": "_threads",
-    "executor.medusa": "_batches",
-    "executor.native_kv": "states parts",
-    "executor.sampling_rows": "storing columns",
-    "executor.triton_runner": "_decodes _bodies",
-    "server.live": "_made live_page",
-    "server.pages": "assemble _headers",
-    "server.protocol": "_field_names _type_info _whole_numbers _entry_type",
-    "tokenizer.chat_template": "_environment _forms _tree _template",
-    "tokenizer.template_forms": "_alone _content _developers",
-    "tokenizer.tokenizer": "_bytes _texts _neighbour",
-    "tool_calls.scan": "markers_of",
+    "executor.drafters.medusa": "_batches",
+    "executor.backends.native.native_kv": "states parts",
+    "executor.backends.native.sampling_rows": "storing columns",
+    "executor.backends.triton.triton_runner": "_decodes _bodies",
+    "server.pages.live": "_made live_page",
+    "server.pages.pages": "assemble _headers",
+    "server.openai.protocol": "_field_names _type_info _whole_numbers _entry_type",
+    "text.tokenizer.chat_template": "_environment _forms _tree _template",
+    "text.tokenizer.template_forms": "_alone _content _developers",
+    "text.tokenizer.tokenizer": "_bytes _texts _neighbour",
+    "text.tool_calls.scan": "markers_of",
 }
 """Things that follow from the program, its settings or the model's files: pages, types, forms of the chat template,
 texts of token ids, marks of tool calls, shapes of kernels."""
@@ -152,7 +152,8 @@ NAMES = sorted(
 def test_every_cache_has_a_decision_about_its_key() -> None:
     missing = {name: caches_of(tree(f"chairlift.{name}")) - decided(name) for name in NAMES}
     assert not {name: caches for name, caches in missing.items() if caches}, (
-        "make the key with chairlift.cache_key and add it to KEYED, or say in another table why callers may share it"
+        "make the key with chairlift.base.cache_key and add it to KEYED, or say in another table why callers may"
+        " share it"
     )
 
 
@@ -161,7 +162,10 @@ def test_no_decision_is_about_a_cache_that_is_gone() -> None:
     assert not {name: caches for name, caches in gone.items() if caches}
 
 
-@pytest.mark.parametrize("module", ["engine.grammars", "grammar.checker", "kv_cache.prefix_cache", "vision.processor"])
+@pytest.mark.parametrize(
+    "module",
+    ["engine.grammars", "text.grammar.checker", "core.kv_cache.prefix_cache", "models.vision.processor"],
+)
 def test_keys_are_made_by_one_function(module: str) -> None:
     calls = {_name(node) for node in ast.walk(tree(f"chairlift.{module}")) if isinstance(node, ast.Call)}
     assert calls & {"cache_key", "key_material"}

@@ -25,7 +25,7 @@ NOT_REFLOWED = {
 
 PYTHON = sorted(
     path
-    for folder in ("chairlift", "csrc", "tools", "benchmarks", "examples", "tests")
+    for folder in ("chairlift", "chairlift_lab", "chairlift_train", "csrc", "tools", "benchmarks", "examples", "tests")
     for path in (ROOT / folder).rglob("*.py")
 )
 NATIVE = sorted(path for suffix in ("*.h", "*.cpp") for path in (ROOT / "csrc").rglob(suffix))
@@ -122,7 +122,11 @@ def test_documents_link_to_files_that_exist() -> None:
                 missing.append(f"{name(path)}: {link}")
     glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([a-z0-9_]+(?:/[a-z0-9_]+)*(?:\.py|/))`", glossary)) - {"chairlift/"}
-    missing += [f"docs/glossary.md: {file}" for file in named if not (ROOT / "chairlift" / file).exists()]
+    missing += [
+        f"docs/glossary.md: {file}"
+        for file in named
+        if not any((folder / file).exists() for folder in (ROOT / "chairlift", ROOT))
+    ]
     assert len(named) > 40
     assert not missing
 
@@ -139,3 +143,22 @@ def test_documents_link_to_files_that_exist() -> None:
 )
 def test_the_check_finds_what_it_should(text: str, found: bool) -> None:
     assert found == any(_RIDDLE.search(prose) or _FRAGMENT.search(prose) for prose in prose_of_python(text))
+
+
+def test_the_tree_of_the_architecture_page_lists_the_folders() -> None:
+    """Each folder on the first level of a package is in the tree, and each name in the tree exists."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    lines = next(part for part in text.split("```") if part.startswith("text\nchairlift/")).splitlines()[1:]
+    listed: set[Path] = set()
+    above: list[Path] = []
+    for line in lines:
+        found = re.match(r"((?:│   |    )*)(?:├── |└── |)([\w.]+(?:/\w+)*/?)(?=[ ])", line)
+        if found is None:
+            continue
+        depth = len(found[1]) // 4 + ("── " in line)
+        above = [*above[:depth], (above[depth - 1] if depth else ROOT) / found[2]]
+        listed.add(above[-1])
+    assert not [str(path) for path in listed if not path.exists()]
+    packages = [ROOT / name for name in ("chairlift", "chairlift_lab", "chairlift_train")]
+    folders = {path for package in packages for path in package.iterdir() if path.is_dir()}
+    assert not {path for path in folders if path.name != "__pycache__"} - listed

@@ -8,23 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.source import PACKAGE, modules
+from tests.architecture.source import PACKAGES, ROOT, modules
 
 LEFTOVERS = ("TODO", "FIXME", "XXX", "/tmp/", "/home/")
 _EXTRA = re.compile(r"chairlift\[(\w+)\]")
-FILES = sorted(path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".html", ".md"})
+FILES = sorted(path for package in PACKAGES for path in package.rglob("*") if path.suffix in {".py", ".html", ".md"})
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_leftovers(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert not [word for word in LEFTOVERS if word in text]
 
 
 def test_extras_that_somebody_is_told_to_install_are_there() -> None:
-    root = PACKAGE.parent
-    told = {name for path in [*FILES, *root.glob("docs/*.md")] for name in _EXTRA.findall(path.read_text("utf-8"))}
-    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
+    told = {name for path in [*FILES, *ROOT.glob("docs/*.md")] for name in _EXTRA.findall(path.read_text("utf-8"))}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert {"otel", "train"} <= told <= set(project["optional-dependencies"])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from chairlift.cli.main import main
-from tests.tokenizer import tiny
+from tests.text.tokenizer import tiny
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

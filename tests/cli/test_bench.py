@@ -161,7 +161,7 @@ def test_what_cannot_be_measured_is_refused(chairlift: Run, tmp_path: Path, flag
 
 
 def test_experts_are_not_measured_on_a_gpu(chairlift: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chairlift.cli.bench._path", lambda *given: "gpu")
+    monkeypatch.setattr("chairlift_lab.cli.bench._path", lambda *given: "gpu")
     code, out, err = chairlift("bench", "kernels", "--device", "cuda", "--shapes", "2of8:32x32")
     assert (code, out) == (2, [])
     assert "2of8:32x32: there are no GPU kernels for experts to measure (PyTorch computes them); leave it out" in err[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.presets import PRESETS
+from chairlift.base.presets import PRESETS
 from tests.cli.conftest import Run
 
 QUICK = ("bench", "presets", "hashlm", "--num-prompts", "12", "--max-num-seqs", "4")

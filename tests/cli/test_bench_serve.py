@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from chairlift.cli import bench_serve
 from chairlift.errors import ConfigError
+from chairlift_lab.cli import bench_serve
 from tests.cli.conftest import Run
-from tests.workbench.bench.scripted_server import PATIENCE, Exchange, ScriptedServer, answer, event, serving
+from tests.lab.bench.scripted_server import PATIENCE, Exchange, ScriptedServer, answer, event, serving
 
 QUICK = ("--input-len", "uniform:8:16", "--output-len", "3", "--num-prompts", "6", "--num-warmups", "0")
 

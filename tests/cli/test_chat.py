@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, SamplingParams
-from chairlift.tokenizer import Tokenizer
+from chairlift.text.tokenizer import Tokenizer
 from tests.cli.conftest import Run
 from tests.cli.terminal import Terminal
 

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, SamplingParams
+from chairlift.base.outputs import CompletionOutput, Logprob, RequestOutput
+from chairlift.base.step_batch import StepBatch
 from chairlift.cli import check
+from chairlift.core.scheduler.output import SchedulerOutput
 from chairlift.errors import ModelLoadError
 from chairlift.executor.local import LocalExecutor
 from chairlift.kernels.cpu.library import best_isa, supported_isas
-from chairlift.outputs import CompletionOutput, Logprob, RequestOutput
-from chairlift.scheduler.output import SchedulerOutput
-from chairlift.step_batch import StepBatch
 from tests.cli.conftest import Run
 from tests.native import needs_kernels
 

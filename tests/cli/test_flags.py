@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.cli import flags
 from chairlift.cli.flags import add_engine_flags, add_sampling_flags, read_settings
 from chairlift.config import EngineConfig, flat_fields
 from chairlift.errors import ConfigError
-from chairlift.sampling_params import SamplingParams
 
 
 def parse(*argv: str, sampling: bool = True) -> argparse.Namespace:

@@ -146,7 +146,7 @@ def test_a_signal_while_it_is_imported_ends_it_as_quietly(number: signal.Signals
         "import os, runpy, sys\n"
         "class Sent:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name == 'chairlift.cli.bench': os.kill(os.getpid(), {number:d})\n"
+        f"        if name == 'chairlift_lab.cli.bench': os.kill(os.getpid(), {number:d})\n"
         "sys.meta_path.insert(0, Sent()); sys.argv[1:] = ['--version']\n"
         "runpy.run_module('chairlift', run_name='__main__')"
     )

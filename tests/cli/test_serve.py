@@ -11,7 +11,7 @@ import pytest
 from chairlift.cli import flags, serve
 from chairlift.cli.main import _parse, main
 from chairlift.config import ServerConfig, flat_fields, server_fields
-from chairlift.server.lifecycle import ExitCode
+from chairlift.server.http.lifecycle import ExitCode
 
 
 def settings(*arguments: str) -> ServerConfig:

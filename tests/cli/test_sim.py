@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.replay.side_by_side import demo
+from chairlift_lab.replay.side_by_side import demo
 from tests.cli.conftest import Run
 
 MODELLED = "modelled, unvalidated"

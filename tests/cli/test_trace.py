@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from chairlift.cli.main import main
-from chairlift.cli.trace_picture import fact_lines
-from chairlift.workbench.workload.arrivals import Gamma
-from chairlift.workbench.workload.trace import TracedRequest, draw_trace, read_trace
+from chairlift_lab.cli.trace_picture import fact_lines
+from chairlift_lab.workload.arrivals import Gamma
+from chairlift_lab.workload.trace import TracedRequest, draw_trace, read_trace
 from tests.cli.conftest import Run
-from tests.tokenizer import tiny
+from tests.text.tokenizer import tiny
 
 
 @pytest.fixture(autouse=True)

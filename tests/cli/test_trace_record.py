@@ -20,9 +20,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from chairlift.cli import trace_record
 from chairlift.errors import ChairliftError
-from chairlift.workbench.workload.trace import TracedRequest, read_trace
+from chairlift_lab.cli import trace_record
+from chairlift_lab.workload.trace import TracedRequest, read_trace
 from tests.cli.conftest import Result, Run
 from tests.cli.terminal import Terminal
 from tests.server.openai_fake import FakeServer, serve_fake

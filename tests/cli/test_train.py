@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from chairlift import LLM, SamplingParams
-from chairlift.cli.train import Speed
+from chairlift_train.cli.train import Speed
 from tests.cli.conftest import Run
 from tests.train import tiny_run
 

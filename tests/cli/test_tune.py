@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from chairlift.cli import tune
+from chairlift_lab.cli import tune
 from tests.cli.conftest import Run
 
 FEW = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--prefill-mode", "mixed", "--kernels", "torch")

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from chairlift.metrics.stats import AutoscalingStats, ReplicaStats
-from chairlift.server.app import make_app
+from chairlift.server.http.app import make_app
 from tests.deploy.promql import Exposed
 from tests.server.harness import INFO, Client, StateOnlyEngine, make_state, run, serving
 

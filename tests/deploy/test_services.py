@@ -17,8 +17,8 @@ import yaml
 
 from chairlift.cli.main import main
 from chairlift.config import ServerConfig
-from chairlift.server.app import make_app
-from chairlift.server.lifecycle import ExitCode
+from chairlift.server.http.app import make_app
+from chairlift.server.http.lifecycle import ExitCode
 from tests.server.harness import StateOnlyEngine, make_state, run, serving
 
 ROOT = Path(__file__).parents[2]
@@ -170,7 +170,16 @@ def test_the_image_has_what_the_package_is_built_from() -> None:
     assert all((ROOT / name).exists() for name in copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     licences = {name for name in project["license-files"] if not name.startswith("chairlift/")}
-    assert {"pyproject.toml", "setup.py", "chairlift", "csrc", project["readme"], *licences} <= copied
+    assert {
+        "pyproject.toml",
+        "setup.py",
+        "chairlift",
+        "chairlift_lab",
+        "chairlift_train",
+        "csrc",
+        project["readme"],
+        *licences,
+    } <= copied
     let_through = {line[1:] for line in text("Dockerfile.dockerignore").splitlines() if line.startswith("!")}
     assert let_through == copied
 

@@ -25,8 +25,8 @@ from typing import Any, Final
 
 import jsonschema_rs
 
-from chairlift.outputs import FinishReason
-from chairlift.sampling_params import SamplingParams
+from chairlift.base.outputs import FinishReason
+from chairlift.base.sampling_params import SamplingParams
 from tests.e2e.fuzz_http import Ending, RawInput, make_raw
 from tests.e2e.fuzz_json import ENDPOINTS, Body, make_body
 from tests.e2e.oracle import chat_ids, expected_hashlm

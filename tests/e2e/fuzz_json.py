@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from chairlift.models.hashlm_served import HASHLM_VOCAB_SIZE
-from chairlift.server.protocol import (
+from chairlift.server.openai.protocol import (
     REFUSED,
     ChatRequest,
     CompletionRequest,

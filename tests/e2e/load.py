@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from chairlift.sampling_params import SamplingParams
+from chairlift.base.sampling_params import SamplingParams
 from tests.e2e.oracle import Expected, chat_ids, expected_hashlm
 from tests.e2e.server_process import PATIENCE, Held, ServerProcess, metrics_of
 

@@ -6,13 +6,13 @@ import codecs
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from chairlift.base.outputs import FinishReason
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.sampling_row import SamplingRow
+from chairlift.base.seeds import sample_seed
 from chairlift.models import hashlm
 from chairlift.models.hashlm_served import HASHLM_EOS, HASHLM_TEMPLATE, HASHLM_VOCAB_SIZE
-from chairlift.outputs import FinishReason
-from chairlift.sampling.row import SamplingRow
-from chairlift.sampling.seeds import sample_seed
-from chairlift.sampling_params import SamplingParams
-from chairlift.tokenizer.chat_template import ChatTemplate
+from chairlift.text.tokenizer.chat_template import ChatTemplate
 
 __all__ = ["Expected", "chat_ids", "expected_hashlm"]
 

@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from chairlift.sampling_params import SamplingParams
+from chairlift.base.sampling_params import SamplingParams
 from tests.e2e.oracle import Expected, chat_ids, expected_hashlm
 from tests.e2e.server_process import PATIENCE, ServerProcess, metrics_of
 

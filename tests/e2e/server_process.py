@@ -112,7 +112,7 @@ class ServerProcess:
 
     def engine_pid(self) -> int | None:
         """Process id of the engine; None if there is none."""
-        found = [pid for pid in self.children() if "chairlift.engine_process" in _command_line(pid)]
+        found = [pid for pid in self.children() if "chairlift.engine.process.engine_process" in _command_line(pid)]
         if len(found) > 1:
             raise AssertionError(f"there are several engines: {found}")
         return found[0] if found else None

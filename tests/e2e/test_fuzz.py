@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.server.promises import TTFT_HEADER
+from chairlift.server.openai.promises import TTFT_HEADER
 from tests.e2e import fuzz as fuzzing
 from tests.e2e.fuzz import (
     SERVER,

@@ -15,10 +15,10 @@ import pytest
 from PIL import Image
 
 from tests.e2e.server_process import ServerProcess
+from tests.models.vision.attacks import ATTACKS
+from tests.models.vision.test_image_worker import memory_of
+from tests.models.vision.tiny import Reference, picture, tiny_tokenizer, tiny_vlm
 from tests.native import needs_kernels
-from tests.vision.attacks import ATTACKS
-from tests.vision.test_image_worker import memory_of
-from tests.vision.tiny import Reference, picture, tiny_tokenizer, tiny_vlm
 
 pytestmark = needs_kernels
 KEY = "sk-of-the-tests"

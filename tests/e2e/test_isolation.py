@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.sampling_params import SamplingParams
+from chairlift.base.sampling_params import SamplingParams
 from tests.e2e.fuzz import Answer, Connection, read_answer
 from tests.e2e.oracle import expected_hashlm
 from tests.e2e.server_process import PATIENCE, ServerProcess

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.distributed.node import addresses_of, is_open
+from chairlift.fleet.node import addresses_of, is_open
 from tests.e2e.server_process import PATIENCE, ServerProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc needs Linux")

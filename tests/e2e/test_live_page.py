@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from chairlift.base.presets import PRESETS
 from chairlift.engine.step_export import read_recording
 from chairlift.engine.step_recorder import FORMAT
-from chairlift.presets import PRESETS
-from chairlift.server.live_feed import LiveFeed
+from chairlift.server.pages.live_feed import LiveFeed
 from tests.e2e.server_process import ServerProcess
 from tests.engine.test_step_export import watched
 from tests.server.chromium import Chromium, find_chromium, open_chromium

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.server_process import ServerProcess
-from tests.gguf.make import real_gguf
+from tests.models.gguf.make import real_gguf
 
 pytestmark = pytest.mark.nightly
 

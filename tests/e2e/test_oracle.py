@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.sampling_row import SamplingRow
+from chairlift.base.seeds import sample_seed
 from chairlift.models.hashlm import reference_tokens
 from chairlift.models.hashlm_served import HASHLM_EOS, HASHLM_VOCAB_SIZE
-from chairlift.sampling.row import SamplingRow
-from chairlift.sampling.seeds import sample_seed
-from chairlift.sampling_params import SamplingParams
 from tests.e2e.oracle import expected_hashlm
 
 TOKEN = st.integers(0, HASHLM_VOCAB_SIZE - 1)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from chairlift.batches import ENDPOINTS
-from chairlift.server.openapi import document
+from chairlift.server.http.openapi import document
+from chairlift.server.openai.batches import ENDPOINTS
 from tests.e2e.server_process import PATIENCE, ServerProcess
 from tests.server.fake_engine import make_state
 

@@ -14,7 +14,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from chairlift.errors import ConfigError
-from chairlift.server.tracing import otlp_exporter
+from chairlift.server.operations.tracing import otlp_exporter
 from tests.e2e.server_process import PATIENCE, ServerProcess
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

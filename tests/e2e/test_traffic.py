@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from chairlift.workbench.workload.trace import prompt_token_ids, read_trace
+from chairlift_lab.workload.trace import prompt_token_ids, read_trace
 from tests.e2e.served import KEY, Served
 from tests.e2e.server_process import PATIENCE
 

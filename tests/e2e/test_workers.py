@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="/proc needs Linux"),
 ]
 BUNDLED = str(Path(__file__).parents[2] / "chairlift" / "assets")
-PROGRAMS = b"chairlift.tokenizer.template_worker", b"chairlift.grammar.checker"
+PROGRAMS = b"chairlift.text.tokenizer.template_worker", b"chairlift.text.grammar.checker"
 
 
 def workers_of(pid: int) -> list[int]:

@@ -15,11 +15,11 @@ from typing import Any
 
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
-from chairlift.engine.core_process import CoreProcess
 from chairlift.engine.info import EngineInfo
-from chairlift.engine.messages import FrameReader, Message, encode
-from chairlift.engine.process_client import EngineEvents, ProcessClient
-from chairlift.loading import load_executor
+from chairlift.engine.process.core_process import CoreProcess
+from chairlift.engine.process.messages import FrameReader, Message, encode
+from chairlift.engine.process.process_client import EngineEvents, ProcessClient
+from chairlift.loading.model import load_executor
 
 __all__ = ["Border", "Wire"]
 
@@ -58,7 +58,7 @@ class Wire:
 
 
 class _Side:
-    """The core's end of the connection, in the form of :class:`~chairlift.engine.core_process.Connection`."""
+    """The core's end of the connection, in the form of :class:`~chairlift.engine.process.core_process.Connection`."""
 
     def __init__(self, border: Border) -> None:
         self.closed = False

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from chairlift.base.outputs import RequestOutput
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.sampling_row import SamplingRow
+from chairlift.base.seeds import sample_seed
 from chairlift.config import CacheConfig, CacheGroup, SchedulerConfig
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import ModelLimits
 from chairlift.executor.local import LocalExecutor
 from chairlift.models.hashlm import HashLM, reference_tokens
-from chairlift.outputs import RequestOutput
-from chairlift.sampling.row import SamplingRow
-from chairlift.sampling.seeds import sample_seed
-from chairlift.sampling_params import SamplingParams
-from chairlift.workbench.sim.oracle import byte_tokenizer
+from chairlift_lab.sim.oracle import byte_tokenizer
 
 __all__ = ["EOS", "LENGTH", "VOCAB", "alone", "drain", "greedy", "make_engine"]
 

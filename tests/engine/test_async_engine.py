@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import uvloop
 
+from chairlift.base.outputs import FinishReason, OutputKind, RequestOutput
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine.async_engine import AsyncEngine, EngineState
 from chairlift.engine.output_stream import OutputStream
@@ -31,9 +33,7 @@ from chairlift.errors import (
     QueueTimeoutError,
     RequestError,
 )
-from chairlift.loading import read_tokenizer
-from chairlift.outputs import FinishReason, OutputKind, RequestOutput
-from chairlift.sampling_params import SamplingParams
+from chairlift.loading.model import read_tokenizer
 from tests.e2e.oracle import expected_hashlm
 
 LONG = SamplingParams(max_tokens=3000, ignore_eos=True, seed=1)
@@ -292,7 +292,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_its_kind(
 
 def test_what_does_not_keep_to_frames_is_not_listened_to() -> None:
     async def test() -> None:
-        from chairlift.engine import process_client
+        from chairlift.engine.process import process_client
 
         class Client:
             num_lost = 0
@@ -337,8 +337,8 @@ def test_it_starts_again_where_no_temporary_file_can_be_made(monkeypatch: pytest
 
 
 def test_an_engine_whose_server_has_died_meanwhile_does_not_load() -> None:
-    from chairlift.engine import process_client
-    from chairlift.engine.messages import Start, encode
+    from chairlift.engine.process import process_client
+    from chairlift.engine.process.messages import Start, encode
 
     ours, theirs = socket.socketpair()
     with ours:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from chairlift.base.outputs import OutputKind
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.engine.async_engine import AsyncEngine, EngineState
-from chairlift.engine.messages import Loading
+from chairlift.engine.process.messages import Loading
 from chairlift.errors import EngineDeadError, QueueTimeoutError
-from chairlift.outputs import OutputKind
-from chairlift.sampling_params import SamplingParams
 from tests.e2e.oracle import expected_hashlm
 from tests.engine.test_async_engine import LONG, collect, run, running
 from tests.models.tiny import tiny_hf_model

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from chairlift import LLM, AsyncLLM, ConfigError, ModelLoadError, SamplingParams
+from chairlift.base.outputs import CompletionOutput, OutputKind, RequestOutput
 from chairlift.errors import EngineDeadError, RequestError
-from chairlift.outputs import CompletionOutput, OutputKind, RequestOutput
 from tests.models.tiny import tiny_hf_model
 
 PROMPT = [5, 9, 77, 3, 21, 64, 8, 100, 41, 2, 90, 13, 55, 6, 31, 70, 11, 12, 99, 4] * 3

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
+from chairlift.base.outputs import OutputKind, RequestOutput
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine.async_engine import AsyncEngine, EngineState
 from chairlift.engine.core import CoreOutputs
 from chairlift.engine.intake import Intake
-from chairlift.engine.messages import FrameReader
 from chairlift.engine.output_processor import OutputProcessor
+from chairlift.engine.process.messages import FrameReader
 from chairlift.errors import EngineDeadError
-from chairlift.loading import read_tokenizer
-from chairlift.outputs import OutputKind, RequestOutput
-from chairlift.sampling_params import SamplingParams
+from chairlift.loading.model import read_tokenizer
 from tests.e2e.oracle import expected_hashlm
 from tests.engine.border import Border
 

@@ -7,17 +7,17 @@ from typing import cast
 
 import pytest
 
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import EngineConfig
+from chairlift.core.scheduler.policy import FirstComeFirstServed
 from chairlift.engine.calibration import SHORTEST_WAIT, Calibration
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.forecaster import Forecaster
 from chairlift.engine.input_processor import InputProcessor
 from chairlift.engine.intake import Intake
 from chairlift.metrics.stats import FORECAST_RATIOS, LATENCY_BUCKETS, Histogram
-from chairlift.replay.machines import deploy, shape_from_name
-from chairlift.replay.replay import simulated_core
-from chairlift.sampling_params import SamplingParams
-from chairlift.scheduler.policy import FirstComeFirstServed
+from chairlift_lab.replay.machines import deploy, shape_from_name
+from chairlift_lab.replay.replay import simulated_core
 from tests.tiers import one_in
 
 

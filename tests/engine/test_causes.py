@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from chairlift.base.outputs import FinishReason, OutputKind, RequestMetrics
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.step_batch import StepBatch
 from chairlift.config import CacheConfig, CacheGroup, EngineConfig, SchedulerConfig
 from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.causes import CAUSES, causes_until
@@ -17,16 +20,13 @@ from chairlift.engine.clock import VirtualClock
 from chairlift.engine.core import CoreOutputs, FinishedSequence
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
-from chairlift.engine.messages import FrameReader, Step, encode
+from chairlift.engine.process.messages import FrameReader, Step, encode
 from chairlift.executor.local import LocalExecutor
-from chairlift.loading import read_tokenizer
+from chairlift.loading.model import read_tokenizer
 from chairlift.metrics.stats import EngineStats
 from chairlift.models.hashlm import HashLM
-from chairlift.outputs import FinishReason, OutputKind, RequestMetrics
-from chairlift.replay.machines import deploy, shape_from_name
-from chairlift.replay.replay import simulated_core
-from chairlift.sampling_params import SamplingParams
-from chairlift.step_batch import StepBatch
+from chairlift_lab.replay.machines import deploy, shape_from_name
+from chairlift_lab.replay.replay import simulated_core
 from tests.engine.make import BLOCK, LENGTH, VOCAB, greedy
 
 STEP, TOKEN, HOST = 0.010, 0.001, 0.002

@@ -7,13 +7,24 @@ from typing import cast
 
 import pytest
 
-from chairlift.engine import core_process
+from chairlift.base.outputs import FinishReason
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.engine.core import CoreOutputs, EngineCore, TokenRecord
-from chairlift.engine.core_process import Connection, CoreProcess
 from chairlift.engine.input_processor import PreparedRequest
-from chairlift.engine.messages import Add, FrameReader, Leave, Log, Message, Ready, Refused, Step, Watch, Watched
-from chairlift.outputs import FinishReason
-from chairlift.sampling_params import SamplingParams
+from chairlift.engine.process import core_process
+from chairlift.engine.process.core_process import Connection, CoreProcess
+from chairlift.engine.process.messages import (
+    Add,
+    FrameReader,
+    Leave,
+    Log,
+    Message,
+    Ready,
+    Refused,
+    Step,
+    Watch,
+    Watched,
+)
 from tests.engine.make import alone, greedy, make_engine
 from tests.server.fake_engine import INFO
 

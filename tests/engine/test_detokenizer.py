@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.engine.detokenizer import IncrementalDetokenizer
-from chairlift.sampling_params import SamplingParams
-from chairlift.tokenizer import Tokenizer
-from tests.tokenizer import tiny
+from chairlift.text.tokenizer import Tokenizer
+from tests.text.tokenizer import tiny
 
 BYTE_FAMILIES = ["byte_level", "byte_fallback", "byte_fallback_no_strip", "unigram_byte_fallback"]
 EVERY_FAMILY = sorted(tiny.FAMILIES)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from chairlift.base.outputs import FinishReason
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.step_batch import SampledTokens, StepBatch
 from chairlift.engine.input_processor import Prompt
 from chairlift.errors import PromptTooLongError, RequestError
 from chairlift.models.hashlm import HashLM
-from chairlift.outputs import FinishReason
-from chairlift.sampling_params import SamplingParams
-from chairlift.step_batch import SampledTokens, StepBatch
 from tests.engine.make import EOS, alone, drain, greedy, make_engine
 
 PROMPTS = [[1, 2, 3], [4] * 9, [1, 2, 3, 4, 5, 6, 7], [8]]

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from chairlift.base.outputs import OutputKind
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.engine.async_engine import AsyncEngine, EngineState
 from chairlift.engine.output_stream import OutputStream
 from chairlift.errors import QueueFullError
-from chairlift.outputs import OutputKind
-from chairlift.sampling_params import SamplingParams
 from tests.engine.test_async_engine import LONG, running
 
 ROWS: dict[str, Any] = {"max_num_seqs": 2}

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from chairlift.config import EngineConfig
+from chairlift.core.scheduler.cost_model import CostModel, Roofline, StepFeatures
 from chairlift.engine.floor_share import FloorShare
 from chairlift.kernels.cpu.library import Pool, supported_isas
 from chairlift.kernels.roof import quick_roof
-from chairlift.replay.machines import Deployment
-from chairlift.replay.replay import serve_trace, simulated_core
-from chairlift.replay.traced_request import TracedRequest
-from chairlift.scheduler.cost_model import CostModel, Roofline, StepFeatures
+from chairlift_lab.replay.machines import Deployment
+from chairlift_lab.replay.replay import serve_trace, simulated_core
+from chairlift_lab.replay.traced_request import TracedRequest
 from tests.native import needs_kernels
 
 PRICES = Roofline(weight_seconds=0.02, token_seconds=0.001, context_seconds=1e-9, pair_seconds=1e-12, step_seconds=1e-6)

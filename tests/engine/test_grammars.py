@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from chairlift import LLM, SamplingParams
+from chairlift.base.outputs import FinishReason, RequestOutput
 from chairlift.engine.grammars import Grammars
 from chairlift.engine.input_processor import PreparedRequest
-from chairlift.outputs import FinishReason, RequestOutput
-from chairlift.workbench.sim.grammars import LateMasks
+from chairlift_lab.sim.grammars import LateMasks
 
 SCHEMA = {
     "type": "object",

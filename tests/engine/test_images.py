@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
+from chairlift.base.image_spans import ImageSpan, ImageTile
+from chairlift.base.sampling_row import SamplingRow
+from chairlift.core.request import Request
+from chairlift.core.scheduler.cost_model import StepFeatures
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.image_room import HeldRows
 from chairlift.engine.images import Images
-from chairlift.request import Request
-from chairlift.sampling.row import SamplingRow
-from chairlift.scheduler.cost_model import StepFeatures
-from chairlift.vision.spans import ImageSpan, ImageTile
 from tests.engine.make import greedy, make_engine
 
 

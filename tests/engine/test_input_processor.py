@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.seeds import sample_seed
+from chairlift.base.service_class import parse_service_classes
+from chairlift.core.request import Service
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, PreparedRequest
 from chairlift.errors import PromptTooLongError, RequestError
-from chairlift.request import Service
-from chairlift.sampling.seeds import sample_seed
-from chairlift.sampling_params import SamplingParams
-from chairlift.service_class import parse_service_classes
-from chairlift.workbench.sim.oracle import byte_tokenizer
-from tests.tokenizer import tiny
-from tests.tokenizer.tiny import make
+from chairlift_lab.sim.oracle import byte_tokenizer
+from tests.text.tokenizer import tiny
+from tests.text.tokenizer.tiny import make
 
 VOCAB, LENGTH, EOS = 20, 32, 19
 

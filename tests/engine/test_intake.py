@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
+from chairlift.base.service_class import parse_service_classes
+from chairlift.core.scheduler.forecast import Forecast
 from chairlift.engine.intake import Intake
 from chairlift.errors import QueueFullError
-from chairlift.scheduler.forecast import Forecast
-from chairlift.service_class import parse_service_classes
 
 
 def test_the_queue_is_bounded_by_requests() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from chairlift.core.request import Request
+from chairlift.core.scheduler.admission import WaitingQueue
 from chairlift.errors import EngineDeadError
-from chairlift.request import Request
-from chairlift.scheduler.admission import WaitingQueue
 from tests.engine.make import greedy, make_engine
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import CacheConfig, EngineConfig, SchedulerConfig, ServerConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.kv_events import events_of
 from chairlift.errors import ConfigError
-from chairlift.sampling_params import SamplingParams
-from chairlift.server.lifecycle import start_engine
+from chairlift.server.http.lifecycle import start_engine
 from tests.server.watched import make_truth
 
 needs_zmq = pytest.mark.skipif(importlib.util.find_spec("zmq") is None, reason="pyzmq is not installed")

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from chairlift import LLM, SamplingParams
+from chairlift.base.structured_outputs import StructuredOutputsParams
+from chairlift.base.thinking import ThinkingBudget
 from chairlift.engine.mask_limits import MaskBudget, MaskLedger, MaskLimits
 from chairlift.engine.thinking import ThinkingMatcher
-from chairlift.structured_outputs import StructuredOutputsParams
-from chairlift.thinking import ThinkingBudget
 from tests.engine.test_grammars import make
 
 LIMITS = MaskLimits(usual_ms=2.0, request_seconds=5.0, tenant_share=0.25)

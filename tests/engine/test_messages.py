@@ -13,9 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chairlift.base.image_spans import ImageSpan, ImageTile
+from chairlift.base.outputs import FinishReason
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.core.request import Service
 from chairlift.engine.core import CoreOutputs, FinishedSequence, TokenRecord
 from chairlift.engine.input_processor import PreparedRequest
-from chairlift.engine.messages import (
+from chairlift.engine.process.messages import (
     Add,
     FrameError,
     FrameReader,
@@ -29,10 +33,6 @@ from chairlift.engine.messages import (
 )
 from chairlift.errors import RequestError
 from chairlift.metrics.stats import EngineStats
-from chairlift.outputs import FinishReason
-from chairlift.request import Service
-from chairlift.sampling_params import SamplingParams
-from chairlift.vision.spans import ImageSpan, ImageTile
 
 STEP = Step(
     CoreOutputs(

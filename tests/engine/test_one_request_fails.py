@@ -9,20 +9,20 @@ from typing import Any, cast
 
 import pytest
 
+from chairlift.base.outputs import FinishReason, OutputKind, RequestOutput
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.step_batch import PromptLogprobs, SampledTokens, StepBatch
 from chairlift.engine.core import CoreOutputs, FinishedSequence, TokenRecord
-from chairlift.engine.core_process import Connection, CoreProcess
 from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.input_processor import PreparedRequest
-from chairlift.engine.messages import Message, Refused, Step
 from chairlift.engine.output_processor import OutputProcessor, RequestState
 from chairlift.engine.output_stream import OutputStream
+from chairlift.engine.process.core_process import Connection, CoreProcess
+from chairlift.engine.process.messages import Message, Refused, Step
 from chairlift.errors import OverloadedError
 from chairlift.metrics.stats import RequestStats
 from chairlift.models.hashlm import HashLM
 from chairlift.models.hashlm_served import logprobs_of
-from chairlift.outputs import FinishReason, OutputKind, RequestOutput
-from chairlift.sampling_params import SamplingParams
-from chairlift.step_batch import PromptLogprobs, SampledTokens, StepBatch
 from tests.e2e.oracle import expected_hashlm
 from tests.engine.make import alone, drain, greedy, make_engine
 from tests.engine.test_async_engine import LONG, collect, quiet, running

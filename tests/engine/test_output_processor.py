@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from chairlift.base.outputs import FinishReason, Logprob
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.engine.core import CoreOutputs, FinishedSequence, Progress, TokenRecord
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.output_processor import OutputProcessor, RequestPhase, RequestProgress, RequestState
 from chairlift.metrics.stats import Histogram, RequestStats
-from chairlift.outputs import FinishReason, Logprob
-from chairlift.sampling_params import SamplingParams
 
 PROMPT = [1, 2, 3]
 

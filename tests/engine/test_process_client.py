@@ -9,8 +9,8 @@ import pytest
 
 from chairlift.engine.core import CoreOutputs
 from chairlift.engine.info import EngineInfo
-from chairlift.engine.messages import Loading, Log, PassBegun, Pooled, Refused, Step, Watched
-from chairlift.engine.process_client import ProcessClient
+from chairlift.engine.process.messages import Loading, Log, PassBegun, Pooled, Refused, Step, Watched
+from chairlift.engine.process.process_client import ProcessClient
 from chairlift.metrics.stats import EngineStats
 
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from chairlift.base.outputs import FinishReason, OutputKind
+from chairlift.base.sampling_params import SHAPED_REASONS, SamplingParams
 from chairlift.config import ServerConfig
+from chairlift.core.request import Service
 from chairlift.engine.core import CoreOutputs, FinishedSequence, TokenRecord
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import PreparedRequest
@@ -17,14 +20,11 @@ from chairlift.engine.output_processor import OutputProcessor
 from chairlift.engine.output_stream import OutputStream
 from chairlift.errors import QueueFullError
 from chairlift.metrics.stats import RequestStats
-from chairlift.outputs import FinishReason, OutputKind
-from chairlift.request import Service
-from chairlift.sampling_params import SHAPED_REASONS, SamplingParams
-from chairlift.server.auth import Caller
-from chairlift.server.protocol import CompletionRequest
-from chairlift.server.state import ServerState
-from chairlift.server.streaming import submit_all
-from chairlift.workbench.sim.oracle import byte_tokenizer
+from chairlift.server.http.auth import Caller
+from chairlift.server.http.state import ServerState
+from chairlift.server.http.streaming import submit_all
+from chairlift.server.openai.protocol import CompletionRequest
+from chairlift_lab.sim.oracle import byte_tokenizer
 from tests.engine.make import drain, greedy, make_engine
 from tests.engine.test_async_engine import LONG, collect, quiet, run, running
 

@@ -12,8 +12,8 @@ import pytest
 from chairlift.engine.step_export import read_recording, to_perfetto
 from chairlift.engine.step_recorder import FORMAT
 from chairlift.errors import ConfigError
-from chairlift.workbench.sim.simulator import Simulation
-from chairlift.workbench.sim.world import make_world
+from chairlift_lab.sim.simulator import Simulation
+from chairlift_lab.sim.world import make_world
 from tests.server.watched import Tables, Truth, make_truth
 
 MODES: dict[str, dict[str, Any]] = {

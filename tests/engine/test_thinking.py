@@ -11,12 +11,12 @@ import numpy.typing as npt
 import pytest
 
 from chairlift import LLM, SamplingParams
+from chairlift.base.outputs import RequestOutput
+from chairlift.base.thinking import ThinkingBudget
 from chairlift.engine.engine import Engine
-from chairlift.engine.messages import Add, FrameReader, encode
+from chairlift.engine.process.messages import Add, FrameReader, encode
 from chairlift.engine.thinking import ThinkingMatcher
 from chairlift.errors import RequestError
-from chairlift.outputs import RequestOutput
-from chairlift.thinking import ThinkingBudget
 
 PROMPTS = ["Describe a lift.", "Who are you?", "Chairlift is", "One two three", "Describe a lift. Again."]
 END, AFTER = 300, (301, 17)

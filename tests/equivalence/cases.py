@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 from chairlift import LLM, RequestOutput, SamplingParams
+from tests.executor.sampling import reference
 from tests.models.tiny import hf_logits
-from tests.sampling import reference
 
 __all__ = [
     "EOS",

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from chairlift.executor.backends.native.sampling_rows import NativeRows, RowTemplates
 from chairlift.executor.input_batch import InputBatch
-from chairlift.executor.sampling_rows import NativeRows, RowTemplates
+from chairlift.executor.sampling import sampler
+from chairlift.executor.sampling.gumbel import gumbel_argmax
 from chairlift.kernels import ops
 from chairlift.models.layers.attention import Attention
-from chairlift.sampling import sampler
-from chairlift.sampling.gumbel import gumbel_argmax
 from tests.equivalence.cases import make_llm, run
 from tests.equivalence.conftest import Truth
 from tests.equivalence.test_greedy import check as check_greedy

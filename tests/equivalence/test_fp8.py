@@ -28,7 +28,7 @@ from chairlift.errors import ModelLoadError
 from chairlift.executor.local import LocalExecutor
 from chairlift.kernels.fp8 import quantize
 from chairlift.kernels.triton import program
-from chairlift.loading import load_executor
+from chairlift.loading.model import load_executor
 from chairlift.models.model_files import read_config
 from tests.equivalence import cases
 from tests.equivalence.test_triton import (

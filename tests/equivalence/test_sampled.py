@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chairlift import RequestOutput
-from chairlift.sampling.seeds import sample_seed
+from chairlift.base.seeds import sample_seed
 from tests.equivalence.all_pairs import all_pairs
 from tests.equivalence.cases import FACTORS, Job, agree, check_text, make_llm, run, sampled_jobs
 from tests.equivalence.conftest import Truth

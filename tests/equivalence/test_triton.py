@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from chairlift import LLM, RequestOutput, SamplingParams
+from chairlift.base.seeds import sample_seed
 from chairlift.executor.local import LocalExecutor
-from chairlift.sampling.seeds import sample_seed
 from tests.equivalence.cases import VOCAB, Job, agree, check_text, make_llm, run, transformers_greedy
 from tests.kernels.triton import conftest
 from tests.models.tiny import FAMILIES, hf_model, tiny_hf_model

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
-from chairlift.sampling import gumbel, seeds
+from chairlift.base import seeds
+from chairlift.executor.sampling import gumbel
 from tests.examples.mini import FOLDER, MODULES
 from tests.models.tiny import tiny_hf_model
 

@@ -7,12 +7,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.sampling_row import SamplingRow
+from chairlift.core.kv_cache.manager import KVCacheManager, NewBlocks
+from chairlift.core.request import Request
+from chairlift.core.scheduler.output import Chunk, NewRow, SchedulerOutput
 from chairlift.executor.executor import Executor
-from chairlift.kv_cache.manager import KVCacheManager, NewBlocks
-from chairlift.request import Request
-from chairlift.sampling.row import SamplingRow
-from chairlift.sampling_params import SamplingParams
-from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
 
 __all__ = ["TURN", "Turns", "sampling_row"]
 

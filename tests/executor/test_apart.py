@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from chairlift import LLM, SamplingParams
-from chairlift.executor.sampling_rows import NativeRows
+from chairlift.base.outputs import FinishReason, RequestOutput
+from chairlift.base.step_batch import PromptLogprobs, SampledTokens, StepBatch
+from chairlift.executor.backends.native.sampling_rows import NativeRows
+from chairlift.executor.sampling.sampler import Sampler
 from chairlift.kernels.cpu.program import StepProgram
 from chairlift.models.causal_lm import CausalLM
-from chairlift.outputs import FinishReason, RequestOutput
-from chairlift.sampling.sampler import Sampler
-from chairlift.step_batch import PromptLogprobs, SampledTokens, StepBatch
 
 SHORT = [[7, 9, 11], [300, 20, 41, 9]]
 LONG = [5 + i % 200 for i in range(300)]

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.sampling_row import SamplingRow
+from chairlift.core.kv_cache.manager import NewBlocks
+from chairlift.core.scheduler.output import Chunk, NewRow, SchedulerOutput
 from chairlift.executor.input_batch import InputBatch
-from chairlift.kv_cache.manager import NewBlocks
-from chairlift.sampling.row import SamplingRow
-from chairlift.sampling_params import SamplingParams
-from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
 
 BLOCK = 4
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from chairlift.executor.kept_blocks import KeptBlocks
-from chairlift.kv_cache.manager import NewBlocks
-from chairlift.scheduler.output import NewRow, SchedulerOutput
+from chairlift.core.kv_cache.manager import NewBlocks
+from chairlift.core.scheduler.output import NewRow, SchedulerOutput
+from chairlift.executor.drafters.kept_blocks import KeptBlocks
 
 SIZE = 4
 """Tokens per block."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.sampling_row import SamplingRow
 from chairlift.config import CacheGroup
+from chairlift.core.kv_cache.manager import KVCacheManager
+from chairlift.core.request import Request
+from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.executor.local import LocalExecutor
-from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.models.hashlm import HashLM, reference_tokens
-from chairlift.request import Request
-from chairlift.sampling.row import SamplingRow
-from chairlift.sampling_params import SamplingParams
-from chairlift.scheduler.scheduler import Scheduler
 
 VOCAB, LENGTH, BLOCK = 97, 64, 4
 

@@ -14,22 +14,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chairlift.executor import native_runner
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.sampling_row import SamplingRow
+from chairlift.base.step_batch import Masks, SampledTokens, mask_bits
+from chairlift.core.scheduler.output import Chunk, NewRow, SchedulerOutput
+from chairlift.executor.backends.native import native_runner
+from chairlift.executor.backends.native.native_runner import NativeModelRunner
+from chairlift.executor.backends.native.sampling_rows import RowTemplates
+from chairlift.executor.backends.torch.model_runner import TorchModelRunner
 from chairlift.executor.input_batch import InputBatch
 from chairlift.executor.kv_tensors import KVPlan, plan_kv_cache
-from chairlift.executor.model_runner import TorchModelRunner
-from chairlift.executor.native_runner import NativeModelRunner
-from chairlift.executor.sampling_rows import RowTemplates
+from chairlift.executor.sampling.logprobs import TokenLogprobs
 from chairlift.kernels.cpu.library import Pool, supported_isas
 from chairlift.kernels.weights import NATIVE, ONEDNN, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
-from chairlift.sampling.logprobs import TokenLogprobs
-from chairlift.sampling.row import SamplingRow
-from chairlift.sampling_params import SamplingParams
-from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
-from chairlift.step_batch import Masks, SampledTokens, mask_bits
 from tests.kernels.cpu.models import FAMILIES, VOCAB, tiny_model
 from tests.native import needs_kernels
 

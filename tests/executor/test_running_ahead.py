@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chairlift.base.step_batch import SampledTokens, StepBatch
 from chairlift.config import CacheGroup
+from chairlift.core.scheduler.output import SchedulerOutput
 from chairlift.executor.input_batch import InputBatch
 from chairlift.executor.local import LocalExecutor
 from chairlift.models.hashlm import HashLM
-from chairlift.scheduler.output import SchedulerOutput
-from chairlift.step_batch import SampledTokens, StepBatch
-from chairlift.workbench.sim import simulator
-from chairlift.workbench.sim.world import make_world
+from chairlift_lab.sim import simulator
+from chairlift_lab.sim.world import make_world
 from tests.engine.make import alone, drain, greedy, make_engine
 from tests.executor.test_input_batch import chunk, row
 from tests.sweep import sweep

@@ -17,8 +17,8 @@ from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigError
 from chairlift.executor import select
-from chairlift.executor.model_runner import TorchModelRunner
-from chairlift.executor.native_runner import NativeModelRunner
+from chairlift.executor.backends.native.native_runner import NativeModelRunner
+from chairlift.executor.backends.torch.model_runner import TorchModelRunner
 from chairlift.executor.select import choose_isa, choose_kernels, why_not_native, why_not_triton
 from chairlift.kernels.cpu.library import best_isa, supported_isas
 from chairlift.models.hf_config import ModelConfig, parse_config

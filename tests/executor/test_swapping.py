@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from chairlift.config import CacheGroup
+from chairlift.executor.backends.native.native_kv import NativeKV
+from chairlift.executor.backends.native.native_runner import NativeModelRunner
+from chairlift.executor.backends.torch.model_runner import TorchModelRunner
+from chairlift.executor.backends.torch.swap_space import CudaHostBlocks, make_swap_space
 from chairlift.executor.executor import Executor
 from chairlift.executor.host_memory import host_memory
 from chairlift.executor.kv_tensors import KVPlan, make_host_blocks, make_kv_caches, plan_kv_cache
 from chairlift.executor.local import LocalExecutor, ModelRunner
-from chairlift.executor.model_runner import TorchModelRunner
-from chairlift.executor.native_kv import NativeKV
-from chairlift.executor.native_runner import NativeModelRunner
-from chairlift.executor.swap_space import CudaHostBlocks, make_swap_space
 from chairlift.kernels.cpu.library import Pool, supported_isas
 from chairlift.kernels.weights import NATIVE, ONEDNN
 from chairlift.models.context import LayerCache
@@ -157,7 +157,7 @@ def test_what_is_on_its_way_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     moves = [(0, block, block) for block in range(1, 9)]
     space.swap_out(moves)
     assert space._stream.num_waits == 0
-    monkeypatch.setattr("chairlift.executor.swap_space._MAX_STAGED", 2 * plan.block_bytes[0])
+    monkeypatch.setattr("chairlift.executor.backends.torch.swap_space._MAX_STAGED", 2 * plan.block_bytes[0])
     space.swap_out(moves)  # in four parts, of which two may be on their way
     assert space._stream.num_waits == 1
 
@@ -180,7 +180,7 @@ def test_every_block_goes_where_it_is_sent(
             tensors[group] += pair
         grouped: list[list[Any]] = [[cache.view(torch.uint8).numpy() for cache in group] for group in tensors]
         if kind == "cuda":
-            monkeypatch.setattr("chairlift.executor.swap_space._MAX_STAGED", 3 * plan.block_bytes[0])
+            monkeypatch.setattr("chairlift.executor.backends.torch.swap_space._MAX_STAGED", 3 * plan.block_bytes[0])
             space = cuda_on_the_cpu(tensors, plan, monkeypatch)
         else:
             space = make_swap_space(caches, plan)

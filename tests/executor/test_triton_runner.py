@@ -21,20 +21,28 @@ import torch
 from tests.kernels.triton import conftest  # before anything that imports the kernels, which it makes interpreted ones
 
 # isort: split
-from chairlift import LLM, SamplingParams, loading
+from chairlift import LLM, SamplingParams
+from chairlift.base.sampling_row import SamplingRow
+from chairlift.base.step_batch import StepBatch, mask_bits
 from chairlift.config import EngineConfig
+from chairlift.core.scheduler.output import Chunk, NewRow, SchedulerOutput
 from chairlift.errors import ConfigError
-from chairlift.executor.device_sampling import SlotSettings, failures
+from chairlift.executor.backends.torch.step_buffer import StepBuffer
+from chairlift.executor.backends.triton.device_sampling import SlotSettings, failures
+from chairlift.executor.backends.triton.step_graph import (
+    CudaGraphs,
+    EagerSteps,
+    Graph,
+    graph_sizes,
+    padded_size,
+    token_sizes,
+)
 from chairlift.executor.local import LocalExecutor
-from chairlift.executor.step_buffer import StepBuffer
-from chairlift.executor.step_graph import CudaGraphs, EagerSteps, Graph, graph_sizes, padded_size, token_sizes
 from chairlift.kernels import ops, recording
 from chairlift.kernels.triton.launch import gemm_launch
 from chairlift.kernels.triton.program import PagedKV, TritonProgram
+from chairlift.loading import model as loading
 from chairlift.models.model_files import read_config
-from chairlift.sampling.row import SamplingRow
-from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
-from chairlift.step_batch import StepBatch, mask_bits
 from tests.models.tiny import tiny_hf_model
 
 if conftest.MISSING:

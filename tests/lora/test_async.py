@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from chairlift import LLM, AsyncLLM, LoRARequest, ModelLoadError, RequestError, SamplingParams
+from chairlift.base.outputs import OutputKind, RequestOutput
 from chairlift.engine.async_engine import EngineState
-from chairlift.outputs import OutputKind, RequestOutput
 from tests.e2e.server_process import ServerProcess
 from tests.lora.adapters import random_adapter
 from tests.models.tiny import tiny_hf_model

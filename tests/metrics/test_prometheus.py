@@ -8,9 +8,9 @@ import sys
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from chairlift.base.outputs import FinishReason
 from chairlift.metrics.prometheus import CONTENT_TYPE, FINISH_REASONS, REJECTION_REASONS, render
 from chairlift.metrics.stats import CAUSES, EngineStats, FinishedRequest, Histogram, RequestStats
-from chairlift.outputs import FinishReason
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, SamplingParams
-from tests.gguf.test_exact import one_layer
+from tests.models.gguf.test_exact import one_layer
 from tests.models.quantized import packers
 from tests.models.quantized.make import model_pair
 from tests.models.tiny import tiny_hf_model
+from tests.models.vision.tiny import tiny_gemma, tiny_llava, tiny_qwen, tiny_vlm
 from tests.native import needs_kernels
-from tests.vision.tiny import tiny_gemma, tiny_llava, tiny_qwen, tiny_vlm
 
 ACTIVATIONS = "8-bit activations in matmuls with integer weights"
 TO_INT8, TO_BFLOAT16 = "weights rounded to int8", "weights rounded to bfloat16"

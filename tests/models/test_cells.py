@@ -18,12 +18,12 @@ from chairlift.errors import ModelLoadError
 from chairlift.kernels import recurrent
 from chairlift.kernels.cells import GRU, LSTM
 from chairlift.kernels.weights import PLAIN
-from chairlift.models.checkpoint import hf_state_dict
+from chairlift.models.formats.checkpoint import hf_state_dict
 from chairlift.models.hf_config import parse_config
 from chairlift.models.random_weights import write_random_model
 from chairlift.models.step_cost import ModelCost
-from chairlift.train.config import TrainConfig
-from chairlift.train.run import train
+from chairlift_train.config import TrainConfig
+from chairlift_train.run import train
 from tests.models.paged import PagedRunner, packed_logits
 from tests.models.test_families import close, load, prompt
 from tests.models.test_recurrent_families import KERNELS, PARAMS, PIECE_MISTAKES, PROMPTS, SCHEDULES, answers

@@ -19,7 +19,7 @@ from chairlift.errors import ModelLoadError
 from chairlift.kernels.cpu.library import supported_isas
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.checkpoint import hf_state_dict
+from chairlift.models.formats.checkpoint import hf_state_dict
 from chairlift.models.hf_config import ModelConfig, RopeConfig, parse_config
 from chairlift.models.layers.experts import MixtureOfExperts
 from chairlift.models.loader import load_model

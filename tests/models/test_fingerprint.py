@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from chairlift.config import EngineConfig
-from chairlift.loading import fingerprint, load_executor
+from chairlift.loading.model import fingerprint, load_executor
 from tests.models.tiny import tiny_hf_model
 from tests.native import needs_kernels
 

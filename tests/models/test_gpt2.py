@@ -17,7 +17,8 @@ from chairlift.cli.main import main
 from chairlift.errors import ModelLoadError
 from chairlift.kernels import ops
 from chairlift.kernels.cpu import lowering
-from chairlift.models import gpt2, registry
+from chairlift.models import registry
+from chairlift.models.families import gpt2
 from chairlift.models.hf_config import parse_config
 from tests.equivalence.all_pairs import all_pairs
 from tests.equivalence.cases import Job, agree, check_text, greedy_jobs, make_llm, run

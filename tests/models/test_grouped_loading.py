@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from chairlift.errors import ModelLoadError
-from chairlift.gguf.reader import GGUFModel
 from chairlift.kernels.grouped import GroupedRows, GroupKind
 from chairlift.kernels.weights import FP8, ONEDNN, PLAIN, MatrixShape, Plain, WeightFormat
-from chairlift.models.gguf_tensors import gguf_tensors
+from chairlift.models.formats.gguf.reader import GGUFModel
+from chairlift.models.formats.gguf_tensors import gguf_tensors
 from chairlift.models.loader import check_weights, load_model, replace_weights
 from chairlift.models.model_files import read_config
-from tests.gguf.make import to_gguf
+from tests.models.gguf.make import to_gguf
 from tests.models.paged import packed_logits
 from tests.models.tiny import tiny_hf_model
 

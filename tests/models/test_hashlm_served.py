@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chairlift.base.outputs import RequestOutput
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import ModelLimits
 from chairlift.errors import ConfigError
-from chairlift.loading import load_executor, read_tokenizer
+from chairlift.loading.model import load_executor, read_tokenizer
 from chairlift.models.hashlm_served import (
     HASHLM_EOS,
     HASHLM_TEMPLATE,
@@ -26,9 +28,7 @@ from chairlift.models.hashlm_served import (
     logprobs_of,
     parse_hashlm,
 )
-from chairlift.outputs import RequestOutput
-from chairlift.sampling_params import SamplingParams
-from chairlift.tokenizer import ChatTemplate, Tokenizer
+from chairlift.text.tokenizer import ChatTemplate, Tokenizer
 from tests.e2e.oracle import chat_ids, expected_hashlm
 
 
@@ -197,7 +197,7 @@ def test_it_needs_no_torch() -> None:
     code = (
         "import sys\n"
         "from chairlift.config import EngineConfig\n"
-        "from chairlift.loading import load_executor, read_tokenizer\n"
+        "from chairlift.loading.model import load_executor, read_tokenizer\n"
         "config = EngineConfig.from_flat({'model': 'hashlm'})\n"
         "read_tokenizer(config, load_executor(config).model_dir).encode('x')\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"

@@ -22,7 +22,7 @@ from chairlift.kernels.cpu.packing import PackedWeight
 from chairlift.kernels.fp8 import quantize
 from chairlift.kernels.weights import FP8, NATIVE, ONEDNN, PLAIN, WeightFormat
 from chairlift.models import registry
-from chairlift.models.checkpoint import checkpoint_layout, hf_state_dict
+from chairlift.models.formats.checkpoint import checkpoint_layout, hf_state_dict
 from chairlift.models.hf_config import parse_config
 from chairlift.models.layers.linear import Linear
 from chairlift.models.loader import (
@@ -44,9 +44,9 @@ from tests.models.tiny import (
     hf_model,
     tiny_hf_model,
 )
+from tests.models.vision.tiny import VISION_FAMILIES
 from tests.native import needs_kernels
 from tests.tiers import one_in
-from tests.vision.tiny import VISION_FAMILIES
 
 Mutate = Callable[[dict[str, torch.Tensor]], object]
 

@@ -18,7 +18,7 @@ from chairlift.errors import ModelLoadError
 from chairlift.kernels.cpu.library import supported_isas
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.checkpoint import hf_state_dict
+from chairlift.models.formats.checkpoint import hf_state_dict
 from chairlift.models.hf_config import ModelConfig, parse_config
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config

@@ -22,7 +22,7 @@ from chairlift.kernels.mamba2 import Mamba2
 from chairlift.kernels.recurrent import Piece
 from chairlift.kernels.short_conv import ShortConv
 from chairlift.kernels.weights import PLAIN
-from chairlift.models.checkpoint import hf_state_dict
+from chairlift.models.formats.checkpoint import hf_state_dict
 from chairlift.models.hf_config import ModelConfig, parse_config
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config

@@ -36,8 +36,8 @@ from tests.models.tiny import (
     tiny_hf_model,
 )
 from tests.models.tiny import FAMILIES as USUAL_FAMILIES
+from tests.models.vision.tiny import tiny_qwen
 from tests.tiers import one_in
-from tests.vision.tiny import tiny_qwen
 
 LONGEST, ORIGINAL = 96, 32
 """Length of the prompt, and of the texts for which the positions are not scaled."""

@@ -14,6 +14,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from chairlift import LLM, SamplingParams
+from chairlift.base.image_refusals import SEEING
 from chairlift.cli.main import main
 from chairlift.errors import ChairliftError, ConfigError, ModelLoadError
 from chairlift.kernels.onednn import pack_weight
@@ -26,7 +27,6 @@ from chairlift.models.fallback.loading import check_stored_weights, load_transfo
 from chairlift.models.fallback.model import TransformersLM
 from chairlift.models.model_files import read_network
 from chairlift.models.registry import FAMILIES
-from chairlift.vision.refusals import SEEING
 from tests.models.paged import PagedRunner
 from tests.models.quantized import packers
 from tests.models.quantized.make import model_pair

@@ -18,7 +18,12 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from chairlift.base.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.service_class import DEFAULT_CLASS, ServiceClass
+from chairlift.cli.commands import LIVE_COMPARISON
 from chairlift.config import ServerConfig
+from chairlift.core.request import NO_PROMISE, Service
 from chairlift.engine.adapter_names import AdapterNames
 from chairlift.engine.async_engine import EngineState
 from chairlift.engine.detokenizer import IncrementalDetokenizer
@@ -28,14 +33,10 @@ from chairlift.engine.input_processor import InputProcessor, ModelLimits
 from chairlift.engine.intake import Intake, Place
 from chairlift.errors import EngineDeadError, PromptTooLongError, QueueFullError, RequestError
 from chairlift.metrics.stats import AutoscalingStats, ReplicaStats, RequestStats
-from chairlift.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput
-from chairlift.request import NO_PROMISE, Service
-from chairlift.sampling_params import SamplingParams
-from chairlift.server.auth import load_keys
-from chairlift.server.state import ServerState
-from chairlift.service_class import DEFAULT_CLASS, ServiceClass
-from chairlift.tokenizer.chat_template import ChatTemplate
-from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.server.http.auth import load_keys
+from chairlift.server.http.state import ServerState
+from chairlift.text.tokenizer.chat_template import ChatTemplate
+from chairlift.text.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["EOS", "INFO", "MODEL", "FakeEngine", "FakeStream", "byte_tokenizer", "make_state"]
 
@@ -442,4 +443,11 @@ def make_state(engine: FakeEngine | None = None, **settings: Any) -> ServerState
     """Server state with a fake engine, for ``make_app``."""
     config = ServerConfig(**settings)
     fake: Any = engine or FakeEngine()
-    return ServerState(config, fake, (MODEL, "other-name"), api_keys=load_keys(config), started_at=1_700_000_000)
+    return ServerState(
+        config,
+        fake,
+        (MODEL, "other-name"),
+        api_keys=load_keys(config),
+        started_at=1_700_000_000,
+        comparison=LIVE_COMPARISON,
+    )

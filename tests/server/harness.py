@@ -17,17 +17,18 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from chairlift.cli.commands import LIVE_COMPARISON
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.adapter_names import AdapterNames
 from chairlift.engine.async_engine import EngineState
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.intake import Intake
 from chairlift.metrics.stats import AutoscalingStats, ReplicaStats, RequestStats
-from chairlift.server.auth import load_keys
-from chairlift.server.http_protocol import HttpLimits, HttpServer
-from chairlift.server.lifecycle import bind
-from chairlift.server.limits import read_json
-from chairlift.server.state import ServerState
+from chairlift.server.http.auth import load_keys
+from chairlift.server.http.http_protocol import HttpLimits, HttpServer
+from chairlift.server.http.lifecycle import bind
+from chairlift.server.http.limits import read_json
+from chairlift.server.http.state import ServerState
 
 PATIENCE = 60.0
 """Seconds after which a test that waits fails."""
@@ -106,7 +107,9 @@ class StateOnlyEngine:
 
 def make_state(engine: Any = None, **settings: Any) -> ServerState:
     config = ServerConfig(**settings)
-    return ServerState(config, engine or StateOnlyEngine(), ("tiny",), api_keys=load_keys(config))
+    return ServerState(
+        config, engine or StateOnlyEngine(), ("tiny",), api_keys=load_keys(config), comparison=LIVE_COMPARISON
+    )
 
 
 class Endpoints:

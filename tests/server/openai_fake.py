@@ -29,7 +29,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from chairlift.server import pages
+from chairlift.server.pages import pages
 
 __all__ = ["FakeServer", "serve_fake"]
 

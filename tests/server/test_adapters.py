@@ -11,8 +11,8 @@ from starlette.testclient import TestClient
 
 from chairlift.engine.adapter_names import AdapterEntry
 from chairlift.errors import ConfigError, ModelLoadError, RequestError
-from chairlift.server.adapters import load_modules
-from chairlift.server.app import make_app
+from chairlift.server.http.app import make_app
+from chairlift.server.operations.adapters import load_modules
 from tests.server.fake_engine import FakeEngine, make_state
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from chairlift.server.app import make_app
-from chairlift.tokenizer.tokenizer import Tokenizer
-from chairlift.tool_calls import TOOL_FORMATS
+from chairlift.server.http.app import make_app
+from chairlift.text.tokenizer.tokenizer import Tokenizer
+from chairlift.text.tool_calls import TOOL_FORMATS
 from tests.server.fake_engine import EOS, FakeEngine, byte_tokenizer, make_state
 from tests.server.test_tools import HERMES
 

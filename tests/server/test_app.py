@@ -26,8 +26,8 @@ from chairlift.errors import (
     TemplateError,
     WorkerLostError,
 )
-from chairlift.server.app import make_app
-from chairlift.server.errors import ApiError
+from chairlift.server.http.app import make_app
+from chairlift.server.http.errors import ApiError
 from tests.server.harness import PATIENCE, Client, Endpoints, StateOnlyEngine, make_state, run, serving, until
 
 SECRET = "0x7f3a /srv/models/secret"
@@ -46,7 +46,7 @@ def with_shell(test: Callable[[Client, Endpoints, StateOnlyEngine], Awaitable[No
 
 
 def make_app_routes() -> list[Route]:
-    from chairlift.server import app
+    from chairlift.server.http import app
 
     return app._routes
 

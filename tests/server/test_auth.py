@@ -13,9 +13,9 @@ import pytest
 
 from chairlift.config import ServerConfig
 from chairlift.errors import ConfigError
-from chairlift.server import auth as auth_module
-from chairlift.server.app import make_app
-from chairlift.server.auth import (
+from chairlift.server.http import auth as auth_module
+from chairlift.server.http.app import make_app
+from chairlift.server.http.auth import (
     OPEN_PATHS,
     PAGES,
     Auth,
@@ -26,7 +26,7 @@ from chairlift.server.auth import (
     load_keys,
     salt_for,
 )
-from chairlift.server.errors import ApiError
+from chairlift.server.http.errors import ApiError
 from tests.server.harness import PATIENCE, Client, Endpoints, make_state, run, serving
 
 KEY, OTHER = "sk-correct-horse", "sk-battery-staple"

@@ -14,13 +14,13 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from chairlift.batches import BatchStore
+from chairlift.base.service_class import parse_service_classes
 from chairlift.engine.async_engine import EngineState
 from chairlift.errors import EngineDeadError
-from chairlift.server import batch_worker
-from chairlift.server.app import make_app
-from chairlift.server.batch_worker import BatchWorker
-from chairlift.service_class import parse_service_classes
+from chairlift.server.http.app import make_app
+from chairlift.server.openai.batches import BatchStore
+from chairlift.server.openai.batches import worker as batch_worker
+from chairlift.server.openai.batches.worker import BatchWorker
 from tests.server.fake_engine import FakeEngine, make_state
 
 TEXT = "/v1/completions"

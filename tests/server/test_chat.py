@@ -13,12 +13,12 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
+from chairlift.base.outputs import Logprob
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.engine.async_engine import EngineState
-from chairlift.outputs import Logprob
-from chairlift.sampling_params import SamplingParams
-from chairlift.server.app import make_app
-from chairlift.server.chat import _logprobs
-from chairlift.tokenizer import ChatTemplate
+from chairlift.server.http.app import make_app
+from chairlift.server.openai.chat import _logprobs
+from chairlift.text.tokenizer import ChatTemplate
 from tests.server.fake_engine import FakeEngine, make_state
 
 PATH = "/v1/chat/completions"

@@ -13,10 +13,10 @@ import tokenizers
 from starlette.testclient import TestClient
 from tokenizers import decoders, models, normalizers
 
-from chairlift.sampling_params import SamplingParams
-from chairlift.server.app import make_app
-from chairlift.server.protocol import REFUSED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from chairlift.tokenizer import Tokenizer
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.server.http.app import make_app
+from chairlift.server.openai.protocol import REFUSED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from chairlift.text.tokenizer import Tokenizer
 from tests.server.fake_engine import INFO, FakeEngine, byte_tokenizer, make_state
 
 PATH = "/v1/completions"

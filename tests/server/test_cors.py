@@ -7,7 +7,7 @@ from starlette.testclient import TestClient
 
 from chairlift.config import ServerConfig
 from chairlift.errors import ConfigError
-from chairlift.server.app import make_app
+from chairlift.server.http.app import make_app
 from tests.server.fake_engine import make_state
 
 APP, EVIL = "https://app.example.org", "https://evil.example.org"

@@ -10,7 +10,7 @@ import pytest
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.info import PoolingInfo
 from chairlift.errors import ConfigError
-from chairlift.server.idle_settings import check_adapter_settings, idle_server_settings
+from chairlift.server.operations.idle_settings import check_adapter_settings, idle_server_settings
 from tests.server.harness import INFO
 
 EMBEDS = dataclasses.replace(INFO, pooling=PoolingInfo(task="embed", pooling_type="MEAN", normalize=True, width=8))

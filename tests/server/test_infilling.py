@@ -9,11 +9,11 @@ import tokenizers
 from starlette.testclient import TestClient
 from tokenizers import AddedToken, processors
 
-from chairlift.server.app import make_app
-from chairlift.tokenizer.infilling import INFILL_FORMATS, InfillFormat, cut_lead, infill_format_of, lead_of
-from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.server.http.app import make_app
+from chairlift.text.tokenizer.infilling import INFILL_FORMATS, InfillFormat, cut_lead, infill_format_of, lead_of
+from chairlift.text.tokenizer.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine, make_state
-from tests.tokenizer.tiny import byte_fallback_backend, byte_level_backend
+from tests.text.tokenizer.tiny import byte_fallback_backend, byte_level_backend
 
 PREFIX, SUFFIX = "def f(x):\n    return ", " + x\n"
 LAYOUTS = {  # what the authors' documents print

@@ -24,9 +24,9 @@ import pytest
 from chairlift.config import EngineConfig, ModelConfig, ServerConfig
 from chairlift.engine.async_engine import EngineState
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError, TemplateFailedError
-from chairlift.server import lifecycle
-from chairlift.server.app import make_app
-from chairlift.server.lifecycle import ExitCode, Stop, banner, bind, serve, served_names, start_engine
+from chairlift.server.http import lifecycle
+from chairlift.server.http.app import make_app
+from chairlift.server.http.lifecycle import ExitCode, Stop, banner, bind, serve, served_names, start_engine
 from tests.server.harness import INFO, PATIENCE, Connection, Endpoints, StateOnlyEngine, make_state, run, until
 
 
@@ -55,7 +55,7 @@ class Server:
         )
 
     def _app(self, state: Any) -> Any:
-        from chairlift.server import app
+        from chairlift.server.http import app
 
         self.state = state
         return make_app(state, [*app._routes, *self.endpoints.routes])
@@ -653,6 +653,8 @@ def _command_line(pid: int) -> str:
 
 
 def test_the_http_process_knows_no_torch() -> None:
-    code = "import sys, chairlift.server.lifecycle; print([n for n in ('torch', 'transformers') if n in sys.modules])"
+    code = (
+        "import sys, chairlift.server.http.lifecycle; print([n for n in ('torch', 'transformers') if n in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -21,10 +21,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
 from chairlift.engine.info import EngineInfo
-from chairlift.server.app import make_app
-from chairlift.server.errors import ApiError
-from chairlift.server.http_protocol import HttpLimits, HttpProtocol
-from chairlift.server.limits import parse_json, read_json
+from chairlift.server.http.app import make_app
+from chairlift.server.http.errors import ApiError
+from chairlift.server.http.http_protocol import HttpLimits, HttpProtocol
+from chairlift.server.http.limits import parse_json, read_json
 from tests.server.harness import (
     INFO,
     PATIENCE,

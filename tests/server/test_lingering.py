@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from chairlift.server.http_protocol import HttpLimits
+from chairlift.server.http.http_protocol import HttpLimits
 from tests.server.harness import PATIENCE, Client, run
 from tests.server.test_limits import CHUNKED, HEAD, echo_server
 

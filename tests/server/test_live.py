@@ -18,12 +18,13 @@ from urllib.parse import quote
 
 import pytest
 
+from chairlift.base.presets import PRESETS
+from chairlift.cli.commands import LIVE_COMPARISON
 from chairlift.engine.step_export import read_recording
 from chairlift.metrics.stats import ReplicaStats
-from chairlift.presets import PRESETS
-from chairlift.server import live, live_feed
-from chairlift.server.app import make_app
-from chairlift.server.live_feed import LiveFeed, as_event
+from chairlift.server.http.app import make_app
+from chairlift.server.pages import live, live_feed
+from chairlift.server.pages.live_feed import LiveFeed, as_event
 from tests.engine.test_step_export import check_trace_events, watched
 from tests.server.harness import PATIENCE, Client, Connection, make_state, run, serving, until
 from tests.server.watched import WatchedEngine, make_truth
@@ -700,7 +701,7 @@ def test_who_may_not_look_may_not_look_at_the_example(tmp_path: Path, monkeypatc
 
 def test_the_simulator_ends_with_the_server() -> None:
     """Before it reads: what it was to simulate would take it a minute."""
-    command = [sys.executable, "-m", live._SIMULATOR, str(os.getppid())]  # who is not its parent
+    command = [sys.executable, "-m", LIVE_COMPARISON, str(os.getppid())]  # who is not its parent
     assert subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PATIENCE).returncode == 1
 
 
@@ -718,7 +719,7 @@ def test_what_cannot_be_simulated_says_why() -> None:
 
 def test_the_example_can_be_compared_before_anybody_has_seen_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is simulated first; both take the one turn that there is."""
-    monkeypatch.setattr("chairlift.server.live._made", {})
+    monkeypatch.setattr("chairlift.server.pages.live._made", {})
 
     async def test() -> None:
         async with serving(make_app(make_state(WatchedEngine()))) as client:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.server import live
+from chairlift.server.pages import live
 from tests.engine.test_step_export import IMAGE_SEEDS, watched, watched_images
 from tests.server.harness import PATIENCE
 from tests.server.watched import make_truth

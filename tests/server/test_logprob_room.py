@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from chairlift.server.app import make_app
-from chairlift.server.state import ServerState
+from chairlift.server.http.app import make_app
+from chairlift.server.http.state import ServerState
 from tests.server.fake_engine import INFO, FakeEngine, make_state
 
 MOST = 1 << 20

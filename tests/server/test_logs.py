@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from chairlift.server.logs import clean, configure_logging, log_event
+from chairlift.server.http.logs import clean, configure_logging, log_event
 
 NASTY = [
     "a\nb",

@@ -13,10 +13,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from chairlift.errors import EngineDeadError
-from chairlift.server.app import make_app
-from chairlift.server.messages_input import names, to_chat
-from chairlift.server.messages_types import MessagesRequest
-from chairlift.server.protocol import parse
+from chairlift.server.anthropic.messages_input import names, to_chat
+from chairlift.server.anthropic.messages_types import MessagesRequest
+from chairlift.server.http.app import make_app
+from chairlift.server.openai.protocol import parse
 from tests.server.fake_engine import FakeEngine, byte_tokenizer, make_state
 from tests.server.harness import run, serving
 from tests.server.test_tools import CALLS, HERMES, says

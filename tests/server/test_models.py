@@ -9,7 +9,7 @@ import openai
 from starlette.testclient import TestClient
 
 from chairlift.engine.async_engine import EngineState
-from chairlift.server.app import make_app
+from chairlift.server.http.app import make_app
 from tests.server.fake_engine import INFO, FakeEngine, make_state
 
 

@@ -15,25 +15,14 @@ import pytest
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from chairlift.server import app as app_module
-from chairlift.server import (
-    chat,
-    completions,
-    live,
-    messages,
-    messages_types,
-    models,
-    openapi,
-    pages,
-    protocol,
-    queue,
-    responses,
-    responses_types,
-    tokens,
-    traffic,
-)
-from chairlift.server.app import make_app
-from chairlift.tokenizer.chat_template import ChatTemplate
+from chairlift.server.anthropic import messages, messages_types
+from chairlift.server.http import app as app_module
+from chairlift.server.http import openapi
+from chairlift.server.http.app import make_app
+from chairlift.server.openai import chat, completions, models, protocol, responses, responses_types, tokens
+from chairlift.server.operations import queue, traffic
+from chairlift.server.pages import live, pages
+from chairlift.text.tokenizer.chat_template import ChatTemplate
 from tests.server import fake_engine
 from tests.server.fake_engine import FakeEngine, make_state
 

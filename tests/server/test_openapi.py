@@ -9,23 +9,14 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from chairlift.server import (
-    batches,
-    chat,
-    completions,
-    files,
-    messages,
-    models,
-    openapi,
-    pooling,
-    queue,
-    responses,
-    tokens,
-    traffic,
-    weights,
-)
-from chairlift.server.app import make_app
-from chairlift.server.openapi import document
+from chairlift.server.anthropic import messages
+from chairlift.server.http import openapi
+from chairlift.server.http.app import make_app
+from chairlift.server.http.openapi import document
+from chairlift.server.openai import chat, completions, models, pooling, responses, tokens
+from chairlift.server.openai.batches import endpoints as batches
+from chairlift.server.openai.batches import files
+from chairlift.server.operations import queue, traffic, weights
 from tests.server.fake_engine import FakeEngine, make_state
 
 DOCUMENT = document(make_state())

@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from chairlift.metrics.stats import CAUSES
-from chairlift.server import pages
+from chairlift.server.pages import pages
 from tests.server.chromium import Chromium, find_chromium, open_chromium
 from tests.server.openai_fake import FakeServer, serve_fake
 

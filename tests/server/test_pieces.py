@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from chairlift.server.pieces import Pieces, json_items, respond
+from chairlift.server.http.pieces import Pieces, json_items, respond
 from tests.server.harness import make_state
 
 

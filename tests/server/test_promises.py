@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from chairlift.outputs import FinishReason
-from chairlift.request import Service
-from chairlift.server.app import make_app
-from chairlift.service_class import parse_service_classes
+from chairlift.base.outputs import FinishReason
+from chairlift.base.service_class import parse_service_classes
+from chairlift.core.request import Service
+from chairlift.server.http.app import make_app
 from tests.server.fake_engine import FakeEngine, make_state
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

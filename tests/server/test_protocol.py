@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from chairlift.server import protocol
-from chairlift.server.errors import ApiError
-from chairlift.server.protocol import (
+from chairlift.server.http.errors import ApiError
+from chairlift.server.openai import protocol
+from chairlift.server.openai.protocol import (
     REFUSED,
     ChatRequest,
     CompletionRequest,

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from chairlift.base.service_class import parse_service_classes
+from chairlift.core.request import Service
+from chairlift.core.scheduler.forecast import Forecast
 from chairlift.engine.intake import Place
-from chairlift.request import Service
-from chairlift.scheduler.forecast import Forecast
-from chairlift.server.app import make_app
-from chairlift.service_class import parse_service_classes
+from chairlift.server.http.app import make_app
 from tests.server.fake_engine import FakeEngine, FakeStream, make_state
 
 

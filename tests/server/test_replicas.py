@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from chairlift.cli.top_view import Metrics, Snapshot, text_of, view
 from chairlift.errors import ConfigError
 from chairlift.metrics.stats import AutoscalingStats, ReplicaStats
-from chairlift.server.app import make_app
+from chairlift.server.http.app import make_app
 from tests.server.fake_engine import FakeEngine, make_state
 
 

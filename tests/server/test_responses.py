@@ -11,10 +11,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from chairlift.errors import EngineDeadError
-from chairlift.server.app import make_app
-from chairlift.server.response_store import ResponseStore, StoredResponse
-from chairlift.server.responses_input import names, to_chat
-from chairlift.server.responses_types import ResponsesRequest
+from chairlift.server.http.app import make_app
+from chairlift.server.openai.response_store import ResponseStore, StoredResponse
+from chairlift.server.openai.responses_input import names, to_chat
+from chairlift.server.openai.responses_types import ResponsesRequest
 from tests.server.fake_engine import FakeEngine, byte_tokenizer, make_state
 from tests.server.harness import run, serving
 from tests.server.test_tools import CALLS, says

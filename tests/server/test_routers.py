@@ -9,13 +9,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+from chairlift.base.service_class import parse_service_classes
 from chairlift.config import ServerConfig
 from chairlift.errors import ConfigError
-from chairlift.server.app import make_app
-from chairlift.server.auth import Caller
-from chairlift.server.errors import ApiError
-from chairlift.server.routers import TrustedProxies
-from chairlift.service_class import parse_service_classes
+from chairlift.server.http.app import make_app
+from chairlift.server.http.auth import Caller
+from chairlift.server.http.errors import ApiError
+from chairlift.server.http.routers import TrustedProxies
 from tests.server.fake_engine import FakeEngine, make_state
 from tests.server.harness import INFO, StateOnlyEngine, run, serving
 from tests.server.harness import make_state as harness_state

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from chairlift.metrics.stats import EngineStats, FinishedRequest, RequestStats
-from chairlift.server.status_line import PreemptionAlarm, StatusLine
+from chairlift.server.operations.status_line import PreemptionAlarm, StatusLine
 from tests.server.harness import INFO
 
 

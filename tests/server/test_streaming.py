@@ -13,16 +13,16 @@ import tokenizers
 from starlette.testclient import TestClient
 from tokenizers import processors
 
+from chairlift.base.sampling_params import SHAPED_REASONS
 from chairlift.errors import EngineDeadError, OverloadedError, QueueTimeoutError
-from chairlift.sampling_params import SHAPED_REASONS
-from chairlift.server.app import make_app
-from chairlift.server.errors import ApiError
-from chairlift.server.state import ServerState
-from chairlift.server.streaming import collect, merge, truncate
-from chairlift.tokenizer import Tokenizer
+from chairlift.server.http.app import make_app
+from chairlift.server.http.errors import ApiError
+from chairlift.server.http.state import ServerState
+from chairlift.server.http.streaming import collect, merge, truncate
+from chairlift.text.tokenizer import Tokenizer
 from tests.server.fake_engine import INFO, FakeEngine, FakeStream, make_state
 from tests.server.harness import PATIENCE
-from tests.tokenizer import tiny
+from tests.text.tokenizer import tiny
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -10,9 +10,9 @@ import tokenizers
 from starlette.testclient import TestClient
 from tokenizers import AddedToken
 
-from chairlift.server.app import make_app
-from chairlift.thinking import ThinkingBudget
-from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.base.thinking import ThinkingBudget
+from chairlift.server.http.app import make_app
+from chairlift.text.tokenizer.tokenizer import Tokenizer
 from tests.server.fake_engine import INFO, FakeEngine, byte_tokenizer, make_state
 from tests.server.test_tools import HERMES, TOOLS
 

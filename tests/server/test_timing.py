@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from chairlift.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from chairlift.sampling_params import SamplingParams
-from chairlift.server.app import make_app
+from chairlift.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.server.http.app import make_app
 from tests.server.fake_engine import FakeEngine, make_state
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

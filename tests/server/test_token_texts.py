@@ -12,10 +12,10 @@ import tokenizers
 from starlette.testclient import TestClient
 from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
-from chairlift.server.app import make_app
-from chairlift.tokenizer import Tokenizer
+from chairlift.server.http.app import make_app
+from chairlift.text.tokenizer import Tokenizer
 from tests.server.fake_engine import INFO, FakeEngine, make_state
-from tests.tokenizer import tiny
+from tests.text.tokenizer import tiny
 
 
 def _trimmed() -> tokenizers.Tokenizer:

@@ -12,8 +12,8 @@ import pytest
 import tokenizers
 from starlette.testclient import TestClient
 
-from chairlift.server.app import make_app
-from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.server.http.app import make_app
+from chairlift.text.tokenizer.tokenizer import Tokenizer
 from tests.server.fake_engine import EOS, INFO, FakeEngine, byte_tokenizer, make_state
 from tests.server.harness import run, serving
 

@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from chairlift.server import tracing
+from chairlift.server.operations import tracing
 
 
 class Stuck(SpanExporter):

@@ -19,22 +19,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chairlift.base.outputs import FinishReason, OutputKind
+from chairlift.base.sampling_params import SHAPED_REASONS, SamplingParams
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine import events
 from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.core import CoreOutputs, FinishedSequence, Progress
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, PreparedRequest
-from chairlift.engine.messages import FrameReader, Refused, Step, encode
 from chairlift.engine.output_processor import RequestState
 from chairlift.engine.output_stream import OutputStream
+from chairlift.engine.process.messages import FrameReader, Refused, Step, encode
 from chairlift.metrics.stats import EngineStats
-from chairlift.outputs import FinishReason, OutputKind
-from chairlift.sampling_params import SHAPED_REASONS, SamplingParams
-from chairlift.server import traffic
-from chairlift.server.app import make_app
-from chairlift.server.auth import Caller, load_keys
-from chairlift.server.state import ServerState
-from chairlift.server.traffic import Recording, prefix_hashes
+from chairlift.server.http.app import make_app
+from chairlift.server.http.auth import Caller, load_keys
+from chairlift.server.http.state import ServerState
+from chairlift.server.operations import traffic
+from chairlift.server.operations.traffic import Recording, prefix_hashes
 from tests.engine.make import greedy, make_engine
 from tests.server.fake_engine import INFO, byte_tokenizer
 from tests.server.harness import PATIENCE, Client, Connection, StateOnlyEngine, run, serving, until

@@ -11,7 +11,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from chairlift.server.http_protocol import HttpProtocol
+from chairlift.server.http.http_protocol import HttpProtocol
 from tests.architecture.source import imports, modules
 
 DIGESTS = {
@@ -78,9 +78,9 @@ def test_uvicorn_is_what_the_protocol_was_written_against() -> None:
     changed = sorted(name for name in {*found, *DIGESTS} if found.get(name) != DIGESTS.get(name))
     assert not changed, (
         f"uvicorn {uvicorn.__version__} changed {', '.join(changed)}. Compare its source with the version before, check"
-        " the methods of chairlift/server/http_protocol.py that override or call it, run tests/server/test_limits.py,"
-        f" test_app.py and test_streaming.py, then write the new digests here and the new bound of uvicorn in"
-        f" pyproject.toml: {found}"
+        " the methods of chairlift/server/http/http_protocol.py that override or call it, run"
+        f" tests/server/test_limits.py, test_app.py and test_streaming.py, then write the new"
+        f" digests here and the new bound of uvicorn in pyproject.toml: {found}"
     )
 
 
@@ -97,4 +97,4 @@ def test_what_is_overridden_is_there_to_be_overridden() -> None:
 
 def test_one_file_knows_uvicorn() -> None:
     known = {module for module in modules() for _, name in imports(module) if name.split(".")[0] == "uvicorn"}
-    assert known == {"chairlift.server.http_protocol"}
+    assert known == {"chairlift.server.http.http_protocol"}

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from chairlift.engine.info import EngineInfo
 from chairlift.errors import ModelLoadError
-from chairlift.server.app import make_app
+from chairlift.server.http.app import make_app
 from tests.server.fake_engine import INFO, FakeEngine, make_state
 
 BODY = {"path": "/models/new", "version": 4}

@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import CacheGroup, SchedulerConfig, ServerConfig
+from chairlift.core.scheduler.output import SchedulerOutput
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.engine import Engine
 from chairlift.engine.events import Events
 from chairlift.engine.input_processor import ModelLimits
 from chairlift.executor.local import LocalExecutor
 from chairlift.models.hashlm import HashLM
-from chairlift.sampling_params import SamplingParams
-from chairlift.scheduler.output import SchedulerOutput
-from chairlift.server.app import make_app
-from chairlift.server.http_protocol import HttpServer
-from chairlift.server.lifecycle import bind
-from chairlift.server.live_feed import LiveFeed
-from chairlift.server.state import ServerState
+from chairlift.server.http.app import make_app
+from chairlift.server.http.http_protocol import HttpServer
+from chairlift.server.http.lifecycle import bind
+from chairlift.server.http.state import ServerState
+from chairlift.server.pages.live_feed import LiveFeed
 from tests.server.harness import PATIENCE, StateOnlyEngine, make_state
 
 __all__ = ["Truth", "WatchedEngine", "make_truth", "serve_watched"]

@@ -6,15 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from chairlift.base.step_batch import StepBatch
+from chairlift.core.kv_cache.prefix_cache import PrefixCache
+from chairlift.core.request import Request
+from chairlift.core.scheduler.batch import Batch
+from chairlift.core.scheduler.output import NewRow, SchedulerOutput
+from chairlift.core.scheduler.prompt_budget import PromptBudget
 from chairlift.engine.adapter_names import AdapterNames
 from chairlift.engine.adapters import AdapterLoad, Adapters
 from chairlift.executor.input_batch import InputBatch
-from chairlift.kv_cache.prefix_cache import PrefixCache
-from chairlift.request import Request
-from chairlift.scheduler.batch import Batch
-from chairlift.scheduler.output import NewRow, SchedulerOutput
-from chairlift.scheduler.prompt_budget import PromptBudget
-from chairlift.step_batch import StepBatch
 from tests.simulation.mutants import Patch
 
 ADAPTER_MUTANTS: dict[str, Callable[[Patch], None]] = {}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from chairlift.core.kv_cache.block_tables import BlockTables
+from chairlift.core.request import Request
+from chairlift.core.scheduler.decode_rows import DecodeRows
+from chairlift.core.scheduler.drafts import Drafts
+from chairlift.core.scheduler.output import FAILED_ROW, Chunk
+from chairlift.core.scheduler.step import Step
 from chairlift.executor.input_batch import InputBatch
-from chairlift.kv_cache.block_tables import BlockTables
-from chairlift.request import Request
-from chairlift.scheduler.decode_rows import DecodeRows
-from chairlift.scheduler.drafts import Drafts
-from chairlift.scheduler.output import FAILED_ROW, Chunk
-from chairlift.scheduler.step import Step
 from tests.simulation.mutants import Patch
 
 DRAFT_MUTANTS: dict[str, Callable[[Patch], None]] = {}
@@ -164,7 +164,7 @@ def drafts_beyond_the_budget(patch: Patch) -> None:
     def choose(self: Any, rows: Any, step: Any, budget: int) -> Any:
         return [(request, [3] * 24) for request, _ in rows]
 
-    from chairlift.workbench.sim.drafts import ScriptedDrafts
+    from chairlift_lab.sim.drafts import ScriptedDrafts
 
     patch(Drafts, "_num_fitting", wrong)
     patch(ScriptedDrafts, "choose", choose)

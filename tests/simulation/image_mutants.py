@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
+from chairlift.base.image_spans import ImageTile, cut_by
+from chairlift.core.kv_cache import manager, prefix_cache
+from chairlift.core.request import Request
+from chairlift.core.scheduler import preemptor
+from chairlift.core.scheduler.batch import Batch
+from chairlift.core.scheduler.output import Chunk, NewRow, SchedulerOutput
+from chairlift.core.scheduler.preemptor import Preemptor
+from chairlift.core.scheduler.prompt_budget import PromptBudget
+from chairlift.core.scheduler.step import Step
 from chairlift.engine import images
 from chairlift.engine.core import EngineCore
 from chairlift.engine.images import Images
 from chairlift.executor.input_batch import InputBatch
-from chairlift.kv_cache import manager, prefix_cache
-from chairlift.request import Request
-from chairlift.scheduler import preemptor
-from chairlift.scheduler.batch import Batch
-from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
-from chairlift.scheduler.preemptor import Preemptor
-from chairlift.scheduler.prompt_budget import PromptBudget
-from chairlift.scheduler.step import Step
-from chairlift.vision.spans import ImageTile, cut_by
 from tests.simulation.mutants import Patch
 
 __all__ = ["IMAGE_MUTANTS"]

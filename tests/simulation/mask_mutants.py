@@ -6,16 +6,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from chairlift.core.request import Request
+from chairlift.core.scheduler.batch import Batch
+from chairlift.core.scheduler.output import SchedulerOutput
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.core.scheduler.step import Step
 from chairlift.engine.core import EngineCore
 from chairlift.engine.grammars import GrammarRow, Grammars, SamplePlace
 from chairlift.engine.mask_limits import MaskLedger
 from chairlift.engine.mask_work import MaskJob
-from chairlift.request import Request
-from chairlift.scheduler.batch import Batch
-from chairlift.scheduler.output import SchedulerOutput
-from chairlift.scheduler.scheduler import Scheduler
-from chairlift.scheduler.step import Step
-from chairlift.workbench.sim.grammars import LateMasks
+from chairlift_lab.sim.grammars import LateMasks
 from tests.simulation.mutants import Patch
 
 MASK_MUTANTS: dict[str, Callable[[Patch], None]] = {}

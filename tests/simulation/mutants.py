@@ -9,6 +9,28 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from chairlift.base.step_batch import SampledTokens, StepBatch
+from chairlift.core.kv_cache import prefix_cache
+from chairlift.core.kv_cache.block_pool import BlockPool
+from chairlift.core.kv_cache.block_tables import BlockTables
+from chairlift.core.kv_cache.layout import CacheLayout
+from chairlift.core.kv_cache.manager import Admission, KVCacheManager
+from chairlift.core.kv_cache.prefix_cache import PrefixCache
+from chairlift.core.kv_cache.swap import SwapPool
+from chairlift.core.request import Request, RequestStatus
+from chairlift.core.scheduler import preemptor, prefill_mode
+from chairlift.core.scheduler.admission import WaitingQueue
+from chairlift.core.scheduler.batch import Batch
+from chairlift.core.scheduler.decode_rows import DecodeRows
+from chairlift.core.scheduler.fairness import VirtualTokenCounters
+from chairlift.core.scheduler.output import FAILED_ROW, SchedulerOutput
+from chairlift.core.scheduler.policy import FirstComeFirstServed, Resource
+from chairlift.core.scheduler.precedence import Precedence
+from chairlift.core.scheduler.preemptor import Preemptor
+from chairlift.core.scheduler.prompt_budget import PromptBudget
+from chairlift.core.scheduler.prompt_share import PromptShare
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.core.scheduler.step import Step
 from chairlift.engine.core import EngineCore
 from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.engine import Engine
@@ -17,30 +39,8 @@ from chairlift.engine.output_processor import OutputProcessor
 from chairlift.executor import local
 from chairlift.executor.input_batch import InputBatch
 from chairlift.executor.local import LocalExecutor
-from chairlift.kv_cache import prefix_cache
-from chairlift.kv_cache.block_pool import BlockPool
-from chairlift.kv_cache.block_tables import BlockTables
-from chairlift.kv_cache.layout import CacheLayout
-from chairlift.kv_cache.manager import Admission, KVCacheManager
-from chairlift.kv_cache.prefix_cache import PrefixCache
-from chairlift.kv_cache.swap import SwapPool
+from chairlift.executor.sampling import apart
 from chairlift.models import hashlm
-from chairlift.request import Request, RequestStatus
-from chairlift.sampling import apart
-from chairlift.scheduler import preemptor, prefill_mode
-from chairlift.scheduler.admission import WaitingQueue
-from chairlift.scheduler.batch import Batch
-from chairlift.scheduler.decode_rows import DecodeRows
-from chairlift.scheduler.fairness import VirtualTokenCounters
-from chairlift.scheduler.output import FAILED_ROW, SchedulerOutput
-from chairlift.scheduler.policy import FirstComeFirstServed, Resource
-from chairlift.scheduler.precedence import Precedence
-from chairlift.scheduler.preemptor import Preemptor
-from chairlift.scheduler.prompt_budget import PromptBudget
-from chairlift.scheduler.prompt_share import PromptShare
-from chairlift.scheduler.scheduler import Scheduler
-from chairlift.scheduler.step import Step
-from chairlift.step_batch import SampledTokens, StepBatch
 
 Patch = Callable[[Any, str, Any], None]
 MUTANTS: dict[str, Callable[[Patch], None]] = {}
@@ -477,7 +477,7 @@ def end_not_watched_for(patch: Patch) -> None:
 
 @mutant
 def waiting_for_a_batch_never_ends(patch: Patch) -> None:
-    from chairlift.scheduler.membership import Membership
+    from chairlift.core.scheduler.membership import Membership
 
     original = Membership.places
 

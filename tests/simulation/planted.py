@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from chairlift.workbench.sim.minimise import failure_of
-from chairlift.workbench.sim.world import make_world
+from chairlift_lab.sim.minimise import failure_of
+from chairlift_lab.sim.world import make_world
 
 __all__ = ["SEEN_AT", "check_is_found"]
 

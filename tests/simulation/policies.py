@@ -9,9 +9,9 @@ import random
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-from chairlift.request import Request
-from chairlift.scheduler.fairness import VirtualTokenCounters
-from chairlift.scheduler.policy import FirstComeFirstServed, Resource
+from chairlift.core.request import Request
+from chairlift.core.scheduler.fairness import VirtualTokenCounters
+from chairlift.core.scheduler.policy import FirstComeFirstServed, Resource
 
 __all__ = ["BROKEN", "EarliestDeadlineFirst", "FairShares", "SeededRandom", "ShortestPromptFirst"]
 

@@ -6,16 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from chairlift.base.step_batch import StepBatch
+from chairlift.core.kv_cache.block_tables import BlockTables
+from chairlift.core.kv_cache.cache_kind import CacheKind
+from chairlift.core.kv_cache.layout import CacheLayout
+from chairlift.core.kv_cache.manager import KVCacheManager
+from chairlift.core.kv_cache.state_kind import StateKind
+from chairlift.core.request import Request
+from chairlift.core.scheduler.output import SchedulerOutput
 from chairlift.executor.input_batch import InputBatch
-from chairlift.kv_cache.block_tables import BlockTables
-from chairlift.kv_cache.cache_kind import CacheKind
-from chairlift.kv_cache.layout import CacheLayout
-from chairlift.kv_cache.manager import KVCacheManager
-from chairlift.kv_cache.state_kind import StateKind
 from chairlift.models.hashlm import HashLM
-from chairlift.request import Request
-from chairlift.scheduler.output import SchedulerOutput
-from chairlift.step_batch import StepBatch
 
 __all__ = ["STATE_MUTANTS"]
 

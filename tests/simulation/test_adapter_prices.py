@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import EngineConfig, LoRAConfig
+from chairlift.core.scheduler import forecast
+from chairlift.core.scheduler.cost_model import StepFeatures
 from chairlift.engine.adapters import AdapterLoad, Adapters
 from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.step_log import StepRecord
-from chairlift.replay.replay import simulated_core
-from chairlift.sampling_params import SamplingParams
-from chairlift.scheduler import forecast
-from chairlift.scheduler.cost_model import StepFeatures
+from chairlift_lab.replay.replay import simulated_core
 from tests.simulation.test_replay import STEP, deployment
 
 MACHINE = dataclasses.replace(STEP, adapter_byte_seconds=4e-10)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from chairlift.base.service_class import ServiceClass, parse_service_classes
 from chairlift.cli.main import main
-from chairlift.scheduler.deadlines import Estimate
-from chairlift.scheduler.policy import FirstComeFirstServed, Policy
-from chairlift.scheduler.precedence import Precedence
-from chairlift.service_class import ServiceClass, parse_service_classes
-from chairlift.workbench.sim.gate import check_policy
-from chairlift.workbench.sim.policy_watch import PROMISES
+from chairlift.core.scheduler.deadlines import Estimate
+from chairlift.core.scheduler.policy import FirstComeFirstServed, Policy
+from chairlift.core.scheduler.precedence import Precedence
+from chairlift_lab.sim.gate import check_policy
+from chairlift_lab.sim.policy_watch import PROMISES
 from tests.simulation.policies import BROKEN, EarliestDeadlineFirst, FairShares, SeededRandom, ShortestPromptFirst
 from tests.tiers import one_in
 
@@ -89,15 +89,15 @@ def test_failure_is_cut_down_and_replayed(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_command_line_reports_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sim", "gate", "chairlift.scheduler.policy:FirstComeFirstServed", "--seeds", "3"]) == 0
+    assert main(["sim", "gate", "chairlift.core.scheduler.policy:FirstComeFirstServed", "--seeds", "3"]) == 0
     assert "passes (3 worlds" in capsys.readouterr().out
-    for wrong in ("chairlift.scheduler.policy:Nothing", "collections:Counter", "fcfs"):
+    for wrong in ("chairlift.core.scheduler.policy:Nothing", "collections:Counter", "fcfs"):
         assert main(["sim", "gate", wrong]) == 2
         assert "scheduling_policy" in capsys.readouterr().err
 
 
 def test_a_policy_may_lie_where_the_command_runs(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("from chairlift.scheduler.policy import FirstComeFirstServed as Mine\n")
+    (tmp_path / "mine.py").write_text("from chairlift.core.scheduler.policy import FirstComeFirstServed as Mine\n")
     root = str(Path(__file__).parents[2])
     code = f"import sys; sys.path.append({root!r}); from chairlift.cli.main import main; sys.exit(main())"
     # -I: as for the installed command, and for the engine's process, the working directory is not looked at by itself.

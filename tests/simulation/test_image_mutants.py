@@ -6,8 +6,8 @@ import collections
 
 import pytest
 
-from chairlift.workbench.sim.simulator import run_world
-from chairlift.workbench.sim.world import make_world
+from chairlift_lab.sim.simulator import run_world
+from chairlift_lab.sim.world import make_world
 from tests.simulation.image_mutants import IMAGE_MUTANTS
 from tests.simulation.planted import check_is_found
 

@@ -7,8 +7,8 @@ import collections
 import pytest
 
 from chairlift.models.hashlm import STATE
-from chairlift.workbench.sim.simulator import run_world
-from chairlift.workbench.sim.world import make_world
+from chairlift_lab.sim.simulator import run_world
+from chairlift_lab.sim.world import make_world
 from tests.simulation.mask_mutants import MASK_MUTANTS
 from tests.simulation.planted import check_is_found
 

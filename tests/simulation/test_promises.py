@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from chairlift.request import Request, RequestStatus, Service
-from chairlift.scheduler.fairness import DECODE_WEIGHT, PREFILL_WEIGHT
-from chairlift.scheduler.output import SchedulerOutput
-from chairlift.scheduler.precedence import Precedence
-from chairlift.scheduler.scheduler import Scheduler
-from chairlift.service_class import ServiceClass
-from tests.scheduler.driver import BLOCK, Driver
+from chairlift.base.service_class import ServiceClass
+from chairlift.core.request import Request, RequestStatus, Service
+from chairlift.core.scheduler.fairness import DECODE_WEIGHT, PREFILL_WEIGHT
+from chairlift.core.scheduler.output import SchedulerOutput
+from chairlift.core.scheduler.precedence import Precedence
+from chairlift.core.scheduler.scheduler import Scheduler
+from tests.core.scheduler.driver import BLOCK, Driver
 from tests.simulation.mutants import PROMISE_MUTANTS
 from tests.tiers import one_in
 

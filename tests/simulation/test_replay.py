@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chairlift.cli.sim import report_lines
 from chairlift.config import EngineConfig
+from chairlift.core.scheduler.cost_model import CostModel, Roofline, StepFeatures
 from chairlift.engine.step_export import read_recording
 from chairlift.engine.step_recorder import StepRecorder
 from chairlift.errors import ConfigError
-from chairlift.replay.calibrate import calibrate, describe_fit, fit_steps
-from chairlift.replay.machines import (
+from chairlift_lab.bench.tune_state import kept_latencies
+from chairlift_lab.cli.sim import report_lines
+from chairlift_lab.replay.calibrate import calibrate, describe_fit, fit_steps
+from chairlift_lab.replay.machines import (
     MACHINES,
     MODELLED,
     MODELS,
@@ -25,18 +27,16 @@ from chairlift.replay.machines import (
     deploy,
     shape_from_name,
 )
-from chairlift.replay.replay import RequestTiming, ServedTrace, SimReport, replay, serve_trace, simulated_core
-from chairlift.replay.side_by_side import (
+from chairlift_lab.replay.replay import RequestTiming, ServedTrace, SimReport, replay, serve_trace, simulated_core
+from chairlift_lab.replay.side_by_side import (
     batching_sides,
     compare_sides,
     recorded_config,
     recorded_deployment,
     recorded_trace,
 )
-from chairlift.scheduler.cost_model import CostModel, Roofline, StepFeatures
-from chairlift.workbench.bench.tune_state import kept_latencies
-from chairlift.workbench.workload.arrivals import Gamma, parse_arrivals
-from chairlift.workbench.workload.trace import TracedRequest, draw_trace
+from chairlift_lab.workload.arrivals import Gamma, parse_arrivals
+from chairlift_lab.workload.trace import TracedRequest, draw_trace
 from tests.tiers import one_in
 
 STEP = Roofline(
@@ -127,8 +127,8 @@ def test_one_seed_is_one_result() -> None:
 @pytest.mark.full
 def test_the_result_does_not_depend_on_the_hash_seed() -> None:
     code = (
-        "import json; from chairlift.config import EngineConfig; from chairlift.replay.machines import *\n"
-        "from chairlift.replay.replay import replay; from chairlift.workbench.workload.trace import draw_trace\n"
+        "import json; from chairlift.config import EngineConfig; from chairlift_lab.replay.machines import *\n"
+        "from chairlift_lab.replay.replay import replay; from chairlift_lab.workload.trace import draw_trace\n"
         "trace = draw_trace('assistant', count=40)\n"
         "print(json.dumps(replay(trace, EngineConfig(), deploy('l4', MODELS['llama-3-8b'])).to_dict()))"
     )

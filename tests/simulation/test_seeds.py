@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from chairlift.workbench.sim.__main__ import main, report
-from chairlift.workbench.sim.minimise import failure_of, minimise
-from chairlift.workbench.sim.policy_watch import Violation
-from chairlift.workbench.sim.simulator import run_world
-from chairlift.workbench.sim.world import make_world
+from chairlift_lab.sim.__main__ import main, report
+from chairlift_lab.sim.minimise import failure_of, minimise
+from chairlift_lab.sim.policy_watch import Violation
+from chairlift_lab.sim.simulator import run_world
+from chairlift_lab.sim.world import make_world
 from tests.simulation.mutants import MUTANTS
 
 FAILED_ONCE = (1502, 2286, 3728, 4096, 5666, 11950, 14738, 15549, 33268, 42650, 53414, 56820, 65585, 72243, 97234)
@@ -105,8 +105,8 @@ def test_one_seed_is_one_execution(seed: int) -> None:
 @pytest.mark.full
 def test_execution_does_not_depend_on_the_hash_seed() -> None:
     code = (
-        "from chairlift.workbench.sim.simulator import run_world\n"
-        "from chairlift.workbench.sim.world import make_world\n"
+        "from chairlift_lab.sim.simulator import run_world\n"
+        "from chairlift_lab.sim.world import make_world\n"
         "print([run_world(make_world(seed)).trace for seed in range(25)])"
     )
     runs = [
@@ -129,4 +129,4 @@ def test_failing_world_is_cut_down_and_replayed(
         fewer = small.events[:index] + small.events[index + 1 :]
         assert failure_of(dataclasses.replace(small, events=fewer)) is None, "an event was left in that is not needed"
     assert main(["--seed", str(seed)]) == 1
-    assert f"replay: python -m chairlift.workbench.sim --seed {seed}" in capsys.readouterr().out
+    assert f"replay: python -m chairlift_lab.sim --seed {seed}" in capsys.readouterr().out

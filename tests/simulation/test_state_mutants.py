@@ -7,9 +7,9 @@ import collections
 import pytest
 
 from chairlift.models.hashlm import STATE
-from chairlift.workbench.sim.minimise import failure_of
-from chairlift.workbench.sim.simulator import run_world
-from chairlift.workbench.sim.world import make_world
+from chairlift_lab.sim.minimise import failure_of
+from chairlift_lab.sim.simulator import run_world
+from chairlift_lab.sim.world import make_world
 from tests.simulation.planted import check_is_found
 from tests.simulation.state_mutants import STATE_MUTANTS
 

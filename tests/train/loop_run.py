@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from chairlift.train.layout import Pack
-from chairlift.train.loop_adapters import accelerate_step, deepspeed_step
-from chairlift.train.loss import StepLoss
-from chairlift.train.varlen import patch_hf
+from chairlift_train.layout import Pack
+from chairlift_train.loop_adapters import accelerate_step, deepspeed_step
+from chairlift_train.loss import StepLoss
+from chairlift_train.varlen import patch_hf
 from tests.train.families import tiny
 from tests.train.sharded_run import steps
 from tests.train.training_mutants import plant

@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from chairlift.train.config import TrainConfig
+from chairlift_train.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 44
@@ -72,8 +72,8 @@ def run(recipe: str, directory: Path, point: str = "never", count: int = 0) -> P
     checkpoint."""
     import torch
 
-    from chairlift.train.networks import NativeNetwork
-    from chairlift.train.run import train
+    from chairlift_train.networks import NativeNetwork
+    from chairlift_train.run import train
 
     seen: Counter[str] = Counter()
 

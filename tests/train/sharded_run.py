@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from chairlift.train import sharding
-from chairlift.train.config import TrainerConfig
-from chairlift.train.layout import Pack
-from chairlift.train.parallel import process_group
-from chairlift.train.sharding import whole
-from chairlift.train.stream import PackStream
-from chairlift.train.trainer import Trainer
+from chairlift_train import sharding
+from chairlift_train.config import TrainerConfig
+from chairlift_train.layout import Pack
+from chairlift_train.parallel import process_group
+from chairlift_train.sharding import whole
+from chairlift_train.stream import PackStream
+from chairlift_train.trainer import Trainer
 from tests.train.test_trainer import examples, tiny_model
 from tests.train.training_mutants import plant
 
@@ -33,7 +33,7 @@ def steps() -> list[list[Pack]]:
 def trainer_of(case: str, ranks: int = 1) -> Trainer:
     """The trainer of a case: ``native`` or ``foreign``, and ``-recomputed`` if layers are computed again. With several
     ranks its weights are sharded, except with ``-whole``."""
-    from chairlift.train.hf_network import TransformersNetwork
+    from chairlift_train.hf_network import TransformersNetwork
     from tests.train.test_hf_network import tiny_model as foreign_model
 
     family, _, kind = case.partition("-")

@@ -9,8 +9,8 @@ import random
 import statistics
 from collections.abc import Sequence
 
-from chairlift.train.async_loop import AsyncLoop, Generator, Rollout
-from chairlift.train.staleness import Selection, StalenessGate, StalenessPolicy
+from chairlift_train.async_loop import AsyncLoop, Generator, Rollout
+from chairlift_train.staleness import Selection, StalenessGate, StalenessPolicy
 
 ACTIONS = 8
 BATCH, SLOTS = 32, 64

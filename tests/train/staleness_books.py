@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from chairlift.train.staleness import GateStats, StalenessGate, StalenessPolicy
+from chairlift_train.staleness import GateStats, StalenessGate, StalenessPolicy
 
 POLICIES: tuple[StalenessPolicy, ...] = ("drop", "wait", "reweight", "lr_scale")
 

@@ -19,10 +19,10 @@ from chairlift.kernels.weights import PLAIN
 from chairlift.lora.trainable import TrainableAdapter
 from chairlift.models.hf_config import parse_config, read_json
 from chairlift.models.loader import load_model
-from chairlift.train.config import TrainConfig, TrainerConfig
-from chairlift.train.run import prepare, train
-from chairlift.train.stream import PackStream
-from chairlift.train.trainer import Trainer
+from chairlift_train.config import TrainConfig, TrainerConfig
+from chairlift_train.run import prepare, train
+from chairlift_train.stream import PackStream
+from chairlift_train.trainer import Trainer
 from tests.lora.adapters import peft_logits
 from tests.models.tiny import FAMILIES, MORE_FAMILIES, hf_model, tiny_hf_model
 from tests.train import tiny_run

@@ -16,10 +16,10 @@ import pytest
 
 from chairlift import LLM, SamplingParams
 from chairlift.errors import ConfigError
-from chairlift.rollout import RolloutGenerator
-from chairlift.train.async_loop import AsyncLoop, Rollout
-from chairlift.train.sequences import read_sample
-from chairlift.train.staleness import Selection, StalenessGate, StalenessPolicy
+from chairlift_train.async_loop import AsyncLoop, Rollout
+from chairlift_train.rollout import RolloutGenerator
+from chairlift_train.sequences import read_sample
+from chairlift_train.staleness import Selection, StalenessGate, StalenessPolicy
 from tests.models.tiny import hf_logits, hf_model, tiny_hf_model
 from tests.train.simulated_rollouts import BATCH, Bandit, Clock, SimulatedGenerator, simulate
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift.errors import ConfigError
-from chairlift.train.balance import Cost, deal_rows, idle, level_rows
-from chairlift.train.pack import pack_indices
+from chairlift_train.balance import Cost, deal_rows, idle, level_rows
+from chairlift_train.pack import pack_indices
 from tests.train.mixes import MIXES
 
 CAPACITY = 32_768

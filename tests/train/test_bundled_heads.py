@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from chairlift import LLM, SamplingParams
+from chairlift.core.scheduler.drafts import Drafts
+from chairlift.core.spec_decode.adaptive import AdaptiveSpeculator
 from chairlift.errors import ConfigError
-from chairlift.scheduler.drafts import Drafts
-from chairlift.spec_decode.adaptive import AdaptiveSpeculator
 from tests.models.tiny import tiny_hf_model
 from tests.native import needs_kernels
 from tools.guide import read_guide

@@ -22,10 +22,10 @@ from chairlift.errors import ConfigError
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import parse_config
 from chairlift.models.random_weights import random_model
-from chairlift.train.checkpoint import CheckpointStore, ModelFiles, load_state, random_state, set_random_state
-from chairlift.train.config import TrainConfig
-from chairlift.train.run import train
-from chairlift.train.trainer import StepResult, Trainer
+from chairlift_train.checkpoint import CheckpointStore, ModelFiles, load_state, random_state, set_random_state
+from chairlift_train.config import TrainConfig
+from chairlift_train.run import train
+from chairlift_train.trainer import StepResult, Trainer
 from tests.train import tiny_run
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.errors import ConfigError
-from chairlift.train.collate import (
+from chairlift_train.collate import (
     ALL_KEYS,
     FLASH_KEYS,
     PackCollator,
@@ -22,8 +22,8 @@ from chairlift.train.collate import (
     trl_columns,
     xformers_seqlens,
 )
-from chairlift.train.layout import Layout, Pack
-from chairlift.train.loss import StepLoss
+from chairlift_train.layout import Layout, Pack
+from chairlift_train.loss import StepLoss
 from tests.train.families import EXACT, VOCABULARY, tiny
 
 TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-12}

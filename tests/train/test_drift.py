@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from chairlift.errors import ConfigError
-from chairlift.train.detectors import Adwin, Detector, PageHinkley
-from chairlift.train.drift import DriftSampler, Reservoir
-from chairlift.train.stream import PackStream
+from chairlift_train.detectors import Adwin, Detector, PageHinkley
+from chairlift_train.drift import DriftSampler, Reservoir
+from chairlift_train.stream import PackStream
 from tests.train.drift_streams import STREAMS, evaluate
 
 DETECTORS: list[Callable[[], Detector]] = [Adwin, PageHinkley]

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from chairlift.errors import ConfigError
-from chairlift.train.config import TrainConfig
-from chairlift.train.drift import DriftSampler
-from chairlift.train.run import Outcome, train
-from chairlift.train.trainer import StepResult, Trainer
+from chairlift_train.config import TrainConfig
+from chairlift_train.drift import DriftSampler
+from chairlift_train.run import Outcome, train
+from chairlift_train.trainer import StepResult, Trainer
 from tests.train import tiny_run
 
 CHANGE = 500
@@ -94,7 +94,7 @@ def test_losses_are_those_of_each_sequence_alone(tmp_path: Path) -> None:
         {"input_ids": [9]},
         {"input_ids": [7, 8, 9, 10], "loss_weight": [0, 1, 0.5, 0]},
     ]
-    from chairlift.train.stream import PackStream
+    from chairlift_train.stream import PackStream
     from tests.train.test_trainer import config, one_step, tiny_model
 
     sampler = Listening({"a": items})

@@ -16,10 +16,10 @@ from chairlift.errors import ConfigError
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
-from chairlift.train.config import TrainConfig
-from chairlift.train.evaluation import Evaluation, EvaluationResult
-from chairlift.train.run import Outcome, train
-from chairlift.train.trainer import StepResult, Trainer
+from chairlift_train.config import TrainConfig
+from chairlift_train.evaluation import Evaluation, EvaluationResult
+from chairlift_train.run import Outcome, train
+from chairlift_train.trainer import StepResult, Trainer
 from tests.train import tiny_run
 from tests.train.test_trainer import config, examples, one_by_one, tiny_model
 

@@ -17,9 +17,9 @@ from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PackedContext
 from chairlift.models.hf_config import parse_config
 from chairlift.models.layers.experts import MixtureOfExperts
-from chairlift.train.expert_balance import ExpertBalance
-from chairlift.train.stream import PackStream
-from chairlift.train.trainer import Trainer
+from chairlift_train.expert_balance import ExpertBalance
+from chairlift_train.stream import PackStream
+from chairlift_train.trainer import Trainer
 from tests.models import tiny
 from tests.train.test_native_families import config_of, model_of, whole_error
 from tests.train.test_trainer import Example, config, examples, gradients, one_step, tiny_model
@@ -164,7 +164,7 @@ def _rank(rank: int, folder: str, mutants: tuple[str, ...] = ()) -> None:
     result = next(trainer.run())
     found = {name: value.numpy() for name, value in gradients(trainer.model).items()}
     np.savez(f"{folder}/{rank}.npz", balance=result.balance_loss, **found)
-    from chairlift.train.parallel import settle
+    from chairlift_train.parallel import settle
 
     settle()
     distributed.destroy_process_group()

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from chairlift.errors import ConfigError
-from chairlift.train.adapters import megatron_batch
-from chairlift.train.collate import PackCollator
-from chairlift.train.exports import writer_of
-from chairlift.train.layout import Pack
-from chairlift.train.stream import PackStream
+from chairlift_train.adapters import megatron_batch
+from chairlift_train.collate import PackCollator
+from chairlift_train.exports import writer_of
+from chairlift_train.layout import Pack
+from chairlift_train.stream import PackStream
 
 ITEMS: list[dict[str, Any]] = [
     {"input_ids": [n + 1] * n, "completion_mask": [int(i > n // 2) for i in range(n)]} for n in range(2, 30)

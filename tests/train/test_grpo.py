@@ -19,9 +19,9 @@ from torch.nn import functional
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
-from chairlift.train import PackStream, Rollout
-from chairlift.train.checkpoint import CheckpointStore
-from chairlift.train.varlen import VarlenContext
+from chairlift_train import PackStream, Rollout
+from chairlift_train.checkpoint import CheckpointStore
+from chairlift_train.varlen import VarlenContext
 from tests.train import grpo_run
 
 ROOT = Path(__file__).resolve().parents[2]

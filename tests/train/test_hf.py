@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from chairlift.errors import ConfigError
-from chairlift.train.collate import TRAINER_KEYS, PackCollator
-from chairlift.train.hf import TrainerLoss
-from chairlift.train.layout import Layout, Pack
-from chairlift.train.loss import StepLoss
+from chairlift_train.collate import TRAINER_KEYS, PackCollator
+from chairlift_train.hf import TrainerLoss
+from chairlift_train.layout import Layout, Pack
+from chairlift_train.loss import StepLoss
 from tests.free_port import free_port
 from tests.train.families import VOCABULARY, tiny
 

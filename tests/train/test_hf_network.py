@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from chairlift.errors import ConfigError, ModelLoadError
-from chairlift.train import hf_network
-from chairlift.train.config import TrainConfig
-from chairlift.train.hf_network import TransformersNetwork
-from chairlift.train.run import prepare, train
-from chairlift.train.stream import PackStream
-from chairlift.train.trainer import StepResult, Trainer
+from chairlift_train import hf_network
+from chairlift_train.config import TrainConfig
+from chairlift_train.hf_network import TransformersNetwork
+from chairlift_train.run import prepare, train
+from chairlift_train.stream import PackStream
+from chairlift_train.trainer import StepResult, Trainer
 from tests.train import families, tiny_run
 from tests.train.test_trainer import VOCAB, config, examples, gradients
 

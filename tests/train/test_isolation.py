@@ -13,8 +13,8 @@ from chairlift.errors import ConfigError
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PackedContext
 from chairlift.models.hf_config import parse_config
-from chairlift.train.isolation import check_isolation
-from chairlift.train.varlen import patch_hf
+from chairlift_train.isolation import check_isolation
+from chairlift_train.varlen import patch_hf
 from tests.train.families import EXACT, LEAKING, tiny
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.errors import ConfigError
-from chairlift.train.lanes import LaneBatch, Lanes
+from chairlift_train.lanes import LaneBatch, Lanes
 
 
 def documents(lengths: Sequence[int], seed: int = 0) -> list[Any]:

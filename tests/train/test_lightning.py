@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from chairlift.errors import ConfigError
-from chairlift.train.lightning_adapter import lightning_module, step_loader
-from chairlift.train.stream import PackStream
-from chairlift.train.varlen import patch_hf
+from chairlift_train.lightning_adapter import lightning_module, step_loader
+from chairlift_train.stream import PackStream
+from chairlift_train.varlen import patch_hf
 from tests.train.families import tiny
 from tests.train.test_hf_network import alone, error
 from tests.train.test_trainer import examples, gradients

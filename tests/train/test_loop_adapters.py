@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from chairlift.errors import ConfigError
-from chairlift.train.layout import Pack
-from chairlift.train.loop_adapters import accelerate_step, deepspeed_step
-from chairlift.train.loss import StepLoss
-from chairlift.train.stream import PackStream
-from chairlift.train.varlen import patch_hf
+from chairlift_train.layout import Pack
+from chairlift_train.loop_adapters import accelerate_step, deepspeed_step
+from chairlift_train.loss import StepLoss
+from chairlift_train.stream import PackStream
+from chairlift_train.varlen import patch_hf
 from tests.train.families import tiny
 from tests.train.sharded_run import steps
 from tests.train.test_hf_network import alone, error

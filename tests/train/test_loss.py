@@ -19,10 +19,10 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from chairlift.errors import ConfigError
-from chairlift.train.collate import PackCollator
-from chairlift.train.layout import Pack
-from chairlift.train.loss import Batch, ExpertCounts, StepLoss, token_losses
-from chairlift.train.parallel import settle, sum_over_ranks
+from chairlift_train.collate import PackCollator
+from chairlift_train.layout import Pack
+from chairlift_train.loss import Batch, ExpertCounts, StepLoss, token_losses
+from chairlift_train.parallel import settle, sum_over_ranks
 from tests.train.families import VOCABULARY, tiny
 
 REDUCTIONS = ("token", "sequence", "sqrt", "weights")

@@ -15,14 +15,14 @@ from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig, parse_config
 from chairlift.models.random_weights import random_model
 from chairlift.models.registry import FAMILIES
-from chairlift.train import networks
-from chairlift.train import trainer as trainer_module
-from chairlift.train.collate import PackCollator
-from chairlift.train.config import TrainConfig
-from chairlift.train.layout import Layout
-from chairlift.train.run import train
-from chairlift.train.trainer import Trainer
-from chairlift.train.varlen import VarlenContext
+from chairlift_train import networks
+from chairlift_train import trainer as trainer_module
+from chairlift_train.collate import PackCollator
+from chairlift_train.config import TrainConfig
+from chairlift_train.layout import Layout
+from chairlift_train.run import train
+from chairlift_train.trainer import Trainer
+from chairlift_train.varlen import VarlenContext
 from tests.models import tiny
 from tests.train import tiny_run
 from tests.train.test_trainer import examples, gradients, one_by_one, one_step, relative_error

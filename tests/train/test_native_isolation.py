@@ -9,9 +9,9 @@ import torch
 
 from chairlift.kernels.recurrent import recur_packed
 from chairlift.models.hf_config import parse_config
-from chairlift.train import varlen
-from chairlift.train.isolation import IsolationReport, check_isolation
-from chairlift.train.varlen import VarlenContext
+from chairlift_train import varlen
+from chairlift_train.isolation import IsolationReport, check_isolation
+from chairlift_train.varlen import VarlenContext
 from tests.models.tiny import RECURRENT_FAMILIES
 from tests.train.test_native_families import CELLS, config_of, model_of
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift.errors import ConfigError
-from chairlift.train.pack import LookaheadPacker, lower_bound, pack_indices
+from chairlift_train.pack import LookaheadPacker, lower_bound, pack_indices
 from tests.train.mixes import MIXES
 
 CAPACITY = 4096

@@ -7,13 +7,13 @@ from typing import Final
 
 import pytest
 
-from chairlift.distributed.node import addresses_of, is_open
-from chairlift.train.parallel import _local_store, _on_loopback
+from chairlift.fleet.node import addresses_of, is_open
+from chairlift_train.parallel import _local_store, _on_loopback
 from tests.free_port import free_port
 
 ENDS: Final = """
 import os, torch
-from chairlift.train.parallel import process_group, sum_gradients
+from chairlift_train.parallel import process_group, sum_gradients
 
 def threads():
     return {open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")}
@@ -42,8 +42,8 @@ def test_nothing_is_left_of_a_process_group() -> None:
 LISTENS: Final = """
 import os
 from torch import distributed
-from chairlift.distributed.node import addresses_of
-from chairlift.train.parallel import process_group
+from chairlift.fleet.node import addresses_of
+from chairlift_train.parallel import process_group
 with process_group():
     print(*addresses_of(os.getpid()))
     distributed.barrier()

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from chairlift.errors import ConfigError
-from chairlift.train.config import TrainConfig, TrainerConfig
-from chairlift.train.run import train
-from chairlift.train.stream import PackStream
-from chairlift.train.trainer import StepResult, Trainer
+from chairlift_train.config import TrainConfig, TrainerConfig
+from chairlift_train.run import train
+from chairlift_train.stream import PackStream
+from chairlift_train.trainer import StepResult, Trainer
 from tests.train import tiny_run
 from tests.train.test_trainer import examples, gradients, one_step, relative_error, tiny_model
 

@@ -1,4 +1,4 @@
-"""Public names of ``chairlift.train``, and the imports that using them costs."""
+"""Public names of ``chairlift_train``, and the imports that using them costs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from chairlift import train
+import chairlift_train as train
 
 
 def test_every_name_is_there_and_no_other() -> None:
@@ -19,7 +19,7 @@ def test_every_name_is_there_and_no_other() -> None:
 
 def test_planning_packs_needs_no_torch() -> None:
     code = (
-        "import sys; from chairlift.train import PackCollator, PackStream, pack_indices\n"
+        "import sys; from chairlift_train import PackCollator, PackStream, pack_indices\n"
         "packs = list(PackStream([[1, 2], [3], [4, 5, 6]], capacity=4))\n"
         "PackCollator().arrays(packs[0])\n"
         "assert sum(pack.num_tokens for pack in packs) == 6 and len(pack_indices([2, 1, 3], 4)) == 2\n"

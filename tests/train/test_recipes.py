@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from chairlift.train.checkpoint import CheckpointStore
+from chairlift_train.checkpoint import CheckpointStore
 from tests.train import recipe_run
 
 
@@ -62,7 +62,7 @@ def _go_on(recipe: str, folder: Path, point: str, count: int) -> subprocess.Comp
 @pytest.mark.parametrize("recipe", ["train", "pretrain"])
 def test_a_recipe_learns_its_data(recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    from chairlift.train.run import train
+    from chairlift_train.run import train
 
     recipe_run.write_data(tmp_path)
     losses: list[float] = []

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from chairlift.errors import ChairliftError, ConfigError
-from chairlift.tokenizer.chat_template import ChatTemplate
-from chairlift.train.chats import write_chat
-from chairlift.train.encoder import Encoded, Encoder, fitting
-from chairlift.train.record_files import ArrayFile, LineFile, expand, open_file
-from chairlift.train.records import chat_of
-from chairlift.train.sources import FollowedLines, RecordSource
+from chairlift.text.tokenizer.chat_template import ChatTemplate
+from chairlift_train.chats import write_chat
+from chairlift_train.encoder import Encoded, Encoder, fitting
+from chairlift_train.record_files import ArrayFile, LineFile, expand, open_file
+from chairlift_train.records import chat_of
+from chairlift_train.sources import FollowedLines, RecordSource
 from tests.cli.conftest import CHAT_TEMPLATE
-from tests.tokenizer import tiny
+from tests.text.tokenizer import tiny
 
 # An answer that is not the last loses its thoughts, as with Qwen3, and the last one ends the text, as with Phi-3.5.
 REWRITING = (

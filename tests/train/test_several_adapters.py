@@ -20,13 +20,13 @@ from chairlift.errors import ConfigError
 from chairlift.lora import trainable_set
 from chairlift.lora.trainable import TrainableAdapter
 from chairlift.lora.trainable_set import TrainableAdapters
-from chairlift.train import several_adapters
-from chairlift.train.config import TrainConfig, TrainerConfig
-from chairlift.train.loss import StepLoss
-from chairlift.train.run import prepare, train
-from chairlift.train.several_adapters import AdapterLosses, AdapterStep
-from chairlift.train.stream import PackStream
-from chairlift.train.trainer import Trainer
+from chairlift_train import several_adapters
+from chairlift_train.config import TrainConfig, TrainerConfig
+from chairlift_train.loss import StepLoss
+from chairlift_train.run import prepare, train
+from chairlift_train.several_adapters import AdapterLosses, AdapterStep
+from chairlift_train.stream import PackStream
+from chairlift_train.trainer import Trainer
 from tests.lora.adapters import peft_logits
 from tests.models.tiny import tiny_hf_model
 from tests.train import tiny_run

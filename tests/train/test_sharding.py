@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from chairlift.errors import ConfigError
-from chairlift.train.config import TrainConfig
-from chairlift.train.run import prepare
+from chairlift_train.config import TrainConfig
+from chairlift_train.run import prepare
 from tests.free_port import free_port
 from tests.train import tiny_run
 from tests.train.sharded_run import steps, trainer_of

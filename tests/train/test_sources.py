@@ -17,12 +17,12 @@ from tokenizers import processors
 
 import chairlift
 from chairlift.errors import ChairliftError, ConfigError
-from chairlift.tokenizer.tokenizer import Tokenizer
-from chairlift.train.encoder import Encoder, fitting
-from chairlift.train.sources import FollowedLines, LineFile, RecordSource, TableFile
-from chairlift.train.stream import PackStream
+from chairlift.text.tokenizer.tokenizer import Tokenizer
+from chairlift_train.encoder import Encoder, fitting
+from chairlift_train.sources import FollowedLines, LineFile, RecordSource, TableFile
+from chairlift_train.stream import PackStream
 from tests.cli.conftest import CHAT_TEMPLATE
-from tests.tokenizer import tiny
+from tests.text.tokenizer import tiny
 
 
 def numbers(path: Path, count: int, first: int = 0) -> Path:

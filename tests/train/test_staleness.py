@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chairlift.errors import ConfigError
-from chairlift.train.staleness import Finished, StalenessGate, StalenessPolicy
+from chairlift_train.staleness import Finished, StalenessGate, StalenessPolicy
 from tests.sweep import sweep
 from tests.train.staleness_books import POLICIES, World, explore, steady
 

@@ -23,12 +23,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from chairlift.errors import ConfigError
-from chairlift.train import stream as stream_module
-from chairlift.train.balance import Cost
-from chairlift.train.layout import Pack
-from chairlift.train.pack import pack_indices
-from chairlift.train.sequences import read_sample
-from chairlift.train.stream import PackStream
+from chairlift_train import stream as stream_module
+from chairlift_train.balance import Cost
+from chairlift_train.layout import Pack
+from chairlift_train.pack import pack_indices
+from chairlift_train.sequences import read_sample
+from chairlift_train.stream import PackStream
 from tests.sweep import sweep
 from tests.train.mixes import MIXES
 
@@ -1040,7 +1040,7 @@ def test_the_longest_wait_is_exact() -> None:
 MEMORY = """
 import itertools, random, sys
 import numpy as np
-from chairlift.train.stream import PackStream
+from chairlift_train.stream import PackStream
 from tests.train.mixes import MIXES
 
 def resident():

@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from chairlift.errors import ChairliftError, ConfigError
-from chairlift.tokenizer.chat_template import ChatTemplate
-from chairlift.train.borders import encode_parts, keep_spaces
-from chairlift.train.chats import write_chat, write_whole
-from chairlift.train.encoder import Encoded, Encoder
-from chairlift.train.records import chat_of
-from chairlift.train.sequences import read_sample
+from chairlift.text.tokenizer.chat_template import ChatTemplate
+from chairlift_train.borders import encode_parts, keep_spaces
+from chairlift_train.chats import write_chat, write_whole
+from chairlift_train.encoder import Encoded, Encoder
+from chairlift_train.records import chat_of
+from chairlift_train.sequences import read_sample
 from tests.cli.conftest import CHAT_TEMPLATE
-from tests.tokenizer import tiny
+from tests.text.tokenizer import tiny
 
 FAMILIES = ("byte_level", "trimmed", "byte_fallback", "unigram_byte_fallback", "metaspace")
 

@@ -21,12 +21,12 @@ from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PackedContext
 from chairlift.models.hf_config import parse_config
 from chairlift.models.random_weights import random_model
-from chairlift.train import drift
-from chairlift.train.config import TrainConfig, TrainerConfig
-from chairlift.train.loss import Reduce
-from chairlift.train.run import train
-from chairlift.train.stream import PackStream
-from chairlift.train.trainer import Trainer
+from chairlift_train import drift
+from chairlift_train.config import TrainConfig, TrainerConfig
+from chairlift_train.loss import Reduce
+from chairlift_train.run import train
+from chairlift_train.stream import PackStream
+from chairlift_train.trainer import Trainer
 from tests.train import tiny_run
 
 VOCAB = tiny_run.VOCAB

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from chairlift.errors import ConfigError
 from chairlift.kernels import reference, sdpa
 from chairlift.models.context import PackedContext
-from chairlift.train import varlen
-from chairlift.train.layout import Layout
-from chairlift.train.varlen import VarlenContext, attend, patch_hf
+from chairlift_train import varlen
+from chairlift_train.layout import Layout
+from chairlift_train.varlen import VarlenContext, attend, patch_hf
 from tests.train.families import EXACT, VOCABULARY, tiny
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2}

@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from chairlift.train.config import TrainConfig
+from chairlift_train.config import TrainConfig
 
 VOCAB = 61
 STEPS = 12
@@ -67,8 +67,8 @@ def settings(directory: Path, **training: Any) -> dict[str, Any]:
 def main() -> None:
     import torch
 
-    from chairlift.train.run import train
-    from chairlift.train.trainer import StepResult, Trainer
+    from chairlift_train.run import train
+    from chairlift_train.trainer import StepResult, Trainer
 
     torch.set_num_threads(1)
     directory, point, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])

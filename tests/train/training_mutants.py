@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from chairlift.train import expert_balance, loop_adapters, loss, sharding, trainer
-from chairlift.train.layout import Pack
-from chairlift.train.loss import StepLoss
+from chairlift_train import expert_balance, loop_adapters, loss, sharding, trainer
+from chairlift_train.layout import Pack
+from chairlift_train.loss import StepLoss
 
 __all__ = ["MUTANTS", "plant"]
 

@@ -25,8 +25,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chairlift.base.step_batch import StepBatch
 from chairlift.kernels.control_group import processor_limit
-from chairlift.step_batch import StepBatch
 
 __all__ = [
     "ABI_VERSION",

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chairlift.base.step_batch import StepBatch
 from chairlift.errors import InvariantError
 from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu.low_rank import LowRankTable
@@ -26,7 +27,6 @@ from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, PackedMatrix
 from chairlift.kernels.recording import Node, Recorder, Value, recurrence
 from chairlift.kernels.recurrent import plan_pieces, recur_paged
 from chairlift.kernels.routing import GROUP_SCORES, SCORINGS, Routing
-from chairlift.step_batch import StepBatch
 
 __all__ = ["SPARE_ROWS", "StepProgram"]
 

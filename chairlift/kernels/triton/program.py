@@ -42,7 +42,7 @@ SMALL_ROWS = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepTensors:
-    """A step's inputs on the device: N rows with T tokens in all. See :class:`~chairlift.step_batch.StepBatch`."""
+    """A step's inputs on the device: N rows with T tokens in all. See :class:`~chairlift.base.step_batch.StepBatch`."""
 
     token_ids: Tensor
     """int32 [T], the ids of the tokens to compute."""

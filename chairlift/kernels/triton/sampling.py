@@ -2,11 +2,11 @@
 """Sampling on the device: the arg max, or a draw with counter-based Gumbel noise, optionally after min-p, top-k and
 top-p.
 
-:mod:`chairlift.sampling.gumbel` and :mod:`chairlift.sampling.logits` define the results. Imagine the ids of a row
-sorted by descending score (ties: ascending id). min-p, top-k and top-p each keep the first ids of this order, so the
-last kept id and its score define the kept set. The code does not sort: it finds this score bit by bit, by computing the
-number of ids (or the probability) at or above a candidate score. Usually two passes over the row first find and copy
-the few ids that can matter, and the search reads only those.
+:mod:`chairlift.executor.sampling.gumbel` and :mod:`chairlift.executor.sampling.logits` define the results. Imagine the
+ids of a row sorted by descending score (ties: ascending id). min-p, top-k and top-p each keep the first ids of this
+order, so the last kept id and its score define the kept set. The code does not sort: it finds this score bit by bit, by
+computing the number of ids (or the probability) at or above a candidate score. Usually two passes over the row first
+find and copy the few ids that can matter, and the search reads only those.
 
 **Determinism.** Each row is computed separately and in a fixed order, so its token does not depend on the other rows.
 The random words equal the CPU's to the last bit. Noise is first computed in float32; only ids that can still be the
@@ -388,7 +388,7 @@ def sample(
     Returns:
         (int32 [R], the tokens; float32 [R, 2], highest logit and highest score). Of ids with equal scores the lowest is
         chosen. The token is -1 if no token could be chosen. Then one of the row's two float32 values is not finite,
-        and :mod:`chairlift.sampling.failures` gives the reason. They are NaN if a logit is NaN, and 0 in padding rows.
+        and :mod:`chairlift.base.row_failures` gives the reason. They are NaN if a logit is NaN, and 0 in padding rows.
     """
     num_rows, vocab = logits.shape
     num_chunks = -(-vocab // chunk)

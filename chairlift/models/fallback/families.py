@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from chairlift.vision.refusals import SEEING
+from chairlift.base.image_refusals import SEEING
 
 __all__ = ["ALLOWED", "REASONS", "REFUSED", "refusal"]
 

@@ -27,8 +27,8 @@ from chairlift.models.fallback.config import TransformersConfig, hf_config
 from chairlift.models.fallback.model import ATTENTION, TransformersLM, register_attention
 from chairlift.models.fallback.packed import pack_linears
 from chairlift.models.fallback.probe import Comparison, compare_with_eager, probe_layers
+from chairlift.models.formats.stored_rows import MOST_NUMBERS, StoredRows
 from chairlift.models.loader import open_tensors
-from chairlift.models.stored_rows import MOST_NUMBERS, StoredRows
 
 __all__ = ["check_stored_weights", "count_parameters", "load_transformers_model", "quiet"]
 

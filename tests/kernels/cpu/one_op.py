@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from chairlift.base.step_batch import StepBatch
 from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu.lowering import OpKind
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, packed_bytes
 from chairlift.kernels.cpu.program import SPARE_ROWS
-from chairlift.step_batch import StepBatch
 
 __all__ = [
     "Batch",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chairlift.base.step_batch import StepBatch
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
 from chairlift.kernels.cpu import library as lib
@@ -22,7 +23,6 @@ from chairlift.kernels.weights import NATIVE, ONEDNN
 from chairlift.models.layers.linear import Linear
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
-from chairlift.step_batch import StepBatch
 from tests.kernels.cpu.models import FAMILIES, tiny_model
 from tests.native import needs_kernels
 

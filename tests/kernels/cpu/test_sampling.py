@@ -1,4 +1,4 @@
-"""The native sampler against :mod:`chairlift.sampling`, its specification, for random mixtures of settings."""
+"""The native sampler against :mod:`chairlift.executor.sampling`, its specification, for random mixtures of settings."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.sampling_row import SamplingRow
+from chairlift.base.step_batch import mask_bits
+from chairlift.executor.sampling import sampler as sampler_module
+from chairlift.executor.sampling.gumbel import gumbel_argmax, gumbel_noise
+from chairlift.executor.sampling.logits import apply_allowed_mask
+from chairlift.executor.sampling.logprobs import TokenLogprobs, token_logprobs
+from chairlift.executor.sampling.sampler import Sampler
 from chairlift.kernels.cpu.library import ISA_NAMES, SAMPLING_ROW, Library, Pool, load, supported_isas
-from chairlift.sampling import sampler as sampler_module
-from chairlift.sampling.gumbel import gumbel_argmax, gumbel_noise
-from chairlift.sampling.logits import apply_allowed_mask
-from chairlift.sampling.logprobs import TokenLogprobs, token_logprobs
-from chairlift.sampling.row import SamplingRow
-from chairlift.sampling.sampler import Sampler
-from chairlift.sampling_params import SamplingParams
-from chairlift.step_batch import mask_bits
 
 SAMPLED, RAW_NAN, RAW_INF, RAW_NONE, SHAPED_NONE, SHAPED_INF = range(6)
 REASONS = {

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from chairlift.kernels.fp8 import quantize
 from chairlift.kernels.roof import GPU
-from chairlift.workbench.bench.device_programs import DeviceKernels
-from chairlift.workbench.bench.kernel_report import kernel_table
-from chairlift.workbench.bench.kernels import KernelSettings, measure_kernels
-from chairlift.workbench.bench.limits import Limits, Peak, Rate
-from chairlift.workbench.bench.machine import describe_machine
-from chairlift.workbench.bench.programs import WEIGHT_STD, Prepare
-from chairlift.workbench.bench.report import text
-from chairlift.workbench.bench.shapes import ModelShape, Product, Shapes
+from chairlift_lab.bench.device_programs import DeviceKernels
+from chairlift_lab.bench.kernel_report import kernel_table
+from chairlift_lab.bench.kernels import KernelSettings, measure_kernels
+from chairlift_lab.bench.limits import Limits, Peak, Rate
+from chairlift_lab.bench.machine import describe_machine
+from chairlift_lab.bench.programs import WEIGHT_STD, Prepare
+from chairlift_lab.bench.report import text
+from chairlift_lab.bench.shapes import ModelShape, Product, Shapes
 from tests.rowwise import needs_rowwise_products
 
 TINY = ModelShape("tiny", hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocab_size=60)

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.sampling_row import SamplingRow
+from chairlift.base.step_batch import StepBatch
+from chairlift.core.kv_cache.manager import NewBlocks
+from chairlift.core.scheduler.output import NewRow, SchedulerOutput
 from chairlift.errors import InvariantError
 from chairlift.executor.input_batch import InputBatch
 from chairlift.kernels.triton.decode_state import DecodeInputs, DecodeState
-from chairlift.kv_cache.manager import NewBlocks
-from chairlift.sampling.row import SamplingRow
-from chairlift.sampling_params import SamplingParams
-from chairlift.scheduler.output import NewRow, SchedulerOutput
-from chairlift.step_batch import StepBatch
 from tests.kernels.triton.probes import seeds
 from tests.sweep import sweep
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from chairlift.base.row_failures import raw_reason, shaped_reason
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.sampling_row import SamplingRow
+from chairlift.executor.sampling import logits as transforms
+from chairlift.executor.sampling.gumbel import gumbel_argmax, philox4x32
+from chairlift.executor.sampling.sampler import Sampler
 from chairlift.kernels.triton.sampling import SamplingSettings, kept_ids, sample
-from chairlift.sampling import logits as transforms
-from chairlift.sampling.failures import raw_reason, shaped_reason
-from chairlift.sampling.gumbel import gumbel_argmax, philox4x32
-from chairlift.sampling.row import SamplingRow
-from chairlift.sampling.sampler import Sampler
-from chairlift.sampling_params import SamplingParams
 from tests.kernels.triton.probes import normal, random_words, rough_noise, seeds
 from tests.sweep import sweep
 

@@ -21,7 +21,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from chairlift import LLM, SamplingParams
 from chairlift.errors import ModelLoadError
 from chairlift.kernels.weights import PLAIN
-from chairlift.models.checkpoint import hf_state_dict
+from chairlift.models.formats.checkpoint import hf_state_dict
 from tests.models.logprobs import PROMPTS, check_logprobs
 from tests.models.paged import packed_logits
 from tests.models.test_families import close, load, prompt

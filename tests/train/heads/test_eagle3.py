@@ -25,18 +25,18 @@ from torch.nn import functional
 from chairlift import LLM, SamplingParams
 from chairlift.cli.main import main
 from chairlift.errors import ConfigError
-from chairlift.executor.eagle3 import Eagle3Drafter
+from chairlift.executor.drafters.eagle3 import Eagle3Drafter
 from chairlift.models.eagle3 import Eagle3, hidden_at, load_eagle3, stored_tensors
 from chairlift.models.model_files import read_config
-from chairlift.train.config import TrainConfig, TrainerConfig
-from chairlift.train.heads import eagle3, training, unrolled
-from chairlift.train.heads.eagle3 import Eagle3Network, check_taps, default_taps
-from chairlift.train.heads.training import HeadsTrainer
-from chairlift.train.heads.vocabulary import frequent_tokens
-from chairlift.train.run import prepare, train
-from chairlift.train.stream import PackStream
-from chairlift.train.trainer import Trainer
-from chairlift.train.varlen import VarlenContext
+from chairlift_train.config import TrainConfig, TrainerConfig
+from chairlift_train.heads import eagle3, training, unrolled
+from chairlift_train.heads.eagle3 import Eagle3Network, check_taps, default_taps
+from chairlift_train.heads.training import HeadsTrainer
+from chairlift_train.heads.vocabulary import frequent_tokens
+from chairlift_train.run import prepare, train
+from chairlift_train.stream import PackStream
+from chairlift_train.trainer import Trainer
+from chairlift_train.varlen import VarlenContext
 from tests.models.tiny import hf_model, tiny_hf_model
 from tests.native import needs_kernels
 from tests.tiers import one_in

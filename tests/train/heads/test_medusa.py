@@ -20,19 +20,19 @@ from torch.nn import functional
 from chairlift import LLM, SamplingParams
 from chairlift.cli.main import main
 from chairlift.errors import ConfigError
-from chairlift.executor.medusa import MedusaHeads, load_medusa
+from chairlift.executor.drafters.medusa import MedusaHeads, load_medusa
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.hf_config import parse_config, read_json
 from chairlift.models.loader import load_model
-from chairlift.train.config import TrainConfig, TrainerConfig
-from chairlift.train.encoder import Encoder
-from chairlift.train.heads import medusa, training
-from chairlift.train.heads.medusa import MedusaNetwork
-from chairlift.train.heads.training import HeadsTrainer
-from chairlift.train.run import prepare, train
-from chairlift.train.stream import PackStream
-from chairlift.train.trainer import Trainer
-from chairlift.train.varlen import VarlenContext
+from chairlift_train.config import TrainConfig, TrainerConfig
+from chairlift_train.encoder import Encoder
+from chairlift_train.heads import medusa, training
+from chairlift_train.heads.medusa import MedusaNetwork
+from chairlift_train.heads.training import HeadsTrainer
+from chairlift_train.run import prepare, train
+from chairlift_train.stream import PackStream
+from chairlift_train.trainer import Trainer
+from chairlift_train.varlen import VarlenContext
 from tests.models.tiny import hf_model, tiny_hf_model
 from tests.native import needs_kernels
 from tests.train import tiny_run

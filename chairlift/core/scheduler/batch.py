@@ -1,0 +1,352 @@
+"""The requests of a scheduler: waiting requests, running requests with their rows, and the methods that move requests
+between the two."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import islice
+
+from chairlift.base.outputs import FinishReason
+from chairlift.core.kv_cache.manager import KVCacheManager
+from chairlift.core.kv_cache.tables import Admission
+from chairlift.core.request import SIZE_UNKNOWN, Request, RequestStatus
+from chairlift.core.scheduler.admission import WaitingQueue
+from chairlift.core.scheduler.decode_rows import DecodeRows
+from chairlift.core.scheduler.membership import Membership
+from chairlift.core.scheduler.output import FAILED_ROW, Chunk, NewRow, SchedulerOutput
+from chairlift.core.scheduler.policy import Policy
+from chairlift.core.scheduler.preemption import PreemptionMode, is_pinned
+from chairlift.core.scheduler.prompt_share import PromptShare
+
+__all__ = ["Batch"]
+
+
+class Batch:
+    """All unfinished requests, with the rows and blocks of the running ones.
+
+    A request is in one of four states: it waits in the queue; it runs in a row; it waits for its source request to
+    compute their common prompt; or it is not ready yet.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        policy: Policy,
+        membership: Membership,
+        waiting: WaitingQueue,
+        *,
+        max_running: int,
+        token_budget: int,
+        watermark: float,
+        max_preemptions: int,
+        preemption: PreemptionMode,
+        policy_share: float,
+        max_loras: int = 0,
+    ) -> None:
+        self.kv, self.policy, self.membership, self.waiting = kv, policy, membership, waiting
+        self.max_running = max_running
+        """Maximum number of running requests; each has a row."""
+        self.running_limit = max_running
+        """Number of rows that may be used now. It may change between steps; a lower limit preempts no request."""
+        self.max_tokens = token_budget
+        """Maximum number of tokens in any step."""
+        self.token_budget = token_budget
+        """Maximum number of tokens in a step; may be lowered between steps. Each running request gets at least one."""
+        self.watermark = watermark
+        """Fraction of each block pool that stays free at admissions, in addition to reserved blocks."""
+        self.prompt_share = PromptShare(1.0 if membership.closed else policy_share)
+        """Divides each step's prompt tokens between requests in policy order and the smallest requests. A closed batch
+        (static batching, the baseline) uses policy order only."""
+        self.preemption = preemption
+        self.max_preemptions = 0 if preemption.never else max_preemptions
+        self.max_loras = max_loras
+        """Maximum number of different adapters among the running requests; 0: no limit."""
+        self.adapters: Counter[int] = Counter()
+        """``adapter_id`` -> number of running requests with this adapter."""
+        self.adapter_sizes: Mapping[int, int] = {}
+        """``adapter_id`` -> size of the adapter in bytes, set by the owner of the adapters (default: 0)."""
+        self.requests: dict[str, Request] = {}
+        self.running: dict[str, Request] = {}
+        self.unready: dict[str, Request] = {}
+        """Request id -> request that waits for its grammar, adapter or images, and is not in the queue yet."""
+        self.unready_rows: dict[str, Request] = {}
+        """Request id -> running request that is not ready for its next step. It keeps its row and its blocks."""
+        self.reserve: dict[str, Request] = {}
+        """Request id -> short request that runs in a reserved row with reserved blocks."""
+        self.paced: dict[str, float] = {}
+        """Request id -> maximum seconds per token, for running requests with such a limit."""
+        self.image_tokens: float = math.inf
+        """Maximum number of prompt tokens, up to the end of a prompt's last image, in a step that also decodes."""
+        self.decodes = DecodeRows(kv.block_size)
+        """The running requests that compute one token in every step."""
+        self.catching_up: list[Request] = []
+        """Running requests with more than one token to compute."""
+        self.stops: Counter[int] = Counter({FAILED_ROW: 1})
+        """Stop token -> number of running requests that it ends."""
+        self._begin_steps()
+
+    def _begin_steps(self) -> None:
+        """Initialise the fields that change from step to step."""
+        self.step = 0
+        """Index of the last step that had something to execute."""
+        self.now = 0.0
+        """Time at which the newest step was scheduled."""
+        self.num_computed_tokens = 0
+        """Number of computed positions, summed over all running requests."""
+        self.free_slots = list(range(self.max_running - 1, -1, -1))
+        self.left: list[int] = []
+        """Rows from which requests were removed since the newest step was scheduled."""
+        self.num_vacated = 0
+        """Number of times that a request left its row."""
+        self.epoch = 0
+        """Counter that grows when tokens of steps in flight may have to be dropped, for example because a request left
+        its row."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests without a row, also those whose grammar, adapter or images are not ready."""
+        return len(self.waiting) + len(self.unready)
+
+    @property
+    def unready_for(self) -> str:
+        """What the first request in ``unready`` waits for: ``grammar``, ``adapter`` or ``image``. Empty if all are
+        ready."""
+        return next(iter(self.unready.values())).waits_for or "grammar" if self.unready else ""
+
+    @property
+    def free_rows(self) -> int:
+        """Number of additional requests that may join now."""
+        return max(0, self.running_limit - len(self.running))
+
+    @property
+    def open_rows(self) -> int:
+        """Number of additional requests that may join now without a reserved row."""
+        return max(0, self.free_rows - self._unused_rows)
+
+    @property
+    def _unused_rows(self) -> int:
+        return max(0, self.prompt_share.reserved_rows(self.running_limit) - len(self.reserve))
+
+    def _unused_blocks(self) -> float:
+        """Fraction of all blocks that is reserved for short requests and not used by short requests now."""
+        share = self.prompt_share.reserved_blocks(self.running_limit)
+        if share and self.reserve:
+            pools = enumerate(zip(self.kv.pools, self.kv.layout.kinds, strict=True))
+            used = [
+                sum(len(short.block_ids[group]) for short in self.reserve.values()) / pool.capacity
+                for group, (pool, kind) in pools
+                if kind.grows
+            ]
+            share -= max(used, default=0.0)
+        return max(0.0, share)
+
+    def may_use_reserve(self, request: Request) -> bool:
+        """Whether a waiting request is short, and a reserved row and reserved blocks are free for it."""
+        if not self.free_rows or not self._unused_rows:
+            return False
+        if request.size > self.prompt_share.short_tokens(self.token_budget):
+            return False
+        pools, share = zip(self.kv.pools, self.kv.layout.kinds, strict=True), self._unused_blocks()
+        return all(kind.num_entries(request.size) + 1 <= share * pool.capacity for pool, kind in pools if kind.grows)
+
+    @property
+    def has_prefill_work(self) -> bool:
+        """Whether a prompt is being computed, or a waiting request could get a free row."""
+        prompts = any(request.num_computed_tokens < request.progress_mark for request in self.computable())
+        return prompts or bool(self.waiting and self.free_rows)
+
+    def computable(self) -> list[Request]:
+        """The requests of :attr:`catching_up` that are ready."""
+        if not self.unready_rows:
+            return list(self.catching_up)
+        return [request for request in self.catching_up if request.is_ready]
+
+    def num_prefill_tokens(self, limit: int) -> int:
+        """Number of known tokens that the running requests and the first waiting requests still have to compute. The
+        count stops at ``limit``."""
+        total = sum(request.num_tokens - request.num_computed_tokens for request in self.computable())
+        if self.free_rows and total < limit:
+            for request in islice(self.waiting, self.free_rows):
+                total += len(request.token_ids)
+                if total >= limit:
+                    break
+        return min(total, limit)
+
+    def wait(self, request: Request, now: float) -> None:
+        """Add a request to the waiting queue: it has arrived, or it has lost its row. A request that is not ready is
+        queued later."""
+        if not request.is_ready:
+            self.unready[request.request_id] = request
+            return
+        request.is_guaranteed = self.membership.closed or is_pinned(request, self.max_preemptions)
+        if not request.is_queued:
+            request.is_queued = True
+            self.policy.queued(request, now)
+        if request.size == SIZE_UNKNOWN:
+            request.size = len(request.token_ids) - self.kv.num_shared(request)
+        self.waiting.add(request)
+
+    def hold_back(self, request: Request) -> None:
+        """Take a waiting request out of the queue until it is ready again, because rows of its images must be encoded
+        again. For the policy it goes on waiting."""
+        self.waiting.remove(request)
+        request.is_ready = False
+        self.unready[request.request_id] = request
+
+    def num_known(self, request: Request) -> int:
+        """Number of leading positions of a request whose KV exists: a running request has computed them, and a waiting
+        request would not compute them if it joined now."""
+        if request.slot >= 0:
+            return request.num_computed_tokens
+        share = not is_pinned(request, self.max_preemptions) or self.preemption.never
+        return self.kv.num_shared(request) if share or request.status is RequestStatus.SWAPPED else 0
+
+    def lacks_rows(self, request: Request) -> bool:
+        """Whether a waiting request, if it joined now, would read encoded images that are not in memory."""
+        return request.rows_lost_until > 0 and self.num_known(request) < request.rows_lost_until
+
+    def refile(self, request: Request) -> None:
+        """Move a waiting request to its new position in the queue, after its sort key has changed."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+            self.waiting.add(request)
+
+    def adapter_bytes(self, chunks: Iterable[tuple[Request, Chunk]], *, with_decodes: bool) -> int:
+        """Number of bytes of all adapters that a step with these chunks reads, each adapter counted once.
+        ``with_decodes``: the adapters of all decode rows are included."""
+        if not self.adapters:
+            return 0
+        used = {request.adapter_id for request, _ in chunks}
+        if with_decodes:
+            used |= self.decodes.adapters
+        return sum([self.adapter_sizes.get(adapter, 0) for adapter in used])
+
+    def has_adapter_room(self, request: Request) -> bool:
+        """Whether a step can use the adapter of a waiting request in addition to the adapters that it uses already.
+        True for a request without an adapter."""
+        adapter = request.adapter_id
+        if not adapter or not self.max_loras or adapter in self.adapters:
+            return True
+        return len(self.adapters) < self.max_loras
+
+    def admit(self, request: Request, out: SchedulerOutput, *, reserved: bool = False) -> bool:
+        """Give a waiting request a row and blocks. Returns False, and changes nothing, if it does not fit. With
+        ``reserved``, the request gets a row and blocks that are reserved for short requests."""
+        if not self.has_adapter_room(request):
+            out.held_up_by = out.held_up_by or "adapter"
+            return False
+        if self.lacks_rows(request):
+            out.held_up_by = out.held_up_by or "image"
+            return False
+        pinned = is_pinned(request, self.max_preemptions)
+        if pinned and not self.policy.may_stay(request):
+            out.held_up_by = out.held_up_by or "reservation"
+            return False
+        watermark = self.free_fraction(reserved) if self.running else 0.0
+        share = not pinned or self.preemption.never
+        if request.status is RequestStatus.SWAPPED:
+            admission = self.kv.swap_in(request, request.reserve, watermark, out.step, share=share)
+        else:
+            admission = self.kv.admit(request, request.reserve, watermark, share=share)
+        if admission is not None:
+            self.seat(request, admission, out, reserved)
+        return admission is not None
+
+    def free_fraction(self, reserved: bool = False) -> float:
+        """Fraction of each block pool that must stay free when a request joins a batch that has running requests."""
+        return self.watermark + (0.0 if reserved else self._unused_blocks())
+
+    def seat(self, request: Request, admission: Admission, out: SchedulerOutput, reserved: bool) -> None:
+        """Give a row to a waiting request that has got its blocks."""
+        self.waiting.remove(request, self.now)
+        if not request.was_preempted:
+            request.num_cached_tokens = admission.num_computed_tokens
+        request.move_to(RequestStatus.RUNNING)
+        if reserved:
+            self.reserve[request.request_id] = request
+        request.size = len(request.token_ids) - admission.num_computed_tokens
+        request.slot = self.free_slots.pop()
+        request.admitted_at_step = request.resumed_at_step = out.step
+        request.progress_mark = len(request.token_ids)
+        request.num_computed_tokens = admission.num_computed_tokens
+        self.num_computed_tokens += admission.num_computed_tokens
+        self.running[request.request_id] = request
+        if request.adapter_id:
+            self.adapters[request.adapter_id] += 1
+        self.stops.update(request.stop_token_ids)
+        if request.service.seconds_per_token < math.inf:
+            self.paced[request.request_id] = request.service.seconds_per_token
+        self.catching_up.append(request)
+        request.is_queued = False
+        self.policy.joined(request)
+        out.copies += admission.copies
+        out.swap_in += admission.swap_in
+        tokens, tables = list(request.token_ids), [list(table) for table in request.block_ids]
+        computed, prompt = admission.num_computed_tokens, request.num_prompt_tokens
+        how = request.sampling, request.adapter_id, request.images
+        out.joined.append(NewRow(request.slot, request.request_id, tokens, prompt, computed, tables, *how))
+
+    def put_back(self, request: Request) -> None:
+        """Undo the admission of a request for which nothing was computed yet."""
+        self.vacate(request)
+        request.move_to(RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING)
+        self.wait(request, self.now)
+
+    def vacate(self, request: Request) -> None:
+        """Take row and blocks from a running request. The blocks become free after the last step in flight that may use
+        them."""
+        self.num_vacated += 1
+        if request.finish_reason is not FinishReason.ERROR:
+            self.kv.publish_confirmed(request)
+        self.policy.left(request)
+        self.num_computed_tokens -= request.num_computed_tokens
+        request.short_of_blocks = False
+        if request.decoding:
+            self.decodes.stop(request)
+        elif request in self.catching_up:
+            self.catching_up.remove(request)
+        request.num_computed_tokens = 0
+        self.kv.tables.free(request, self.step)
+        self.reserve.pop(request.request_id, None)
+        self.unready_rows.pop(request.request_id, None)
+        request.size = SIZE_UNKNOWN
+        self.free_slots.append(request.slot)
+        self.left.append(request.slot)
+        request.slot = -1
+        del self.running[request.request_id]
+        if request.adapter_id:
+            self.adapters[request.adapter_id] -= 1
+            if not self.adapters[request.adapter_id]:
+                del self.adapters[request.adapter_id]
+        self.paced.pop(request.request_id, None)
+        for token in request.stop_token_ids:
+            self.stops[token] -= 1
+            if not self.stops[token]:
+                del self.stops[token]
+        self.epoch += 1
+
+    def remove(self, request: Request, now: float) -> None:
+        """Remove a request for good, whether it waits in the queue, runs, waits for its source request, or is not
+        ready."""
+        if request.slot >= 0:
+            self.vacate(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        elif request.request_id in self.unready:
+            del self.unready[request.request_id]
+        elif request.source is not None:
+            request.source.siblings.remove(request)
+        self.kv.drop_swapped(request)
+        request.move_to(RequestStatus.FINISHED)
+        del self.requests[request.request_id]
+        self.policy.forgotten(request)
+        self.release_siblings(request, now)
+
+    def release_siblings(self, request: Request, now: float) -> None:
+        """Queue the requests that wait until this request has computed their common prompt. They can share its blocks
+        now, unless it has ended."""
+        for sibling in request.siblings:
+            self.wait(sibling, now)
+        request.siblings = []

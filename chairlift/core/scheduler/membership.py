@@ -1,0 +1,92 @@
+"""Rules that say when requests may join a batch and when they may leave it.
+
+``continuous`` is iteration-level scheduling (Orca, OSDI 2022). ``static`` and ``dynamic`` are baselines for comparison:
+request-level batches as in FasterTransformer and in Triton's dynamic batcher.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+from chairlift.core.request import Request
+from chairlift.errors import ConfigError
+
+__all__ = ["Membership", "membership_from_name"]
+
+
+class _Waiting(Protocol):
+    def __len__(self) -> int: ...
+
+    @property
+    def oldest_arrival(self) -> float: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Membership:
+    """Rules that say how a batch begins and ends."""
+
+    name: str
+    closed: bool
+    """Whether requests join only when the batch is empty, all at the same time."""
+    held: bool
+    """Whether a finished row computes on, and no output is delivered, until all rows of the batch have finished."""
+    batch_wait: float = 0.0
+    """Seconds that a closed batch waits for more requests before it starts although it is not full."""
+    preferred_sizes: tuple[int, ...] = ()
+    """Sizes at which a closed batch starts without waiting for more requests, ascending (Triton's
+    preferred_batch_size)."""
+
+    def places(self, waiting: _Waiting, num_running: int, free_slots: int, now: float) -> int:
+        """Number of waiting requests that may join in this step."""
+        if not self.closed:
+            return free_slots
+        if num_running or not len(waiting):
+            return 0
+        if now >= waiting.oldest_arrival + self.batch_wait:
+            return free_slots
+        return self._ready_size(waiting, free_slots)
+
+    def fires_at(self, waiting: _Waiting, free_slots: int) -> float:
+        """Time at which the requests in ``waiting`` may join, if no request runs and no other request arrives."""
+        ready = not self.closed or self._ready_size(waiting, free_slots)
+        return waiting.oldest_arrival + (0.0 if ready else self.batch_wait)
+
+    def _ready_size(self, waiting: _Waiting, free_slots: int) -> int:
+        """Number of waiting requests with which a closed batch may start now: a full batch, otherwise the largest
+        preferred size that is reached, otherwise 0."""
+        if len(waiting) >= free_slots:
+            return free_slots
+        return max((size for size in self.preferred_sizes if size <= len(waiting)), default=0)
+
+    def lacks(self, places: int) -> str:
+        """Name of the resource that prevents the next waiting request from joining. ``places`` is the number of
+        requests that may still join in this step."""
+        return "tokens" if places else "batch" if self.closed else "slots"
+
+    def needs_budget(self) -> int:
+        """Number of tokens that the step's budget must have left before one more request may join."""
+        return 0 if self.closed else 1
+
+    def prepare(self, batch: Sequence[Request], limit: int) -> None:
+        """Set for each request of ``batch`` how many positions its row computes (at most ``limit``), before the request
+        joins."""
+        if self.held:
+            longest = max((request.max_total_tokens - request.num_prompt_tokens for request in batch), default=0)
+            for request in batch:
+                own = request.max_total_tokens - 1
+                request.limit = max(own, min(request.num_prompt_tokens + longest - 1, limit))
+
+
+def membership_from_name(name: str, batch_wait_ms: float = 0.0, preferred_sizes: tuple[int, ...] = ()) -> Membership:
+    """Rules for ``continuous``, ``static`` or ``dynamic``. Raises ConfigError for any other name."""
+    wait = batch_wait_ms / 1000.0
+    known = {
+        "continuous": Membership("continuous", closed=False, held=False),
+        "static": Membership("static", closed=True, held=True, batch_wait=wait, preferred_sizes=preferred_sizes),
+        "dynamic": Membership("dynamic", closed=True, held=False, batch_wait=wait, preferred_sizes=preferred_sizes),
+    }
+    if name not in known:
+        raise ConfigError(f"batching must be one of {', '.join(known)}; got {name!r}")
+    return known[name]

@@ -1,0 +1,1 @@
+"""Requests to models for embeddings, scores and classes."""

@@ -1,0 +1,297 @@
+"""Runs the core in the engine process: commands arrive on a socket, and one frame per step goes back.
+
+The process has one thread. Between two steps it reads commands and sends as many bytes as the socket accepts. It sleeps
+in ``poll`` while there is nothing to compute. It never waits for a slow reader: results that cannot be sent yet are
+merged with the results of the next step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import select
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from chairlift.base.outputs import FinishReason
+from chairlift.base.row_failures import output_reason
+from chairlift.base.service_class import DEFAULT_CLASS, ServiceClass
+from chairlift.core.scheduler.forecast import Forecast
+from chairlift.engine.core import CoreOutputs, EngineCore, FinishedSequence
+from chairlift.engine.forecaster import Forecaster
+from chairlift.engine.info import EngineInfo
+from chairlift.engine.process.messages import (
+    AdapterLoaded,
+    Add,
+    FrameReader,
+    Leave,
+    LoadAdapter,
+    Log,
+    Message,
+    NotLoaded,
+    Ready,
+    Refused,
+    Step,
+    UnloadAdapter,
+    UpdateWeights,
+    Watch,
+    Watched,
+    encode,
+)
+from chairlift.errors import ConfigError, ModelLoadError, PromptTooLongError, RequestError
+from chairlift.executor.executor import OnProgress
+
+__all__ = ["Connection", "CoreProcess", "FrameLogHandler"]
+
+_log = logging.getLogger(__name__)
+
+_READ: Final = 1 << 18
+_WATCH_SECONDS: Final = 0.1
+"""Seconds between two reports of steps to viewers. The period is short enough for a smooth picture, without a frame for
+every step."""
+_MAX_MERGED: Final = 1 << 21
+"""Maximum number of tokens and log-probabilities in merged results. In a frame they take less than half of the maximum
+frame size."""
+
+
+class Connection:
+    """A non-blocking stream of frames. ``closed`` is true after the other side has closed the connection."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.closed = False
+        self.frames = FrameReader()
+        self._sock = sock
+        self._unsent = bytearray()
+
+    @property
+    def backlog(self) -> int:
+        """Number of queued bytes that the socket has not accepted yet."""
+        return len(self._unsent)
+
+    def send(self, message: Message) -> None:
+        """Queue a frame, and send as many bytes as the socket accepts."""
+        self._unsent += encode(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as many queued bytes as the socket accepts without waiting."""
+        try:
+            while self._unsent and not self.closed:
+                sent = self._sock.send(memoryview(self._unsent)[: 1 << 20])
+                del self._unsent[:sent]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.closed = True
+
+    def receive(self, timeout: float | None) -> list[Message]:
+        """Messages that have arrived. Waits until a message arrives or the socket accepts more bytes, at most
+        ``timeout`` seconds (None: without limit)."""
+        if self.closed:
+            return []
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        poll.poll(None if timeout is None else timeout * 1000)
+        self.flush()
+        messages: list[Message] = []
+        try:
+            while not self.closed:
+                data = self._sock.recv(_READ)
+                if not data:
+                    self.closed = True
+                messages += self.frames.feed(data)
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError):  # the other side has gone, or does not send valid frames
+            self.closed = True
+        return messages
+
+
+class FrameLogHandler(logging.Handler):
+    """Sends log records to the server process, which writes the log."""
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        super().__init__()
+        self._deliver = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._deliver(Log(record.levelno, record.name, self.format(record)))
+
+
+class CoreProcess:
+    """Runs a core whose requests and results pass through a connection."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        core: EngineCore,
+        info: EngineInfo,
+        classes: Mapping[str, ServiceClass] | None,
+        progress: OnProgress,
+        approximations: Callable[[], tuple[str, ...]] = tuple,
+    ) -> None:
+        """``approximations`` returns those of the model with its newest weights."""
+        self._approximations = approximations
+        self._connection = connection
+        self._core = core
+        self._info = info
+        self._progress = progress
+        priorities = {name: each.priority for name, each in (classes or {DEFAULT_CLASS: ServiceClass()}).items()}
+        depth = core.num_lookahead_steps
+        self._forecaster = Forecaster(core.scheduler, core.costs, core.answer_lengths, priorities, depth)
+        self._forecast: Forecast | None = None
+        """The newest forecast, if it has not been sent to the server's process yet; otherwise None."""
+        self._pending: list[CoreOutputs] = []
+        """Results of steps that wait until the socket has room for them; each entry becomes one frame. The results of
+        later steps are merged into the last entry."""
+        self._num_values = 0
+        """Number of tokens and log-probabilities in the last entry of ``_pending``."""
+        self._watched_at = 0.0
+
+    def run(self) -> None:
+        """Serve until the other side closes the connection."""
+        connection, core = self._connection, self._core
+        connection.send(Ready(self._info))
+        while not connection.closed:
+            for message in connection.receive(self._patience()):
+                self._obey(message)
+            if core.has_work:
+                outputs = core.step()
+                forecast = self._forecaster.advance(core.clock.now())
+                self._forecast = forecast or self._forecast
+                if outputs is not None:
+                    self._deliver(outputs)
+            for state in self._core.adapters.take_states():
+                connection.send(AdapterLoaded(state))
+            if self._pending and not connection.backlog:
+                self._deliver(CoreOutputs())
+            self._show()
+        core.shutdown()
+
+    def _patience(self) -> float | None:
+        if not self._core.has_work:
+            return None
+        when = self._core.next_event()
+        # The core waits for an event without a known time (a batch fills up, a block is freed), so look again soon.
+        return 0.05 if when is None else max(0.0, when - self._core.clock.now())
+
+    def _obey(self, message: Message) -> None:
+        if isinstance(message, Add):
+            try:
+                self._core.add(message.request())
+            except RequestError as error:
+                too_long = isinstance(error, PromptTooLongError)
+                self._connection.send(Refused(message.request_id, too_long, str(error)))
+            except Exception as error:  # out of memory, for example; the core holds no part of the request
+                _log.exception("request %s could not be taken", message.request_id)
+                why = f"the engine could not take the request ({type(error).__name__}); send it again later"
+                self._connection.send(Refused(message.request_id, False, why, failed=True))
+        elif isinstance(message, Leave):
+            end = self._core.stop if message.stopped else self._core.abort
+            finished = end(message.sequence_ids)
+            self._deliver(CoreOutputs(finished=finished))
+        elif isinstance(message, Watch):
+            self._core.watch(message.wanted)
+        elif isinstance(message, UpdateWeights):
+            self._update(message)
+        elif isinstance(message, LoadAdapter):
+            self._core.adapters.load(message.load)
+        elif isinstance(message, UnloadAdapter):
+            self._core.adapters.unload(message.adapter_id)
+        else:
+            self._connection.frames.num_bad += 1
+
+    def _update(self, message: UpdateWeights) -> None:
+        """Replace the weights. First wait for the steps in flight, and queue the results of these steps even if the
+        socket is full."""
+        landed = CoreOutputs()
+        while (step := self._core.land()) is not None:
+            landed.merge(step)
+        self._deliver(landed, at_once=True)
+        try:
+            self._core.update_weights(message.source, message.version, message.in_flight, self._progress)
+        except (ConfigError, ModelLoadError) as error:
+            self._connection.send(NotLoaded(type(error).__name__, str(error)))
+        else:
+            info = self._info.updated(message.source, message.version, self._approximations())
+            self._connection.send(Ready(info))
+
+    def _show(self) -> None:
+        """Send the recorded steps to viewers if a report is due, or if there is no other work."""
+        recorder, now = self._core.recorder, self._core.clock.now()
+        if recorder is None or self._connection.backlog:
+            return
+        if now >= self._watched_at + _WATCH_SECONDS or not self._core.has_work:
+            self._watched_at = now
+            try:
+                if lines := recorder.take():
+                    self._connection.send(Watched(lines))
+            except Exception:
+                _log.exception("the record of steps could not be sent")
+                recorder.missed()
+
+    def _deliver(self, outputs: CoreOutputs, *, at_once: bool = False) -> None:
+        num_values = _num_values(outputs)
+        if self._pending and (not num_values or self._num_values + num_values <= _MAX_MERGED):
+            self._pending[-1].merge(outputs)
+            self._num_values += num_values
+        else:
+            self._pending.append(outputs)
+            self._num_values = num_values
+        while self._pending and (at_once or not self._connection.backlog):
+            self._send_step(self._pending.pop(0))
+            self._forecast = None
+
+    def _send_step(self, outputs: CoreOutputs) -> None:
+        """Send the results of steps as one frame.
+
+        If they do not fit into a frame, the sequence with the most log-probabilities ends with an error and its results
+        are dropped; this repeats until the rest fits. If there are no log-probabilities, the error is raised.
+        """
+        while True:
+            try:
+                self._connection.send(Step(outputs, self._core.stats(), self._forecast))
+                return
+            except (MemoryError, RequestError) as error:
+                largest = _largest(outputs)
+                if largest is None:
+                    raise
+                reason = output_reason(error)
+                _log.error("sequence %s ends with an error: %s", largest, reason)
+                ended = {each.sequence_id: each for each in [*outputs.finished, *self._core.fail(largest, reason)]}
+                known = ended.get(largest) or FinishedSequence(largest, FinishReason.ERROR)
+                ended[largest] = dataclasses.replace(known, finish_reason=FinishReason.ERROR, error=reason)
+                outputs = dataclasses.replace(_without(outputs, largest), finished=list(ended.values()))
+
+
+def _largest(outputs: CoreOutputs) -> str | None:
+    """Id of the sequence with the most log-probabilities; None if no sequence has any."""
+    sizes: Counter[str] = Counter()
+    for name, _, entries in outputs.prompt_logprobs:
+        sizes[name] += sum(len(record.token_ids) for record in entries)
+    for name, record in zip(outputs.sequence_ids, outputs.logprobs or (), strict=False):
+        sizes[name] += 0 if record is None else len(record.token_ids)
+    return max(sizes, key=lambda name: sizes[name]) if sizes.total() else None
+
+
+def _without(outputs: CoreOutputs, name: str) -> CoreOutputs:
+    """The results without the tokens and log-probabilities of the sequence ``name``."""
+    rows = [row for row, each in enumerate(outputs.sequence_ids) if each != name]
+    return dataclasses.replace(
+        outputs,
+        sequence_ids=[outputs.sequence_ids[row] for row in rows],
+        token_ids=[outputs.token_ids[row] for row in rows],
+        logprobs=None if outputs.logprobs is None else [outputs.logprobs[row] for row in rows],
+        prompt_logprobs=[each for each in outputs.prompt_logprobs if each[0] != name],
+    )
+
+
+def _num_values(outputs: CoreOutputs) -> int:
+    """Number of tokens and log-probabilities in ``outputs``. Only these can grow without limit while results wait to be
+    sent."""
+    records = [record for _, _, entries in outputs.prompt_logprobs for record in entries]
+    records += filter(None, outputs.logprobs or ())
+    return len(outputs.token_ids) + sum(len(record.token_ids) for record in records)

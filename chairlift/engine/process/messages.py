@@ -1,0 +1,306 @@
+"""Messages between the server's process and the engine's process: typed frames that contain only data, never code.
+
+A frame is a length of four bytes (big endian) and a msgpack map. The map's ``type`` names the message. Decoding checks
+every type. A frame that does not decode is dropped and counted by its receiver; it does not stop the process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+
+from chairlift.base.image_spans import ImageSpan, ImageTile
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.core.request import Service
+from chairlift.core.scheduler.forecast import Forecast
+from chairlift.engine.adapters import AdapterLoad, AdapterState
+from chairlift.engine.core import CoreOutputs
+from chairlift.engine.info import EngineInfo
+from chairlift.engine.input_processor import PreparedRequest
+from chairlift.engine.pooled.pooling_core import PooledVector
+from chairlift.errors import RequestError
+from chairlift.metrics.stats import EngineStats
+
+__all__ = [
+    "AdapterLoaded",
+    "Add",
+    "FrameError",
+    "FrameReader",
+    "Leave",
+    "LoadAdapter",
+    "Loading",
+    "Log",
+    "Message",
+    "NotLoaded",
+    "PassBegun",
+    "Pool",
+    "Pooled",
+    "Ready",
+    "Refused",
+    "Start",
+    "Step",
+    "UnloadAdapter",
+    "UpdateWeights",
+    "Watch",
+    "Watched",
+    "decode",
+    "encode",
+]
+
+MAX_FRAME: Final = 256 * 1024 * 1024
+"""Maximum length of a frame, in bytes. The longest real frame has the log-probabilities of a long prompt."""
+_LENGTH: Final = 4
+
+
+class Start(msgspec.Struct, tag="start", forbid_unknown_fields=True):
+    """First message to the engine: its settings, including the model. ``settings`` are keyword arguments of
+    EngineConfig."""
+
+    settings: dict[str, Any]
+    log_level: int
+
+
+class Loading(msgspec.Struct, tag="loading", forbid_unknown_fields=True):
+    label: str
+    share: float
+
+
+class Ready(msgspec.Struct, tag="ready", forbid_unknown_fields=True):
+    """The model is loaded. The message is sent again after the weights were replaced; later steps then use the new
+    weights."""
+
+    info: EngineInfo
+
+
+class NotLoaded(msgspec.Struct, tag="not_loaded", forbid_unknown_fields=True):
+    """The settings, the model or the new weights cannot be used. ``kind`` is the name of the exception. If new weights
+    cannot be used, the old weights stay in use."""
+
+    kind: str
+    message: str
+
+
+class Log(msgspec.Struct, tag="log", forbid_unknown_fields=True):
+    """A log record of the engine's process."""
+
+    level: int
+    name: str
+    text: str
+
+
+class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
+    """A validated request. ``params`` has only the sampling parameters that differ from their default."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: dict[str, Any]
+    seed: int
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    bad_word_ids: tuple[tuple[int, ...], ...]
+    cache_salt: str
+    arrival_time: float
+    priority: int
+    service: Service
+    adapter_id: int = 0
+    image_spans: tuple[ImageSpan, ...] = ()
+    image_tiles: tuple[ImageTile, ...] = ()
+    answer_token_ids: list[int] = []
+
+    @classmethod
+    def of(cls, request: PreparedRequest) -> Add:
+        params = {
+            name: value for name in _PARAMS if (value := getattr(request.params, name)) != getattr(_DEFAULTS, name)
+        }
+        return cls(params=params, **{name: getattr(request, name) for name in _AS_PREPARED})
+
+    def request(self) -> PreparedRequest:
+        """The request as it was before encoding. Raises RequestError for sampling parameters that the input checks
+        would have refused."""
+        same = {name: getattr(self, name) for name in _AS_PREPARED}
+        return PreparedRequest(prompt=None, params=SamplingParams.from_dict(self.params), **same)
+
+
+_AS_PREPARED: Final = tuple(name for name in Add.__struct_fields__ if name != "params")
+
+
+class Leave(msgspec.Struct, tag="leave", forbid_unknown_fields=True):
+    """Ids of sequences to end, because their text has ended (``stopped``) or because their caller has left."""
+
+    sequence_ids: list[str]
+    stopped: bool
+
+
+class Refused(msgspec.Struct, tag="refused", forbid_unknown_fields=True):
+    """The core refused a request. With ``failed``, the cause is an error of the engine, not of the request."""
+
+    request_id: str
+    too_long: bool
+    message: str
+    failed: bool = False
+
+
+class Step(msgspec.Struct, tag="step", forbid_unknown_fields=True):
+    """Results of one or more steps."""
+
+    outputs: CoreOutputs
+    stats: EngineStats
+    forecast: Forecast | None = None
+    """The newest forecast, if one was made since the last message."""
+
+
+class Pool(msgspec.Struct, tag="pool", forbid_unknown_fields=True):
+    """A validated text for a model of embeddings, scores or classes."""
+
+    request_id: str
+    token_ids: list[int]
+    token_types: list[int] | None = None
+
+
+class PassBegun(msgspec.Struct, tag="pass_begun", forbid_unknown_fields=True):
+    """Ids of the texts in the forward pass that begins now."""
+
+    request_ids: list[str]
+
+
+class Pooled(msgspec.Struct, tag="pooled", forbid_unknown_fields=True):
+    """Results of one forward pass."""
+
+    vectors: list[PooledVector]
+    stats: EngineStats
+
+
+class Watch(msgspec.Struct, tag="watch", forbid_unknown_fields=True):
+    """Start (``wanted`` is true) or stop to report every step."""
+
+    wanted: bool
+
+
+class Watched(msgspec.Struct, tag="watched", forbid_unknown_fields=True):
+    """Lines of JSON from the :class:`~chairlift.engine.step_recorder.StepRecorder`."""
+
+    lines: bytes
+
+
+class UpdateWeights(msgspec.Struct, tag="update_weights", forbid_unknown_fields=True):
+    """Load the weights of a directory and use them from the next step on. The reply is Ready or NotLoaded."""
+
+    source: str
+    version: int
+    in_flight: str
+
+
+class LoadAdapter(msgspec.Struct, tag="load_adapter", forbid_unknown_fields=True):
+    """Load an adapter. The reply is AdapterLoaded."""
+
+    load: AdapterLoad
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter", forbid_unknown_fields=True):
+    """Remove an adapter after its last request. There is no reply."""
+
+    adapter_id: int
+
+
+class AdapterLoaded(msgspec.Struct, tag="adapter_loaded", forbid_unknown_fields=True):
+    """Result of a LoadAdapter message."""
+
+    state: AdapterState
+
+
+Message = (
+    Start
+    | Loading
+    | Ready
+    | NotLoaded
+    | Log
+    | Add
+    | Leave
+    | Refused
+    | Step
+    | Watch
+    | Watched
+    | UpdateWeights
+    | Pool
+    | PassBegun
+    | Pooled
+    | LoadAdapter
+    | UnloadAdapter
+    | AdapterLoaded
+)
+
+_PARAMS = [field.name for field in dataclasses.fields(SamplingParams)]
+_DEFAULTS = SamplingParams()
+
+
+def _plain(value: object) -> str | int | float:
+    """Convert subclasses of str, int and float, such as NumPy's numbers, to the plain type."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"a message cannot hold {type(value).__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+class FrameError(ValueError):
+    """Raised for bytes that are not a valid message."""
+
+
+def encode(message: Message) -> bytes:
+    """The message as a frame. Raises RequestError for a message that is too long, or whose text has half of a surrogate
+    pair."""
+    try:
+        body = _encoder.encode(message)
+    except UnicodeEncodeError as error:  # usually from a file's name
+        raise RequestError(f"text must be UTF-8 to reach the engine, got {error.object!a:.200}; rename it") from None
+    if len(body) > MAX_FRAME:
+        raise RequestError(f"a message of {len(body):,} bytes is too long for the engine; {MAX_FRAME:,} are allowed")
+    return len(body).to_bytes(_LENGTH, "big") + body
+
+
+def decode(body: bytes | bytearray | memoryview) -> Message:
+    """Decode the body of a frame to a message. Raises FrameError."""
+    try:
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, TypeError) as error:
+        raise FrameError(f"not a message: {error}") from None
+
+
+class FrameReader:
+    """Splits a stream of bytes into messages. ``num_bad`` is the number of invalid frames so far."""
+
+    def __init__(self, max_frame: int = MAX_FRAME) -> None:
+        self.num_bad = 0
+        self._max = max_frame
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """Yield the messages that are complete now. If a frame's length exceeds MAX_FRAME, this call and all later
+        calls raise FrameError."""
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        try:
+            while len(buffer) - start >= _LENGTH:
+                length = int.from_bytes(buffer[start : start + _LENGTH], "big")
+                if length > self._max:
+                    raise FrameError(f"a frame of {length:,} bytes; at most {self._max:,} are allowed")
+                end = start + _LENGTH + length
+                if len(buffer) < end:
+                    break
+                body = bytes(buffer[start + _LENGTH : end])
+                start = end
+                try:
+                    message = decode(body)
+                except FrameError:
+                    self.num_bad += 1
+                else:
+                    yield message
+        finally:
+            del buffer[:start]

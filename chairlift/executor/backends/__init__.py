@@ -1,0 +1,1 @@
+"""Backends: each runs a model on one kind of kernels."""

@@ -1,0 +1,298 @@
+"""Runs a model with the native CPU kernels: one call computes the layers of a step, a second one its output head and
+sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chairlift.base.row_failures import output_reason
+from chairlift.base.step_batch import Masks, PromptLogprobs, SampledTokens, StepBatch
+from chairlift.config import LoRAConfig
+from chairlift.errors import ConfigError, InvariantError
+from chairlift.executor.backends.native.native_kv import NativeKV
+from chairlift.executor.backends.native.sampling_rows import NativeRows, RowTemplates
+from chairlift.executor.executor import OnProgress, WeightSource
+from chairlift.executor.image_bank import ImageBank
+from chairlift.executor.kv_tensors import KVPlan
+from chairlift.executor.sampling.apart import sample_rows
+from chairlift.kernels import ops
+from chairlift.kernels.cpu.library import Memory, Pool
+from chairlift.kernels.cpu.packing import PANEL, PackedMatrix
+from chairlift.kernels.cpu.program import SPARE_ROWS, StepProgram
+from chairlift.kernels.recording import Recorder, Value
+from chairlift.lora.bank import NativeAdapters
+from chairlift.models.causal_lm import CausalLM
+from chairlift.models.eagle3 import Eagle3, hidden_at
+from chairlift.models.loader import replace_weights
+
+__all__ = ["NativeModelRunner"]
+
+_SCRATCH_BYTES = 64 << 20
+"""Maximum size in bytes of the memory for logits. If a step's logits need more, its rows are sampled in several
+calls."""
+
+
+class NativeModelRunner:
+    """Runs a :class:`~chairlift.models.causal_lm.CausalLM` in the native layout as a step program.
+
+    The model's Python code runs once, in the constructor, and is recorded as the program. ``isa`` is the instruction
+    set of the kernels. A step has at most ``max_tokens`` tokens. With ``lora``, rows may have adapters. A row's result
+    does not depend on other rows of the batch. ``draft`` is a small model or a layer that drafts; the last layers of
+    ``plan`` belong to it. ``kv`` is the cache of another runner; its layers from ``first_layer`` on belong to this
+    runner. ``images`` holds the encoded images that steps may use.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        plan: KVPlan,
+        dtype: torch.dtype,
+        pool: Pool,
+        *,
+        isa: str,
+        max_tokens: int,
+        draft: CausalLM | Eagle3 | None = None,
+        kv: NativeKV | None = None,
+        first_layer: int = 0,
+        lora: LoRAConfig | None = None,
+        images: ImageBank | None = None,
+    ) -> None:
+        self.images = images
+        """Stored embeddings of images; None if the model reads only texts."""
+        self.cache_groups, self.block_bytes = plan.groups, plan.block_bytes
+        self._model = model
+        spec = model.kv_cache_spec()
+        draft_spec = () if draft is None else draft.kv_cache_spec()
+        self._kv = NativeKV([*spec, *draft_spec], plan, dtype) if kv is None else kv
+        self.adapters: NativeAdapters | None = None
+        """Computes the low-rank matrices of adapters; None if no adapters are served."""
+        if lora is not None:
+            sizes = {"max_rank": lora.max_lora_rank, "capacity": lora.num_cpu_loras}
+            self.adapters = NativeAdapters(model, dtype, max_tokens=max_tokens + SPARE_ROWS, **sizes)
+        table = None if self.adapters is None else self.adapters.table
+        recorder = Recorder(dtype)
+        taps = draft.config.taps if isinstance(draft, Eagle3) else ()
+        hidden, tapped = _record(model, recorder, taps)
+        layers, states = self._kv.layers[first_layer:], {} if first_layer else self._kv.states
+        windows = ((each.group, plan.groups[each.group].window) for each in layers)
+        self.windows = {group: window for group, window in windows if window is not None}
+        """Cache group -> its sliding window in positions, for the groups of this model's layers that have one."""
+        how: dict[str, Any] = {"isa": isa, "max_tokens": max_tokens, "states": states, "adapters": table}
+        self.program = StepProgram(recorder, hidden, layers, pool, parts=self._kv.parts, taps=tapped, **how)
+        self.calls = self.program.plan.calls
+        """Names of the operations without a native kernel, which PyTorch computes."""
+        body = len(recorder.nodes)
+        model.compute_logits(hidden)
+        head = recorder.nodes[body:]
+        capped = len(head) == 2 and head[1].op is ops.soft_cap and head[1].inputs == (head[0].out,)
+        if len(head) != 1 + capped or head[0].op is not ops.native_linear or head[0].inputs != (hidden,):
+            raise InvariantError(
+                f"compute_logits of {type(model).__name__} must be one linear layer in the native layout, and at most"
+                " ops.soft_cap behind it; use kernels='torch' for this model"
+            )
+        self._cap: float | None = head[1].attributes["cap"] if capped else None
+        self._head_weight: PackedMatrix = head[0].attributes["weight"]
+        self._templates = RowTemplates(self._head_weight.n)
+        self._max_tokens, self._dtype, self._isa, self._pool = max_tokens, dtype, isa, pool
+        self._draft_layers = self._kv.layers[first_layer + len(spec) :][: len(draft_spec)]
+        self._logits: Tensor | None = None
+        self.draft: NativeModelRunner | None = None
+        """Runner of the small model that makes drafts; None without such a model."""
+        if isinstance(draft, CausalLM):
+            more = {"isa": isa, "max_tokens": max_tokens, "kv": self._kv, "first_layer": len(spec)}
+            self.draft = NativeModelRunner(draft, plan, dtype, pool, **more)  # type: ignore[arg-type]
+
+    @property
+    def expert_counts(self) -> npt.NDArray[np.int64] | None:
+        """int64 [layers of experts, E]: number of tokens that each expert has computed so far. None if the model has no
+        experts."""
+        return self.program.expert_counts
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a failed step may be computed again: recurrent states are changed in place, KV is not."""
+        return not self._kv.states
+
+    def move_blocks(self, batch: StepBatch) -> None:
+        """Swap out, copy and swap in the blocks of a step, in this order."""
+        if batch.swap_out:
+            self._kv.host.swap_out(batch.swap_out)
+        if batch.copies:
+            self._kv.copy_blocks(batch.copies)
+        if batch.swap_in:
+            self._kv.host.swap_in(batch.swap_in)
+
+    def forward(self, batch: StepBatch) -> Tensor:
+        """Hidden states [K, D] of the tokens that :func:`_needed` returns. The next step overwrites them."""
+        return self.program.run(batch, _needed(batch), None if self.images is None else self.images.rows)
+
+    def sample(self, hidden: Tensor, batch: StepBatch, masks: Masks | None) -> SampledTokens:
+        """Compute the logits of the sample positions and sample their tokens, in one call of the native library."""
+        # Indices in ``hidden``. In ``at``: the first hidden state of each row. In ``hidden_rows``: the hidden state of
+        # each sample position.
+        at, hidden_rows = batch.cu_seqlens, self.sample_places(batch)
+        if (needed := _needed(batch)) is not None:
+            at = np.searchsorted(needed, at).astype(np.int32)
+        tokens = SampledTokens([])
+        if len(hidden_rows):
+
+            def draw(places: slice, part: StepBatch, masks: Masks | None) -> SampledTokens:
+                rows = self._templates.fill(part, masks)
+                self._head(hidden, hidden_rows[places], rows)
+                return rows.sampled()
+
+            tokens = sample_rows(batch, masks, draw)
+        for row, first, known in batch.prompt_rows:
+            start, count = int(at[row]), min(int(at[row + 1] - at[row]), len(known) - 1 - first)
+            targets, slot = known[first + 1 : first + 1 + count], int(batch.slots[row])
+            try:
+                targets_rows = NativeRows.for_targets(
+                    targets, batch.sampling[row].params.prompt_logprobs, self._head_weight.n
+                )
+                self._head(hidden, np.arange(start, start + count, dtype=np.int32), targets_rows)
+                report = PromptLogprobs(slot, first + 1, list(targets_rows.logprobs()))
+            except Exception as error:  # out of memory for them; other requests of the step are not affected
+                report = PromptLogprobs(slot, first + 1, [], output_reason(error))
+            tokens.prompt_logprobs.append(report)
+        return tokens
+
+    def sample_places(self, batch: StepBatch) -> npt.NDArray[np.int32]:
+        """[P] index of each sample position's hidden state in the result of :meth:`forward`."""
+        needed = _needed(batch)
+        return batch.sample_tokens if needed is None else np.searchsorted(needed, batch.sample_tokens).astype(np.int32)
+
+    @property
+    def tapped(self) -> Tensor:
+        """[T, number of taps * width]: hidden states of the newest step at the layers that the drafting layer reads,
+        if the step was captured."""
+        return self.program.tapped
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps store :attr:`tapped`."""
+        return self.program.captures
+
+    @captures.setter
+    def captures(self, captures: bool) -> None:
+        self.program.captures = captures
+
+    def embed(self, token_ids: Value) -> Tensor:
+        """Record the look-up of ``token_ids`` in the served model's embedding table. The result is [T, D]."""
+        embedded: Tensor = self._model.model.embed_tokens(token_ids)
+        return embedded
+
+    def recorder(self) -> Recorder:
+        """A new recorder for the drafting layer, with the served model's dtype; its recording goes to
+        :meth:`program_of`."""
+        return Recorder(self._dtype)
+
+    def program_of(
+        self, recorder: Recorder, output: Value, max_tokens: int, others: Sequence[Value] = ()
+    ) -> StepProgram:
+        """Step program of the layer or the heads that draft. It uses the served model's threads and the last layers of
+        its cache. ``others`` is that of :class:`StepProgram`."""
+        how: dict[str, Any] = {"isa": self._isa, "max_tokens": max_tokens, "others": others}
+        return StepProgram(recorder, output, self._draft_layers, self._pool, **how)
+
+    @property
+    def draft_blocks(self) -> tuple[int, int]:
+        """(number of the cache group, number of its blocks) of the drafting layer's cache."""
+        return self._draft_layers[-1].group, self._draft_layers[-1].num_blocks
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the served model's activations."""
+        return self._dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens in the served model's vocabulary."""
+        return self._head_weight.n
+
+    def project(self, states: Tensor, rows: NativeRows, head: PackedMatrix | None) -> None:
+        """Compute logits from ``states`` [R, D], in the model's dtype, with an output head, and sample a token for each
+        of ``rows``. ``head`` None is the served model's output head."""
+        self._head(self._padded(states), np.arange(len(states), dtype=np.int32), rows, head)
+
+    def logits(self, states: Tensor, head: PackedMatrix) -> npt.NDArray[np.float32]:
+        """Logits [R, n] of hidden states [R, D] in the model's dtype with an output head [n, D]."""
+        count, width = len(states), -(-head.n // PANEL) * PANEL
+        rows = NativeRows.for_targets(np.zeros(count, dtype=np.int32), -1, head.n)  # such rows store their logits
+        stored = Memory(4 * count * width).tensor(torch.float32, (count, width))
+        self.program.head(head, self._padded(states), np.arange(count, dtype=np.int32), rows.records, stored)
+        return stored.numpy()[:, : head.n]
+
+    def sample_logits(self, logits: npt.NDArray[np.float32], rows: NativeRows) -> None:
+        """Sample a token for each of ``rows`` from given logits [R, V rounded up to 32]."""
+        self.program.sample(logits, self.vocab_size, rows.records)
+
+    def _padded(self, states: Tensor) -> Tensor:
+        """The hidden states ``states`` [R, D]. Each row is padded with zeros at its end."""
+        width = states.shape[1]
+        given = states.view(torch.uint8).numpy()  # a copy in torch would start threads
+        padded = np.zeros((len(given), (-(-width // PANEL) + 1) * PANEL * states.element_size()), dtype=np.uint8)
+        padded[:, : given.shape[1]] = given
+        return torch.from_numpy(padded).view(states.dtype)[:, :width]
+
+    def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
+        """Replace all weights of the model; see :func:`~chairlift.models.loader.replace_weights`. The weights keep
+        their addresses, so the step program stays valid. Raises ConfigError for a model with an image encoder."""
+        if self.images is not None:
+            raise ConfigError("the weights of a model that reads images cannot be replaced; load the new ones instead")
+        replace_weights(self._model, source, progress)
+        self.program.refresh()
+
+    def _head(
+        self, hidden: Tensor, token_rows: npt.NDArray[np.int32], rows: NativeRows, head: PackedMatrix | None = None
+    ) -> None:
+        """Sample the rows ``token_rows`` of ``hidden``, in several calls if the logits do not all fit into the scratch
+        memory. Only the logits of the model's own output head are capped."""
+        stored = rows.storing
+        weight, cap = (self._head_weight, self._cap) if head is None else (head, None)
+        if not len(stored):
+            self.program.head(weight, hidden, token_rows, rows.records, None, cap)
+            return
+        logits = self._scratch()
+        if len(stored) <= len(logits):
+            self.program.head(weight, hidden, token_rows, rows.records, logits, cap)
+            return
+        rest = np.flatnonzero(~rows.needs_logits)
+        for start in range(0, len(stored), len(logits)):
+            index = stored[start : start + len(logits)]
+            if start == 0:
+                index = np.concatenate((rest, index))
+            part = rows.part(index)
+            these = np.ascontiguousarray(token_rows[index])
+            self.program.head(weight, hidden, these, part.records, logits, cap)
+            rows.records[index] = part.records
+
+    def _scratch(self) -> Tensor:
+        """Scratch memory for logits, float32 [rows, V rounded up to 32]. It is allocated at first use."""
+        if self._logits is None:
+            width = -(-self._head_weight.n // 32) * 32
+            count = max(1, min(self._max_tokens, _SCRATCH_BYTES // (4 * width)))
+            self._logits = Memory(4 * width * count).tensor(torch.float32, (count, width))
+        return self._logits
+
+
+def _record(model: CausalLM, recorder: Recorder, taps: Sequence[int]) -> tuple[Any, list[Value]]:
+    """Record the model. Returns (its result, the hidden states before the decoder layers ``taps``)."""
+    return hidden_at(model, taps, recorder.token_ids, recorder.positions, recorder)
+
+
+def _needed(batch: StepBatch) -> npt.NDArray[np.intp] | None:
+    """Ascending indices of the tokens whose hidden states are needed: the sample positions, and all tokens of chunks
+    with prompt log-probabilities. None if these are all tokens, as in a step that only decodes."""
+    if len(batch.sample_tokens) == len(batch.token_ids):
+        return None
+    starts, needed = batch.cu_seqlens, np.zeros(len(batch.token_ids), dtype=bool)
+    needed[batch.sample_tokens] = True
+    for row, *_ in batch.prompt_rows:
+        needed[starts[row] : starts[row + 1]] = True
+    return np.flatnonzero(needed)

@@ -1,0 +1,1 @@
+"""The backend of plain PyTorch operations, on every device."""

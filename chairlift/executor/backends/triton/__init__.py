@@ -1,0 +1,1 @@
+"""The backend of the Triton kernels, for one GPU."""

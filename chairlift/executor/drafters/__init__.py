@@ -1,0 +1,1 @@
+"""Makers of drafts that run beside the served model."""

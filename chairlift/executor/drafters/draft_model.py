@@ -1,0 +1,233 @@
+"""A small model that makes drafts. The KV of its layers is stored after that of the served model's layers, in the same
+blocks and with the same block tables.
+
+It computes prompts in the same steps as the served model, so shared, copied and swapped blocks contain its KV too. Its
+tokens are sampled with the request's own parameters and noise, as in the served model. So if both models have similar
+probabilities, they draw the same token at any temperature. Speculative decoding with draft models: Leviathan et al.,
+2023.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from chairlift.base.step_batch import StepBatch
+from chairlift.core.request import Request
+from chairlift.core.scheduler.output import SchedulerOutput
+from chairlift.core.spec_decode.upkeep import Upkeep
+from chairlift.executor.backends.native.native_runner import NativeModelRunner
+from chairlift.executor.drafters.drafting import DraftTimes, block_tables
+
+__all__ = ["DraftModel"]
+
+_MAX_CATCH_UP: Final = 256
+"""Maximum number of tokens per call that the small model computes for rows whose KV in it is not up to date. So these
+rows do not delay a step for long."""
+
+
+class _Part(NamedTuple):
+    """Tokens of one row in a forward pass of the small model: positions ``start`` to ``end`` (excluded)."""
+
+    row: int
+    """Index of the row among the rows passed to :meth:`DraftModel.propose`."""
+    request: Request
+    start: int
+    end: int
+
+
+class DraftModel:
+    """Makes drafts for decoding requests. See :class:`~chairlift.core.spec_decode.adaptive.Proposer`.
+
+    Args:
+        runner: Runs the small model, whose layers are part of the served model's cache.
+        most: Maximum number of drafts for a row in one step.
+        num_slots: Number of rows of the engine.
+        max_model_len: Maximum sequence length of the engine, in tokens.
+        max_positions: Maximum sequence length of the small model, in tokens.
+        block_size: Tokens per block.
+        max_tokens: Maximum number of tokens in a forward pass.
+    """
+
+    def __init__(
+        self,
+        runner: NativeModelRunner,
+        *,
+        most: int,
+        num_slots: int,
+        max_model_len: int,
+        max_positions: int,
+        block_size: int,
+        max_tokens: int,
+    ) -> None:
+        self._runner, self._block_size, self.most = runner, block_size, most
+        self._most_positions, self._max_tokens = min(max_positions, max_model_len), max_tokens
+        self._tokens = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
+        """Per slot: the tokens of its sequence, followed by its drafts."""
+        self._counts = [0] * num_slots
+        """Per slot: number of leading positions whose KV is valid: the small model has computed it for the tokens that
+        are now in ``_tokens``."""
+        self._sure = [0] * num_slots
+        """Per slot: number of leading tokens in ``_tokens`` that are known tokens of the request, not drafts."""
+        self._owners: list[str | None] = [None] * num_slots
+        self._preempted: dict[str, int] = {}
+        """Id of a request that lost its row -> number of leading positions whose KV the small model had computed at
+        that time."""
+        self._times = DraftTimes()
+        self.upkeep = Upkeep()
+        """Decides whether prompts are computed with the served model. Otherwise the small model computes a prompt
+        before the first drafts of its request."""
+        self.sleeps = False
+        self._has_gaps = False
+        """Whether shared blocks may lack the small model's KV, because the upkeep was off at times."""
+
+    # -- beside the model ----------------------------------------------------------------------------------------
+
+    def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
+        """Compute the prompt chunks of a step. Must be called after the served model has copied and loaded its
+        blocks."""
+        keeps = self.upkeep.passes(bool(out.joined))
+        self._has_gaps |= not keeps
+        for slot in out.left:
+            self._leave(slot)
+        for row in out.joined:
+            count = len(row.token_ids)
+            self._tokens[row.slot, :count] = row.token_ids
+            self._leave(row.slot)
+            self._owners[row.slot], self._sure[row.slot] = row.request_id, count
+            computed = self._preempted.pop(row.request_id, row.num_computed_tokens)
+            # Blocks of a preempted request may have come back from another request, which has gaps.
+            self._counts[row.slot] = 0 if self._has_gaps else min(computed, row.num_computed_tokens)
+        if not keeps:
+            return
+        started = time.perf_counter()
+        prompt_tokens: list[np.ndarray] = []
+        first = len(batch.slots) - len(out.chunks)
+        for row_index, chunk in enumerate(out.chunks, first):
+            if not chunk.drafts and chunk.start <= self._counts[chunk.slot]:
+                begin, end = batch.cu_seqlens[row_index : row_index + 2]
+                prompt_tokens.append(np.arange(begin, end))
+                self._tokens[chunk.slot, chunk.start : chunk.end] = batch.token_ids[begin:end]
+                self._counts[chunk.slot] = chunk.end
+        if prompt_tokens:
+            self._runner.forward(batch.only(np.concatenate(prompt_tokens)))
+        self.upkeep.kept(time.perf_counter() - started)
+
+    def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
+        """Do nothing: the small model does not use the served model's hidden states."""
+
+    # -- drafts --------------------------------------------------------------------------------------------------
+
+    def seconds(self, num_rows: int) -> float:
+        """Expected seconds in which one draft for each of ``num_rows`` rows is made; 0 before the first drafts."""
+        return self._times.seconds(num_rows)
+
+    def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
+        """Drafts for each row: at most the given number, and only as many as fit into the request's blocks."""
+        drafts: list[list[int]] = [[] for _ in rows]
+        limits, parts, room = [0] * len(rows), list[_Part](), min(self._max_tokens, len(rows) + _MAX_CATCH_UP)
+        for index, (request, requested) in enumerate(rows):
+            known = len(request.token_ids)
+            positions = min(len(table) for table in request.block_ids) * self._block_size
+            limits[index] = min(requested, min(positions, self._most_positions) - known + 1)
+            start = self._begin(request)
+            end = min(known, start + room)
+            if limits[index] > 0 and start < end and self._has_window(request, start):
+                parts.append(_Part(index, request, start, end))
+                room -= end - start
+        begin = time.perf_counter()
+        for number in range(max(limits, default=0)):
+            if not parts:
+                break
+            drawn = self._pass(parts)
+            parts = self._extend(parts, drawn, drafts, limits)
+            if number:  # the first pass also computes outdated KV
+                self._times.note(len(rows), time.perf_counter() - begin)
+            begin = time.perf_counter()
+        return drafts
+
+    def forget(self, request: Request) -> None:
+        """Forget the small model's state of a request that has ended."""
+        self._preempted.pop(request.request_id, None)
+        if request.request_id in self._owners:
+            self._owners[self._owners.index(request.request_id)] = None
+
+    def _leave(self, slot: int) -> None:
+        """Note that the request in ``slot`` leaves its row. The small model's KV may be used again if the request
+        returns."""
+        owner = self._owners[slot]
+        if owner is not None:
+            computed = min(self._counts[slot], self._sure[slot])  # later positions may have the KV of rejected drafts
+            self._preempted[owner], self._owners[slot] = computed, None
+
+    def _begin(self, request: Request) -> int:
+        """Copy the request's new tokens into ``_tokens``. Returns the first position that the small model must
+        compute."""
+        slot, known = request.slot, len(request.token_ids)
+        if self._owners[slot] != request.request_id:
+            self._owners[slot], self._sure[slot], self._counts[slot] = request.request_id, 0, 0
+        sure = min(self._sure[slot], known)
+        fresh = np.array(request.token_ids[sure:], dtype=np.int32)
+        wrong = np.flatnonzero(self._tokens[slot, sure:known] != fresh)
+        right = sure + int(wrong[0]) if len(wrong) else known
+        self._tokens[slot, sure:known] = fresh
+        self._sure[slot] = known
+        self._counts[slot] = min(self._counts[slot], right, known - 1)
+        return self._counts[slot]
+
+    def _has_window(self, request: Request, start: int) -> bool:
+        """Whether the request still has the blocks to which position ``start`` attends. A row that catches up may need
+        blocks that the model's sliding windows have passed, whose entries are 0 (the null block); it has no drafts."""
+        firsts = ((group, max(0, start + 1 - window)) for group, window in self._runner.windows.items())
+        return all(request.block_ids[group][first // self._block_size] for group, first in firsts)
+
+    def _pass(self, parts: Sequence[_Part]) -> dict[int, int]:
+        """Compute the tokens of ``parts`` in one forward pass. Returns row index -> token sampled after the row's last
+        token. Rows whose known tokens are not all computed yet have no entry."""
+        slots = np.array([part.request.slot for part in parts], dtype=np.int32)
+        ends = np.array([part.end for part in parts], dtype=np.int32)
+        lengths = np.array([part.end - part.start for part in parts], dtype=np.int32)
+        cu_seqlens = np.concatenate(([0], np.cumsum(lengths)), dtype=np.int32)
+        positions = np.concatenate([np.arange(part.start, part.end, dtype=np.int32) for part in parts])
+        rows = np.repeat(np.arange(len(parts)), lengths)
+        tables = block_tables([part.request.block_ids for part in parts], -(-int(ends.max()) // self._block_size))
+        blocks = tables[:, rows, positions // self._block_size].astype(np.int64)
+        complete = [i for i, part in enumerate(parts) if part.end >= len(part.request.token_ids)]
+        batch = StepBatch(
+            token_ids=self._tokens[slots[rows], positions],
+            positions=positions,
+            cu_seqlens=cu_seqlens,
+            seq_lens=ends,
+            block_tables=tables,
+            slot_mapping=np.ascontiguousarray(blocks * self._block_size + positions % self._block_size),
+            slots=slots,
+            tokens=self._tokens,
+            sampling=[part.request.sampling for part in parts],
+            sample_rows=np.array(complete, dtype=np.int32),
+            sample_tokens=cu_seqlens[1:][complete] - 1,
+        )
+        hidden = self._runner.forward(batch)
+        for part in parts:
+            self._counts[part.request.slot] = part.end
+        tokens = self._runner.sample(hidden, batch, None).token_ids
+        return {parts[i].row: token for i, token in zip(complete, tokens, strict=True)}
+
+    def _extend(
+        self, parts: Sequence[_Part], drawn: dict[int, int], drafts: list[list[int]], limits: Sequence[int]
+    ) -> list[_Part]:
+        """Append each token of ``drawn`` to its row's drafts. Returns the parts of the next forward pass: one token of
+        each row that may get more drafts."""
+        next_parts: list[_Part] = []
+        for index, request, _, end in parts:
+            token = drawn.get(index, -1)
+            if token < 0:
+                continue
+            drafts[index].append(token)
+            if len(drafts[index]) < limits[index]:
+                self._tokens[request.slot, end] = token
+                next_parts.append(_Part(index, request, end, end + 1))
+        return next_parts

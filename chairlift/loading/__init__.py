@@ -1,0 +1,1 @@
+"""From settings to an executor with a loaded model."""

@@ -1,0 +1,1 @@
+"""Families of models, one module per ``model_type`` or group of them."""

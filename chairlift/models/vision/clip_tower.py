@@ -1,0 +1,89 @@
+"""The image encoder of LLaVA: CLIP, and a projector of two linear layers.
+
+As in :mod:`chairlift.models.vision.vision_tower`, an image is computed in pieces of bounded size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from chairlift.base.image_spans import ImageTile
+from chairlift.models.vision.vision_config import LlavaConfig
+from chairlift.models.vision.vision_tower import Pixels, Product, VisionLayers, activated, in_pieces, take_tensor
+
+__all__ = ["ClipTower"]
+
+_TOP = "vision_tower."
+
+
+class ClipTower:
+    """Image encoder of LLaVA: ``encode(tile)`` yields the rows of one image, [rows_per_tile, text_width], in the
+    tower's dtype.
+
+    The arguments and errors are those of :class:`~chairlift.models.vision.vision_tower.VisionTower`.
+    """
+
+    rounds_floats = False
+
+    def __init__(
+        self,
+        config: LlavaConfig,
+        tensors: Mapping[str, Any],
+        where: Path,
+        dtype: torch.dtype,
+        normalise: tuple[float, list[float], list[float]],
+    ) -> None:
+        self.config, self.dtype = config, dtype
+        width, patch, text = config.hidden_size, config.patch_size, config.text_width
+
+        def take(name: str, *shape: int) -> Tensor:
+            return take_tensor(tensors, where, name, *shape).to(dtype, copy=True)
+
+        def product(name: str, *shape: int) -> Product:
+            return Product(
+                take(f"{name}.weight", *shape), take(f"{name}.bias", text) if config.projector_bias else None
+            )
+
+        self._class = take(f"{_TOP}embeddings.class_embedding", width)
+        self._patches = take(f"{_TOP}embeddings.patch_embedding.weight", width, 3, patch, patch)
+        self._positions = take(f"{_TOP}embeddings.position_embedding.weight", config.side**2 + 1, width)
+        self._norm = take(f"{_TOP}pre_layrnorm.weight", width), take(f"{_TOP}pre_layrnorm.bias", width)
+        # Layers behind the last layer that the projector reads are not needed.
+        self._layers = VisionLayers(config, take, f"{_TOP}encoder.layers.", max(config.feature_layers))
+        at = "multi_modal_projector.linear_"
+        self._projector = product(f"{at}1", text, width * len(config.feature_layers)), product(f"{at}2", text, text)
+        self._pixels = Pixels(config.image_size, normalise)
+
+    def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
+        """Compute the embeddings of the image ``tile``, uint8 [3, size, size], in pieces. Yields None after each piece,
+        and finally the embeddings."""
+        with torch.inference_mode():
+            state = self._embed(tile)
+        yield None
+        features = {0: state.clone()} if 0 in self.config.feature_layers else {}
+        for index in range(len(self._layers)):
+            yield from self._layers.run(index, state)
+            if index + 1 in self.config.feature_layers:
+                with torch.inference_mode():
+                    features[index + 1] = state.clone()
+        with torch.inference_mode():
+            chosen = torch.cat([features[layer] for layer in self.config.feature_layers], 1)
+            chosen = chosen if self.config.keeps_class else chosen[1:]
+        yield (yield from in_pieces(chosen, self._project))
+
+    def _embed(self, tile: ImageTile) -> Tensor:
+        """Hidden states of the class token and of the patches before the first layer, [1 + patches, width]."""
+        pixels = self._pixels(tile).to(self.dtype)
+        patches = functional.conv2d(pixels[None], self._patches, stride=self.config.patch_size).flatten(2)[0].t()
+        state = torch.cat([self._class[None], patches]) + self._positions
+        return functional.layer_norm(state, state.shape[1:], *self._norm, self.config.norm_eps)
+
+    def _project(self, rows: Tensor) -> Tensor:
+        first, second = self._projector
+        return second(activated(self.config.projector_activation, first(rows)))

@@ -1,0 +1,89 @@
+"""The image encoder of Gemma 3: SigLIP, and a projector that averages squares of patches.
+
+As in :mod:`chairlift.models.vision.vision_tower`, an image is computed in pieces of bounded size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from chairlift.base.image_spans import ImageTile
+from chairlift.models.vision.vision_config import PooledConfig
+from chairlift.models.vision.vision_tower import Pixels, Product, VisionLayers, in_pieces, take_tensor
+
+__all__ = ["PooledTower"]
+
+_TOP, _PROJECTOR = "vision_tower.", "multi_modal_projector."
+
+
+class PooledTower:
+    """Image encoder of Gemma 3: ``encode(tile)`` yields the rows of one image, [rows_per_tile, text_width], in the
+    tower's dtype.
+
+    The arguments and errors are those of :class:`~chairlift.models.vision.vision_tower.VisionTower`.
+    """
+
+    rounds_floats = False
+
+    def __init__(
+        self,
+        config: PooledConfig,
+        tensors: Mapping[str, Any],
+        where: Path,
+        dtype: torch.dtype,
+        normalise: tuple[float, list[float], list[float]],
+    ) -> None:
+        self.config, self.dtype = config, dtype
+        width, patch, text = config.hidden_size, config.patch_size, config.text_width
+
+        def take(name: str, *shape: int) -> Tensor:
+            return take_tensor(tensors, where, name, *shape).to(dtype, copy=True)
+
+        def pair(name: str, *shape: int) -> tuple[Tensor, Tensor]:
+            return take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0])
+
+        self._patches = pair(f"{_TOP}embeddings.patch_embedding", width, 3, patch, patch)
+        self._positions = take(f"{_TOP}embeddings.position_embedding.weight", config.side**2, width)
+        self._layers = VisionLayers(config, take, f"{_TOP}encoder.layers.", config.num_hidden_layers)
+        self._norm = pair(f"{_TOP}post_layernorm", width)
+        self._pooled_norm = 1.0 + take(f"{_PROJECTOR}mm_soft_emb_norm.weight", width).float()
+        projection = take(f"{_PROJECTOR}mm_input_projection_weight", width, text)
+        self._projection = Product(projection.t().contiguous())
+        self._pixels = Pixels(config.image_size, normalise)
+
+    def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
+        """Compute the embeddings of the image ``tile``, uint8 [3, size, size], in pieces. Yields None after each piece,
+        and finally the embeddings."""
+        weight, bias = self._patches
+        # A row of patches at a time, because the image has up to 4,096 patches.
+        with torch.inference_mode():
+            bands = torch.split(self._pixels(tile).to(self.dtype), self.config.patch_size, 1)
+        found = []
+        for band in bands[: self.config.side]:
+            with torch.inference_mode():
+                patches = functional.conv2d(band[None], weight, bias, stride=self.config.patch_size)
+                found.append(patches.flatten(2)[0].t())
+            yield None
+        with torch.inference_mode():
+            state = torch.cat(found) + self._positions
+        for index in range(len(self._layers)):
+            yield from self._layers.run(index, state)
+        with torch.inference_mode():
+            pooled = self._pool(state)
+        yield None
+        yield (yield from in_pieces(pooled, self._projection))
+
+    def _pool(self, state: Tensor) -> Tensor:
+        """Norm, mean of each square of patches, and norm: [rows_per_tile, width]."""
+        config = self.config
+        normed = functional.layer_norm(state, state.shape[1:], *self._norm, config.norm_eps)
+        grid = normed.t().reshape(1, config.hidden_size, config.side, config.side)
+        pooled = functional.avg_pool2d(grid, config.side // config.rows_per_side).flatten(2)[0].t().float()
+        scale = torch.rsqrt(pooled.pow(2).mean(-1, keepdim=True) + config.norm_eps)
+        return (pooled * scale * self._pooled_norm).to(self.dtype)

@@ -1,5 +1,0 @@
-"""Replays traffic through the real scheduler and engine core on a virtual clock, with step times from a cost model.
-
-The cost model comes from a table of machines (:mod:`~chairlift.replay.machines`), or is fitted to steps of a real
-machine (:mod:`~chairlift.replay.calibrate`). The server uses a replay to compare recorded traffic with static batches.
-"""

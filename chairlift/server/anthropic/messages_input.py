@@ -1,0 +1,284 @@
+"""Translates Anthropic's messages, whose contents are blocks, to the messages of a chat."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from chairlift.server.anthropic.messages_types import CountTokensRequest, MessagesRequest, Metadata
+from chairlift.server.http.errors import ApiError
+from chairlift.server.openai.protocol import ChatRequest
+from chairlift.server.openai.translation import Names, image_part, texts_of, wrong
+from chairlift.text.tool_calls import reasoning_format_of
+
+__all__ = ["names", "to_chat"]
+
+_FIELDS: Final = {
+    r"(tools\[[0-9]+\])\.function\.parameters": r"\1.input_schema",
+    r"(tools\[[0-9]+\])\.function": r"\1",
+    r"response_format\.json_schema\.schema": "output_config.format.schema",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+    "thinking_token_budget": "thinking.budget_tokens",
+    r"(messages\[[0-9]+\]\.content\[[0-9]+\])\.image_url\.url": r"\1.source",
+}
+_SAME: Final = (
+    *("stream", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
+    *("repetition_penalty", "priority", "cache_salt", "queue_timeout", "ttft_ms", "tpot_ms", "deadline_ms"),
+    "max_tokens",
+)
+"""Fields that have the same name and meaning in a chat request."""
+_BILLING: Final = "x-anthropic-billing-header"
+"""Prefix of a system block that the server removes. The block is not for the model. Its text changes with every call,
+so no prompt would match the prefix cache."""
+_THINKING: Final = re.compile(r"(?<![.\w])thinking is (?:not )?defined")
+_Payload = CountTokensRequest | MessagesRequest
+_MAX_USER: Final = 256
+_INSTEAD: Final = "; documents are not read, and images only in a user's message"
+
+
+def names() -> Names:
+    """Names of the fields of Anthropic's endpoints, for error messages."""
+    return Names(_FIELDS)
+
+
+def to_chat(payload: _Payload, client_names: Names, template: str, ignored: list[str]) -> ChatRequest:
+    """Translate a request to a chat for a model with the chat template ``template``.
+
+    ``client_names`` gets the position of each message, and ``ignored`` the names of ignored fields. Raises ApiError
+    with the name of a field, block or tool that is not supported.
+    """
+    turns = _Turns()
+    if payload.system is not None:
+        turns.system(payload.system)
+    for index, message in enumerate(payload.messages):
+        turns.add(f"messages[{index}]", message)
+    client_names.places = turns.places
+    choice, parallel = _choice(payload.tool_choice)
+    if payload.tool_choice and not payload.tools and choice not in ("auto", "none"):
+        why = (
+            f"tool_choice.type is {payload.tool_choice['type']!r}, but there are no tools; send tools, or leave it out"
+        )
+        raise ApiError(400, why, code="invalid_value", param="tool_choice.type")
+    config = payload.output_config
+    chat = ChatRequest(
+        model=payload.model,
+        messages=turns.messages,
+        tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(payload.tools or ())] or None,
+        tool_choice=choice if payload.tools or choice != "none" else None,
+        parallel_tool_calls=parallel,
+        reasoning_effort=config.effort if config else None,
+        response_format=_form(config.format if config else None),
+        chat_template_kwargs=_thinking(payload, template, ignored),
+    )
+    if turns.messages[-1]["role"] == "assistant":  # the answer continues this message
+        chat.add_generation_prompt, chat.continue_final_message = False, True
+    if payload.thinking is not None:
+        chat.include_reasoning = payload.thinking.display != "omitted"
+    if isinstance(payload, MessagesRequest):
+        for name in _SAME:
+            setattr(chat, name, getattr(payload, name))
+        chat.stop = payload.stop_sequences
+        chat.service_tier = None if payload.service_tier == "standard_only" else payload.service_tier
+        chat.user = _user(payload.metadata)
+    return chat
+
+
+def _user(metadata: Metadata | None) -> str | None:
+    """``user_id``, cut to the length that chats allow; None if it is missing."""
+    user = metadata.user_id if metadata else None
+    if user is None or len(user) <= _MAX_USER:
+        return user
+    return hashlib.sha256(user.encode("utf-8", "replace")).hexdigest()
+
+
+def _thinking(payload: _Payload, template: str, ignored: list[str]) -> dict[str, Any] | None:
+    """Template variables that turn thinking on or off. If the request has no field ``thinking``, thinking is off, as in
+    Anthropic's API."""
+    kind = payload.thinking.type if payload.thinking else "disabled"
+    if kind not in ("enabled", "adaptive", "disabled"):
+        wrong("thinking.type", "must be enabled, adaptive or disabled", kind)
+    if "enable_thinking" in template:
+        return {"enable_thinking": kind != "disabled"}
+    if _THINKING.search(template):
+        return {"thinking": kind != "disabled"}
+    if payload.thinking is not None and (kind == "disabled") is (reasoning_format_of(template) is not None):
+        ignored.append("thinking")  # the template has no switch for thinking
+    return None
+
+
+class _Turns:
+    """Makes the messages of a chat from messages with blocks."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.places: dict[str, str] = {}
+        self._known: set[str] = set()
+        """Ids of all tool calls in the conversation so far."""
+
+    def system(self, given: Any) -> None:
+        """Add the system text, without blocks that are not meant for the model."""
+        parts = texts_of("system", given, ("text",), _INSTEAD)
+        texts = [parts] if isinstance(parts, str) else [part["text"] for part in parts]
+        text = "\n\n".join(each for each in texts if each and not each.startswith(_BILLING))
+        if text:
+            self._message("system", {"role": "system", "content": text})
+
+    def add(self, where: str, message: Mapping[str, Any]) -> None:
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant", "system"):
+            wrong(f"{where}.role", "must be user, assistant or system", role)
+        if isinstance(content, str):
+            self._message(where, {"role": role, "content": content})
+            return
+        if not isinstance(content, list):
+            wrong(f"{where}.content", "must be a text or a list of blocks", content)
+        for index, block in enumerate(content):
+            if not isinstance(block, dict):
+                wrong(f"{where}.content[{index}]", "must be an object with a type", block)
+        if role == "assistant":
+            self._assistant(where, content)
+        else:
+            self._others(where, role, content)
+
+    def _message(self, where: str, message: dict[str, Any]) -> None:
+        self.places[f"messages[{len(self.messages)}]"] = where
+        self.messages.append(message)
+
+    def _others(self, where: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> None:
+        """Add the tool results, and the texts between them, in the order of the blocks."""
+        texts: list[dict[str, Any]] = []
+        num_before, kinds = len(self.messages), ("text",) if role == "system" else ("text", "image", "tool_result")
+        for index, block in enumerate(blocks):
+            place = f"{where}.content[{index}]"
+            if block.get("type") == "image" and role == "user":
+                texts.append(_image(place, block))
+                continue
+            if block.get("type") != "tool_result" or role == "system":
+                texts.append({"type": "text", "text": _text(place, block, kinds)})
+                continue
+            if texts:
+                self._message(where, {"role": role, "content": _whole(texts)})
+                texts = []
+            self._result(place, block)
+        if texts or num_before == len(self.messages):
+            self._message(where, {"role": role, "content": _whole(texts)})
+
+    def _result(self, where: str, block: Mapping[str, Any]) -> None:
+        call_id = block.get("tool_use_id")
+        if not isinstance(call_id, str) or call_id not in self._known:
+            wrong(f"{where}.tool_use_id", "must be the id of a tool_use before it; send the call, too", call_id)
+        content = texts_of(f"{where}.content", block.get("content") or "", ("text",), _INSTEAD)
+        if block.get("is_error"):
+            text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+            content = text if text.lower().startswith("error") else f"Error: {text}"
+        self._message(where, {"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def _assistant(self, where: str, blocks: Sequence[Mapping[str, Any]]) -> None:
+        texts: list[dict[str, Any]] = []
+        thoughts: list[str] = []
+        calls: list[dict[str, Any]] = []
+        for index, block in enumerate(blocks):
+            place, kind = f"{where}.content[{index}]", block.get("type")
+            if kind == "thinking":
+                if not isinstance(block.get("thinking"), str):
+                    wrong(f"{place}.thinking", "must be a text", block.get("thinking"))
+                thoughts.append(block["thinking"])
+            elif kind == "tool_use":
+                self.places[f"messages[{len(self.messages)}].tool_calls[{len(calls)}]"] = place
+                calls.append(self._call(place, block))
+            else:
+                texts.append({"type": "text", "text": _text(place, block, ("text", "thinking", "tool_use"))})
+        message: dict[str, Any] = {"role": "assistant", "content": _whole(texts) if texts or not calls else None}
+        if any(thoughts):
+            message["reasoning_content"] = "\n".join(thoughts)
+        if calls:
+            message["tool_calls"] = calls
+        self._message(where, message)
+
+    def _call(self, where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+        for key in ("id", "name"):
+            if not isinstance(block.get(key), str) or not block[key]:
+                wrong(f"{where}.{key}", "must be a text", block.get(key))
+        given = block.get("input")
+        if not isinstance(given, dict):
+            wrong(f"{where}.input", "must be an object", given)
+        self._known.add(block["id"])
+        function = {"name": block["name"], "arguments": json.dumps(given, ensure_ascii=False)}
+        return {"id": block["id"], "type": "function", "function": function}
+
+
+def _image(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """Image part of a chat message, from an image block. The block's source is base64 data or a URL."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if not isinstance(source, Mapping) or kind not in ("base64", "url"):
+        message = f"{where}.source must be of type base64 or url, got {str(kind)[:60]!r}; files are not kept here"
+        raise ApiError(400, message, code="unsupported_content", param=f"{where}.source")
+    if kind == "url":
+        return image_part(source.get("url"), f"{where}.source.url")
+    for key in ("media_type", "data"):
+        if not isinstance(source.get(key), str):
+            wrong(f"{where}.source.{key}", "must be a text", source.get(key))
+    return image_part(f"data:{source['media_type']};base64,{source['data']}", where)
+
+
+def _text(where: str, block: Mapping[str, Any], kinds: Sequence[str]) -> str:
+    """Text of a text block. ``kinds`` are the allowed types of blocks."""
+    if block.get("type") != "text":
+        message = f"{where}.type is {str(block.get('type'))[:60]!r}, which is not supported; send {', '.join(kinds)}"
+        raise ApiError(400, message + _INSTEAD, code="unsupported_content", param=where)
+    if not isinstance(block.get("text"), str):
+        wrong(f"{where}.text", "must be a text", block.get("text"))
+    text: str = block["text"]
+    return text
+
+
+def _whole(texts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    return texts if len(texts) > 1 or (texts and "text" not in texts[0]) else texts[0]["text"] if texts else ""
+
+
+def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    kind = tool.get("type") or "custom"
+    if kind != "custom":
+        message = (
+            f"{where}.type is {str(kind)[:60]!r}, but tools that Anthropic defines are not served; leave it out, or"
+            " send a tool with an input_schema and do yourself what it is to do"
+        )
+        raise ApiError(400, message, code="unsupported_parameter", param=f"{where}.type")
+    if tool.get("input_schema") is None:
+        wrong(f"{where}.input_schema", "must be a JSON schema of an object", None)
+    function = {name: tool.get(name) for name in ("name", "description", "strict")}
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+
+
+def _choice(given: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
+    """(``tool_choice``, ``parallel_tool_calls``) for a chat request."""
+    if given is None:
+        return None, None
+    kind, single = given.get("type"), given.get("disable_parallel_tool_use")
+    if single not in (None, True, False):
+        wrong("tool_choice.disable_parallel_tool_use", "must be true or false", single)
+    parallel = None if single is None else not single
+    if kind == "tool":
+        if not isinstance(given.get("name"), str):
+            wrong("tool_choice.name", "must be the name of a tool", given.get("name"))
+        return {"type": "function", "function": {"name": given["name"]}}, parallel
+    choices = {"auto": "auto", "any": "required", "none": "none"}
+    if kind not in choices:
+        wrong("tool_choice.type", "must be auto, any, tool or none", kind)
+    return choices[str(kind)], parallel
+
+
+def _form(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """``output_config.format`` as the field ``response_format`` of a chat request."""
+    if given is None:
+        return None
+    if given.get("type") != "json_schema" or "schema" not in given:
+        wrong("output_config.format", 'must be {"type": "json_schema", "schema": {...}}', given)
+    return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}

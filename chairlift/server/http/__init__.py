@@ -1,0 +1,1 @@
+"""The HTTP server: sockets, limits, access, errors, streams, and the application."""

@@ -1,0 +1,291 @@
+"""The ASGI application: checks before each endpoint, and error handling after it.
+
+The order of the checks is: request id, Host allow-list, origin or API key, drain. Then the request is routed. Every
+error, from the first check to a bug in an endpoint, becomes an OpenAI error object. On the paths of Anthropic's API it
+becomes Anthropic's error object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from chairlift.engine.async_engine import EngineState
+from chairlift.metrics import prometheus
+from chairlift.metrics.stats import FORECAST_RATIOS
+from chairlift.server.anthropic import messages
+from chairlift.server.http import openapi
+from chairlift.server.http.auth import Auth, HostCheck, check_origin
+from chairlift.server.http.cors import allows_origin, with_cors
+from chairlift.server.http.errors import ApiError, error_response, to_api_error
+from chairlift.server.http.limits import release_body
+from chairlift.server.http.logs import log_event
+from chairlift.server.http.routers import TrustedProxies
+from chairlift.server.http.state import ServerState
+from chairlift.server.openai import chat, completions, models, pooling, responses, tokens
+from chairlift.server.openai.batches import endpoints as batches
+from chairlift.server.openai.batches import files
+from chairlift.server.openai.batches.worker import INTERNAL_CALLER
+from chairlift.server.openai.logprob_room import release_logprobs
+from chairlift.server.operations import adapters, queue, replicas, traffic, weights
+from chairlift.server.pages import live, pages
+from chairlift.version import __version__
+
+__all__ = ["all_routes", "make_app"]
+
+_logger: Final = logging.getLogger("chairlift.server")
+_CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_DRAIN_RETRY_SECONDS: Final = 5
+
+
+def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> ASGIApp:
+    """The ASGI application for ``state``: with all endpoints, or only with ``routes`` if given."""
+    return with_cors(_App(state, all_routes() if routes is None else routes), state.config.cors_origin)
+
+
+def all_routes() -> list[Route]:
+    """The routes of all endpoints."""
+    endpoints = (
+        *(chat, completions, responses, messages, pooling, tokens, models, queue, traffic, openapi, pages, live),
+        *(weights, replicas, adapters, files, batches),
+    )
+    return [*_routes, *(route for module in endpoints for route in module.routes)]
+
+
+class _App:
+    """The ASGI callable. Unlike middleware it does not buffer: chunks of a stream are written to the connection at
+    once."""
+
+    def __init__(self, state: ServerState, routes: Sequence[BaseRoute]) -> None:
+        self._state = state
+        self._router = Router(routes, redirect_slashes=False)
+        self._holder = Starlette()  # becomes request.app
+        self._holder.state.server = state
+        self._auth = Auth(state.api_keys)
+        self._proxies = TrustedProxies(state.config.trusted_proxy)
+        self._hosts = HostCheck(state.config.host, state.config.allowed_host, bool(state.api_keys))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._router.lifespan(scope, receive, send)
+            return
+        exchange = _Exchange(scope, receive, send)
+        scope["app"] = self._holder
+        scope.setdefault("state", {})["request_id"] = exchange.request_id
+        if self._state.tracer is not None:
+            self._state.tracer.received(scope)
+        counted = scope["path"].startswith("/v1/")
+        self._state.num_in_progress += counted
+        try:
+            if INTERNAL_CALLER in scope:
+                scope["state"] |= scope[INTERNAL_CALLER]
+            else:
+                self._admit(scope)
+            await self._router(scope, exchange.receive, exchange.send)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            chat = scope["path"] == "/v1/chat/completions"
+            api_error = to_api_error(error, self._state, exchange.request_id, chat=chat)
+            turned_away = api_error.code == "engine_unavailable" and not getattr(error, "taken", False)
+            self._state.engine.stats.rejected.update(("unavailable",) if turned_away else ())
+            response = error_response(api_error, scope["path"], exchange.request_id)
+            if exchange.status is not None:
+                raise  # in the middle of an answer, only closing the connection can report an error
+            await response(scope, receive, exchange.send)
+        finally:
+            release_body(Request(scope))
+            release_logprobs(Request(scope))
+            self._state.num_in_progress -= counted
+            if counted and exchange.status is not None:
+                self._state.engine.stats.responded(exchange.route, exchange.method, exchange.status, exchange.seconds)
+            if self._state.config.log_requests:
+                exchange.log()
+
+    def _admit(self, scope: Scope) -> None:
+        """Raise ApiError for a request that the checks do not let through to an endpoint."""
+        hosts, authorization, keys, sites, origins = [], [], [], [], []
+        for name, value in scope["headers"]:
+            if name == b"host":
+                hosts.append(value)
+            elif name == b"authorization":
+                authorization.append(value)
+            elif name == b"x-api-key":
+                keys.append(value)
+            elif name == b"sec-fetch-site":
+                sites.append(value)
+            elif name == b"origin":
+                origins.append(value)
+        self._hosts.check(hosts)
+        path = scope["path"]
+        if (
+            (sites or origins)
+            and not self._state.api_keys
+            and not allows_origin(self._state.config.cors_origin, origins)
+        ):
+            check_origin(path, hosts[0], sites, origins)
+        raw_path = scope.get("raw_path") or path.encode("utf-8", "replace")
+        caller = self._auth.check(path, raw_path, authorization, keys)
+        scope["state"]["caller"] = dataclasses.replace(caller, request_id=scope["state"]["request_id"])
+        if self._proxies:
+            scope["state"]["fairness_id"] = self._proxies.fairness_id(scope.get("client"), scope["headers"])
+        if self._state.draining and scope["method"] == "POST":
+            self._state.engine.stats.rejected["draining"] += 1
+            retry = {"retry-after": str(_DRAIN_RETRY_SECONDS), "connection": "close"}
+            raise ApiError(503, "the server is shutting down; try another one", code="server_draining", headers=retry)
+
+
+_METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+
+
+class _Exchange:
+    """Data of one HTTP request and its response, for the log."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._start = time.monotonic()
+        self._first_byte: float | None = None
+        self._bytes_in = self._bytes_out = 0
+        self.status: int | None = None
+        given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+        client_id = given[0] if len(given) == 1 and _CLIENT_ID.fullmatch(given[0]) else b""
+        self.request_id = client_id.decode() or f"req-{secrets.token_hex(16)}"
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._bytes_in += len(message.get("body", b""))
+        if not message.get("more_body"):
+            self._scope["state"].setdefault("arrived", time.monotonic())
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self._first_byte = time.monotonic()
+            extra = [(b"x-request-id", self.request_id.encode()), (b"x-content-type-options", b"nosniff")]
+            present = {name.lower() for name, _ in message["headers"]}
+            message["headers"] = [*message["headers"], *(pair for pair in extra if pair[0] not in present)]
+        else:
+            self._bytes_out += len(message.get("body", b""))
+        await self._send(message)
+
+    @property
+    def route(self) -> str:
+        """Pattern of the path, or ``none`` if there is no such path."""
+        path: str = getattr(self._scope.get("route"), "path", "none")
+        return path
+
+    @property
+    def method(self) -> str:
+        """HTTP method, or ``other`` if no endpoint has it."""
+        method: str = self._scope["method"]
+        return method if method in _METHODS else "other"
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the request's head arrived."""
+        return time.monotonic() - self._start
+
+    def log(self) -> None:
+        """Log one line about the request and its response. The line contains no text of the prompt or of the output."""
+        log_event(
+            _logger,
+            logging.INFO,
+            "request",
+            id=self.request_id,
+            method=self._scope["method"],
+            route=self.route,
+            status=self.status,
+            bytes_in=self._bytes_in,
+            bytes_out=self._bytes_out,
+            first_byte_seconds=None if self._first_byte is None else round(self._first_byte - self._start, 4),
+            seconds=round(self.seconds, 4),
+        )
+
+
+# --- endpoints that tell about the server itself ---------------------------------------------------------------------
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")
+
+
+def _unavailable(state: ServerState) -> str:
+    """Reason why the server cannot serve requests now, in general words; empty when it can. Clients without a key may
+    read the reason, so details are only in the log."""
+    engine = state.engine
+    return engine.check_health() if engine.state is EngineState.READY else f"the engine is {engine.state.value}"
+
+
+async def _health(request: Request) -> Response:
+    """Respond 200 while requests make progress, otherwise 503."""
+    state: ServerState = request.app.state.server
+    reason = _unavailable(state)
+    return _json({"status": "unavailable", "reason": reason}, 503) if reason else _json({"status": "ok"})
+
+
+async def _ready(request: Request) -> Response:
+    """Respond 200 while new requests are accepted, otherwise 503."""
+    state: ServerState = request.app.state.server
+    engine = state.engine
+    if engine.state is EngineState.READY and not state.draining:
+        return _json({"status": "ready"})
+    reason = "the server is shutting down" if state.draining else f"the engine is {engine.state.value}"
+    return _json({"status": "unavailable", "reason": reason}, 503)
+
+
+async def _version(request: Request) -> Response:
+    return _json({"version": __version__})
+
+
+async def _load(request: Request) -> Response:
+    state: ServerState = request.app.state.server
+    counts = {"running": state.engine.stats.engine.num_running, "waiting": state.engine.num_queued}
+    return _json({"server_load": state.num_in_progress, **counts})
+
+
+async def _metrics(request: Request) -> Response:
+    state: ServerState = request.app.state.server
+    engine = state.engine
+    classes = engine.service_classes
+    body = prometheus.render(
+        engine.stats,
+        engine.info,
+        model_name=state.model_names[0],
+        prefix=state.config.metrics_prefix,
+        up=engine.state is EngineState.READY,
+        num_waiting=engine.num_queued,
+        now=time.monotonic(),
+        oldest_wait=engine.intake.oldest_wait(time.monotonic()),
+        engine_pid=engine.engine_pid,
+        replicas=engine.replicas(),
+        autoscaling=engine.autoscaling(),
+        num_tasks=len(asyncio.all_tasks()),
+        classes=None if classes is None else {name: each.min_seqs for name, each in classes.items()},
+        forecast_within={ratio: engine.intake.calibration.within(ratio) for ratio in FORECAST_RATIOS},
+    )
+    return Response(body, media_type=prometheus.CONTENT_TYPE)
+
+
+_routes: Final = [
+    Route("/health", _health, methods=["GET"]),
+    Route("/ping", _health, methods=["GET"]),
+    Route("/ready", _ready, methods=["GET"]),
+    Route("/version", _version, methods=["GET"]),
+    Route("/load", _load, methods=["GET"]),
+    Route("/metrics", _metrics, methods=["GET"]),
+]

@@ -1,0 +1,1 @@
+"""Endpoints of OpenAI's API, with vLLM's extensions."""

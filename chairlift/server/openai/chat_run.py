@@ -1,0 +1,154 @@
+"""Runs a chat, from the parsed request to the engine's output.
+
+Every endpoint for conversations translates its request to a chat and then uses this module. So request checks,
+queueing and the reading of tool calls and reasoning are the same for every API.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.engine.info import EngineInfo
+from chairlift.engine.output_stream import OutputStream
+from chairlift.models.vision.processor import PlacedImages
+from chairlift.server.http.errors import ApiError
+from chairlift.server.http.limits import until_tokens
+from chairlift.server.http.state import ServerState
+from chairlift.server.http.streaming import TokenTexts, reply_head, submit_all, truncate
+from chairlift.server.openai.chat_reading import (
+    AnswerReading,
+    ChatPlan,
+    chat_plan,
+    constrained,
+    limited_params,
+    opened_by,
+)
+from chairlift.server.openai.logprob_room import reserve_logprobs
+from chairlift.server.openai.models import adapter_named, check_model, generating_info
+from chairlift.server.openai.promises import class_of, read_scheduling_fields
+from chairlift.server.openai.protocol import ChatRequest, TokenizeRequest, no_prompt_logprobs_in_stream, sampling_params
+from chairlift.text.tool_calls import check_history
+
+__all__ = ["ChatRun", "begin_chat", "encode_messages"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatRun:
+    """A chat that was sent to the engine."""
+
+    chat: ChatRequest
+    model: str
+    """Model name for the response."""
+    info: EngineInfo
+    plan: ChatPlan
+    params: SamplingParams
+    prompt: list[int]
+    streams: list[OutputStream]
+    """A list with one stream, which has all ``n`` outputs."""
+    texts: TokenTexts
+    was_shortened: bool = False
+    """Whether ``max_tokens`` was reduced because prompt and output together would exceed the model's maximum length."""
+
+    def head(self, prefix: str) -> dict[str, Any]:
+        """Fields with which the responses and chunks of a chat completion begin."""
+        return reply_head(prefix, self.model, self.info, self.streams)
+
+    def reading(self) -> AnswerReading:
+        """A new reader of tool calls and reasoning, for one of the outputs."""
+        return AnswerReading(self.plan, self.texts.tokenizer, self.params.skip_special_tokens)
+
+
+async def begin_chat(
+    request: Request,
+    chat: ChatRequest,
+    ignored: list[str],
+    *,
+    shorten: bool = False,
+    thinking_hint: int | None = None,
+) -> ChatRun:
+    """Check a chat, turn its messages into a prompt, and send the prompt to the engine. Names of ignored fields are
+    added to ``ignored``.
+
+    With ``shorten``, a ``max_tokens`` that is too large for the model's length is reduced to the remaining length.
+    ``thinking_hint`` is a thinking_token_budget that is ignored if the model cannot apply it. Raises ApiError,
+    RequestError, TemplateError, OverloadedError or EngineDeadError.
+    """
+    state: ServerState = request.app.state.server
+    model = check_model(state, chat.model)
+    caller = read_scheduling_fields(request, chat, ignored)
+    info = generating_info(state)
+    if chat.prediction is not None and not info.takes_predictions:
+        ignored.append("prediction")
+    plan = chat_plan(state, chat, ignored)
+    params = _params(chat, info.sampling_defaults, keeps_special=bool(plan.hidden))
+    state.engine.check_room(1, class_of(params))
+    async with until_tokens(request, chat):
+        laid_out, images = await lay_out_messages(state, chat, plan)
+        if images is not None and chat.truncate_prompt_tokens is not None:
+            message = "a prompt with images cannot be cut; leave truncate_prompt_tokens out, or send fewer images"
+            raise ApiError(400, message, code="invalid_value", param="truncate_prompt_tokens")
+        prompt = truncate(laid_out, chat.truncate_prompt_tokens, info, params.max_tokens)
+    plan = opened_by(plan, chat, state.engine.tokenizer, laid_out)
+    plan, params = constrained(plan, chat, params)
+    params = limited_params(plan, chat, state.engine.tokenizer, params)
+    if thinking_hint is not None:
+        hinted = msgspec.structs.replace(chat, thinking_token_budget=thinking_hint)
+        try:
+            params = limited_params(plan, hinted, state.engine.tokenizer, params)
+        except ApiError:
+            ignored.append("thinking_token_budget")
+    room = min(info.max_model_len, info.capacity_tokens + 1) - len(prompt)
+    shortened = shorten and params.max_tokens is not None and 1 <= room < params.max_tokens
+    if shortened:
+        params = dataclasses.replace(params, max_tokens=room)
+    reserve_logprobs(request, chat, [prompt])
+    whose: dict[str, Any] = {"caller": caller, "adapter": adapter_named(state, model), "images": images}
+    streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), **whose)
+    texts = TokenTexts(state.engine.tokenizer, bool(chat.return_tokens_as_token_ids))
+    return ChatRun(chat, model, info, plan, params, prompt, streams, texts, shortened)
+
+
+async def encode_messages(state: ServerState, request: ChatRequest | TokenizeRequest, plan: ChatPlan) -> list[int]:
+    """Token ids of a conversation. Raises ApiError, RequestError or TemplateError."""
+    return (await lay_out_messages(state, request, plan))[0]
+
+
+async def lay_out_messages(
+    state: ServerState, request: ChatRequest | TokenizeRequest, plan: ChatPlan
+) -> tuple[list[int], PlacedImages | None]:
+    """(token ids, images) of a conversation; None for no images. Raises ApiError, RequestError or TemplateError."""
+    opens = request.add_generation_prompt
+    if opens and request.continue_final_message:
+        message = "add_generation_prompt and continue_final_message exclude each other; leave one out"
+        raise ApiError(400, message, code="invalid_value", param="continue_final_message")
+    messages = check_history(request.messages or ())
+    info = state.engine.info
+    if state.media is not None and info is not None and info.takes_images:
+        messages = await state.engine.fetch_images(messages, state.media)
+    return await state.engine.lay_out_chat(
+        messages,
+        add_generation_prompt=not request.continue_final_message if opens is None else opens,
+        continue_final_message=bool(request.continue_final_message),
+        tools=plan.tools.offered or None,
+        **plan.variables,
+    )
+
+
+def _params(chat: ChatRequest, defaults: Mapping[str, Any], *, keeps_special: bool = False) -> SamplingParams:
+    if chat.top_logprobs and not chat.logprobs:
+        message = "top_logprobs needs logprobs to be true; set it, or leave top_logprobs out"
+        raise ApiError(400, message, code="invalid_value", param="top_logprobs")
+    no_prompt_logprobs_in_stream(chat)
+    return sampling_params(
+        chat,
+        defaults,
+        max_tokens=chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens,
+        logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+        **({"skip_special_tokens": False} if keeps_special else {}),
+    )

@@ -1,0 +1,296 @@
+"""OpenAI's Responses API, translated to chat requests: POST /v1/responses, and the paths of one response.
+
+A request becomes a chat. The content, reasoning and tool calls of the output become items of the response. A response
+is stored only if ``store`` is true. It then stays in memory, within limits, so that ``previous_response_id`` can
+continue it. Only the API key that made it can use it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+from starlette.routing import Route
+
+from chairlift.base.outputs import RequestOutput
+from chairlift.server.http.auth import Caller
+from chairlift.server.http.errors import ApiError
+from chairlift.server.http.limits import read_json, until_tokens
+from chairlift.server.http.state import ServerState
+from chairlift.server.http.streaming import (
+    Meter,
+    StreamWriter,
+    collect,
+    in_pieces,
+    json_response,
+    on_thread_if_long,
+    start_stream,
+)
+from chairlift.server.openai.batches.files import page_of
+from chairlift.server.openai.chat_reading import plan_prompt
+from chairlift.server.openai.chat_run import ChatRun, begin_chat, encode_messages
+from chairlift.server.openai.models import check_model, generating_info
+from chairlift.server.openai.protocol import parse, unknown_inside, warning_headers
+from chairlift.server.openai.response_store import StoredResponse
+from chairlift.server.openai.responses_events import EventFields, ResponseBuilder
+from chairlift.server.openai.responses_input import input_items, listed_items, names, to_chat
+from chairlift.server.openai.responses_types import (
+    REFUSED,
+    DeletedResponse,
+    FunctionCall,
+    InputItemList,
+    InputTokenCount,
+    OutputMessage,
+    ReasoningOptions,
+    Response,
+    ResponsesRequest,
+    TextOptions,
+)
+from chairlift.server.openai.translation import wrong
+
+__all__ = ["routes"]
+
+_encode: Final = msgspec.json.encode
+_Items = list[dict[str, Any]]
+_Keep = Callable[[Response, bytes], None]
+
+
+async def create_response(request: Request) -> HttpResponse:
+    """Generate the next items of a conversation."""
+    state: ServerState = request.app.state.server
+    body = await read_json(request)
+    payload, ignored = parse(ResponsesRequest, body, REFUSED)
+    ignored += unknown_inside("text", body.get("text"), TextOptions)
+    ignored += unknown_inside("reasoning", body.get("reasoning"), ReasoningOptions)
+    ignored += [path for path, value in _hints(payload) if value]
+    _check_store(state, payload)
+    earlier = _earlier(request, payload)
+    client_names = names()
+    chat = to_chat(payload, earlier, client_names)
+    with client_names.translated_errors(state, request.state.request_id):
+        run = await begin_chat(request, chat, ignored)
+    response = _response(payload, run)
+    keep = _keeper(request, payload, earlier) if payload.store else None
+    headers = warning_headers([client_names.translated(name) for name in ignored])
+    if payload.stream:
+        return await start_stream(state, run.streams, _ResponseEvents(response, run, keep), headers)
+    with client_names.translated_errors(state, request.state.request_id):
+        (output,) = await collect(run.streams)
+    meter = Meter(run.streams)
+    meter.note(0, output)
+    builder = ResponseBuilder(response, run, meter)
+
+    def fill() -> bytes:
+        for _ in builder.new_events(output.outputs[0]):
+            pass
+        return _encode(response)
+
+    top = chat.top_logprobs or 0
+    content = await on_thread_if_long(state, len(output.outputs[0].token_ids) * (top + 1) if chat.logprobs else 0, fill)
+    if keep is not None:
+        keep(response, content)
+    return HttpResponse(content, headers=headers, media_type="application/json")
+
+
+def _hints(payload: ResponsesRequest) -> Iterator[tuple[str, Any]]:
+    """(name, value) of those request fields that have no effect in this server."""
+    text, reasoning = payload.text or TextOptions(), payload.reasoning or ReasoningOptions()
+    yield "text.verbosity", text.verbosity
+    yield "reasoning.summary", reasoning.summary
+    yield "reasoning.generate_summary", reasoning.generate_summary
+
+
+def _check_store(state: ServerState, payload: ResponsesRequest) -> None:
+    if payload.store and not state.config.max_stored_responses:
+        message = "store is true, but this server keeps no responses (--max-stored-responses 0); leave it out"
+        raise ApiError(400, message, code="unsupported_parameter", param="store")
+
+
+def _earlier(request: Request, payload: ResponsesRequest) -> _Items:
+    """Items of the conversation that ``previous_response_id`` continues. Raises ApiError 404 if that response is not
+    stored."""
+    if payload.previous_response_id is None:
+        return []
+    stored = _stored(request, payload.previous_response_id, "previous_response_id")
+    items: _Items = msgspec.json.decode(stored.items)
+    return items
+
+
+def _stored(request: Request, response_id: str, param: str) -> StoredResponse:
+    state: ServerState = request.app.state.server
+    stored = state.responses.get(_holder(request), response_id)
+    if stored is None:
+        message = (
+            f"there is no response {response_id!r:.80}: it was not made with store true and this API key, was dropped"
+            f" for newer ones (the last {state.config.max_stored_responses:,} are kept, in"
+            f" {state.config.max_stored_response_bytes:,} bytes), or the server was started again; send its items in"
+            " input instead"
+        )
+        raise ApiError(404, message, code="response_not_found", param=param)
+    return stored
+
+
+def _holder(request: Request) -> str:
+    caller: Caller = getattr(request.state, "caller", Caller())
+    return caller.holder
+
+
+def _keeper(request: Request, payload: ResponsesRequest, earlier: _Items) -> _Keep:
+    """Return a function that stores a finished response, together with all items of the conversation."""
+    state: ServerState = request.app.state.server
+    before, holder = [*earlier, *input_items(payload)], _holder(request)
+    limits = (state.config.max_stored_responses, state.config.max_stored_response_bytes)
+
+    def keep(response: Response, body: bytes) -> None:
+        items = [*before, *map(_item, response.output)]
+        state.responses.put(holder, response.id, StoredResponse(body, _encode(items), len(before)), *limits)
+
+    return keep
+
+
+def _item(item: Any) -> dict[str, Any]:
+    """Convert an item of the output to an input item, for a later request that continues the response."""
+    if isinstance(item, OutputMessage):
+        texts = [{"type": "output_text", "text": part.text} for part in item.content]
+        return {"type": "message", "role": "assistant", "content": texts}
+    if isinstance(item, FunctionCall):
+        return {"type": "function_call", "call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+    return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": part.text} for part in item.content]}
+
+
+def _response(payload: ResponsesRequest, run: ChatRun) -> Response:
+    """The response before there is any output, with the fields that it copies from the request."""
+    text_format = payload.text.format if payload.text else None
+    return Response(
+        id=f"resp_{secrets.token_hex(16)}",
+        created_at=int(time.time()),
+        status="in_progress",
+        instructions=payload.instructions,
+        max_output_tokens=payload.max_output_tokens,
+        model=run.model,
+        parallel_tool_calls=payload.parallel_tool_calls is not False,
+        previous_response_id=payload.previous_response_id,
+        reasoning={"effort": payload.reasoning.effort if payload.reasoning else None, "summary": None},
+        service_tier=run.streams[0].service_class,
+        store=bool(payload.store),
+        temperature=run.params.temperature,
+        text={"format": text_format or {"type": "text"}},
+        tool_choice=payload.tool_choice or "auto",
+        tools=payload.tools or [],
+        top_logprobs=payload.top_logprobs or 0,
+        top_p=run.params.top_p,
+        user=payload.user,
+        metadata=payload.metadata or {},
+    )
+
+
+class _ResponseEvents(StreamWriter):
+    """Writes the events of a streamed response."""
+
+    def __init__(self, response: Response, run: ChatRun, keep: _Keep | None) -> None:
+        super().__init__(run.streams)
+        self._builder = ResponseBuilder(response, run, self.meter)
+        self._keep = keep
+
+    def start(self) -> bytes:
+        return b"".join(map(_event, self._builder.begin()))
+
+    def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
+        self.note(prompt, output)
+        for answer in output.outputs:
+            yield from in_pieces(map(_event, self._builder.new_events(answer)))
+
+    def end(self) -> bytes:
+        if self._keep is not None:
+            self._keep(self._builder.response, _encode(self._builder.response))
+        return _event(self._builder.end())
+
+    def failed(self, error: ApiError) -> bytes:
+        return _event(self._builder.failed(error))
+
+
+def _event(fields: EventFields) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (fields["type"].encode(), _encode(fields))
+
+
+async def _get_response(request: Request) -> HttpResponse:
+    """Show a stored response."""
+    given: Sequence[str] = request.query_params.getlist("stream")
+    if any(value not in ("false", "") for value in given) or "starting_after" in request.query_params:
+        message = "the events of a response are not kept; leave stream and starting_after out"
+        raise ApiError(400, message, code="unsupported_parameter", param="stream")
+    stored = _stored(request, request.path_params["response_id"], "response_id")
+    return HttpResponse(stored.body, media_type="application/json")
+
+
+async def _delete_response(request: Request) -> HttpResponse:
+    """Delete a stored response."""
+    state: ServerState = request.app.state.server
+    response_id = request.path_params["response_id"]
+    _stored(request, response_id, "response_id")
+    state.responses.delete(_holder(request), response_id)
+    return json_response(DeletedResponse(id=response_id))
+
+
+async def _list_input_items(request: Request) -> HttpResponse:
+    """List the input items of a stored response, including the items of earlier responses that it continues."""
+    after, limit = page_of(request, 20, 100)
+    order = request.query_params.get("order", "desc")
+    if order not in ("asc", "desc"):
+        wrong("order", "must be asc or desc", order)
+    response_id = request.path_params["response_id"]
+    stored = _stored(request, response_id, "response_id")
+    items = listed_items(response_id, msgspec.json.decode(stored.items)[: stored.num_input])
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        matches = [index for index, item in enumerate(items) if item["id"] == after]
+        if not matches:
+            wrong("after", "must be the id of an item of this response", after)
+        items = items[matches[0] + 1 :]
+    page = items[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return json_response(InputItemList(data=page, first_id=first, last_id=last, has_more=len(items) > limit))
+
+
+async def _count_input_tokens(request: Request) -> HttpResponse:
+    """Count the tokens in the prompt of a conversation."""
+    state: ServerState = request.app.state.server
+    payload, ignored = parse(ResponsesRequest, await read_json(request), REFUSED)
+    check_model(state, payload.model)
+    generating_info(state)
+    client_names = names()
+    chat = to_chat(payload, _earlier(request, payload), client_names)
+    with client_names.translated_errors(state, request.state.request_id):
+        plan = plan_prompt(state, chat, ignored)
+        async with until_tokens(request):
+            prompt = await encode_messages(state, chat, plan)
+    return json_response(
+        InputTokenCount(input_tokens=len(prompt)), warning_headers([client_names.translated(each) for each in ignored])
+    )
+
+
+async def _cancel_response(request: Request) -> HttpResponse:
+    """Return an error: only background responses can be cancelled, and the server does not support ``background``."""
+    response_id = request.path_params["response_id"]
+    _stored(request, response_id, "response_id")
+    message = (
+        f"the response {response_id!r:.80} has ended: only background responses can be cancelled, and this server makes"
+        " none; close the connection to cancel a response while it is made"
+    )
+    raise ApiError(400, message, code="unsupported_operation", param="response_id")
+
+
+routes: Final = [
+    Route("/v1/responses", create_response, methods=["POST"]),
+    Route("/v1/responses/input_tokens", _count_input_tokens, methods=["POST"]),
+    Route("/v1/responses/{response_id}", _get_response, methods=["GET"]),
+    Route("/v1/responses/{response_id}", _delete_response, methods=["DELETE"]),
+    Route("/v1/responses/{response_id}/input_items", _list_input_items, methods=["GET"]),
+    Route("/v1/responses/{response_id}/cancel", _cancel_response, methods=["POST"]),
+]

@@ -1,0 +1,298 @@
+"""Request and response types of /v1/responses, OpenAI's Responses API.
+
+Known fields that are not supported follow the rule of :mod:`~chairlift.server.openai.protocol`. Three kinds of fields
+are hints, so they are ignored: fields for tools on OpenAI's servers (``max_tool_calls``), for billing and caching on
+these servers (``prompt_cache_key``, ``safety_identifier``), and for the form of a stream (``stream_options``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from chairlift.server.openai.chat import ChosenLogprob
+from chairlift.server.openai.protocol import (
+    Form,
+    Refusals,
+    SampledRequest,
+    StopString,
+    TemplateVariables,
+    refused_elsewhere,
+)
+from chairlift.text.tool_calls.request import MAX_TOOLS
+
+__all__ = [
+    "INCLUDABLE",
+    "REFUSED",
+    "DeletedResponse",
+    "FunctionCall",
+    "InputItemList",
+    "InputTokenCount",
+    "OutputMessage",
+    "OutputText",
+    "ReasoningItem",
+    "ReasoningText",
+    "Response",
+    "ResponseUsage",
+    "ResponsesRequest",
+]
+
+INCLUDABLE: Final = (
+    *("message.output_text.logprobs", "reasoning.encrypted_content", "message.input_image.image_url"),
+    *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+    *("computer_call_output.output.image_url", "code_interpreter_call.outputs"),
+)
+"""Accepted values of ``include``. Only the first value changes a response; the others concern features that this
+server does not have."""
+
+_ITEM_SCHEMA: Final = {
+    "description": "A message (role and content), a reasoning item, a function_call (call_id, name, arguments) or a "
+    "function_call_output (call_id, output). Parts of contents are input_text, output_text and refusal.",
+    "properties": {
+        "type": {"enum": ["message", "reasoning", "function_call", "function_call_output"]},
+        "role": {"enum": ["user", "assistant", "system", "developer"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
+        "call_id": {"type": "string", "description": "Of a call and of its output."},
+        "name": {"type": "string", "description": "Of a called function."},
+        "arguments": {"type": "string", "description": "JSON text of an object."},
+        "output": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+    },
+}
+_TOOL_SCHEMA: Final = {
+    "description": "A function that the model may call. Built-in tools are refused by name.",
+    "required": ["type", "name"],
+    "properties": {
+        "type": {"const": "function"},
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+        "description": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "parameters": {"description": "JSON schema of the arguments, an object.", "type": ["object", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+    },
+}
+InputItem = Annotated[dict[str, Any], Meta(max_length=64, extra_json_schema=_ITEM_SCHEMA)]
+FunctionTool = Annotated[dict[str, Any], Meta(max_length=16, extra_json_schema=_TOOL_SCHEMA)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    """The field ``text``."""
+
+    format: Form | None = None
+    """``type`` is ``text``, ``json_object`` or ``json_schema``. A schema is always enforced, even if ``strict`` is
+    false."""
+    verbosity: str | None = None
+    """Ignored: the server cannot change the verbosity of an output."""
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    """The field ``reasoning``."""
+
+    effort: Annotated[str, Meta(max_length=32)] | None = None
+    """``none``, ``minimal``, ``low``, ``medium``, ``high``, ``xhigh`` or ``max``. The field has an effect if the chat
+    template uses it."""
+    summary: str | None = None
+    """Ignored, because ``content`` has the whole reasoning."""
+    generate_summary: str | None = None
+    """Older name of ``summary``."""
+
+
+class ResponsesRequest(SampledRequest, kw_only=True):
+    """The body of POST /v1/responses."""
+
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=4096)]
+    """A text of the user, or a list of items of the conversation."""
+    instructions: Annotated[str, Meta(max_length=2**24)] | None = None
+    """System message of this request. The previous response's instructions are not used again."""
+    previous_response_id: Annotated[str, Meta(max_length=128)] | None = None
+    """Id of the stored response that this request continues."""
+    store: bool | None = None
+    """true: keep the response in memory, for ``previous_response_id`` and GET. Default: the response is not stored."""
+    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    """Maximum number of output tokens, including reasoning. If missing, the output may fill the model's length."""
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[str, Meta(max_length=64)] | Annotated[dict[str, Any], Meta(max_length=16)] | None = None
+    """``auto``, ``none``, ``required``, or an object that names a function or is of the type ``allowed_tools``."""
+    parallel_tool_calls: bool | None = None
+    """false: tool calls after the first are dropped from the response."""
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=16)] | None = None
+    """``message.output_text.logprobs`` adds the log-probabilities of the output tokens."""
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    """Number of alternatives at each position, the most likely tokens, whose log-probabilities are returned."""
+    truncation: Annotated[str, Meta(max_length=16)] | None = None
+    """``disabled``: a conversation that is too long for the model is refused."""
+    metadata: Metadata | None = None
+    """Key -> value, copied to the response."""
+    user: Annotated[str, Meta(max_length=256)] | None = None
+    """Name of the caller. If there are no API keys, the scheduler treats it as the tenant that is charged for the
+    request."""
+    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+
+
+_ALONE: Final = "responses are made while the client waits; leave it out"
+REFUSED: Final[Refusals] = refused_elsewhere(
+    ResponsesRequest,
+    {
+        "background": ((), _ALONE),
+        "conversation": ((), "conversations are not kept; send the items in input, or previous_response_id"),
+        "prompt": ((), "prompts are not kept; send the text in input and instructions"),
+        "context_management": ((), "conversations are not compacted; send what the model is to read in input"),
+        "moderation": ((), "the server moderates nothing; leave it out"),
+        "messages": ((), "it belongs to /v1/chat/completions; send input"),
+        "response_format": (({"type": "text"},), "send text.format"),
+        "max_tokens": ((), "send max_output_tokens"),
+        "max_completion_tokens": ((), "send max_output_tokens"),
+        "reasoning_effort": ((), "send reasoning.effort"),
+        "logprobs": ((), "send include with message.output_text.logprobs, and top_logprobs"),
+        "functions": ((), "send tools"),
+        "add_special_tokens": ((), "the chat template writes its own special tokens; leave it out"),
+    },
+)
+
+
+class ResponseError(msgspec.Struct, kw_only=True):
+    """Reason why a response failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct, kw_only=True):
+    """Reason why a response is incomplete."""
+
+    reason: str
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
+    """A text part of a message."""
+
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[ChosenLogprob] = []
+
+
+class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    """A message with generated text."""
+
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: str
+    content: list[OutputText]
+
+
+class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A tool call that the model wants the client to make. The client sends the result in a ``function_call_output``
+    item with the same call_id."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    """The arguments: a JSON object, as text."""
+    status: str
+
+
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """A text part of the reasoning."""
+
+    text: str
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """An item with the reasoning of the model."""
+
+    id: str
+    summary: list[Any] = []
+    content: list[ReasoningText]
+    encrypted_content: None = None
+    """Always null: ``content`` has the reasoning as text, and a client may send it back."""
+    status: str
+
+
+class InputTokensDetails(msgspec.Struct, kw_only=True):
+    """Number of cached input tokens, a part of :class:`ResponseUsage`."""
+
+    cached_tokens: int
+
+
+class OutputTokensDetails(msgspec.Struct, kw_only=True):
+    """Number of reasoning tokens, a part of :class:`ResponseUsage`."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct, kw_only=True):
+    """Numbers of input and output tokens."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """A response of the API, with the fields copied from the request."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: str
+    """``in_progress``, ``completed``, ``incomplete`` or ``failed``."""
+    background: bool = False
+    completed_at: int | None = None
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None = None
+    model: str
+    output: list[OutputMessage | FunctionCall | ReasoningItem] = []
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    service_tier: str
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None
+    metadata: dict[str, str]
+    tool_call_errors: list[str] | UnsetType = UNSET
+    """Descriptions of malformed tool calls in the output. The text of these calls stays in a message."""
+
+
+class DeletedResponse(msgspec.Struct, kw_only=True):
+    """The response to DELETE."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class InputTokenCount(msgspec.Struct, kw_only=True):
+    """The response of /v1/responses/input_tokens: number of tokens in the prompt."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class InputItemList(msgspec.Struct, kw_only=True):
+    """A page of the input items of a stored response."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

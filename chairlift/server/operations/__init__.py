@@ -1,0 +1,1 @@
+"""Endpoints and log lines for those who run the server."""

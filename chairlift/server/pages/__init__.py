@@ -1,0 +1,1 @@
+"""Pages for browsers: the chat, the documentation and the live view."""

@@ -1,0 +1,28 @@
+"""Tool calls and reasoning in generated text: formats as data, a streaming reader, and checks of requests."""
+
+from chairlift.text.tool_calls.formats import NONE, REASONING_FORMATS, TOOL_FORMATS, reasoning_format_of, tool_format_of
+from chairlift.text.tool_calls.held import Thinking, holds_calls, output_constraint, thinking_of
+from chairlift.text.tool_calls.reader import Answer, AnswerReader, Broken, Call, Event, Piece, read_answer
+from chairlift.text.tool_calls.request import Tools, check_history, check_tools
+
+__all__ = [
+    "NONE",
+    "REASONING_FORMATS",
+    "TOOL_FORMATS",
+    "Answer",
+    "AnswerReader",
+    "Broken",
+    "Call",
+    "Event",
+    "Piece",
+    "Thinking",
+    "Tools",
+    "check_history",
+    "check_tools",
+    "holds_calls",
+    "output_constraint",
+    "read_answer",
+    "reasoning_format_of",
+    "thinking_of",
+    "tool_format_of",
+]

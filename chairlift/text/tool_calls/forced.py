@@ -1,0 +1,221 @@
+"""Grammars that force a tool call, for ``tool_choice`` ``required`` or the name of a function.
+
+The grammars are written as formats of structural tags (``chairlift/text/grammar/structural_tag.py`` lists them), which
+are plain data. :class:`~chairlift.text.tool_calls.reader.AnswerReader` can read any output that follows such a grammar,
+and the arguments satisfy their schemas.
+
+An object gets only the properties that its schema names, except if the schema has ``additionalProperties``. Otherwise
+a model could invent further keys without end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from chairlift.errors import RequestError
+from chairlift.text.tool_calls.formats import Body, ToolFormat
+from chairlift.text.tool_calls.request import Tools
+from chairlift.text.tool_calls.values import referred, types_of
+
+__all__ = ["calls_format"]
+
+_NUMBER: Final = "(0|[1-9][0-9]?)"
+_COMBINED: Final = ("patternProperties", "allOf", "anyOf", "oneOf", "$ref", "not", "if")
+"""Keywords, other than ``properties``, that may allow or require further properties of an object."""
+_DESCRIBES: Final = (
+    *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
+    *("title", "description", "$schema", "$id", "$comment", "default", "examples"),
+)
+"""Keywords that an object's schema may have if the grammar writes each argument separately. A schema with any other
+keyword is not supported in this case."""
+_MAX_STEPS: Final = 16
+"""Maximum number of schemas that refer to each other until one lists its texts."""
+_OF_TEXT: Final = ("pattern", "format", "minLength", "maxLength", "allOf", "anyOf", "oneOf", "not")
+"""Keywords that the grammar cannot enforce for text without quotation marks."""
+
+
+def calls_format(form: ToolFormat, tools: Tools) -> dict[str, Any]:
+    """Format of one or more calls of the allowed functions, without any other text.
+
+    It allows one call only if ``tools.parallel`` is false, a function is named, or the format itself allows no more.
+    Raises RequestError if the tool format or a schema cannot be expressed as a grammar.
+    """
+    schemas = tools.schemas
+    names = [tools.named] if tools.named else list(schemas)
+    if form.body in (Body.PYTHON, Body.GEMMA):
+        raise RequestError(
+            f"tool_choice cannot force a call, nor response_format be held beside tools, in the format {form.name}:"
+            " there is no grammar for its arguments; use tool_choice 'auto' without response_format"
+        )
+    before, separator, after = _series(form)
+    nothing = {"type": "object", "properties": {}}  # a function without parameters takes no arguments
+    tags = [_call(form, name, _closed({"type": "object", **(schemas[name] or nothing)})) for name in names]
+    single = bool(tools.named) or not tools.parallel or separator is None
+    many = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": separator or "",
+        "at_least_one": True,
+        "stop_after_first": single,
+    }
+    return sequence(*literal(before), many, *literal(after))
+
+
+def literal(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the format that matches exactly ``text``. For an empty text, yield nothing."""
+    if text:
+        yield {"type": "const_string", "value": text}
+
+
+def sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+    """The format that matches ``elements`` one after another. At least one element must be given."""
+    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": list(elements)}
+
+
+def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
+    """The format that matches the text ``begin``, then ``content``, then the text ``end``. ``{number}`` in ``begin``
+    matches a number of one or two digits."""
+    head, mark, tail = begin.partition("{number}")
+    if mark:
+        content = sequence({"type": "regex", "pattern": _NUMBER}, *literal(tail), content)
+    return {"type": "tag", "begin": head, "content": content, "end": end}
+
+
+def optional(one: dict[str, Any]) -> dict[str, Any]:
+    """The format that matches the tag ``one`` once or not at all."""
+    return {"type": "tags_with_separator", "tags": [one], "separator": "", "stop_after_first": True}
+
+
+def _series(form: ToolFormat) -> tuple[str, str | None, str]:
+    """(text before a series of calls, text between two calls, text after the series). If the text between two calls is
+    None, only one call is possible."""
+    if form.body is Body.HARMONY or not form.section:
+        return "", None, ""
+    if form.body is Body.JSON and form.wrapped is not None:
+        before, _, after = form.wrapped
+        return (before, ", ", after) if before.endswith("[") else ("", "\n", "")
+    if form.body is Body.TAGGED and form.call and not form.bare_call:
+        return form.section[0] + "\n", "", form.section_end
+    if form.body is Body.TAGGED:
+        return "", "\n", ""
+    return (form.section[0], "", form.section_end) if form.call else ("", "", "")
+
+
+def _call(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = {"type": "json_schema", "json_schema": schema}
+    if form.body is Body.HARMONY and form.wrapped is not None:
+        return tag(form.wrapped[0].replace("{name}", name), arguments, form.wrapped[2])
+    if form.body is Body.JSON and form.wrapped is not None:
+        before, key, after = form.wrapped
+        before, after = ("", "") if before.endswith("[") else (before, after)
+        return tag(f"{before}{form.opening}{json.dumps(name)}, {json.dumps(key)}: ", arguments, "}" + after)
+    if form.body is Body.NAMED:
+        begin = form.call or form.section[0]
+        written = form.prefix + name + (":{number}" if form.numbered else "")
+        return tag(begin + written + form.name_ends[0], arguments, form.call_end.replace("```<", "\n```<"))
+    return _tagged(form, name, schema)
+
+
+# --- a tag per argument ---------------------------------------------------------------------------------------------
+
+
+def _tagged(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    where = f"the parameters of {name}"
+    if unknown := [key for key in schema if key not in _DESCRIBES]:
+        raise _not_here(form, where, unknown[0])
+    properties, required = dict(schema.get("properties") or {}), schema.get("required") or ()
+    properties |= {key: {} for key in required if key not in properties}
+    parts = []
+    for key, value in properties.items():
+        if value is False and key not in required:
+            continue
+        if key != key.strip() or not key or any(mark in key for mark in (form.key_end, "\n")):
+            raise _not_here(form, where, key)
+        one = _argument(form, f"{where}.{key}", key, value if isinstance(value, Mapping) else {}, schema)
+        parts.append(one if key in required else optional(one))
+    section = form.section[0] + "\n" if form.bare_call else ""
+    # The line break belongs to the call. As a separate part, the grammar could not distinguish "\n" from the beginning
+    # of "\n</section>".
+    end = form.call_end + ("\n" + form.section_end if form.bare_call else "\n" if form.call else "")
+    head = section + (form.call or form.section[0]) + name + form.name_ends[0].removesuffix("\n") + "\n"
+    return tag(head, sequence(*parts, *literal(end)), "")
+
+
+def _argument(
+    form: ToolFormat, where: str, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]
+) -> dict[str, Any]:
+    line = "\n" if form.own_line else ""
+    marks = {how: mark for mark, how in form.values}
+    plain = types_of(schema, root) == {"string"}
+    mark = marks.get("schema", marks.get("text" if plain else "json", ""))
+    between = "\n" if mark.startswith("<") else ""
+    begin = form.key + key + form.key_end + between + mark + line
+    if not plain:
+        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        content = {"type": "json_schema", "json_schema": {**shared, **schema}}
+        return tag(begin, content, line + form.value_end + "\n")
+    words = _words(form, where, schema, root, 0)
+    if words is None:
+        return tag(begin, tag("", {"type": "any_text"}, form.value_end), "\n")
+    if any(not word or form.value_end in word for word in words):
+        raise _not_here(form, where, "enum")
+    choice = {"type": "or", "elements": [each for word in words for each in literal(word)]}
+    return tag(begin, choice, line + form.value_end + "\n")
+
+
+def _words(form: ToolFormat, where: str, schema: Any, root: Mapping[str, Any], depth: int) -> list[str] | None:
+    """The texts that a schema of texts lists as its values; None if it allows any text. Raises RequestError for a
+    schema that restricts texts in another way."""
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    if isinstance(reference, str) and depth < _MAX_STEPS:
+        return _words(form, where, referred(reference, root), root, depth + 1)
+    if not isinstance(schema, Mapping) or reference is not None:
+        raise _not_here(form, where, "$ref")
+    one_of = next((schema[key] for key in ("anyOf", "oneOf", "allOf") if key in schema), None)
+    if isinstance(one_of, list) and len(one_of) == 1:
+        rest = {key: value for key, value in schema.items() if value is not one_of}
+        if not {"enum", "const", *_OF_TEXT} & set(rest):
+            return _words(form, where, one_of[0], root, depth + 1)
+    if found := next((each for each in _OF_TEXT if each in schema), None):
+        raise _not_here(form, where, found)
+    words = [schema["const"]] if "const" in schema else schema.get("enum")
+    return [word for word in words if isinstance(word, str)] if isinstance(words, list) else None
+
+
+def _not_here(form: ToolFormat, where: str, what: str) -> RequestError:
+    return RequestError(
+        f"tool_choice cannot force a call, nor response_format be held beside tools: {where} has {what!r:.80}, and"
+        f" arguments in the format {form.name} cannot be held to that; leave it out of the schema, or use tool_choice"
+        " 'auto' without response_format"
+    )
+
+
+# --- schemas --------------------------------------------------------------------------------------------------------
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema, changed so that objects may have only the properties that it names. It never allows more than the
+    original schema."""
+    return schema if '"allOf"' in json.dumps(schema) else _close(schema)
+
+
+def _close(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    for key in ("properties", "$defs", "definitions"):
+        if isinstance(schema.get(key), dict):
+            closed[key] = {name: _close(each) for name, each in schema[key].items()}
+    for key in ("anyOf", "oneOf", "prefixItems"):
+        if isinstance(schema.get(key), list) and "properties" not in schema:
+            closed[key] = [_close(each) for each in schema[key]]
+    if "items" in schema:
+        closed["items"] = _close(schema["items"])
+    known = schema.get("properties")
+    if not isinstance(known, dict) or any(key in schema for key in _COMBINED):
+        return closed
+    if all(key in known for key in schema.get("required") or ()):
+        closed.setdefault("additionalProperties", False)
+    return closed

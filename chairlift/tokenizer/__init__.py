@@ -1,7 +1,0 @@
-"""Converts text to token ids and back, and chat messages to text. This package imports neither torch nor
-transformers."""
-
-from chairlift.tokenizer.chat_template import ChatTemplate
-from chairlift.tokenizer.tokenizer import ByteDecoding, Tokenizer
-
-__all__ = ["ByteDecoding", "ChatTemplate", "Tokenizer"]

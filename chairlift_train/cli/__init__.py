@@ -1,0 +1,1 @@
+"""The training half's commands."""

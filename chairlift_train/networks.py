@@ -1,0 +1,151 @@
+"""The interface between the trainer and a model.
+
+:class:`NativeNetwork` is a model with Chairlift's own layers, which is trained as a whole or with an adapter. Any other
+implementation needs only the methods of :class:`Network`. Packing, losses and optimiser steps are the same for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from chairlift.errors import ConfigError
+from chairlift.lora.trainable import TrainableAdapter
+from chairlift.lora.trainable_set import TrainableAdapters
+from chairlift.models.causal_lm import CausalLM
+from chairlift.models.layers.attention import Attention
+from chairlift.models.layers.mlp import MLP
+from chairlift_train.checkpoint import ModelFiles, write_model
+from chairlift_train.layout import Pack
+from chairlift_train.sharding import divide
+from chairlift_train.varlen import VarlenContext
+
+__all__ = ["NativeNetwork", "Network"]
+
+
+class Network(Protocol):
+    """Protocol of a model that the trainer can train."""
+
+    module: nn.Module
+    """The whole model. The trainer sets its mode and reads its device."""
+    trained: Mapping[str, nn.Parameter]
+    """Name in checkpoints -> parameter, for the parameters that are trained."""
+    vocab_size: int
+    """Number of token ids of the model."""
+    drops: bool
+    """Whether the module applies dropout itself in training mode."""
+    section: str
+    """Name of the section in the settings file from which :meth:`settings` come."""
+
+    def logits(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor) -> Tensor:
+        """Logits [R, V] at the positions ``rows`` (int64 [R]) of a collated pack. Sequences do not affect each
+        other."""
+        ...
+
+    def branches(self) -> Iterable[nn.Module]:
+        """Modules to whose outputs the trainer applies dropout."""
+        ...
+
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder's layers in their order."""
+        ...
+
+    def divided(self) -> None:
+        """Shard the parameters over the ranks (:mod:`~chairlift_train.sharding`). This replaces ``trained``.
+
+        Raises ConfigError if only a part of the network is trained.
+        """
+        ...
+
+    def recomputed(self) -> contextlib.AbstractContextManager[None]:
+        """Context with gradient checkpointing: a forward pass stores only the input of each layer, and the backward
+        pass computes the layer again."""
+        ...
+
+    def settings(self) -> Mapping[str, Any] | None:
+        """Settings that must be equal when a run is resumed, as plain data. None for a model that is trained as a
+        whole."""
+        ...
+
+    def write(self, directory: Path, files: ModelFiles) -> None:
+        """Write the model or adapter into ``directory`` so that it can be served. The directory is created if
+        needed."""
+        ...
+
+
+class NativeNetwork:
+    """A model with Chairlift's own layers. With one or more adapters, only the adapters are trained and written."""
+
+    section = "lora"
+
+    def __init__(self, model: CausalLM, adapter: TrainableAdapter | TrainableAdapters | None = None) -> None:
+        self.model = model
+        self.module: nn.Module = model
+        self.adapter = adapter
+        self.trained: Mapping[str, nn.Parameter] = (
+            dict(model.named_parameters()) if adapter is None else adapter.parameters
+        )
+        self.vocab_size = model.config.vocab_size
+        self.drops = adapter is not None and adapter.dropout > 0
+
+    def logits(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor) -> Tensor:
+        """Logits [R, V] at the positions ``rows``. Each sequence of the pack attends only to itself
+        (:class:`VarlenContext`)."""
+        hidden: Tensor = self.model(
+            batch["input_ids"][0], batch["position_ids"][0], VarlenContext(pack.layout.cu_seqlens)
+        )
+        return self.model.compute_logits(hidden[rows])
+
+    def branches(self) -> Iterable[nn.Module]:
+        """The attention module and the MLP of each layer."""
+        return [module for module in self.model.modules() if isinstance(module, (Attention, MLP))]
+
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder's layers."""
+        return list(self.model.model.layers)
+
+    def divided(self) -> None:
+        """Shard the parameters. Raises ConfigError for an adapter or heads, because the frozen model is not sharded."""
+        if self.trained.keys() != dict(self.model.named_parameters()).keys():
+            raise ConfigError(
+                f"training.sharding is for models that are trained whole, and {self.section} trains a part; leave it"
+                " out"
+            )
+        divide(self.model, self.layers())
+        self.trained = dict(self.model.named_parameters())
+
+    @contextlib.contextmanager
+    def recomputed(self) -> Iterator[None]:
+        """Context with gradient checkpointing (Chen et al., 2016). The second computation of a layer gives the same
+        numbers, also with dropout."""
+        layers = self.layers()
+        for layer in layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.forward  # makes the method of the class visible again
+
+    def settings(self) -> Mapping[str, Any] | None:
+        """Scale and base model of the adapter, as plain data. None if the whole model is trained."""
+        return None if self.adapter is None else self.adapter.settings()
+
+    def write(self, directory: Path, files: ModelFiles) -> None:
+        """Write a model with Hugging Face's tensor names, or an adapter as a PEFT directory."""
+        if self.adapter is not None:
+            self.adapter.write(directory)
+        else:
+            write_model(self.model, files, directory)
+
+    def __str__(self) -> str:
+        kind = "native"
+        if self.adapter is not None:
+            kind += ", with an adapter" if isinstance(self.adapter, TrainableAdapter) else ", with several adapters"
+        return f"{self.model.config.model_type}, {kind}"
