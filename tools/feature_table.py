@@ -4,7 +4,7 @@
 
     python tools/feature_table.py
 
-Each cell is the answer of ``choose_kernels``, which refuses settings and models when a model is loaded. No GPU is
+Each cell is the answer of ``choose_backend``, which refuses settings and models when a model is loaded. No GPU is
 needed: the checks of Triton's kernels run as for Triton's interpreter. A test compares the table with the page.
 """
 
@@ -24,7 +24,7 @@ import torch
 
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigError
-from chairlift.executor.select import choose_kernels, choose_pooled_kernels
+from chairlift.executor.select import choose_backend, choose_pooled_backend
 from chairlift.models.hf_config import ModelConfig, parse_config
 from tools.markdown import replaced, table
 
@@ -72,7 +72,7 @@ def _interpreter() -> Iterator[None]:
 
 def _cell(kernels: str, network: ModelConfig, settings: Mapping[str, Any], pooled: bool = False) -> str:
     config = EngineConfig.from_flat({"kernels": kernels, **settings})
-    choose = choose_pooled_kernels if pooled else choose_kernels
+    choose = choose_pooled_backend if pooled else choose_backend
     try:
         with _interpreter():
             choose(config, network, torch.float32, torch.device("cpu"))

@@ -77,7 +77,7 @@ def _of_cache(config: EngineConfig, info: EngineInfo) -> _Idle:
         "swap_directory": (unused, "nothing is swapped"),
         "kv_events_endpoint": no_prefixes,
         "prefix_offload": (not offloads, "it needs enable_prefix_caching, and swap space"),
-        "kv_cache_memory_bytes": (info.kernels == "hashlm", "HashLM keeps no K and V; choose num_kv_blocks"),
+        "kv_cache_memory_bytes": (not info.block_bytes, "HashLM keeps no K and V; choose num_kv_blocks"),
         "gpu_memory_utilization": _gpu_memory(config),
     }
 
@@ -98,7 +98,7 @@ def _of_generation(config: EngineConfig, info: EngineInfo) -> _Idle:
         **dict.fromkeys(("max_loras", "max_lora_rank", "max_cpu_loras"), no_adapters),
         **dict.fromkeys(("pooling_type", "pooling_normalize", "is_matryoshka"), no_pooling),
         "cuda_graphs": (
-            config.model.cuda_graphs != "off" and info.kernels != "triton",
+            config.model.cuda_graphs != "off" and not info.records_graphs,
             f"{info.kernels} kernels compute, and only triton's are recorded as graphs",
         ),
     }

@@ -126,6 +126,8 @@ class EngineInfo:
     """Notes on how the model is served here, one per line."""
     block_bytes: int = 0
     """Bytes of a block with K and V of all layers in its cache group (the mean, if groups differ); 0 if unknown."""
+    records_graphs: bool = False
+    """Whether steps can be recorded as CUDA graphs."""
     graphs: str = ""
     """Text about the CUDA graphs of decode steps and their memory; empty if there are none."""
 

@@ -1,148 +1,50 @@
-"""Chooses the implementation of the kernels: native CPU kernels or Triton kernels if possible, otherwise PyTorch."""
+"""Chooses the backend of a model, and refuses the settings that need an ability that the backend lacks."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import importlib.util
 import logging
-import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import torch
 
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigError
-from chairlift.executor.backends.native.native_runner import NativeModelRunner
-from chairlift.executor.backends.torch.model_runner import TorchModelRunner
+from chairlift.executor.backends.backend import Backend
+from chairlift.executor.backends.native.backend import NativeBackend
+from chairlift.executor.backends.torch.backend import TorchBackend
+from chairlift.executor.backends.triton.backend import TritonBackend
 from chairlift.executor.image_bank import ImageBank
-from chairlift.executor.kv_tensors import KVPlan
-from chairlift.executor.local import ModelRunner
-from chairlift.executor.pooled_runner import NativePooledRunner, PooledExecutor, TorchPooledRunner
-from chairlift.kernels.cpu.library import BUILD_ALL, Pool, best_isa, built_isas, load, supported_isas, why_unavailable
-from chairlift.kernels.cpu.packing import NATIVE_DTYPES
-from chairlift.kernels.triton.launch import MAX_GROUP
-from chairlift.kernels.weights import NATIVE, ONEDNN, PLAIN, QUANTIZED, WeightFormat
-from chairlift.models.causal_lm import CausalLM
-from chairlift.models.eagle3 import Eagle3
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.config import TransformersConfig
-from chairlift.models.fallback.model import TransformersLM
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.loader import resolve_dtype
-from chairlift.models.pooled_network import PooledNetwork
 from chairlift.models.vision.vision_config import PatchConfig, PooledConfig
 from chairlift.models.vision.vision_files import load_tower
 
 __all__ = [
+    "BACKENDS",
+    "FALLBACK",
+    "backend_class",
+    "choose_backend",
     "choose_dtype",
-    "choose_format",
-    "choose_isa",
-    "choose_kernels",
-    "choose_pooled_kernels",
+    "choose_pooled_backend",
     "choose_transformers",
     "load_images",
-    "make_pooled_executor",
-    "make_runner",
     "refuse_for_states",
-    "why_not_int8_kv",
-    "why_not_isa",
-    "why_not_native",
-    "why_not_quantized",
-    "why_not_triton",
 ]
 
 _log = logging.getLogger(__name__)
 
-_MIN_CAPABILITY = (8, 0)
-"""Lowest compute capability of a GPU (Ampere). The kernels need asynchronous copies, and bfloat16 in the tensor
-cores."""
-_MIN_FP8_CAPABILITY = (8, 9)
-"""Lowest compute capability for fp8 matrix multiplication and conversion (Ada)."""
+FALLBACK: Final[type[Backend]] = TorchBackend
+"""Runs every model on every device, more slowly than the others."""
+BACKENDS: Final[tuple[type[Backend], ...]] = (NativeBackend, TritonBackend, FALLBACK)
 
 
-def why_not_native(
-    network: ModelConfig | EncoderConfig, dtype: torch.dtype, device: torch.device, block_size: int
-) -> str:
-    """Reason why the native kernels cannot run a model, with the remedy; empty if they can."""
-    if device.type != "cpu":
-        return f"they run on the CPU, and device is {device}; use device='cpu'"
-    if load() is None:
-        return why_unavailable()
-    if dtype not in NATIVE_DTYPES:
-        return (
-            f"they compute in bfloat16 and float32, and dtype is {str(dtype).removeprefix('torch.')}; use one of those"
-        )
-    if block_size % 16:
-        return f"they need block_size to be a multiple of 16, and it is {block_size}; leave it out"
-    if isinstance(network, EncoderConfig) or not network.attends:  # an encoder's attention runs in PyTorch
-        return ""
-    if network.head_dim % 16 or not 16 <= network.head_dim <= 256:
-        return f"they need a head size that is a multiple of 16 from 16 to 256, and this model's is {network.head_dim}"
-    return ""
-
-
-def _launch_error() -> str:
-    """Text of the error in the C module that Triton compiles before its first launch; empty if the module works."""
-    try:
-        importlib.import_module("triton.runtime").driver.active  # noqa: B018
-    except Exception as error:  # no compiler, no headers, no writable directory: each raises another, undocumented type
-        return f"{type(error).__name__}: {error}"[:200]
-    return ""
-
-
-def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torch.device) -> str:
-    """Reason why the Triton kernels cannot run a model, with the remedy; empty if they can. With ``network`` None, the
-    reason why they cannot run any model. On the CPU they run only in Triton's interpreter, which is for tests: it is
-    slow, and correct only for float32."""
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return (
-            "they run on a GPU, and device is cpu; use device='cuda', or set TRITON_INTERPRET=1 in the environment to "
-            "try them in Triton's interpreter, which is very slow"
-        )
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed; install it, or a build of PyTorch for CUDA, which brings it"
-    if device.type == "cpu" and dtype != torch.float32:
-        return "in Triton's interpreter they compute in float32 only; use dtype='float32'"
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _MIN_CAPABILITY:
-        name = torch.cuda.get_device_name(device)
-        return f"they need a GPU of compute capability 8.0 or higher, and {name} has {found[0]}.{found[1]}"
-    if device.type == "cuda" and (error := _launch_error()):
-        return f"Triton cannot compile what launches them; install a C compiler and Python's headers ({error})"
-    if network is not None and (network.head_dim % 2 or not 16 <= network.head_dim <= 256):
-        return f"they need an even head size from 16 to 256, and this model's is {network.head_dim}"
-    if network is not None and (network.score_cap is not None or network.sinks):
-        lacks = "cap attention's scores" if network.score_cap is not None else "have sinks in attention's softmax"
-        return f"they do not {lacks}, as this model needs; use kernels='torch', or device='cpu'"
-    if network is not None and network.recurrent:
-        return "they have no recurrent layers, as this model needs; use kernels='torch', or device='cpu'"
-    if network is not None and (group := network.num_attention_heads // network.num_key_value_heads) > MAX_GROUP:
-        return f"they need at most {MAX_GROUP} query heads for each KV head, and this model has {group}"
-    return ""
-
-
-def why_not_quantized(quantization: str, kernels: str, dtype: torch.dtype, device: torch.device) -> str:
-    """Reason why ``kernels`` cannot run a model with the weight format ``quantization``, with the remedy; empty if they
-    can.
-
-    fp8 matrix multiplication exists only for bfloat16. Triton's interpreter supports only float32, so there PyTorch
-    computes fp8 multiplications.
-    """
-    if quantization == "none":
-        return ""
-    who = {"torch": "PyTorch's kernels", "triton": "Triton's kernels"}.get(kernels, f"the CPU's {kernels} kernels")
-    if quantization != "fp8":
-        can = kernels not in ("torch", "triton")
-        return "" if can else f"{who} would run this model, and the native CPU kernels alone know it; use device='cpu'"
-    if kernels != "triton":
-        return f"{who} would run this model, and Triton's alone know it; use device='cuda' and kernels='triton'"
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _MIN_FP8_CAPABILITY:
-        name = torch.cuda.get_device_name(device)
-        return f"it needs a GPU of compute capability 8.9 or higher, and {name} has {found[0]}.{found[1]}; use another"
-    if device.type == "cuda" and dtype != torch.bfloat16:
-        return f"dtype is {str(dtype).removeprefix('torch.')}; use dtype='bfloat16'"
-    return ""
+def backend_class(kernels: str) -> type[Backend] | None:
+    """The backend that a value of the setting ``kernels`` asks for; None for ``auto``."""
+    return next((each for each in BACKENDS if kernels in each.settings), None)
 
 
 def choose_dtype(
@@ -154,61 +56,99 @@ def choose_dtype(
     return torch.bfloat16 if setting == "auto" and dtype == torch.float16 and device.type == "cpu" else dtype
 
 
-def why_not_int8_kv(
-    kernels: str, config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> str:
-    """Reason why ``kernels`` cannot store K and V in 8 bits, with the remedy; empty if they can."""
-    if kernels not in ("torch", "triton"):
-        return ""
-    who = "PyTorch's" if kernels == "torch" else "Triton's"
-    refused = f"{who} kernels would run this model, and only the CPU's native ones read K and V in 8 bits"
-    if config.model.kernels in ("torch", "triton"):
-        return f"{refused}; use kernels='auto' on device='cpu'"
-    return f"{refused}: {why_not_native(network, dtype, device, config.cache.block_size)}"
+def choose_backend(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device) -> Backend:
+    """The backend for a model: the one that the setting ``kernels`` asks for, or else the fastest for the device.
 
-
-def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Kernels for a model: ``triton``, ``torch``, or an instruction set of the native kernels.
-
-    If PyTorch is chosen automatically, the reason is logged. Raises ConfigError if the setting ``kernels`` is
-    impossible.
+    If PyTorch is chosen because a faster backend cannot run the model, the reason is logged. Raises ConfigError if the
+    setting ``kernels`` is impossible, and for settings that the backend cannot do.
     """
-    kernels, chosen = config.model.kernels, "triton"
-    if kernels != "triton" and (kernels != "auto" or device.type == "cpu"):
-        chosen = choose_isa(config, network, dtype, device) or "torch"
-    elif reason := why_not_triton(network, dtype, device):
-        if kernels == "triton":
-            raise ConfigError(f"kernels is 'triton', but the Triton kernels cannot run this model: {reason}")
-        _log.warning("PyTorch runs this model, more slowly than the Triton kernels would: %s", reason)
-        chosen = "torch"
-    if chosen == "torch" and config.model.batch_invariant:
+    backend = _pick(config, network, dtype, device, BACKENDS)
+    _refuse_for_weights(backend, config, dtype, device)
+    if config.lora.active and not backend.abilities.adapters:
+        raise ConfigError(
+            f"enable_lora is on, but {backend.kernel_words} cannot add adapters yet; leave it out, or take"
+            " kernels='torch'"
+        )
+    if config.scheduler.speculation is not None and not backend.abilities.drafts:
+        raise ConfigError(
+            f"speculative_config is set, but {backend.kernel_words} verify no drafts yet; leave it out, or take"
+            " kernels='torch'"
+        )
+    kv_dtype = config.cache.kv_cache_dtype
+    if kv_dtype != "auto" and not backend.abilities.int8_kv:
+        reason = _why_not_int8_kv(backend, config, network, dtype, device)
+        raise ConfigError(f"kv_cache_dtype is {kv_dtype!r}, but {reason}, or leave kv_cache_dtype out")
+    return backend
+
+
+def choose_pooled_backend(
+    config: EngineConfig, network: ModelConfig | EncoderConfig, dtype: torch.dtype, device: torch.device
+) -> Backend:
+    """The backend for a model of embeddings, scores or classes, as in :func:`choose_backend`."""
+    able = [each for each in BACKENDS if each.abilities.texts]
+    asked = backend_class(config.model.kernels)
+    if asked is not None and asked not in able:
+        raise ConfigError(
+            f"kernels is {config.model.kernels!r}, but models for embeddings and classes run on 'auto' or 'torch'"
+        )
+    backend = _pick(config, network, dtype, device, able)
+    _refuse_for_weights(backend, config, dtype, device)
+    return backend
+
+
+def _pick(
+    config: EngineConfig,
+    network: ModelConfig | EncoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    able: Sequence[type[Backend]],
+) -> Backend:
+    setting, block_size = config.model.kernels, config.cache.block_size
+    asked = backend_class(setting)
+    if asked is not None:
+        if reason := asked.why_not(network, dtype, device, block_size):
+            raise ConfigError(f"kernels is {setting!r}, but {asked.kernel_words} cannot run this model: {reason}")
+        return asked.choose(setting)
+    fastest = next((each for each in able if each.home == device.type), FALLBACK)
+    if reason := fastest.why_not(network, dtype, device, block_size):
+        words = fastest.kernel_words
+        _log.warning("PyTorch runs this model, more slowly than %s would: %s", words, reason)
+        fastest = FALLBACK
+    return fastest.choose(setting)
+
+
+def _refuse_for_weights(backend: Backend, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+    if config.model.batch_invariant and not backend.abilities.batch_invariant:
         raise ConfigError(
             "batch_invariant is on, but PyTorch would run this model, and promises no equal bits; leave it off"
         )
     quantization = config.model.quantization
-    if quantization is not None and (reason := why_not_quantized(quantization, chosen, dtype, device)):
+    if quantization in (None, "none"):
+        return
+    if quantization in backend.abilities.weights:
+        reason = backend.why_not_weights(quantization, dtype, device)
+    else:
+        alone = next(each.alone for each in BACKENDS if quantization in each.abilities.weights)
+        reason = f"{backend.owner} would run this model, and {alone}"
+    if reason:
         raise ConfigError(f"quantization is {quantization!r}, but {reason}, or leave quantization out")
-    if chosen == "triton" and config.lora.active:
-        raise ConfigError(
-            "enable_lora is on, but the Triton kernels cannot add adapters yet; leave it out, or take kernels='torch'"
-        )
-    if chosen == "triton" and config.scheduler.speculation is not None:
-        raise ConfigError(
-            "speculative_config is set, but the Triton kernels keep the newest token of a row on the GPU, where drafts"
-            " are not verified yet; leave it out, or take kernels='torch'"
-        )
-    kv_dtype = config.cache.kv_cache_dtype
-    if kv_dtype != "auto" and (reason := why_not_int8_kv(chosen, config, network, dtype, device)):
-        raise ConfigError(f"kv_cache_dtype is {kv_dtype!r}, but {reason}, or leave kv_cache_dtype out")
-    return chosen
 
 
-def choose_transformers(config: EngineConfig, network: TransformersConfig) -> str:
-    """Kernels for a model from transformers: always ``torch``. Raises ConfigError for settings that need other
-    kernels."""
+def _why_not_int8_kv(
+    backend: Backend, config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> str:
+    able = next(each for each in BACKENDS if each.abilities.int8_kv)
+    refused = f"{backend.owner} would run this model, and only {able.whose} ones read K and V in 8 bits"
+    if config.model.kernels != "auto":
+        return f"{refused}; use kernels='auto' on device='{able.home}'"
+    return f"{refused}: {able.why_not(network, dtype, device, config.cache.block_size)}"
+
+
+def choose_transformers(config: EngineConfig, network: TransformersConfig) -> Backend:
+    """Backend for a model from transformers: always PyTorch's. Raises ConfigError for settings that need another."""
     model, kv_dtype = config.model, config.cache.kv_cache_dtype
     refused = {
-        "kernels": model.kernels not in ("auto", "torch"),
+        "kernels": model.kernels not in ("auto", *FALLBACK.settings),
         "quantization": model.quantization not in (None, "none"),
         "batch_invariant": model.batch_invariant,
         "kv_cache_dtype": kv_dtype != "auto",
@@ -222,7 +162,7 @@ def choose_transformers(config: EngineConfig, network: TransformersConfig) -> st
                 f"{name} is {value!r}, but model_type {network.model_type!r} runs through transformers, by PyTorch's"
                 f" kernels, which cannot do that; leave {name} out"
             )
-    return "torch"
+    return FALLBACK.choose("auto")
 
 
 def refuse_for_states(config: EngineConfig, recurrent: bool) -> None:
@@ -239,62 +179,18 @@ def refuse_for_states(config: EngineConfig, recurrent: bool) -> None:
         )
 
 
-def choose_format(kernels: str, quantization: str | None, dtype: str = "auto") -> WeightFormat:
-    """Weight format for the kernels that :func:`choose_kernels` returned. ``quantization`` and ``dtype`` are settings:
-    the dtype float32 asks for exact arithmetic, which integers with 8-bit activations are not."""
-    if quantization in QUANTIZED:
-        return QUANTIZED[quantization]
-    exact = quantization == "none" or (quantization is None and dtype == "float32")
-    native = dataclasses.replace(NATIVE, floats=exact)
-    return {"torch": ONEDNN, "triton": PLAIN}.get(kernels, native)
-
-
-def choose_isa(
-    config: EngineConfig, network: ModelConfig | EncoderConfig, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """Instruction set of the native kernels for a model, or None for PyTorch.
-
-    If PyTorch is chosen automatically, the reason is logged. Raises ConfigError if the setting ``kernels`` names an
-    instruction set that this processor does not have, or that cannot run this model.
-    """
-    kernels = config.model.kernels
-    if kernels == "torch":
-        return None
-    reason = why_not_native(network, dtype, device, config.cache.block_size)
-    if kernels == "auto":
-        if reason and device.type == "cpu":
-            _log.warning("PyTorch runs this model, more slowly than the native CPU kernels would: %s", reason)
-        return None if reason else best_isa()
-    if reason:
-        raise ConfigError(f"kernels is {kernels!r}, but the native kernels cannot run this model: {reason}")
-    if kernels not in supported_isas():
-        raise ConfigError(why_not_isa(kernels))
-    return kernels
-
-
-def why_not_isa(kernels: str) -> str:
-    """Why this machine does not run the instruction set ``kernels``, and what to do about it."""
-    if kernels in built_isas():
-        runs = ", ".join(supported_isas())
-        return f"kernels is {kernels!r}, but this processor runs {runs}; use one of them, or auto"
-    return (
-        f"kernels is {kernels!r}, but Chairlift was compiled only for {', '.join(built_isas())}; use auto, or compile "
-        f"the kernels of all instruction sets: {BUILD_ALL}"
-    )
-
-
 def load_images(
     config: EngineConfig,
     model_dir: Path,
     network: ModelConfig | TransformersConfig,
     dtype: torch.dtype,
-    kernels: str,
+    backend: Backend,
 ) -> ImageBank | None:
-    """Load the model's image encoder; None for a model without one, and if the kernels cannot use images.
+    """Load the model's image encoder; None for a model without one, and if the backend takes none.
 
     Raises ConfigError and ModelLoadError.
     """
-    if isinstance(network, TransformersConfig) or network.vision is None or kernels in ("torch", "triton"):
+    if isinstance(network, TransformersConfig) or network.vision is None or not backend.abilities.images:
         return None
     if config.lora.active:
         raise ConfigError("enable_lora is on, but a model that reads images is served without adapters; leave it out")
@@ -310,80 +206,3 @@ def load_images(
     levels = network.vision.levels if isinstance(network.vision, PatchConfig) else ()
     row_bytes = (1 + len(levels)) * network.hidden_size * dtype.itemsize
     return ImageBank(load_tower(model_dir, network, dtype), row_bytes)
-
-
-def make_runner(
-    model: CausalLM | TransformersLM,
-    plan: KVPlan,
-    config: EngineConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: str,
-    max_model_len: int,
-    draft: CausalLM | Eagle3 | None = None,
-    images: ImageBank | None = None,
-) -> ModelRunner:
-    """Runner for the kernels that :func:`choose_kernels` returned. ``model`` has its weights in the right format.
-    ``draft`` is a small model or a layer for drafts, and ``images`` holds encoded images; both need the native
-    kernels."""
-    threads, max_tokens = config.model.threads, config.scheduler.max_num_batched_tokens
-    if kernels in ("torch", "triton") and threads is not None:
-        torch.set_num_threads(threads)
-    if kernels == "torch" or isinstance(model, TransformersLM):
-        return TorchModelRunner(model, plan, dtype, device, config.lora.active)
-    if kernels == "triton":
-        from chairlift.executor.backends.triton.triton_runner import TritonModelRunner  # Triton may not be installed
-
-        return TritonModelRunner(
-            model,
-            plan,
-            dtype,
-            device,
-            num_slots=config.scheduler.max_num_seqs,
-            max_tokens=max_tokens,
-            max_model_len=max_model_len,
-            graphs=config.model.cuda_graphs,
-            batch_invariant=config.model.batch_invariant,
-        )
-    try:
-        pool = Pool(threads)
-    except OSError as error:
-        raise ConfigError(f"threads is {threads}: {error}") from None
-    lora = config.lora.active
-    sizes: dict[str, Any] = {"isa": kernels, "max_tokens": max_tokens}
-    return NativeModelRunner(model, plan, dtype, pool, **sizes, draft=draft, lora=lora, images=images)
-
-
-def choose_pooled_kernels(
-    config: EngineConfig, network: ModelConfig | EncoderConfig, dtype: torch.dtype, device: torch.device
-) -> str:
-    """Kernels for a model of embeddings or classes, as in :func:`choose_kernels`, but never Triton's."""
-    if config.model.kernels == "triton":
-        raise ConfigError("kernels is 'triton', but models for embeddings and classes run on 'auto' or 'torch'")
-    chosen = choose_isa(config, network, dtype, device) or "torch"
-    if chosen == "torch" and config.model.batch_invariant:
-        raise ConfigError(
-            "batch_invariant is on, but PyTorch would run this model, and promises no equal bits; leave it off"
-        )
-    quantization = config.model.quantization
-    if quantization is not None and (reason := why_not_quantized(quantization, chosen, dtype, device)):
-        raise ConfigError(f"quantization is {quantization!r}, but {reason}, or leave quantization out")
-    return chosen
-
-
-def make_pooled_executor(
-    model: PooledNetwork, config: EngineConfig, dtype: torch.dtype, device: torch.device, kernels: str, max_tokens: int
-) -> PooledExecutor:
-    """Executor for the kernels that :func:`choose_pooled_kernels` returned. Raises ConfigError for too many threads."""
-    threads = config.model.threads
-    if threads is not None:
-        torch.set_num_threads(threads)  # an encoder's attention runs in PyTorch
-    if kernels == "torch":
-        return PooledExecutor(model, TorchPooledRunner(model, device))
-    try:
-        pool = Pool(threads)
-    except OSError as error:
-        raise ConfigError(f"threads is {threads}: {error}") from None
-    rows = config.scheduler.max_num_seqs
-    runner = NativePooledRunner(model, dtype, pool, isa=kernels, max_tokens=max_tokens, max_rows=rows)
-    return PooledExecutor(model, runner)

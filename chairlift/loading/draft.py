@@ -12,12 +12,12 @@ from tokenizers import Tokenizer
 
 from chairlift.config import BUNDLED_MODEL, EngineConfig
 from chairlift.errors import ConfigError, InvariantError
+from chairlift.executor.backends.backend import Backend
 from chairlift.executor.backends.native.native_runner import NativeModelRunner
 from chairlift.executor.drafters.draft_model import DraftModel
 from chairlift.executor.drafters.eagle3 import Eagle3Drafter
 from chairlift.executor.drafters.medusa import MedusaHead, MedusaHeads, load_medusa
 from chairlift.executor.local import Drafter, ModelRunner
-from chairlift.executor.select import choose_format, why_not_native
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import LayerCache, LayerState
 from chairlift.models.eagle3 import Eagle3, load_eagle3
@@ -65,22 +65,22 @@ def load_draft_model(
     model_dir: Path,
     network: ModelConfig | TransformersConfig,
     dtype: torch.dtype,
-    kernels: str,
+    backend: Backend,
     progress: Progress | None = None,
 ) -> LoadedDraftModel | None:
     """Load what ``speculative_config`` names: a small model, a layer or heads. None if it names none, or if steps take
     no drafts.
 
-    ``model_dir``, ``network``, ``dtype`` and ``kernels`` are those of the served model. Raises ConfigError for a model
+    ``model_dir``, ``network``, ``dtype`` and ``backend`` are those of the served model. Raises ConfigError for a model
     that cannot draft for the served model, and ModelLoadError for files that cannot be read.
     """
     speculation = config.scheduler.speculation
     if speculation is None or speculation.method == "ngram" or not config.scheduler.takes_drafts(0):
         return None
-    if kernels in ("torch", "triton"):
+    if not backend.abilities.draft_models:
         raise ConfigError(
-            f"speculative_config: {speculation.method} runs on the native CPU kernels, and {kernels} runs this model;"
-            " use method ngram"
+            f"speculative_config: {speculation.method} runs on the native CPU kernels, and {backend.kernels} runs this"
+            " model; use method ngram"
         )
     name = speculation.model
     small_dir = resolve_model_dir(name) if name else _heads_of(config.model.model, model_dir, speculation.method)
@@ -94,7 +94,7 @@ def load_draft_model(
             heads = load_medusa(small_dir, network.vocab_size, network.hidden_size, dtype)
             return LoadedDraftModel(None, most, heads=heads)
         layer = load_eagle3(small_dir, network, dtype)
-        if reason := why_not_native(layer.config.layer, dtype, torch.device("cpu"), config.cache.block_size):
+        if reason := backend.why_not(layer.config.layer, dtype, torch.device("cpu"), config.cache.block_size):
             raise ConfigError(f"{_SETTING} {name!r:.200} cannot be run by the native kernels: {reason}")
         return LoadedDraftModel(layer, most)
     small = read_network(small_dir, "native")
@@ -106,11 +106,11 @@ def load_draft_model(
             " use a small model of the same series"
         )
     _check_tokenizers(model_dir, small_dir, speculation.model)
-    if reason := why_not_native(small, dtype, torch.device("cpu"), config.cache.block_size):
+    if reason := backend.why_not(small, dtype, torch.device("cpu"), config.cache.block_size):
         raise ConfigError(f"{_SETTING} {speculation.model!r:.200} cannot be run by the native kernels: {reason}")
     length = min(config.model.max_model_len or small.max_model_len, small.max_model_len)
     small = small.for_length(length)
-    model = load_model(small_dir, small, dtype, "cpu", progress, weight_format=choose_format(kernels, None))
+    model = load_model(small_dir, small, dtype, "cpu", progress, weight_format=backend.weight_format(None))
     if any(isinstance(layer, LayerState) for layer in model.kv_cache_spec()):
         raise ConfigError(
             f"{_SETTING} {speculation.model!r:.200} has recurrent states, which cannot go back; use another"

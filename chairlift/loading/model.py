@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from chairlift.core.scheduler.cost_model import StepFeatures
+    from chairlift.executor.backends.backend import Backend
     from chairlift.executor.image_bank import ImageBank
     from chairlift.executor.kv_tensors import KVPlan
     from chairlift.executor.local import LocalExecutor
@@ -46,7 +47,6 @@ __all__ = [
     "pool_tokens",
     "read_images",
     "read_tokenizer",
-    "threads_of",
 ]
 
 Progress = Callable[[str, float], None]
@@ -69,6 +69,10 @@ class LoadedExecutor:
     threads: int
     device: str = "cpu"
     """``cpu``, or the name of the GPU."""
+    equal_bits: bool = False
+    """Whether the bits of a row depend on no other row, without any setting."""
+    records_graphs: bool = False
+    """Whether steps can be recorded as CUDA graphs."""
     graphs: str = ""
     """Text about the CUDA graphs that were recorded at the start."""
     adapters: AdapterMemory | None = None
@@ -130,8 +134,7 @@ class LoadedExecutor:
         it depends on how long a sliding window keeps its blocks."""
         groups, size = self.executor.cache_groups, self.executor.block_size
         approximations = self.approximations()
-        native = self.kernels not in ("torch", "triton", "hashlm")
-        how = ["batch_invariant"] if self.kernels == "triton" and config.model.batch_invariant else []
+        how = ["batch_invariant"] if config.model.batch_invariant and not self.equal_bits else []
         how += [self.quantization] if self.quantization else []
         how += [f"kv {self.kv_cache_dtype}"] if self.kv_cache_dtype else []
         how += [] if self.model_impl == "native" else [self.model_impl]
@@ -160,7 +163,8 @@ class LoadedExecutor:
             graphs=self.graphs,
             memory_plan=self.memory_plan,
             held=config.scheduler.batching == "static",
-            deterministic=(native and not self.calls) or self.kernels == "hashlm" or config.model.batch_invariant,
+            deterministic=self.equal_bits or config.model.batch_invariant,
+            records_graphs=self.records_graphs,
             fingerprint=fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels, *how),
             block_bytes=self.block_bytes,
             preset=config.scheduler.preset,
@@ -234,11 +238,11 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     device = find_device(config.model.device)
     dtype = choose_dtype(network, config.model.dtype, device)
     _check_sizes(config, network, dtype, device, max_model_len)
-    model, kernels = _load_weights(config, model_dir, network, dtype, device, progress)
+    model, backend = _load_weights(config, model_dir, network, dtype, device, progress)
     recurrent = any(isinstance(layer, LayerState) for layer in model.kv_cache_spec())
     refuse_for_states(config, recurrent)
-    images = load_images(config, model_dir, network, dtype, kernels)
-    drafting = load_draft_model(config, model_dir, network, dtype, kernels, progress)
+    images = load_images(config, model_dir, network, dtype, backend)
+    drafting = load_draft_model(config, model_dir, network, dtype, backend, progress)
     memory = config.cache.kv_cache_memory_bytes
     plan = _plan(
         config,
@@ -248,7 +252,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         _cache_memory(config, network, dtype, device) if memory is None else memory,
     )
     check_fits(plan, device, memory)
-    executor = _make_executor(model, plan, config, dtype, device, kernels, max_model_len, drafting, images)
+    executor = _make_executor(model, plan, config, dtype, device, backend, max_model_len, drafting, images)
     return LoadedExecutor(
         executor=executor,
         model_dir=str(model_dir),
@@ -259,20 +263,22 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         takes_images=images is not None,
         sampling_defaults=sampling,
         calls=executor.calls,
-        notes=(*network.notes(uses_generation_config), *_notes(config, network, dtype, executor, kernels, model)),
+        notes=(*network.notes(uses_generation_config), *_notes(config, network, dtype, executor, backend, model)),
         memory_plan=plan.describe(max_model_len),
         dtype=str(dtype).removeprefix("torch."),
         model_impl=network.model_impl,
         quantization=model.quantization,
         approximations=_approximations(config, model, network, dtype, plan, images),
         weight_bytes=model.weight_bytes,
-        kernels=kernels,
-        threads=threads_of(config, kernels),
+        kernels=backend.kernels,
+        threads=backend.num_threads(config),
+        equal_bits=backend.abilities.equal_bits and not executor.calls,
+        records_graphs=backend.abilities.graphs,
         device=device_name(device),
         graphs=executor.describe_graphs(),
         block_bytes=sum(plan.block_bytes) // len(plan.block_bytes),
         kv_cache_dtype=None if plan.dtype == dtype else str(plan.dtype).removeprefix("torch."),
-        step_cost=_step_cost(network, kernels, dtype, model.quantization, plan.dtype),
+        step_cost=_step_cost(network, backend, dtype, model.quantization, plan.dtype),
     )
 
 
@@ -370,7 +376,7 @@ def _make_executor(
     config: EngineConfig,
     dtype: torch.dtype,
     device: torch.device,
-    kernels: str,
+    backend: Backend,
     max_model_len: int,
     drafting: LoadedDraftModel | None,
     images: ImageBank | None,
@@ -379,13 +385,12 @@ def _make_executor(
     import torch
 
     from chairlift.executor.local import LocalExecutor
-    from chairlift.executor.select import make_runner
 
     scheduler = config.scheduler
     rows, max_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     try:
         small = None if drafting is None else drafting.model
-        runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len, small, images)
+        runner = backend.make_runner(model, plan, config, dtype, device, max_model_len, small, images)
     except (MemoryError, torch.OutOfMemoryError):
         message = f"no memory for {plan.total_bytes:,} bytes of KV cache (num_kv_blocks, kv_cache_memory_bytes)"
         raise ConfigError(f"{message} and steps of {max_tokens:,} tokens (max_num_batched_tokens); lower one") from None
@@ -401,7 +406,7 @@ def _make_executor(
 
 def _step_cost(
     network: ModelConfig | TransformersConfig,
-    kernels: str,
+    backend: Backend,
     dtype: torch.dtype,
     quantization: str | None,
     kv_dtype: torch.dtype,
@@ -410,7 +415,7 @@ def _step_cost(
     from chairlift.models.hf_config import ModelConfig
     from chairlift.models.step_cost import ModelCost
 
-    if kernels in ("torch", "triton") or not isinstance(network, ModelConfig):
+    if not backend.abilities.floors or not isinstance(network, ModelConfig):
         return None
     if quantization is not None and quantization.partition("+")[0] not in QUANTIZED:
         return None  # formats that exist in files only (MXFP4), for a part of the model
@@ -433,20 +438,20 @@ def _load_weights(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None,
-) -> tuple[CausalLM | TransformersLM, str]:
-    """Load the weights. Returns (model, name of the kernels that run it)."""
-    from chairlift.executor.select import choose_format, choose_kernels, choose_transformers
+) -> tuple[CausalLM | TransformersLM, Backend]:
+    """Load the weights. Returns (model, the backend that runs it)."""
+    from chairlift.executor.select import choose_backend, choose_transformers
     from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.loader import load_model
 
     if isinstance(network, TransformersConfig):
         from chairlift.models.fallback.loading import load_transformers_model  # imports transformers
 
-        kernels = choose_transformers(config, network)
-        return load_transformers_model(model_dir, network, dtype, device, progress), kernels
-    kernels = choose_kernels(config, network, dtype, device)
-    weight_format = choose_format(kernels, config.model.quantization, config.model.dtype)
-    return load_model(model_dir, network, dtype, device, progress, weight_format=weight_format), kernels
+        backend = choose_transformers(config, network)
+        return load_transformers_model(model_dir, network, dtype, device, progress), backend
+    backend = choose_backend(config, network, dtype, device)
+    weight_format = backend.weight_format(config.model.quantization, config.model.dtype)
+    return load_model(model_dir, network, dtype, device, progress, weight_format=weight_format), backend
 
 
 def _notes(
@@ -454,7 +459,7 @@ def _notes(
     network: ModelConfig | TransformersConfig,
     dtype: torch.dtype,
     executor: LocalExecutor,
-    kernels: str,
+    backend: Backend,
     model: CausalLM | TransformersLM,
 ) -> list[str]:
     """Notes for the user on how this model is run, one per line."""
@@ -466,9 +471,11 @@ def _notes(
             "the checkpoint is in float16, and the CPU computes in bfloat16, which has three bits of precision less; "
             "set dtype to float32 to keep the full precision"
         )
-    if not isinstance(network, TransformersConfig) and network.vision is not None and kernels in ("torch", "triton"):
-        notes.append(f"images are refused: {kernels} kernels run this model, and only the CPU's native ones take them")
-    if _expands(config, model, kernels):
+    if not isinstance(network, TransformersConfig) and network.vision is not None and not backend.abilities.images:
+        notes.append(
+            f"images are refused: {backend.kernels} kernels run this model, and only the CPU's native ones take them"
+        )
+    if _expands(config, model, backend):
         notes.append(
             "dtype is float32, so the checkpoint's integers are computed as float32, exactly, which takes"
             f" {model.weight_bytes / 2**20:,.0f} MiB; with quantization stored they stay integers, and activations are"
@@ -485,13 +492,13 @@ def _notes(
     return [*notes, *_thread_notes(config), *_call_notes(executor.calls)]
 
 
-def _expands(config: EngineConfig, model: CausalLM | TransformersLM, kernels: str) -> bool:
+def _expands(config: EngineConfig, model: CausalLM | TransformersLM, backend: Backend) -> bool:
     """Whether integers of the checkpoint became floats only because of the setting ``dtype``."""
     from chairlift.models.layers.linear import Matrix
 
     layers = [layer for layer in model.modules() if isinstance(layer, Matrix)]
     asked = config.model.dtype == "float32" and config.model.quantization is None
-    return asked and kernels not in ("torch", "triton") and any(layer.shape.kind is not None for layer in layers)
+    return asked and backend.keeps_integers() and any(layer.shape.kind is not None for layer in layers)
 
 
 def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:
@@ -525,6 +532,7 @@ def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:
         dtype="uint64",
         kernels="hashlm",
         threads=1,
+        equal_bits=True,
     )
 
 
@@ -579,17 +587,6 @@ def device_name(device: torch.device) -> str:
     import torch
 
     return f"{device} ({torch.cuda.get_device_name(device)})"
-
-
-def threads_of(config: EngineConfig, kernels: str) -> int:
-    """Number of CPU threads that the kernels use."""
-    if kernels in ("torch", "triton"):
-        import torch
-
-        return torch.get_num_threads()
-    from chairlift.kernels.cpu.library import default_threads
-
-    return config.model.threads or default_threads()
 
 
 def _thread_notes(config: EngineConfig) -> list[str]:

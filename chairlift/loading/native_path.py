@@ -8,7 +8,7 @@ import torch
 
 from chairlift.config import EngineConfig
 from chairlift.engine.info import EngineInfo
-from chairlift.executor.select import choose_isa, why_not_native, why_not_triton
+from chairlift.executor.select import BACKENDS, FALLBACK, backend_class
 from chairlift.kernels.cpu.library import default_threads
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.loader import resolve_dtype
@@ -52,12 +52,14 @@ def native_path(config: EngineConfig, info: EngineInfo, network: ModelConfig) ->
     dtype = resolve_dtype(network, info.dtype)
     device = torch.device(config.model.device)
     threads = config.model.threads or default_threads()
-    if config.model.kernels == "torch":
-        return NativePath(None, dtype, threads, "kernels is 'torch'")
-    if device.type != "cpu" or config.model.kernels == "triton":
-        reason = why_not_triton(network, dtype, device)
-        why = reason or "the Triton kernels do"
-        return NativePath(None, dtype, threads, why, triton=not reason, quantization=info.quantization)
-    reason = why_not_native(network, dtype, device, config.cache.block_size)
-    isa = None if reason else choose_isa(config, network, dtype, device)
-    return NativePath(isa, dtype, threads, reason, quantization=info.quantization)
+    running = backend_class(info.kernels) or FALLBACK
+    if running.abilities.floors:
+        return NativePath(info.kernels, dtype, threads, "", quantization=info.quantization)
+    if running.abilities.graphs:
+        why = f"{running.kernel_words} do"
+        return NativePath(None, dtype, threads, why, triton=True, quantization=info.quantization)
+    if config.model.kernels in running.settings:
+        return NativePath(None, dtype, threads, f"kernels is {config.model.kernels!r}")
+    fastest = next((each for each in BACKENDS if each.home == device.type), FALLBACK)
+    reason = fastest.why_not(network, dtype, device, config.cache.block_size)
+    return NativePath(None, dtype, threads, reason, quantization=info.quantization)

@@ -17,12 +17,12 @@ from chairlift.loading.model import (
     fingerprint,
     model_directory,
     read_tokenizer,
-    threads_of,
 )
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from chairlift.executor.backends.backend import Backend
     from chairlift.models.pooling import PooledConfig
 
 __all__ = ["LoadedPooling", "is_pooling", "load_pooling", "read_pooled"]
@@ -99,7 +99,7 @@ def read_pooled(config: EngineConfig, model_dir: Path) -> PooledConfig:
 
 def load_pooling(config: EngineConfig, progress: Progress | None = None) -> LoadedPooling:
     """Load the weights. Raises ConfigError and ModelLoadError."""
-    from chairlift.executor.select import choose_dtype, choose_format, choose_pooled_kernels, make_pooled_executor
+    from chairlift.executor.select import choose_dtype, choose_pooled_backend
     from chairlift.models.approximations import approximations_of
     from chairlift.models.loader import load_pooled
 
@@ -111,23 +111,23 @@ def load_pooling(config: EngineConfig, progress: Progress | None = None) -> Load
     network = pooled.network
     device = find_device(settings.device)
     dtype = choose_dtype(network, settings.dtype, device)
-    kernels = choose_pooled_kernels(config, network, dtype, device)
-    weight_format = choose_format(kernels, settings.quantization, settings.dtype)
+    backend = choose_pooled_backend(config, network, dtype, device)
+    weight_format = backend.weight_format(settings.quantization, settings.dtype)
     model = load_pooled(model_dir, pooled, dtype, device, progress, weight_format=weight_format)
     max_tokens = max(scheduler.max_num_batched_tokens, _max_model_len(settings.max_model_len, pooled))
     try:
-        executor = make_pooled_executor(model, config, dtype, device, kernels, max_tokens)
+        executor = backend.make_pooled_executor(model, config, dtype, device, max_tokens)
     except MemoryError:
         message = f"no memory for passes of {max_tokens:,} tokens (max_num_batched_tokens, max_model_len); lower them"
         raise ConfigError(message) from None
     approximations = approximations_of(model, dtype)
-    info = _engine_info(config, pooled, model_dir, str(dtype).removeprefix("torch."), kernels, approximations)
+    info = _engine_info(config, pooled, model_dir, str(dtype).removeprefix("torch."), backend, approximations)
     info = dataclasses.replace(
         info,
         quantization=model.quantization,
         weight_bytes=model.weight_bytes(dtype),
         device=device_name(device),
-        deterministic=kernels != "torch" and set(executor.calls) <= _INVARIANT,
+        deterministic=backend.abilities.equal_bits and set(executor.calls) <= _INVARIANT,
     )
     core = PoolingCore(executor, max_tokens=scheduler.max_num_batched_tokens, max_seqs=scheduler.max_num_seqs)
     return LoadedPooling(core=core, info=info)
@@ -149,12 +149,12 @@ def _engine_info(
     pooled: PooledConfig,
     model_dir: Path,
     dtype: str,
-    kernels: str,
+    backend: Backend,
     approximations: tuple[str, ...],
 ) -> EngineInfo:
     settings, scheduler = config.model, config.scheduler
     max_model_len = _max_model_len(settings.max_model_len, pooled)
-    how: tuple[str, ...] = (dtype, kernels, pooled.pooling, str(pooled.normalize), str(settings.quantization))
+    how: tuple[str, ...] = (dtype, backend.kernels, pooled.pooling, str(pooled.normalize), str(settings.quantization))
     how += (*filter(None, (settings.reranker, settings.reranker_instruction)), *approximations)
     return EngineInfo(
         model=settings.model,
@@ -171,8 +171,8 @@ def _engine_info(
         dtype=dtype,
         approximations=approximations,
         device="",
-        kernels=kernels,
-        threads=threads_of(config, kernels),
+        kernels=backend.kernels,
+        threads=backend.num_threads(config),
         memory_plan="no KV cache: every text is computed whole, in one pass",
         held=False,
         deterministic=False,

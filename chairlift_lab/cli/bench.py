@@ -227,7 +227,8 @@ def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str
     """Instruction set of the kernels to measure, or ``gpu``. Raises ConfigError if the machine cannot run them."""
     import torch
 
-    from chairlift.executor.select import why_not_isa, why_not_quantized, why_not_triton
+    from chairlift.executor.backends.native.backend import why_not_isa
+    from chairlift.executor.backends.triton.backend import TritonBackend
     from chairlift.kernels.cpu.library import best_isa, why_unavailable
     from chairlift.kernels.roof import GPU
     from chairlift.loading.model import find_device
@@ -239,8 +240,9 @@ def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str
         if args.kernels != "auto" or args.threads:
             raise ConfigError(f"--kernels and --threads are for the CPU, and device is {args.device}; leave them out")
         device = find_device(args.device)
-        too_old = why_not_quantized("fp8", "triton", torch.bfloat16, device) if args.dtype == "fp8" else ""
-        if reason := why_not_triton(None, dtype, device) or too_old:
+        triton = TritonBackend.choose("auto")
+        too_old = triton.why_not_weights("fp8", torch.bfloat16, device) if args.dtype == "fp8" else ""
+        if reason := triton.why_not(None, dtype, device, 16) or too_old:
             raise ConfigError(f"there are no kernels to measure: {reason}")
         return GPU
     if args.dtype == "fp8":

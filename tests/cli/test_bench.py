@@ -171,7 +171,7 @@ def test_a_gpu_without_fp8_is_refused(chairlift: Run, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
-    monkeypatch.setattr("chairlift.executor.select.why_not_triton", lambda *given: "")
+    monkeypatch.setattr("chairlift.executor.backends.triton.backend._why_not_here", lambda *given: "")
     code, out, err = chairlift("bench", "kernels", "--device", "cuda", "--dtype", "fp8")
     assert (code, out) == (2, [])
     assert "there are no kernels to measure: it needs a GPU of compute capability 8.9 or higher" in err[0]

@@ -83,5 +83,5 @@ def test_a_model_with_images_uses_their_memory() -> None:
 
 
 def test_on_a_gpu_graphs_are_used() -> None:
-    info = dataclasses.replace(INFO, kernels="triton")
+    info = dataclasses.replace(INFO, kernels="triton", records_graphs=True)
     assert not idle_settings(EngineConfig.from_flat({"cuda_graphs": "start", "device": "cuda"}), info)

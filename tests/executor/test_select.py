@@ -16,10 +16,12 @@ import torch
 from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigError
-from chairlift.executor import select
+from chairlift.executor.backends.native import backend as native_backend
+from chairlift.executor.backends.native.backend import NativeBackend
 from chairlift.executor.backends.native.native_runner import NativeModelRunner
 from chairlift.executor.backends.torch.model_runner import TorchModelRunner
-from chairlift.executor.select import choose_isa, choose_kernels, why_not_native, why_not_triton
+from chairlift.executor.backends.triton.backend import TritonBackend
+from chairlift.executor.select import choose_backend
 from chairlift.kernels.cpu.library import best_isa, supported_isas
 from chairlift.models.hf_config import ModelConfig, parse_config
 from tests.kernels.cpu.models import tiny_model
@@ -52,19 +54,18 @@ def network(head_dim: int = 32, **heads: int) -> ModelConfig:
 def test_what_the_native_kernels_can_run(
     dtype: torch.dtype, device: str, block_size: int, head_dim: int, words: str
 ) -> None:
-    reason = why_not_native(network(head_dim), dtype, torch.device(device), block_size)
+    reason = NativeBackend.why_not(network(head_dim), dtype, torch.device(device), block_size)
     assert reason.endswith(words) and bool(reason) == bool(words)
 
 
 def choose(head_dim: int = 32, dtype: torch.dtype = torch.float32, device: torch.device = CPU, **settings: Any) -> Any:
-    return choose_isa(EngineConfig.from_flat(settings), network(head_dim), dtype, device)
+    return choose_backend(EngineConfig.from_flat(settings), network(head_dim), dtype, device).kernels
 
 
 def test_the_best_path_is_chosen_and_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert choose() == best_isa()
-    assert choose(kernels="torch") is None
-    assert choose(head_dim=24, kernels="torch") is None
-    assert choose(device=torch.device("cuda")) is None
+    assert choose(kernels="torch") == "torch"
+    assert choose(head_dim=24, kernels="torch") == "torch"
     assert not caplog.records
 
 
@@ -75,17 +76,19 @@ def test_a_path_may_be_named(isa: str) -> None:
 
 def test_falling_back_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "chairlift"):
-        assert choose(block_size=8) is None
+        assert choose(block_size=8) == "torch"
     assert len(caplog.records) == 1
     assert caplog.records[0].name.startswith("chairlift")
     assert "PyTorch runs this model" in caplog.text and "block_size" in caplog.text
 
 
 def test_a_path_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"kernels is 'avx2', but the native kernels cannot run this model: .*size"):
+    with pytest.raises(
+        ConfigError, match=r"kernels is 'avx2', but the native CPU kernels cannot run this model: .*size"
+    ):
         choose(head_dim=24, kernels="avx2")
-    monkeypatch.setattr(select, "supported_isas", lambda: ("avx2", "avx512"))
-    monkeypatch.setattr(select, "built_isas", lambda: ("avx2", "avx512", "amx"))
+    monkeypatch.setattr(native_backend, "supported_isas", lambda: ("avx2", "avx512"))
+    monkeypatch.setattr(native_backend, "built_isas", lambda: ("avx2", "avx512", "amx"))
     with pytest.raises(ConfigError, match="kernels is 'amx', but this processor runs avx2, avx512; use one of them"):
         choose(kernels="amx")
     missing = "kernels is 'avx512_bf16', but Chairlift was compiled only for avx2, avx512, amx; .*CHAIRLIFT_KERNELS=all"
@@ -94,7 +97,7 @@ def test_a_path_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def pick(device: str = "cuda", head_dim: int = 32, dtype: torch.dtype = torch.float32, **settings: Any) -> str:
-    return choose_kernels(EngineConfig.from_flat(settings), network(head_dim), dtype, torch.device(device))
+    return choose_backend(EngineConfig.from_flat(settings), network(head_dim), dtype, torch.device(device)).kernels
 
 
 @pytest.fixture
@@ -128,7 +131,7 @@ def test_on_a_gpu_triton_runs_the_model(caplog: pytest.LogCaptureFixture) -> Non
     assert pick(kernels="torch") == "torch"
     assert not caplog.records
     assert pick("cpu") == best_isa()
-    with pytest.raises(ConfigError, match="kernels is 'avx2', but the native kernels cannot run this model"):
+    with pytest.raises(ConfigError, match="kernels is 'avx2', but the native CPU kernels cannot run this model"):
         pick(kernels="avx2")
 
 
@@ -231,7 +234,7 @@ def test_without_a_c_compiler_pytorch_runs_the_model(
 @pytest.mark.usefixtures("hopper")
 def test_a_tile_holds_all_heads_that_share_a_kv_head() -> None:
     models = [network(128, num_attention_heads=heads, num_key_value_heads=2) for heads in (64, 66)]
-    reasons = [why_not_triton(model, torch.bfloat16, torch.device("cuda")) for model in models]
+    reasons = [TritonBackend.why_not(model, torch.bfloat16, torch.device("cuda"), 16) for model in models]
     assert reasons == ["", "they need at most 32 query heads for each KV head, and this model has 33"]
 
 
@@ -239,8 +242,9 @@ def test_a_tile_holds_all_heads_that_share_a_kv_head() -> None:
 def test_caps_and_sinks_of_attention_are_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
     for change, words in (({"score_cap": 50.0}, "cap attention's scores"), ({"sinks": True}, "have sinks")):
         model = dataclasses.replace(network(), **change)  # type: ignore[arg-type]
-        assert f"they do not {words}" in why_not_triton(model, torch.bfloat16, torch.device("cuda"))
-    assert why_not_triton(dataclasses.replace(network(), logit_cap=30.0), torch.bfloat16, torch.device("cuda")) == ""
+        assert f"they do not {words}" in TritonBackend.why_not(model, torch.bfloat16, torch.device("cuda"), 16)
+    model = dataclasses.replace(network(), logit_cap=30.0)
+    assert TritonBackend.why_not(model, torch.bfloat16, torch.device("cuda"), 16) == ""
 
 
 @pytest.mark.usefixtures("hopper")
@@ -279,7 +283,7 @@ def test_triton_on_a_cpu_is_for_the_interpreter(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert pick("cpu", kernels="triton") == "triton"
     assert pick("cpu") == best_isa()
-    assert "float32 only" in why_not_triton(network(), torch.bfloat16, CPU)
+    assert "float32 only" in TritonBackend.why_not(network(), torch.bfloat16, CPU, 16)
 
 
 def test_an_llm_is_run_by_what_was_chosen(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from chairlift import LLM
 from chairlift.errors import ConfigError, ModelLoadError, PromptTooLongError, RequestError
+from chairlift.executor.backends.native.backend import NativeBackend
 from chairlift.executor.pooled_runner import NativePooledRunner, PooledExecutor, TorchPooledRunner
-from chairlift.executor.select import choose_format
 from chairlift.kernels.cpu.library import Pool, supported_isas
 from chairlift.kernels.recording import Recorder
 from chairlift.kernels.weights import PLAIN
@@ -83,7 +83,11 @@ def test_bits_do_not_depend_on_company(family: str, tmp_path: Path) -> None:
 
 def native_runner(where: Path) -> NativePooledRunner:
     network = load_pooled(
-        where, read_pooled_config(where), torch.float32, torch.device("cpu"), weight_format=choose_format("avx2", None)
+        where,
+        read_pooled_config(where),
+        torch.float32,
+        torch.device("cpu"),
+        weight_format=NativeBackend("avx2").weight_format(None),
     )
     return NativePooledRunner(network, torch.float32, Pool(1), isa=supported_isas()[-1], max_tokens=512, max_rows=8)
 

@@ -17,8 +17,8 @@ from chairlift.core.scheduler.drafts import Drafts
 from chairlift.core.spec_decode.adaptive import AdaptiveSpeculator
 from chairlift.core.spec_decode.ngram import NgramProposer
 from chairlift.engine.step_recorder import StepRecorder
-from chairlift.executor import select
-from chairlift.executor.select import choose_kernels
+from chairlift.executor.backends.triton.backend import TritonBackend
+from chairlift.executor.select import choose_backend
 from chairlift.metrics.prometheus import render
 from chairlift.metrics.stats import EngineStats, RequestStats
 from tests.executor.test_select import network
@@ -58,12 +58,15 @@ def test_text_and_object_say_the_same() -> None:
 
 
 def test_the_triton_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "why_not_triton", lambda *given: "")
+    monkeypatch.setattr(TritonBackend, "why_not", lambda *given: "")
     given = (network(), torch.bfloat16, torch.device("cuda"))
     asked = '{"method": "ngram"}'
     with pytest.raises(ConfigError, match=r"speculative_config is set, but the Triton kernels"):
-        choose_kernels(EngineConfig.from_flat({"speculative_config": asked}), *given)
-    assert choose_kernels(EngineConfig.from_flat({"speculative_config": asked, "kernels": "torch"}), *given) == "torch"
+        choose_backend(EngineConfig.from_flat({"speculative_config": asked}), *given)
+    assert (
+        choose_backend(EngineConfig.from_flat({"speculative_config": asked, "kernels": "torch"}), *given).kernels
+        == "torch"
+    )
 
 
 def drafts_told(stats: RequestStats) -> dict[str, float]:

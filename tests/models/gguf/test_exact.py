@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
-from chairlift.executor.select import choose_format
+from chairlift.executor.backends.native.backend import NativeBackend
 from chairlift.kernels.weights import PLAIN, WeightFormat
 from chairlift.models.formats.gguf.blocks import BLOCK_TYPES
 from chairlift.models.formats.gguf.reader import GGUFModel
@@ -75,7 +75,7 @@ def test_float_weights_for_pytorch_equal_the_public_reader_bit_for_bit(tmp_path:
 @pytest.mark.parametrize("name", NAMES)
 def test_float_weights_of_the_native_kernels_equal_the_public_reader_bit_for_bit(tmp_path: Path, name: str) -> None:
     path = tmp_path / "model.gguf"
-    check_exact(path, one_layer(path, name), choose_format("avx2", "none"))
+    check_exact(path, one_layer(path, name), NativeBackend("avx2").weight_format("none"))
 
 
 @pytest.mark.nightly

@@ -1,0 +1,144 @@
+"""What a backend is: one way to run models, with what it can do as data.
+
+A model is loaded for one backend. Its :class:`Abilities` are read once, at load: :mod:`chairlift.executor.select`
+refuses the settings that need an ability that the backend lacks. Nothing outside this folder compares a backend's name.
+A new accelerator is a folder with a subclass, and a line in :data:`chairlift.executor.select.BACKENDS`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from chairlift.config import EngineConfig
+from chairlift.kernels.weights import QUANTIZED, WeightFormat
+
+if TYPE_CHECKING:
+    from chairlift.executor.image_bank import ImageBank
+    from chairlift.executor.kv_tensors import KVPlan
+    from chairlift.executor.local import ModelRunner
+    from chairlift.executor.pooled_runner import PooledExecutor
+    from chairlift.models.causal_lm import CausalLM
+    from chairlift.models.eagle3 import Eagle3
+    from chairlift.models.encoder_config import EncoderConfig
+    from chairlift.models.fallback.model import TransformersLM
+    from chairlift.models.hf_config import ModelConfig
+    from chairlift.models.pooled_network import PooledNetwork
+
+__all__ = ["Abilities", "Backend"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What the kernels of a backend can do."""
+
+    weights: frozenset[str] = frozenset()
+    """Values of the setting ``quantization`` whose weights the kernels multiply with."""
+    int8_kv: bool = False
+    """K and V in 8 bits."""
+    adapters: bool = False
+    """LoRA adapters."""
+    drafts: bool = False
+    """Drafts are verified."""
+    draft_models: bool = False
+    """Small models, layers and heads make drafts."""
+    images: bool = False
+    """Rows may have images."""
+    texts: bool = False
+    """Models for embeddings, scores and classes."""
+    equal_bits: bool = False
+    """The bits of a row never depend on other rows, if all of the model's operations have kernels."""
+    batch_invariant: bool = False
+    """The bits of a row do not depend on other rows with the setting ``batch_invariant``."""
+    graphs: bool = False
+    """Steps are recorded as CUDA graphs."""
+    floors: bool = False
+    """The minimum time of a step is known from the limits of the machine."""
+
+
+class Backend(abc.ABC):
+    """One way to run models. ``kernels`` is its name for users: the value of the setting ``kernels`` that asks for
+    it."""
+
+    abilities: ClassVar[Abilities]
+    home: ClassVar[str]
+    """Type of the devices for which the backend is chosen without being asked; empty if it only replaces others."""
+    settings: ClassVar[tuple[str, ...]]
+    """Values of the setting ``kernels`` that ask for this backend."""
+    kernel_words: ClassVar[str]
+    """The kernels in a sentence, such as ``the Triton kernels``."""
+    whose: ClassVar[str]
+    """Whose kernels, such as ``Triton's``."""
+    alone: ClassVar[str] = ""
+    """Words for users whose weights only this backend can run: that it is so, and how to get it."""
+
+    def __init__(self, kernels: str) -> None:
+        self.kernels = kernels
+
+    @property
+    def owner(self) -> str:
+        """The kernels in a sentence about what they lack, such as ``PyTorch's kernels``."""
+        return f"{self.whose} kernels"
+
+    @classmethod
+    @abc.abstractmethod
+    def why_not(
+        cls, network: ModelConfig | EncoderConfig | None, dtype: torch.dtype, device: torch.device, block_size: int
+    ) -> str:
+        """Reason why the kernels cannot run a model, with the remedy; empty if they can. With ``network`` None, the
+        reason why they cannot run any model."""
+
+    @classmethod
+    @abc.abstractmethod
+    def choose(cls, setting: str) -> Backend:
+        """The backend for a value of the setting ``kernels``, which may be ``auto``. Raises ConfigError if this machine
+        lacks what the setting names."""
+
+    def why_not_weights(self, quantization: str, dtype: torch.dtype, device: torch.device) -> str:
+        """Reason why quantised weights that are among the abilities cannot be computed on this device or in this dtype,
+        with the remedy; empty if they can."""
+        return ""
+
+    def weight_format(self, quantization: str | None, dtype: str = "auto") -> WeightFormat:
+        """Format of the weights in memory. ``quantization`` and ``dtype`` are settings: the dtype float32 asks for
+        exact arithmetic, which integers with 8-bit activations are not."""
+        if quantization in QUANTIZED:
+            return QUANTIZED[quantization]
+        return self.float_format(exact=quantization == "none" or (quantization is None and dtype == "float32"))
+
+    @abc.abstractmethod
+    def float_format(self, *, exact: bool) -> WeightFormat:
+        """Format of weights that no setting quantises. ``exact``: integers of a checkpoint become floats."""
+
+    def keeps_integers(self) -> bool:
+        """Whether the integers of a quantised checkpoint stay integers unless a setting asks for exact arithmetic."""
+        return False
+
+    @abc.abstractmethod
+    def num_threads(self, config: EngineConfig) -> int:
+        """Number of CPU threads that the kernels use."""
+
+    @abc.abstractmethod
+    def make_runner(
+        self,
+        model: CausalLM | TransformersLM,
+        plan: KVPlan,
+        config: EngineConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        draft: CausalLM | Eagle3 | None = None,
+        images: ImageBank | None = None,
+    ) -> ModelRunner:
+        """The runner of a model whose weights have the backend's format. ``draft`` is a small model or a layer for
+        drafts, and ``images`` holds encoded images; both are given only to a backend with these abilities. Raises
+        ConfigError for settings that this machine cannot have."""
+
+    @abc.abstractmethod
+    def make_pooled_executor(
+        self, model: PooledNetwork, config: EngineConfig, dtype: torch.dtype, device: torch.device, max_tokens: int
+    ) -> PooledExecutor:
+        """The executor of a model for embeddings, scores or classes. Raises ConfigError for too many threads."""
