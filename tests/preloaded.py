@@ -197,7 +197,9 @@ _MODULES = (
 
 
 def _main() -> None:
-    for module in _MODULES:
+    from chairlift.cli.commands import COMMANDS
+
+    for module in (*COMMANDS.values(), *_MODULES):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection in a child would copy the pages of all these objects

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+from starlette.requests import Request
 
 from chairlift.base.presets import PRESETS
 from chairlift.cli.commands import LIVE_COMPARISON
@@ -589,7 +590,7 @@ def test_the_page_offers_all_presets() -> None:
 
 
 def test_only_few_comparisons_of_the_example_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def simulate(what: str, lines: bytes, *sides: str) -> bytes:
+    async def simulate(request: Request, what: str, lines: bytes, *sides: str) -> bytes:
         return b"{}"
 
     monkeypatch.setattr(live, "_made", {})
@@ -668,7 +669,7 @@ def test_one_key_cannot_take_all_places(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_example_is_simulated_once_however_many_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated: list[str] = []
 
-    async def simulate(what: str, lines: bytes, *sides: str) -> bytes:
+    async def simulate(request: Request, what: str, lines: bytes, *sides: str) -> bytes:
         simulated.append(what)
         await asyncio.sleep(0)
         return what.encode()

@@ -7,26 +7,20 @@ becomes Anthropic's error object.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import re
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route, Router
+from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chairlift.engine.async_engine import EngineState
-from chairlift.metrics import prometheus
-from chairlift.metrics.stats import FORECAST_RATIOS
-from chairlift.server.anthropic import messages
+from chairlift.server.dialects import DIALECTS
 from chairlift.server.http import openapi
 from chairlift.server.http.auth import Auth, HostCheck, check_origin
 from chairlift.server.http.cors import allows_origin, with_cors
@@ -35,14 +29,8 @@ from chairlift.server.http.limits import release_body
 from chairlift.server.http.logs import log_event
 from chairlift.server.http.routers import TrustedProxies
 from chairlift.server.http.state import ServerState
-from chairlift.server.openai import chat, completions, models, pooling, responses, tokens
-from chairlift.server.openai.batches import endpoints as batches
-from chairlift.server.openai.batches import files
 from chairlift.server.openai.batches.worker import INTERNAL_CALLER
 from chairlift.server.openai.logprob_room import release_logprobs
-from chairlift.server.operations import adapters, queue, replicas, traffic, weights
-from chairlift.server.pages import live, pages
-from chairlift.version import __version__
 
 __all__ = ["all_routes", "make_app"]
 
@@ -56,13 +44,9 @@ def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> A
     return with_cors(_App(state, all_routes() if routes is None else routes), state.config.cors_origin)
 
 
-def all_routes() -> list[Route]:
+def all_routes() -> list[BaseRoute]:
     """The routes of all endpoints."""
-    endpoints = (
-        *(chat, completions, responses, messages, pooling, tokens, models, queue, traffic, openapi, pages, live),
-        *(weights, replicas, adapters, files, batches),
-    )
-    return [*_routes, *(route for module in endpoints for route in module.routes)]
+    return [*(route for dialect in DIALECTS for route in dialect.routes), *openapi.routes]
 
 
 class _App:
@@ -215,77 +199,3 @@ class _Exchange:
             first_byte_seconds=None if self._first_byte is None else round(self._first_byte - self._start, 4),
             seconds=round(self.seconds, 4),
         )
-
-
-# --- endpoints that tell about the server itself ---------------------------------------------------------------------
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")
-
-
-def _unavailable(state: ServerState) -> str:
-    """Reason why the server cannot serve requests now, in general words; empty when it can. Clients without a key may
-    read the reason, so details are only in the log."""
-    engine = state.engine
-    return engine.check_health() if engine.state is EngineState.READY else f"the engine is {engine.state.value}"
-
-
-async def _health(request: Request) -> Response:
-    """Respond 200 while requests make progress, otherwise 503."""
-    state: ServerState = request.app.state.server
-    reason = _unavailable(state)
-    return _json({"status": "unavailable", "reason": reason}, 503) if reason else _json({"status": "ok"})
-
-
-async def _ready(request: Request) -> Response:
-    """Respond 200 while new requests are accepted, otherwise 503."""
-    state: ServerState = request.app.state.server
-    engine = state.engine
-    if engine.state is EngineState.READY and not state.draining:
-        return _json({"status": "ready"})
-    reason = "the server is shutting down" if state.draining else f"the engine is {engine.state.value}"
-    return _json({"status": "unavailable", "reason": reason}, 503)
-
-
-async def _version(request: Request) -> Response:
-    return _json({"version": __version__})
-
-
-async def _load(request: Request) -> Response:
-    state: ServerState = request.app.state.server
-    counts = {"running": state.engine.stats.engine.num_running, "waiting": state.engine.num_queued}
-    return _json({"server_load": state.num_in_progress, **counts})
-
-
-async def _metrics(request: Request) -> Response:
-    state: ServerState = request.app.state.server
-    engine = state.engine
-    classes = engine.service_classes
-    body = prometheus.render(
-        engine.stats,
-        engine.info,
-        model_name=state.model_names[0],
-        prefix=state.config.metrics_prefix,
-        up=engine.state is EngineState.READY,
-        num_waiting=engine.num_queued,
-        now=time.monotonic(),
-        oldest_wait=engine.intake.oldest_wait(time.monotonic()),
-        engine_pid=engine.engine_pid,
-        replicas=engine.replicas(),
-        autoscaling=engine.autoscaling(),
-        num_tasks=len(asyncio.all_tasks()),
-        classes=None if classes is None else {name: each.min_seqs for name, each in classes.items()},
-        forecast_within={ratio: engine.intake.calibration.within(ratio) for ratio in FORECAST_RATIOS},
-    )
-    return Response(body, media_type=prometheus.CONTENT_TYPE)
-
-
-_routes: Final = [
-    Route("/health", _health, methods=["GET"]),
-    Route("/ping", _health, methods=["GET"]),
-    Route("/ready", _ready, methods=["GET"]),
-    Route("/version", _version, methods=["GET"]),
-    Route("/load", _load, methods=["GET"]),
-    Route("/metrics", _metrics, methods=["GET"]),
-]

@@ -1,0 +1,24 @@
+"""A dialect: a part of the HTTP interface, with its routes and what ``/openapi.json`` says about them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from starlette.routing import BaseRoute
+
+__all__ = ["Dialect"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """The endpoints of one API. Each folder of endpoints declares one in its module ``dialect``, and
+    :data:`chairlift.server.dialects.DIALECTS` lists them."""
+
+    routes: Sequence[BaseRoute]
+    types: Sequence[type[msgspec.Struct]] = ()
+    """Types of requests and responses, for the schemas of ``/openapi.json``."""
+    paths: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """Path -> method -> operation, in OpenAPI's form; see :mod:`chairlift.server.http.api_docs`."""
