@@ -27,7 +27,7 @@ from chairlift.lora.sites import sites_in
 from chairlift.lora.trainable import TrainableAdapter, target_parts
 from chairlift.lora.trainable_set import TrainableAdapters
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.hf_config import ModelConfig, parse_config, read_json
+from chairlift.models.hf_config import NetworkConfig, parse_config, read_json
 from chairlift.models.loader import load_model
 from chairlift.models.registry import FAMILIES
 from chairlift_train.balance import Cost
@@ -89,7 +89,7 @@ class Prepared:
 
     config: TrainConfig
     store: CheckpointStore
-    network: ModelConfig | TransformersShape
+    network: NetworkConfig | TransformersShape
     files: ModelFiles
     resume_from: Path | None
     open_sources: Mapping[str, Callable[[Callable[[], bool]], Any]]
@@ -127,7 +127,7 @@ def prepare(
     resume_from = _resume_from(store, resume)
     network, files = _model_files(config)
     if config.lora is not None:
-        if not isinstance(network, ModelConfig):
+        if not isinstance(network, NetworkConfig):
             raise ConfigError(
                 f"lora is for native models (docs/models.md), and {network.model_type} is one of transformers; train"
                 " the whole model, or use PEFT with the Trainer (docs/training.md)"
@@ -288,7 +288,7 @@ def _resume_from(store: CheckpointStore, resume: str) -> Path | None:
     return chosen
 
 
-def _model_files(config: TrainConfig) -> tuple[ModelConfig | TransformersShape, ModelFiles]:
+def _model_files(config: TrainConfig) -> tuple[NetworkConfig | TransformersShape, ModelFiles]:
     settings = config.model
     raw: dict[str, Any]
     generation = dict(settings.generation_config) if settings.generation_config is not None else None
@@ -320,7 +320,7 @@ def _model_files(config: TrainConfig) -> tuple[ModelConfig | TransformersShape, 
 
 def _network(
     config: TrainConfig, raw: Mapping[str, Any], generation: Mapping[str, Any] | None, where: str
-) -> ModelConfig | TransformersShape:
+) -> NetworkConfig | TransformersShape:
     """Read the shape of the model, for the implementation that will train it (Chairlift's layers or transformers)."""
     impl = config.model.impl
     if impl == "transformers" or (impl == "auto" and raw.get("model_type") not in FAMILIES):
@@ -396,7 +396,7 @@ def _import_source(data: DataSettings) -> Callable[[], Any]:
     return make
 
 
-def _stream(config: TrainConfig, network: ModelConfig | TransformersShape, source: Any, ranks: Ranks) -> PackStream:
+def _stream(config: TrainConfig, network: NetworkConfig | TransformersShape, source: Any, ranks: Ranks) -> PackStream:
     packing = config.packing
     return PackStream(
         source,

@@ -25,7 +25,7 @@ import torch
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigError
 from chairlift.executor.select import choose_backend, choose_pooled_backend
-from chairlift.models.hf_config import ModelConfig, parse_config
+from chairlift.models.hf_config import NetworkConfig, parse_config
 from tools.markdown import replaced, table
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "features.md"
@@ -51,7 +51,7 @@ MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
 """Kind of model -> fields of its configuration."""
 
 
-def dense() -> ModelConfig:
+def dense() -> NetworkConfig:
     """Configuration of a small dense model that every backend runs."""
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     return parse_config({"model_type": "llama", "num_attention_heads": 2, "head_dim": 32, **sizes})
@@ -70,7 +70,7 @@ def _interpreter() -> Iterator[None]:
             os.environ["TRITON_INTERPRET"] = before
 
 
-def _cell(kernels: str, network: ModelConfig, settings: Mapping[str, Any], pooled: bool = False) -> str:
+def _cell(kernels: str, network: NetworkConfig, settings: Mapping[str, Any], pooled: bool = False) -> str:
     config = EngineConfig.from_flat({"kernels": kernels, **settings})
     choose = choose_pooled_backend if pooled else choose_backend
     try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from chairlift.engine.info import PoolingInfo
     from chairlift.llm import LLM
     from chairlift.models.fallback.config import TransformersConfig
-    from chairlift.models.hf_config import ModelConfig
+    from chairlift.models.hf_config import NetworkConfig
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
@@ -131,7 +131,7 @@ def _test_pooling(llm: LLM, pooling: PoolingInfo) -> str:
     return f"{len(ids)} texts give {how} alone and in a batch"
 
 
-def _check_weights(model_dir: Path, network: ModelConfig | TransformersConfig, dtype: torch.dtype) -> None:
+def _check_weights(model_dir: Path, network: NetworkConfig | TransformersConfig, dtype: torch.dtype) -> None:
     """Raise ModelLoadError if a stored weight is not finite, or is not finite after conversion to ``dtype``."""
     from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.loader import check_weights
@@ -153,7 +153,7 @@ def _rounds(approximations: Sequence[str], dtype: str) -> str:
     return "; ".join(approximations) or f"nothing beyond arithmetic in {dtype}"
 
 
-def _count(llm: LLM, network: ModelConfig | TransformersConfig) -> tuple[int, int, int]:
+def _count(llm: LLM, network: NetworkConfig | TransformersConfig) -> tuple[int, int, int]:
     """Returns (number of parameters, KV bytes per token in the model's dtype, KV bytes per token in the cache's
     dtype)."""
     import torch
@@ -179,7 +179,7 @@ def _count(llm: LLM, network: ModelConfig | TransformersConfig) -> tuple[int, in
     return sum(parameter.numel() for parameter in model.parameters()), sizes[0], sizes[1]
 
 
-def _describe(llm: LLM, network: ModelConfig | TransformersConfig) -> str:
+def _describe(llm: LLM, network: NetworkConfig | TransformersConfig) -> str:
     """Print a description of the model and how many requests fit. Returns the name of the least precise dtype in
     use."""
     import torch

@@ -13,7 +13,7 @@ import chairlift
 from chairlift.config import BUNDLED_MODEL
 
 if TYPE_CHECKING:
-    from chairlift.models.formats.quantize.run import Report
+    from chairlift.models.formats.quantize.run import QuantizeReport
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _record(args: argparse.Namespace, report: Report) -> dict[str, Any]:
+def _record(args: argparse.Namespace, report: QuantizeReport) -> dict[str, Any]:
     record = {
         "model": args.model,
         "output": str(args.out),
@@ -98,14 +98,14 @@ def _record(args: argparse.Namespace, report: Report) -> dict[str, Any]:
     }
 
 
-def _mean_errors(report: Report) -> tuple[float, float]:
+def _mean_errors(report: QuantizeReport) -> tuple[float, float]:
     """Mean relative squared errors of the layers' outputs: (error with the written weights, error with weights rounded
     to the nearest value)."""
     count = len(report.output_errors)
     return sum(each for each, _ in report.output_errors) / count, sum(each for _, each in report.output_errors) / count
 
 
-def _lines(args: argparse.Namespace, report: Report) -> Iterator[tuple[str, str]]:
+def _lines(args: argparse.Namespace, report: QuantizeReport) -> Iterator[tuple[str, str]]:
     yield "model", args.model
     yield "format", f"{args.format}: {report.kind}, symmetric"
     yield "layers", f"{report.matrices} matrices, {report.weights:,} weights"

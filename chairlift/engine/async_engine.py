@@ -57,7 +57,7 @@ from chairlift.models.vision.chats import GivenImage, take_images
 from chairlift.models.vision.image_reader import ImageReader
 from chairlift.models.vision.processor import ImageProcessor, PlacedImages
 from chairlift.text.grammar.checker import GrammarChecker
-from chairlift.text.tokenizer.encoder import Encoder
+from chairlift.text.tokenizer.encoder import PromptEncoder
 from chairlift.text.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["AsyncEngine", "EngineState"]
@@ -154,7 +154,7 @@ class AsyncEngine:
         self._client: RemoteCore | None = None
         self._inputs: InputProcessor | None = None
         self._outputs: OutputProcessor | None = None
-        self._encoder: Encoder | None = None
+        self._encoder: PromptEncoder | None = None
         self._grammars: GrammarChecker | None = None
         self._streams: dict[str, OutputStream] = {}
         self.adapters = AdapterNames()
@@ -368,7 +368,7 @@ class AsyncEngine:
             return await encoder.beside(work)
 
     @contextlib.contextmanager
-    def _front(self) -> Iterator[Encoder]:
+    def _front(self) -> Iterator[PromptEncoder]:
         if (encoder := self._ready()._encoder) is None:
             raise EngineDeadError("the engine is not there")
         with self._refusing():
@@ -800,7 +800,7 @@ class AsyncEngine:
                 self._images = None if reads is None else ImageReader(reads, info.max_model_len, max_texts)
             if self._images is not None:
                 await self._images.start()
-            self._encoder = Encoder(
+            self._encoder = PromptEncoder(
                 self.tokenizer,
                 info.max_model_len,
                 max_texts,

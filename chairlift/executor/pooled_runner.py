@@ -21,7 +21,7 @@ from chairlift.kernels.cpu.library import Pool
 from chairlift.kernels.cpu.program import StepProgram
 from chairlift.kernels.recording import Recorder
 from chairlift.models.context import PackedContext
-from chairlift.models.encoder import Encoder, EncoderBatch, kernel_attention_cache
+from chairlift.models.encoder import EncoderBatch, EncoderNetwork, kernel_attention_cache
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.pooled_network import PooledNetwork
 
@@ -53,7 +53,7 @@ class TorchPooledRunner:
             torch.from_numpy(array.astype(np.int64)).to(self._device) for array in (batch.token_ids, batch.positions)
         )
         body, ctx = self._model.model, PackedContext(batch.cu_seqlens.tolist())
-        if isinstance(body, Encoder):
+        if isinstance(body, EncoderNetwork):
             both = EncoderBatch()
             both.begin(batch.cu_seqlens.tolist(), None if token_types is None else token_types.to(self._device))
             found: Tensor = body(ids, positions, both)
@@ -74,7 +74,7 @@ class NativePooledRunner:
             shared = kernel_attention_cache(model.config.network)
             spec = [] if shared is None else [shared]
         self._batch = EncoderBatch(recorder=recorder)
-        context: Any = self._batch if isinstance(body, Encoder) else recorder
+        context: Any = self._batch if isinstance(body, EncoderNetwork) else recorder
         hidden: Any = body(recorder.token_ids, recorder.positions, context)
         layers = []
         if spec:

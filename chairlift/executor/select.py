@@ -18,9 +18,9 @@ from chairlift.executor.backends.triton.backend import TritonBackend
 from chairlift.executor.image_bank import ImageBank
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.config import TransformersConfig
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.loader import resolve_dtype
-from chairlift.models.vision.vision_config import PatchConfig, PooledConfig
+from chairlift.models.vision.vision_config import PatchConfig, PooledTowerConfig
 from chairlift.models.vision.vision_files import load_tower
 
 __all__ = [
@@ -48,7 +48,7 @@ def backend_class(kernels: str) -> type[Backend] | None:
 
 
 def choose_dtype(
-    network: ModelConfig | EncoderConfig | TransformersConfig, setting: str, device: torch.device
+    network: NetworkConfig | EncoderConfig | TransformersConfig, setting: str, device: torch.device
 ) -> torch.dtype:
     """Data type in which a model runs. On a CPU, ``auto`` replaces float16 by bfloat16: the native kernels do not
     support float16, and PyTorch's float16 kernels are ten times slower."""
@@ -56,7 +56,7 @@ def choose_dtype(
     return torch.bfloat16 if setting == "auto" and dtype == torch.float16 and device.type == "cpu" else dtype
 
 
-def choose_backend(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device) -> Backend:
+def choose_backend(config: EngineConfig, network: NetworkConfig, dtype: torch.dtype, device: torch.device) -> Backend:
     """The backend for a model: the one that the setting ``kernels`` asks for, or else the fastest for the device.
 
     If PyTorch is chosen because a faster backend cannot run the model, the reason is logged. Raises ConfigError if the
@@ -82,7 +82,7 @@ def choose_backend(config: EngineConfig, network: ModelConfig, dtype: torch.dtyp
 
 
 def choose_pooled_backend(
-    config: EngineConfig, network: ModelConfig | EncoderConfig, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, network: NetworkConfig | EncoderConfig, dtype: torch.dtype, device: torch.device
 ) -> Backend:
     """The backend for a model of embeddings, scores or classes, as in :func:`choose_backend`."""
     able = [each for each in BACKENDS if each.abilities.texts]
@@ -98,7 +98,7 @@ def choose_pooled_backend(
 
 def _pick(
     config: EngineConfig,
-    network: ModelConfig | EncoderConfig,
+    network: NetworkConfig | EncoderConfig,
     dtype: torch.dtype,
     device: torch.device,
     able: Sequence[type[Backend]],
@@ -135,7 +135,7 @@ def _refuse_for_weights(backend: Backend, config: EngineConfig, dtype: torch.dty
 
 
 def _why_not_int8_kv(
-    backend: Backend, config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device
+    backend: Backend, config: EngineConfig, network: NetworkConfig, dtype: torch.dtype, device: torch.device
 ) -> str:
     able = next(each for each in BACKENDS if each.abilities.int8_kv)
     refused = f"{backend.owner} would run this model, and only {able.whose} ones read K and V in 8 bits"
@@ -182,7 +182,7 @@ def refuse_for_states(config: EngineConfig, recurrent: bool) -> None:
 def load_images(
     config: EngineConfig,
     model_dir: Path,
-    network: ModelConfig | TransformersConfig,
+    network: NetworkConfig | TransformersConfig,
     dtype: torch.dtype,
     backend: Backend,
 ) -> ImageBank | None:
@@ -195,7 +195,7 @@ def load_images(
     if config.lora.active:
         raise ConfigError("enable_lora is on, but a model that reads images is served without adapters; leave it out")
     scheduler = config.scheduler
-    if isinstance(network.vision, PooledConfig):  # its images are computed in one step, beside all decode rows
+    if isinstance(network.vision, PooledTowerConfig):  # its images are computed in one step, beside all decode rows
         rows = network.vision.rows_per_tile
         if scheduler.max_num_batched_tokens < rows + scheduler.max_num_seqs:
             raise ConfigError(

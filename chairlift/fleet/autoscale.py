@@ -16,7 +16,7 @@ from chairlift.fleet.door import Door
 from chairlift.fleet.door_forecast import DoorForecast
 from chairlift.fleet.routing import Replica
 
-__all__ = ["SCALE_SECONDS", "Autoscaler", "Decision", "Demand", "demand_of", "replica_to_remove"]
+__all__ = ["SCALE_SECONDS", "Autoscaler", "Demand", "ScalingDecision", "demand_of", "replica_to_remove"]
 
 SCALE_SECONDS: Final = 1.0
 """Time in seconds between two decisions about the number of replicas."""
@@ -55,7 +55,7 @@ class Demand:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Decision:
+class ScalingDecision:
     """Number of replicas that the fleet should have, and the reason."""
 
     wanted: int
@@ -111,7 +111,7 @@ class Autoscaler:
         self._not_before, self._pause = now + self._pause, min(_LONGEST_PAUSE, 2 * self._pause)
         return self._not_before
 
-    def decide(self, now: float, demand: Demand) -> Decision:
+    def decide(self, now: float, demand: Demand) -> ScalingDecision:
         """Decide how many replicas the fleet should have now. To be called once per :data:`SCALE_SECONDS`."""
         if demand.starting < self._starting:  # a new replica serves: earlier misses say nothing about the larger fleet
             self._ended.clear()
@@ -121,7 +121,7 @@ class Autoscaler:
             self._ended.popleft()
         count = demand.num_replicas
         if count < self.least:
-            return Decision(self.least, f"at least {self.least} replicas are required, and there are {count}")
+            return ScalingDecision(self.least, f"at least {self.least} replicas are required, and there are {count}")
         kept = sum(each for _, each in self._ended)
         broken = len(self._ended) >= _MIN_ENDED and kept < self._goodput * len(self._ended)
         waits = demand.forecast_wait > self._most_wait
@@ -131,7 +131,7 @@ class Autoscaler:
         self._short_since = None
         return self._spare(now, demand)
 
-    def _short(self, now: float, demand: Demand, kept: str) -> Decision:
+    def _short(self, now: float, demand: Demand, kept: str) -> ScalingDecision:
         """Decide while requests wait too long or miss their targets."""
         if self._short_since is None:
             self._short_since = now
@@ -139,20 +139,20 @@ class Autoscaler:
         at_once = 2 if demand.forecast_wait > _LONG_WAIT * self._most_wait else 1
         count = demand.num_replicas
         if not lasts or demand.starting >= at_once or count >= self.most or now < self._not_before:
-            return Decision(min(self.most, count), "")
+            return ScalingDecision(min(self.most, count), "")
         if self._removed_at is not None and now - self._removed_at < self._calm_time(demand):
             self._patience = min(_MAX_PATIENCE, 2 * self._patience)
         self._removed_at = None
         reason = f"forecast wait {demand.forecast_wait:.2f} s, the maximum is {self._most_wait:g} s"
         if kept:
             reason = f"{kept} requests met their latency targets, {self._goodput:.0%} is required; {reason}"
-        return Decision(count + 1, f"{reason}; load {demand.load:.2f}; {demand.starting} starting")
+        return ScalingDecision(count + 1, f"{reason}; load {demand.load:.2f}; {demand.starting} starting")
 
-    def _spare(self, now: float, demand: Demand) -> Decision:
+    def _spare(self, now: float, demand: Demand) -> ScalingDecision:
         """Decide while the replicas are enough."""
         count, calm = demand.num_replicas, self._calm_time(demand)
         if count > self.most:
-            return Decision(self.most, f"at most {self.most} replicas are allowed, and there are {count}")
+            return ScalingDecision(self.most, f"at most {self.most} replicas are allowed, and there are {count}")
         busy = demand.load * count > 0.6 * (count - 1)
         if busy or demand.starting or not demand.steady or count <= self.least:
             self._calm_since = None
@@ -163,8 +163,8 @@ class Autoscaler:
                 self._patience = 1
             self._calm_since, self._removed_at = now, now
             reason = f"load {demand.load:.2f}, so {count - 1} would use at most 60 % of their rows, for {calm:.0f} s"
-            return Decision(count - 1, f"{reason}; forecast wait {demand.forecast_wait:.2f} s")
-        return Decision(count, "")
+            return ScalingDecision(count - 1, f"{reason}; forecast wait {demand.forecast_wait:.2f} s")
+        return ScalingDecision(count, "")
 
     def _calm_time(self, demand: Demand) -> float:
         return max(self._calm * self._patience, 2 * demand.start_seconds)

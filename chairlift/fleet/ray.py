@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from chairlift.config import CPU_CACHE_SHARE, EngineConfig
-from chairlift.engine.process.process_client import EngineEvents, Place, ProcessClient
+from chairlift.engine.process.process_client import EngineEvents, EnginePlace, ProcessClient
 from chairlift.errors import ConfigError, EngineDeadError
 from chairlift.fleet.fleet import ConnectReplica
 from chairlift.fleet.local import machine_processors
@@ -209,7 +209,7 @@ class _Replica(NodeReplica):
         return node, self.listen("127.0.0.1" if node == door else ray.util.get_node_ip_address(), secret)
 
 
-class _Actor(Place):
+class _Actor(EnginePlace):
     """Starts and stops the engine process of one replica by a Ray actor."""
 
     def __init__(self, cluster: RayCluster, index: int, divide: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Cell", "Piece", "StatePart", "panel_width", "plan_pieces", "recur_packed", "recur_paged"]
+__all__ = ["Cell", "StatePart", "StatePiece", "panel_width", "plan_pieces", "recur_packed", "recur_paged"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Cell(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class StatePiece:
     """Tokens ``start`` to ``end`` (excluded) of the flat batch, which all belong to one row."""
 
     start: int
@@ -67,7 +67,7 @@ class Piece:
 
 def plan_pieces(
     cu_seqlens: Sequence[int], seq_lens: Sequence[int], tables: Sequence[Sequence[int]], span: int
-) -> list[Piece]:
+) -> list[StatePiece]:
     """Divide a step into pieces. ``tables`` [N] are block tables in which an entry covers ``span`` positions.
 
     Pieces of a row are in order: each piece reads the block that the previous piece of the row writes.
@@ -80,12 +80,14 @@ def plan_pieces(
             position = at - offset
             upto = min(end, (position // span + 1) * span + offset)
             read = int(table[(position - 1) // span]) if position else -1
-            pieces.append(Piece(at, upto, read, int(table[position // span]), end - begin == 1))
+            pieces.append(StatePiece(at, upto, read, int(table[position // span]), end - begin == 1))
             at = upto
     return pieces
 
 
-def recur_paged(cell: Cell, inputs: tuple[Tensor, ...], states: tuple[Tensor, ...], pieces: Sequence[Piece]) -> Tensor:
+def recur_paged(
+    cell: Cell, inputs: tuple[Tensor, ...], states: tuple[Tensor, ...], pieces: Sequence[StatePiece]
+) -> Tensor:
     """Run a cell over a step: ``inputs`` [T, ...] -> [T, width]. ``states`` [blocks, ...] are read and updated.
 
     Rows that have only one token are computed together. Not differentiable.

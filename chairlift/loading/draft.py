@@ -22,7 +22,7 @@ from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import LayerCache, LayerState
 from chairlift.models.eagle3 import Eagle3, load_eagle3
 from chairlift.models.fallback.config import TransformersConfig
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.loader import Progress, load_model, resolve_model_dir
 from chairlift.models.model_files import read_network
 
@@ -63,7 +63,7 @@ class LoadedDraftModel:
 def load_draft_model(
     config: EngineConfig,
     model_dir: Path,
-    network: ModelConfig | TransformersConfig,
+    network: NetworkConfig | TransformersConfig,
     dtype: torch.dtype,
     backend: Backend,
     progress: Progress | None = None,
@@ -86,7 +86,7 @@ def load_draft_model(
     small_dir = resolve_model_dir(name) if name else _heads_of(config.model.model, model_dir, speculation.method)
     most = speculation.num_speculative_tokens
     if speculation.method in ("medusa", "eagle3"):
-        if not isinstance(network, ModelConfig):
+        if not isinstance(network, NetworkConfig):
             raise ConfigError(
                 f"speculative_config: {speculation.method} needs a model with a native family; use method ngram"
             )
@@ -98,7 +98,7 @@ def load_draft_model(
             raise ConfigError(f"{_SETTING} {name!r:.200} cannot be run by the native kernels: {reason}")
         return LoadedDraftModel(layer, most)
     small = read_network(small_dir, "native")
-    if not isinstance(small, ModelConfig):
+    if not isinstance(small, NetworkConfig):
         raise ConfigError(f"{_SETTING} {speculation.model!r:.200} has no native family; use another")
     if small.vocab_size != network.vocab_size:
         raise ConfigError(

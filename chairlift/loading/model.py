@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from chairlift.models.context import LayerCache, LayerState
     from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.fallback.model import TransformersLM
-    from chairlift.models.hf_config import ModelConfig
+    from chairlift.models.hf_config import NetworkConfig
     from chairlift.models.step_cost import ModelCost
     from chairlift.models.vision.processor import ImageProcessor
 
@@ -285,16 +285,16 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
 def _approximations(
     config: EngineConfig,
     model: CausalLM | TransformersLM,
-    network: ModelConfig | TransformersConfig,
+    network: NetworkConfig | TransformersConfig,
     dtype: torch.dtype,
     plan: KVPlan,
     images: ImageBank | None,
 ) -> Callable[[], tuple[str, ...]]:
     """Function that returns the approximations of the model with its weights at the time of the call."""
     from chairlift.models.approximations import approximations_of
-    from chairlift.models.hf_config import ModelConfig
+    from chairlift.models.hf_config import NetworkConfig
 
-    ropes = (network.rope, network.window_rope) if isinstance(network, ModelConfig) else ()
+    ropes = (network.rope, network.window_rope) if isinstance(network, NetworkConfig) else ()
     return functools.partial(
         approximations_of,
         model,
@@ -346,7 +346,7 @@ def _plan(
 
 def _check_sizes(
     config: EngineConfig,
-    network: ModelConfig | TransformersConfig,
+    network: NetworkConfig | TransformersConfig,
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
@@ -359,10 +359,10 @@ def _check_sizes(
 
     from chairlift.executor.kv_tensors import available_memory, check_fits
     from chairlift.models.causal_lm import CausalLM
-    from chairlift.models.hf_config import ModelConfig
+    from chairlift.models.hf_config import NetworkConfig
 
     memory, num_blocks = config.cache.kv_cache_memory_bytes, config.cache.num_kv_blocks
-    if (memory is None and num_blocks is None) or not isinstance(network, ModelConfig):
+    if (memory is None and num_blocks is None) or not isinstance(network, NetworkConfig):
         return
     with torch.device("meta"):
         spec = CausalLM(network).kv_cache_spec()
@@ -405,17 +405,17 @@ def _make_executor(
 
 
 def _step_cost(
-    network: ModelConfig | TransformersConfig,
+    network: NetworkConfig | TransformersConfig,
     backend: Backend,
     dtype: torch.dtype,
     quantization: str | None,
     kv_dtype: torch.dtype,
 ) -> ModelCost | None:
     from chairlift.kernels.weights import QUANTIZED
-    from chairlift.models.hf_config import ModelConfig
+    from chairlift.models.hf_config import NetworkConfig
     from chairlift.models.step_cost import ModelCost
 
-    if not backend.abilities.floors or not isinstance(network, ModelConfig):
+    if not backend.abilities.floors or not isinstance(network, NetworkConfig):
         return None
     if quantization is not None and quantization.partition("+")[0] not in QUANTIZED:
         return None  # formats that exist in files only (MXFP4), for a part of the model
@@ -434,7 +434,7 @@ def model_directory(config: EngineConfig) -> Path:
 def _load_weights(
     config: EngineConfig,
     model_dir: Path,
-    network: ModelConfig | TransformersConfig,
+    network: NetworkConfig | TransformersConfig,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None,
@@ -456,7 +456,7 @@ def _load_weights(
 
 def _notes(
     config: EngineConfig,
-    network: ModelConfig | TransformersConfig,
+    network: NetworkConfig | TransformersConfig,
     dtype: torch.dtype,
     executor: LocalExecutor,
     backend: Backend,
@@ -543,7 +543,7 @@ def _max_model_len(setting: int | None, trained: int) -> int:
 
 
 def _cache_memory(
-    config: EngineConfig, network: ModelConfig | TransformersConfig, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, network: NetworkConfig | TransformersConfig, dtype: torch.dtype, device: torch.device
 ) -> int:
     """Bytes for the KV cache when no setting gives them. Call it after the weights are loaded."""
     import torch

@@ -10,7 +10,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.info import EngineInfo
 from chairlift.executor.select import BACKENDS, FALLBACK, backend_class
 from chairlift.kernels.cpu.library import default_threads
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.loader import resolve_dtype
 
 __all__ = ["NativePath", "native_path"]
@@ -46,7 +46,7 @@ class NativePath:
         return f"{self.isa} in {name}, {self.threads} thread{'s' if self.threads > 1 else ''}"
 
 
-def native_path(config: EngineConfig, info: EngineInfo, network: ModelConfig) -> NativePath:
+def native_path(config: EngineConfig, info: EngineInfo, network: NetworkConfig) -> NativePath:
     """Determine which kernels run a loaded model: ``config`` are its settings, ``info`` are its facts, and ``network``
     is its configuration."""
     dtype = resolve_dtype(network, info.dtype)

@@ -9,7 +9,7 @@ import torch
 from chairlift.errors import ConfigError
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.formats.checkpoint import CheckpointPart, checkpoint_layout
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.layers.linear import Linear
 from chairlift.models.registry import FAMILIES
 
@@ -55,7 +55,7 @@ def sites_of(model: CausalLM) -> Sites:
     return sites_in(model.config)  # packing has taken names and shapes out of the model itself
 
 
-def sites_in(config: ModelConfig) -> Sites:
+def sites_in(config: NetworkConfig) -> Sites:
     """The layers that adapters may change in a model with this config."""
     with torch.device("meta"):
         blank = CausalLM(config)

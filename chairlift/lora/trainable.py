@@ -24,7 +24,7 @@ from chairlift.lora.settings import CONFIG_NAME
 from chairlift.lora.sites import Sites, layer_of, sites_in
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.formats.checkpoint import CheckpointPart
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.layers.linear import Adapted, Linear
 
 __all__ = ["ALL_LINEAR", "TrainableAdapter", "attach", "target_parts", "weights_digest"]
@@ -190,7 +190,7 @@ def _tensor(module: str, which: str) -> str:
     return f"base_model.model.{module}.lora_{which}.weight"
 
 
-def _target_modules(names: list[str], sites: Sites, config: ModelConfig) -> list[str]:
+def _target_modules(names: list[str], sites: Sites, config: NetworkConfig) -> list[str]:
     """Value of ``target_modules``, sorted: the last parts of ``names`` if they select exactly these modules, otherwise
     the whole names."""
     ends = {_last(name) for name in names}

@@ -12,9 +12,9 @@ from chairlift.kernels import ops
 from chairlift.kernels.grouped import GroupKind
 from chairlift.kernels.weights import PLAIN, WeightFormat
 from chairlift.models.context import AttentionContext, LayerCache, LayerState
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.layers.decoder import DecoderLayer
-from chairlift.models.layers.linear import Embedding, Linear, Matrix, Stack
+from chairlift.models.layers.linear import Linear, Matrix, Stack, TokenEmbedding
 from chairlift.models.layers.norm import make_norm
 from chairlift.models.layers.rotary import RotaryEmbedding
 
@@ -25,10 +25,10 @@ class Decoder(nn.Module):
     """The decoder without its output head. It is a module of its own so that its parameters have Hugging Face's
     ``model.`` prefix."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
         outer = config.embedding_width
-        self.embed_tokens = Embedding(config.vocab_size, outer or config.hidden_size)
+        self.embed_tokens = TokenEmbedding(config.vocab_size, outer or config.hidden_size)
         self.project_in = Linear(outer, config.hidden_size) if outer else None
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = make_norm(config) if config.block not in ("post_sum", "chain") else None
@@ -40,7 +40,7 @@ class Decoder(nn.Module):
         self.layer_tables = [None if rope is None else ropes.index(rope) for rope in layer_ropes]
         self.first_row = config.first_position_row
         rows = context + self.first_row
-        self.embed_positions = Embedding(rows, config.hidden_size) if config.learned_positions else None
+        self.embed_positions = TokenEmbedding(rows, config.hidden_size) if config.learned_positions else None
         self.embedding_scale, self.logit_scale = config.embedding_scale, config.logit_scale
         self.rounds_scale = config.rounds_embedding_scale
 
@@ -84,7 +84,7 @@ class CausalLM(nn.Module):
     rounds_floats = False
     """Whether numbers of the checkpoint were rounded to the model's dtype when they were loaded."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
         self.config = config
         self.model = Decoder(config)

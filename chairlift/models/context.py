@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
-from chairlift.kernels.recurrent import Cell, Piece, StatePart, plan_pieces, recur_packed, recur_paged
+from chairlift.kernels.recurrent import Cell, StatePart, StatePiece, plan_pieces, recur_packed, recur_paged
 
 __all__ = ["AttentionContext", "LayerCache", "LayerState", "PackedContext", "PagedContext"]
 
@@ -113,7 +113,7 @@ class PagedContext:
     """Per cache group, the number of positions that one block-table entry covers, for groups of recurrent states; None
     for other groups. See :class:`~chairlift.config.CacheGroup`."""
     _plans: dict[tuple[int, int | None], list[ops.PagedRow]] = dataclasses.field(default_factory=dict, init=False)
-    _pieces: dict[int, list[Piece]] = dataclasses.field(default_factory=dict, init=False)
+    _pieces: dict[int, list[StatePiece]] = dataclasses.field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if len(self.cu_seqlens) != len(self.seq_lens) + 1 or self.cu_seqlens[0] != 0:

@@ -27,9 +27,9 @@ from chairlift.kernels import ops
 from chairlift.kernels.weights import NATIVE, PLAIN, WeightFormat
 from chairlift.models.causal_lm import CausalLM, lay_out_layers, lay_out_rest
 from chairlift.models.context import AttentionContext, LayerCache, LayerState
-from chairlift.models.hf_config import ModelConfig, parse_config, read_json
+from chairlift.models.hf_config import NetworkConfig, parse_config, read_json
 from chairlift.models.layers.attention import Attention
-from chairlift.models.layers.linear import Embedding, Linear, Matrix
+from chairlift.models.layers.linear import Linear, Matrix, TokenEmbedding
 from chairlift.models.layers.mlp import MLP
 from chairlift.models.layers.norm import RMSNorm
 from chairlift.models.layers.rotary import RotaryEmbedding
@@ -56,7 +56,7 @@ _MAX_TAPS: Final = 16
 class Eagle3Config:
     """Shape of the drafting layer, and how it is connected to the served model."""
 
-    layer: ModelConfig
+    layer: NetworkConfig
     """Config of a Llama model with one layer, and the served model's vocabulary."""
     draft_vocab_size: int
     """Number of rows of the drafting layer's output head."""
@@ -74,7 +74,7 @@ class Eagle3Config:
     itself."""
 
 
-def read_eagle3_config(folder: Path, target: ModelConfig) -> Eagle3Config:
+def read_eagle3_config(folder: Path, target: NetworkConfig) -> Eagle3Config:
     """Read ``config.json`` of a drafting layer for the served model ``target``. Raises ModelLoadError."""
     path = folder / "config.json"
     if not path.is_file():
@@ -83,7 +83,7 @@ def read_eagle3_config(folder: Path, target: ModelConfig) -> Eagle3Config:
     return parse_eagle3_config(read_json(path), target, path)
 
 
-def parse_eagle3_config(raw: Mapping[str, Any], target: ModelConfig, path: Path) -> Eagle3Config:
+def parse_eagle3_config(raw: Mapping[str, Any], target: NetworkConfig, path: Path) -> Eagle3Config:
     """Parse the content of a drafting layer's ``config.json``. ``path`` is named in errors. Raises ModelLoadError."""
     named = [str(name) for name in raw.get("architectures") or ()]
     if not any(name in _ARCHITECTURES for name in named) and raw.get("speculators_model_type") != "eagle3":
@@ -155,7 +155,7 @@ class _PairAttention(Attention):
     """Self-attention with two inputs: rows of an embedding and rows of a feature. q, k and v are linear in both
     inputs."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: NetworkConfig) -> None:
         super().__init__(config, 0)
         self.feature_proj = Linear(config.hidden_size, self.width)
 
@@ -184,7 +184,7 @@ class Eagle3(nn.Module):
         fed = len(config.taps) * config.target_hidden_size
         self.input_norm = RMSNorm(fed, eps) if config.norm_before_fc else None
         self.fc = Linear(fed, hidden)
-        self.embed_tokens = Embedding(layer.vocab_size, hidden) if own_embedding else None
+        self.embed_tokens = TokenEmbedding(layer.vocab_size, hidden) if own_embedding else None
         self.input_layernorm, self.hidden_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
         self.self_attn = _PairAttention(layer)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
@@ -239,7 +239,7 @@ def hidden_at(model: CausalLM, taps: Sequence[int], token_ids: Any, positions: A
     return hidden, [found[tap] for tap in taps]
 
 
-def load_eagle3(folder: Path, target: ModelConfig, dtype: torch.dtype) -> Eagle3:
+def load_eagle3(folder: Path, target: NetworkConfig, dtype: torch.dtype) -> Eagle3:
     """Read a drafting layer for the served model ``target``, laid out for the native CPU kernels. Raises
     ModelLoadError."""
     config = read_eagle3_config(folder, target)

@@ -13,10 +13,10 @@ from chairlift.kernels import ops
 from chairlift.kernels.recording import Recorder
 from chairlift.models.context import LayerCache
 from chairlift.models.encoder_config import EncoderConfig
-from chairlift.models.layers.linear import Embedding, Linear
+from chairlift.models.layers.linear import Linear, TokenEmbedding
 from chairlift.models.layers.norm import LayerNorm
 
-__all__ = ["Encoder", "EncoderBatch", "kernel_attention_cache"]
+__all__ = ["EncoderBatch", "EncoderNetwork", "kernel_attention_cache"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,10 +55,10 @@ class _Embeddings(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.words = Embedding(config.vocab_size, config.hidden_size)
+        self.words = TokenEmbedding(config.vocab_size, config.hidden_size)
         learned, types = config.num_positions, config.num_token_types
-        self.positions = Embedding(learned, config.hidden_size) if learned else None
-        self.types = Embedding(types, config.hidden_size) if types else None
+        self.positions = TokenEmbedding(learned, config.hidden_size) if learned else None
+        self.types = TokenEmbedding(types, config.hidden_size) if types else None
         self.norm = LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
         self.offset, self.width = config.position_offset, config.hidden_size
 
@@ -144,7 +144,7 @@ def _norm(config: EncoderConfig) -> LayerNorm:
     return LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
 
 
-class Encoder(nn.Module):
+class EncoderNetwork(nn.Module):
     """``encoder(token_ids[T], positions[T], batch) -> hidden[T, D]``; positions restart at 0 in each text.
 
     Ids and positions are int64, hidden states have the model's dtype.

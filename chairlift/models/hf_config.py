@@ -23,7 +23,7 @@ from chairlift.models.rope_config import RopeConfig, read_ropes
 from chairlift.models.vision.vision_config import PatchConfig, SquareConfig, read_vision
 
 __all__ = [
-    "ModelConfig",
+    "NetworkConfig",
     "RopeConfig",
     "common_fields",
     "generation_notes",
@@ -114,7 +114,7 @@ _FOREIGN_FACTORS = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class NetworkConfig:
     """Shape of a network. Names are Hugging Face's. The last group of fields holds what Hugging Face's classes define
     in code."""
 
@@ -283,7 +283,7 @@ class ModelConfig:
         """Whether the rotation is a separate operation. This is the case if a norm follows the rotation."""
         return self.qk_norm == "rotated" and any(rope is not None for rope in self.layer_ropes)
 
-    def for_length(self, longest: int) -> ModelConfig:
+    def for_length(self, longest: int) -> NetworkConfig:
         """The network for texts of at most ``longest`` tokens. Only the rotations LongRoPE and ``dynamic`` depend on
         the length."""
         rope, window_rope = (each and each.for_length(longest) for each in (self.rope, self.window_rope))
@@ -342,7 +342,7 @@ def generation_notes(unapplied: Mapping[str, Any]) -> list[str]:
     return [f"generation_config.json has settings that are not applied: {listed}{hint}"]
 
 
-def read_hf_config(model_dir: Path) -> ModelConfig:
+def read_hf_config(model_dir: Path) -> NetworkConfig:
     """Read ``config.json`` and, where present, ``generation_config.json`` from a model directory.
 
     Raises :class:`~chairlift.errors.ModelLoadError` when a file is missing or damaged, or needs an unsupported feature.
@@ -393,8 +393,8 @@ def parse_config(
     *,
     where: str = "config",
     pooled: bool = False,
-) -> ModelConfig:
-    """Turn the content of ``config.json`` (and ``generation_config.json``) into a checked :class:`ModelConfig`.
+) -> NetworkConfig:
+    """Turn the content of ``config.json`` (and ``generation_config.json``) into a checked :class:`NetworkConfig`.
 
     ``where`` names the source in error messages. With ``pooled`` the network computes embeddings or classes, so it need
     not be able to generate text. Raises :class:`~chairlift.errors.ModelLoadError`.
@@ -437,7 +437,7 @@ def parse_config(
     }
     if "intermediate_size" not in values:
         values["intermediate_size"] = fields.integer("intermediate_size", 1, 2**20)
-    config = ModelConfig(**values)
+    config = NetworkConfig(**values)
     if pooled and config.recurrent:
         raise ModelLoadError(
             f"{where}: model_type {model_type!r} keeps recurrent states, and embeddings or classes of such models are"
@@ -480,7 +480,7 @@ def _text_part(raw: Mapping[str, Any], family: Family, where: str) -> Mapping[st
 
 
 def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any], context: int, where: str) -> dict[str, Any]:
-    """Fields of :class:`ModelConfig` that are read in the same way for every family, whether native or served by
+    """Fields of :class:`NetworkConfig` that are read in the same way for every family, whether native or served by
     transformers."""
     eos = generation.get("eos_token_id")
     return {

@@ -39,7 +39,7 @@ from chairlift.models.formats.gguf_tensors import gguf_tensors
 from chairlift.models.formats.quantized_checkpoints import with_whole_weights
 from chairlift.models.formats.stored_names import with_usual_names
 from chairlift.models.formats.stored_rows import MOST_NUMBERS, StoredRows
-from chairlift.models.hf_config import ModelConfig, read_json
+from chairlift.models.hf_config import NetworkConfig, read_json
 from chairlift.models.hub import INDEX_NAME, SINGLE_NAME, WEIGHT_FILE, download_model
 from chairlift.models.layers.linear import Matrix
 from chairlift.models.pooled_layout import SCORES, pooled_layout
@@ -94,7 +94,7 @@ def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> 
     return download_model(name, revision)
 
 
-def resolve_dtype(config: ModelConfig | EncoderConfig | TransformersConfig, dtype: str | torch.dtype) -> torch.dtype:
+def resolve_dtype(config: NetworkConfig | EncoderConfig | TransformersConfig, dtype: str | torch.dtype) -> torch.dtype:
     """The torch dtype for a name, a dtype, or ``"auto"``. ``"auto"`` means the config's dtype, or float32 if it has
     none."""
     if isinstance(dtype, torch.dtype):
@@ -108,7 +108,7 @@ def resolve_dtype(config: ModelConfig | EncoderConfig | TransformersConfig, dtyp
 
 def load_model(
     model_dir: Path,
-    config: ModelConfig,
+    config: NetworkConfig,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
@@ -174,7 +174,7 @@ def _pooled_parts(
         tensors = {**tensors, SCORES: _InMemory(_rows_of_head(tensors, model, model_dir))}
     layout = pooled_layout(model, tensors)
     _compare_parts(tensors, layout.parts, model_dir, lambda name: _is_ignored(layout.ignored, name), surplus)
-    if isinstance(model.config.network, ModelConfig):
+    if isinstance(model.config.network, NetworkConfig):
         _refuse_mixed(tensors, layout.parts, model.config.network, model_dir)
     return tensors, layout.parts
 
@@ -184,7 +184,7 @@ def _rows_of_head(tensors: Mapping[str, Any], model: PooledNetwork, model_dir: P
     embedding."""
     network = model.config.network
     embedding = next(part.name for part in pooled_layout(model, tensors).parts if part.parameter == _EMBEDDING)
-    tied = isinstance(network, ModelConfig) and network.tie_word_embeddings
+    tied = isinstance(network, NetworkConfig) and network.tie_word_embeddings
     name = _HEAD if _HEAD in tensors and not tied else embedding
     if name not in tensors or (name == embedding and not tied):
         raise ModelLoadError(f"{model_dir}: tensor {_HEAD if not tied else embedding} is missing; download it again")
@@ -192,7 +192,7 @@ def _rows_of_head(tensors: Mapping[str, Any], model: PooledNetwork, model_dir: P
     return torch.cat([dequantized(rows[answer : answer + 1]) for answer in model.config.answers])
 
 
-def check_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> None:
+def check_weights(model_dir: Path, config: NetworkConfig, dtype: torch.dtype) -> None:
     """Read all weights of ``config`` in a directory. Raises :class:`~chairlift.errors.ModelLoadError` unless every
     number is finite, also after rounding to ``dtype``."""
     with torch.device("meta"):
@@ -238,7 +238,7 @@ class Checkpoint:
 
 
 @contextlib.contextmanager
-def open_checkpoint(model_dir: Path, config: ModelConfig) -> Iterator[Checkpoint]:
+def open_checkpoint(model_dir: Path, config: NetworkConfig) -> Iterator[Checkpoint]:
     """Open the weights of a directory or a GGUF file, to be read piece by piece.
 
     Raises :class:`~chairlift.errors.ModelLoadError` when weights are missing, misshapen or pickled, or when a layer of
@@ -481,7 +481,7 @@ def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor | StoredRo
     return tensor
 
 
-def open_tensors(model_dir: Path, config: ModelConfig | None, stack: contextlib.ExitStack) -> dict[str, Any]:
+def open_tensors(model_dir: Path, config: NetworkConfig | None, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Map tensor name -> the open, memory-mapped file that holds the tensor, or an object that makes its rows from
     several stored tensors. ``config`` is needed only for a GGUF file."""
     if config is not None and is_gguf(model_dir):
@@ -626,7 +626,7 @@ def _compare_parts(
 
 
 def _refuse_mixed(
-    tensors: Mapping[str, Any], parts: list[CheckpointPart], config: ModelConfig, model_dir: Path
+    tensors: Mapping[str, Any], parts: list[CheckpointPart], config: NetworkConfig, model_dir: Path
 ) -> None:
     for part in parts:
         mixed = part.transposed or part.stack > 1 or len(part.order) > config.head_dim

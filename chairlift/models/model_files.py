@@ -10,7 +10,7 @@ from chairlift.models.fallback.config import TransformersConfig, read_transforme
 from chairlift.models.formats.gguf.files import is_gguf
 from chairlift.models.formats.gguf.reader import GGUFModel
 from chairlift.models.formats.gguf_config import gguf_config
-from chairlift.models.hf_config import ModelConfig, read_hf_config, read_hf_files
+from chairlift.models.hf_config import NetworkConfig, read_hf_config, read_hf_files
 from chairlift.models.registry import FAMILIES
 
 __all__ = ["TOKENIZER_FILES", "read_config", "read_network"]
@@ -28,7 +28,7 @@ TOKENIZER_FILES: Final = (
 """Names of the tokenizer's files that a model directory may have."""
 
 
-def read_config(path: Path) -> ModelConfig:
+def read_config(path: Path) -> NetworkConfig:
     """Read the shape of the model from a directory or a GGUF file.
 
     Raises :class:`~chairlift.errors.ModelLoadError` when a file is missing or damaged, or needs an unsupported feature.
@@ -36,7 +36,7 @@ def read_config(path: Path) -> ModelConfig:
     return gguf_config(GGUFModel(path)) if is_gguf(path) else read_hf_config(path)
 
 
-def read_network(path: Path, model_impl: str) -> ModelConfig | TransformersConfig:
+def read_network(path: Path, model_impl: str) -> NetworkConfig | TransformersConfig:
     """Read the shape of the model for the implementation that the setting ``model_impl`` selects.
 
     ``auto`` selects the native implementation if the registry knows the family. A model that its native family refuses

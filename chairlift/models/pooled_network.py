@@ -14,10 +14,10 @@ from chairlift.kernels.grouped import GroupKind
 from chairlift.kernels.weights import PLAIN, WeightFormat
 from chairlift.models.causal_lm import Decoder, lay_out_layers, lay_out_rest, quantization_of, weight_bytes_of
 from chairlift.models.context import LayerCache
-from chairlift.models.encoder import Encoder
+from chairlift.models.encoder import EncoderNetwork
 from chairlift.models.encoder_config import EncoderConfig
-from chairlift.models.hf_config import ModelConfig
-from chairlift.models.layers.linear import Embedding, Linear, Matrix
+from chairlift.models.hf_config import NetworkConfig
+from chairlift.models.layers.linear import Linear, Matrix, TokenEmbedding
 from chairlift.models.layers.norm import LayerNorm
 from chairlift.models.pooling import PooledConfig
 
@@ -70,7 +70,9 @@ class PooledNetwork(nn.Module):
         super().__init__()
         self.config = config
         network = config.network
-        self.model: Decoder | Encoder = Encoder(network) if isinstance(network, EncoderConfig) else Decoder(network)
+        self.model: Decoder | EncoderNetwork = (
+            EncoderNetwork(network) if isinstance(network, EncoderConfig) else Decoder(network)
+        )
         self.head = _Head(config) if config.labels else None
 
     @property
@@ -92,7 +94,7 @@ class PooledNetwork(nn.Module):
             if isinstance(layer, Matrix):
                 layer.shape = layer.shape._replace(kind=(kinds or {}).get(f"{name}.weight"))
         body: dict[Matrix, WeightFormat] = {
-            each: PLAIN if isinstance(each, Embedding) else weight_format
+            each: PLAIN if isinstance(each, TokenEmbedding) else weight_format
             for each in self.model.modules()
             if isinstance(each, Matrix)
         }
@@ -115,7 +117,7 @@ class PooledNetwork(nn.Module):
     def kv_cache_spec(self) -> list[LayerCache]:
         """Per layer of a decoder, the shape of its cache; empty for an encoder."""
         config = self.config.network
-        if not isinstance(config, ModelConfig):
+        if not isinstance(config, NetworkConfig):
             return []
         return [LayerCache(config.num_key_value_heads, config.head_dim, window) for window in config.layer_windows]
 

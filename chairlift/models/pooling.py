@@ -22,7 +22,7 @@ from chairlift.models.families.roberta import ROBERTA
 from chairlift.models.families.xlm_roberta import XLM_ROBERTA
 from chairlift.models.family import Fields
 from chairlift.models.formats.gguf.files import is_gguf
-from chairlift.models.hf_config import ModelConfig, parse_config, read_dtype, read_json
+from chairlift.models.hf_config import NetworkConfig, parse_config, read_dtype, read_json
 from chairlift.models.registry import FAMILIES
 
 __all__ = ["ENCODERS", "PooledConfig", "parse_encoder", "pools", "read_pooled_config", "read_reranker"]
@@ -50,7 +50,7 @@ _PROBLEMS: Final = {
 class PooledConfig:
     """A network, and how its hidden states become a vector or scores."""
 
-    network: ModelConfig | EncoderConfig
+    network: NetworkConfig | EncoderConfig
     pooling: str
     """Hidden state from which a text's vector is made: ``LAST`` (last token), ``CLS`` (first token) or ``MEAN`` (mean
     over all tokens)."""
@@ -129,7 +129,7 @@ def read_pooled_config(
         raise ModelLoadError(f"{path} has no config.json; give the directory that holds it")
     raw = read_json(where)
     architecture = _architecture(raw, str(where))
-    network: ModelConfig | EncoderConfig
+    network: NetworkConfig | EncoderConfig
     if raw.get("model_type") in ENCODERS:
         network = parse_encoder(raw, where=str(where))
     else:
@@ -227,7 +227,7 @@ def parse_encoder(raw: Mapping[str, Any], *, where: str = "config") -> EncoderCo
     return EncoderConfig(**values, **family.read(fields, layers))
 
 
-def _classifier(raw: Mapping[str, Any], network: ModelConfig | EncoderConfig, where: str) -> dict[str, Any]:
+def _classifier(raw: Mapping[str, Any], network: NetworkConfig | EncoderConfig, where: str) -> dict[str, Any]:
     fields = Fields(raw, where)
     names = fields.get("id2label")
     if names is None:

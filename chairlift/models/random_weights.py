@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.formats.checkpoint import hf_state_dict
-from chairlift.models.hf_config import ModelConfig, parse_config
+from chairlift.models.hf_config import NetworkConfig, parse_config
 from chairlift.models.loader import resolve_dtype
 
 __all__ = ["random_model", "write_random_model"]
 
 
 def random_model(
-    config: ModelConfig, dtype: str | torch.dtype = "auto", *, seed: int = 0, std: float = 0.02
+    config: NetworkConfig, dtype: str | torch.dtype = "auto", *, seed: int = 0, std: float = 0.02
 ) -> CausalLM:
     """A CPU model with random weights, ready for inference. Matrices have the standard deviation ``std``; the weights
     of norms are near 1.

@@ -11,7 +11,7 @@ import torch
 from chairlift.kernels.roof import Roof
 from chairlift.kernels.weights import PLAIN, QUANTIZED, MatrixShape, WeightFormat
 from chairlift.models.context import LayerCache
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.layers.mixers import make_mixer
 from chairlift.models.mixers import MixerConfig
 
@@ -72,7 +72,7 @@ class ModelCost:
     @classmethod
     def of(
         cls,
-        network: ModelConfig,
+        network: NetworkConfig,
         dtype: torch.dtype,
         quantization: str | None = None,
         kv_dtype: torch.dtype | None = None,
@@ -152,14 +152,14 @@ class _Mixing:
     tail_shapes: list[MatrixShape]
 
 
-def _num_missing(network: ModelConfig, layer: int) -> int:
+def _num_missing(network: NetworkConfig, layer: int) -> int:
     """Number of halves of the layer (first: attention or mixer; second: MLP) that it lacks. Each half that is present
     has a norm."""
     mixes = network.attends_in(layer) or network.mixer(layer) is not None
     return (not network.has_mlp(layer)) + (not mixes)
 
 
-def _mixing(network: ModelConfig, layer: int) -> _Mixing:
+def _mixing(network: NetworkConfig, layer: int) -> _Mixing:
     parts = [_attention(network)] if network.attends_in(layer) else []
     mixer = network.mixer(layer)
     if mixer is not None:
@@ -168,7 +168,7 @@ def _mixing(network: ModelConfig, layer: int) -> _Mixing:
     return _Mixing(params, tail, [s for each in parts for s in each.shapes], [s for e in parts for s in e.tail_shapes])
 
 
-def _recurrence(network: ModelConfig, mixer: MixerConfig) -> _Mixing:
+def _recurrence(network: NetworkConfig, mixer: MixerConfig) -> _Mixing:
     hidden = network.hidden_size
     before, behind = mixer.products(hidden)
     plain, tail_plain = mixer.num_plain(hidden)
@@ -177,7 +177,7 @@ def _recurrence(network: ModelConfig, mixer: MixerConfig) -> _Mixing:
     return _Mixing(plain + sum(out * k for out, k in before) + tail, tail, *shapes)
 
 
-def _attention(network: ModelConfig) -> _Mixing:
+def _attention(network: NetworkConfig) -> _Mixing:
     hidden = network.hidden_size
     q_width, kv_width = network.num_attention_heads * network.head_dim, network.num_key_value_heads * network.head_dim
     q_norm, k_norm = {None: (0, 0), "all": (q_width, kv_width)}.get(network.qk_norm, (network.head_dim,) * 2)
@@ -189,14 +189,14 @@ def _attention(network: ModelConfig) -> _Mixing:
     return _Mixing(params, params - 2 * kv_width * (hidden + network.qkv_bias) - k_norm, keys, queries)
 
 
-def _state_bytes(network: ModelConfig, layer: int, dtype: torch.dtype) -> int:
+def _state_bytes(network: NetworkConfig, layer: int, dtype: torch.dtype) -> int:
     """Bytes of one request's recurrent state in this layer; 0 if the layer has none."""
     with torch.device("meta"):
         mixer = make_mixer(network, layer)
     return 0 if mixer is None else sum(mixer.state.part_bytes(dtype))
 
 
-def _mlp_params(network: ModelConfig, layer: int) -> int:
+def _mlp_params(network: NetworkConfig, layer: int) -> int:
     """Number of weights after attention that every token passes through: those of the MLP, or of the router and the
     shared expert. Norms are not counted."""
     if not network.has_mlp(layer):
@@ -212,7 +212,7 @@ def _mlp_params(network: ModelConfig, layer: int) -> int:
     return router + latent + shared
 
 
-def _mlp_shapes(network: ModelConfig, layer: int) -> list[MatrixShape]:
+def _mlp_shapes(network: NetworkConfig, layer: int) -> list[MatrixShape]:
     """Shapes of the linear layers that :func:`_mlp_params` counts, which a quantised format can make smaller."""
     if not network.has_mlp(layer):
         return []
@@ -228,7 +228,7 @@ def _saved(shapes: Iterable[MatrixShape], small: WeightFormat, dtype: torch.dtyp
     return sum(PLAIN.nbytes(shape, dtype) - small.nbytes(shape, dtype) for shape in shapes)
 
 
-def _expert_costs(network: ModelConfig, small: WeightFormat, dtype: torch.dtype) -> tuple[ExpertCost, ...]:
+def _expert_costs(network: NetworkConfig, small: WeightFormat, dtype: torch.dtype) -> tuple[ExpertCost, ...]:
     found = network.experts
     if found is None:
         return ()

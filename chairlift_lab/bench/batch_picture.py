@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from chairlift.engine.step_log import StepRecord
 
-__all__ = ["Panel", "Span", "StepRecorder", "spans_of", "svg_lines", "text_lines"]
+__all__ = ["Panel", "PictureRecorder", "Span", "spans_of", "svg_lines", "text_lines"]
 
 Kind = Literal["prompt", "decode", "held"]
 
@@ -54,7 +54,7 @@ class Panel:
     """Duration of the run."""
 
 
-class StepRecorder:
+class PictureRecorder:
     """Subscriber of an engine's events that keeps the records of all steps."""
 
     def __init__(self) -> None:

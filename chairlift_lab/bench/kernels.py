@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     AnyKernels: TypeAlias = Kernels | DeviceKernels
 
-__all__ = ["KernelSettings", "Measurement", "Timing", "measure_kernels"]
+__all__ = ["KernelSettings", "KernelTiming", "Measurement", "measure_kernels"]
 
 Kind = Literal["product", "experts", "decode", "prefill", "head"]
 
@@ -71,7 +71,7 @@ class KernelSettings:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Timing:
+class KernelTiming:
     """Times of all runs of one kernel variant, in seconds per operation."""
 
     median: float
@@ -95,7 +95,7 @@ class Measurement:
     """Number of additions and multiplications of one operation."""
     count: int
     """Number of times that a run repeats the operation."""
-    timings: dict[str, Timing]
+    timings: dict[str, KernelTiming]
     """Variant -> times. Matrix multiplications and experts have ``all``; on a GPU they have ``streamed`` (for few rows)
     and ``library`` (cuBLAS). Attention has ``paged`` (shuffled blocks) and ``in order``. Output heads have ``greedy``
     and ``drawn``."""
@@ -104,7 +104,7 @@ class Measurement:
     order``, ``drawn`` to ``greedy``, or ``streamed`` to ``library``. None if the case has only one variant."""
 
     @property
-    def main(self) -> Timing:
+    def main(self) -> KernelTiming:
         """Times of the first variant, which the tables show."""
         return next(iter(self.timings.values()))
 
@@ -283,8 +283,8 @@ def _measure(
     ]
 
 
-def _timing(times: Sequence[float], shares: Sequence[float]) -> Timing:
-    return Timing(statistics.median(times), min(times), max(times), statistics.median(shares))
+def _timing(times: Sequence[float], shares: Sequence[float]) -> KernelTiming:
+    return KernelTiming(statistics.median(times), min(times), max(times), statistics.median(shares))
 
 
 def _extra_cost(timings: Mapping[str, Sequence[float]]) -> float | None:

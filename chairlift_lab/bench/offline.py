@@ -22,13 +22,13 @@ from chairlift.engine.input_processor import ModelLimits
 from chairlift.errors import ConfigError, RequestError
 from chairlift.kernels.roof import GPU
 from chairlift.loading.native_path import NativePath
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.step_cost import ModelCost
 from chairlift_lab.bench.floor import BUDGETS, GPU_BUDGETS, Floor, workload_floor
 from chairlift_lab.bench.limits import Limits, measure_device, measure_limits
 from chairlift_lab.bench.machine import Machine
 from chairlift_lab.bench.other_load import OtherLoad
-from chairlift_lab.bench.serve_run import Load, Outcome, Progress, ServeRun, Target, quiet_collector
+from chairlift_lab.bench.serve_run import Load, LoadOutcome, Progress, ServeRun, Target, quiet_collector
 from chairlift_lab.bench.serve_run import fit as fit_trace
 from chairlift_lab.replay.replay import RequestTiming, serve_trace
 from chairlift_lab.replay.served import Percentiles
@@ -132,7 +132,7 @@ def limits_of(llm: LLM, path: NativePath, machine: Machine) -> Limits:
     return measure_limits(machine, path.threads) if path.isa else measure_device(device, dtype)
 
 
-def floor_of(requests: Requests, llm: LLM, network: ModelConfig, path: NativePath, limits: Limits) -> Floor:
+def floor_of(requests: Requests, llm: LLM, network: NetworkConfig, path: NativePath, limits: Limits) -> Floor:
     """Minimum time for ``requests`` on the kernels ``path``, given the ``limits`` of :func:`limits_of`."""
     dtype = torch.int8 if path.quantization else path.dtype
     roof = limits.roof(path.isa, dtype, path.threads) if path.isa else limits.roof(GPU, path.dtype, 1)
@@ -202,9 +202,9 @@ def run_here(
     )
 
 
-def _outcome(timing: RequestTiming, now: float) -> Outcome:
+def _outcome(timing: RequestTiming, now: float) -> LoadOutcome:
     request, whole = timing.request, timing.tokens > 1 and timing.first == timing.last
-    found = Outcome(
+    found = LoadOutcome(
         index=timing.index,
         scheduled=request.arrival,
         start=request.arrival,

@@ -13,7 +13,7 @@ from chairlift.base.presets import BASELINE
 from chairlift.engine.step_log import StepRecord
 from chairlift_lab.bench.report import Table
 from chairlift_lab.bench.serve_result import Figures
-from chairlift_lab.bench.verdict import Estimate, Ratio, Sample, disturbance
+from chairlift_lab.bench.verdict import Ratio, RatioEstimate, Sample, disturbance
 from chairlift_lab.replay.traced_request import TracedRequest
 from chairlift_lab.workload.lengths import LogNormal
 
@@ -151,7 +151,7 @@ def preset_record(presets: Sequence[Measured]) -> dict[str, Any]:
     return {
         each.name: {
             "settings": dict(each.settings),
-            "output_throughput": dataclasses.asdict(Estimate.of(each.samples(_throughput))),
+            "output_throughput": dataclasses.asdict(RatioEstimate.of(each.samples(_throughput))),
             f"ratio_to_{BASELINE}": dataclasses.asdict(_ratio(each, baseline)),
             "runs": [dataclasses.asdict(run) for run in each.runs],
         }

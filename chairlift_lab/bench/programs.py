@@ -117,7 +117,7 @@ class Kernels:
 
         def prepare() -> Callable[[], None]:
             fields = {"kind": OpKind.LINEAR, "in_": 0, "out": 1, "aux": -1, "rotary": -1, "n": n, "k": k}
-            ops = [lib.Op(**fields, **self._format, weight=self._take(nbytes)) for _ in range(count)]
+            ops = [lib.OpStruct(**fields, **self._format, weight=self._take(nbytes)) for _ in range(count)]
             return self._program(ops, buffers, [], batch)
 
         return {"all": prepare}
@@ -164,7 +164,7 @@ class Kernels:
                 "heads": model.heads,
                 **sizes,
             }
-            ops = [lib.Op(**fields, layer=layer, scale=model.head_dim**-0.5) for layer in range(count)]
+            ops = [lib.OpStruct(**fields, layer=layer, scale=model.head_dim**-0.5) for layer in range(count)]
             return self._program(ops, buffers, layers, rows)
 
         return prepare
@@ -188,7 +188,7 @@ class Kernels:
                 given = hidden.data_ptr(), hidden.stride(0), token_rows.ctypes.data, rows
                 results = records.ctypes.data, None, 0
                 for weight in weights:
-                    product = lib.Op(n=vocab_size, k=k, **self._format, weight=weight)
+                    product = lib.OpStruct(n=vocab_size, k=k, **self._format, weight=weight)
                     code = self._library.cl_head(self._pool.handle, program, *given, product, *results)
                     if code < 0:
                         raise InvariantError(f"the native output head refused {rows} rows ({code})")
@@ -226,7 +226,7 @@ class Kernels:
                 weight = self._take(gate_up + down)
                 router = routers[turn % len(routers)].data_ptr()
                 structs.append(lib.Experts(**sizes, scale=1.0, router=router, down=weight + gate_up))
-                ops.append(lib.Op(**fields, **code, weight=weight, experts=ctypes.pointer(structs[-1])))
+                ops.append(lib.OpStruct(**fields, **code, weight=weight, experts=ctypes.pointer(structs[-1])))
             if not scratch:
                 scratch.append(lib.Memory(self._library.cl_expert_bytes(ops[0], NATIVE_DTYPES[self._dtype], rows)))
             for each in structs:
@@ -238,10 +238,10 @@ class Kernels:
         return {"all": prepare}
 
     def _program(
-        self, ops: Sequence[lib.Op], buffers: Sequence[Tensor], layers: Sequence[lib.KVLayer], batch: _Batch
+        self, ops: Sequence[lib.OpStruct], buffers: Sequence[Tensor], layers: Sequence[lib.KVLayer], batch: _Batch
     ) -> _Run:
         arrays = (
-            (lib.Op * len(ops))(*ops),
+            (lib.OpStruct * len(ops))(*ops),
             (ctypes.c_void_p * len(buffers))(*(buffer.data_ptr() for buffer in buffers)),
             (ctypes.c_int64 * len(buffers))(*(buffer.stride(0) for buffer in buffers)),
             (lib.KVLayer * len(layers))(*layers),
@@ -311,7 +311,7 @@ class _Batch:
             block_tables=table[None],
             slot_mapping=np.zeros((1, len(tokens)), dtype=np.int64),
         )
-        self.struct = lib.Batch.of(self._arrays)
+        self.struct = lib.BatchStruct.of(self._arrays)
 
 
 @dataclasses.dataclass(slots=True)

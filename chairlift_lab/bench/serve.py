@@ -18,7 +18,16 @@ from typing import Final
 from chairlift.errors import ConfigError
 from chairlift_lab.bench.other_load import OtherLoad
 from chairlift_lab.bench.serve_client import NotReadyError, Server, clock, connect
-from chairlift_lab.bench.serve_run import Dialect, Load, Outcome, Progress, ServeRun, Watch, fit, quiet_collector
+from chairlift_lab.bench.serve_run import (
+    Load,
+    LoadOutcome,
+    Progress,
+    PromptDialect,
+    ServeRun,
+    Watch,
+    fit,
+    quiet_collector,
+)
 
 __all__ = ["Plan", "measure", "raise_file_limit", "run_load"]
 
@@ -61,7 +70,7 @@ async def measure(plan: Plan, watch: Watch) -> AsyncIterator[tuple[int, int, Ser
     async with connect(plan.urls, plan.api_key, plan.timeout) as servers:
         for server in servers:
             await _learn(server, plan)
-        common = functools.reduce(Dialect.common, [server.dialect for server in servers])
+        common = functools.reduce(PromptDialect.common, [server.dialect for server in servers])
         room = min([server.max_model_len for server in servers if server.max_model_len is not None], default=None)
         loads = []
         for load in plan.loads:
@@ -139,7 +148,7 @@ class _Sender:
         self._server = server
         self._load = load
         self._progress = progress
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[LoadOutcome] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = None if load.max_concurrency is None else asyncio.Semaphore(load.max_concurrency)
         self._turns: dict[str, asyncio.Event] = {}
@@ -186,7 +195,7 @@ class _Sender:
             await asyncio.sleep(max(0.0, due - clock()))
             while (early := due - clock()) > 0:  # timers of event loops may be a millisecond early
                 await asyncio.sleep(early)
-            outcome = Outcome(
+            outcome = LoadOutcome(
                 index=index, scheduled=due, wanted_tokens=request.output_tokens, prompt_tokens=request.prompt_tokens
             )
             self._outcomes.append(outcome)
@@ -198,7 +207,12 @@ class _Sender:
             task.add_done_callback(self._tasks.discard)
 
     async def _one(
-        self, outcome: Outcome, body: bytes, cancel_ms: float | None, before: asyncio.Event | None, ended: asyncio.Event
+        self,
+        outcome: LoadOutcome,
+        body: bytes,
+        cancel_ms: float | None,
+        before: asyncio.Event | None,
+        ended: asyncio.Event,
     ) -> None:
         try:
             if before is not None and not before.is_set():

@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 
 from chairlift.errors import ConfigError
-from chairlift_lab.bench.serve_run import Dialect, Outcome, Target
+from chairlift_lab.bench.serve_run import LoadOutcome, PromptDialect, Target
 from chairlift_lab.replay.traced_request import TracedRequest
 from chairlift_lab.workload.texts import Said
 
@@ -100,7 +100,7 @@ class Server(Target):
             fields |= {name: value for name, value in targets.items() if value}
         return msgspec.json.encode(fields)
 
-    async def send(self, body: bytes, outcome: Outcome, cancel_ms: float | None = None) -> None:
+    async def send(self, body: bytes, outcome: LoadOutcome, cancel_ms: float | None = None) -> None:
         """Send a request, and read the answer to its end or until ``cancel_ms`` ms have passed.
 
         The result, or the error, is stored in ``outcome``. Raises nothing.
@@ -143,7 +143,7 @@ class Server(Target):
         Raises ConfigError when the server cannot be measured.
         """
         await self._models(model)
-        full = Dialect(
+        full = PromptDialect(
             chat=chat, vocab_size=0 if chat else _VOCABULARIES[0], ignore_eos=ignore_eos, timing=self.is_ours
         )
         self.dialect = await self._accepted(full)
@@ -185,7 +185,7 @@ class Server(Target):
         room = card.get("max_model_len")
         self.max_model_len = room if isinstance(room, int) and room > 1 else None
 
-    async def _accepted(self, full: Dialect) -> Dialect:
+    async def _accepted(self, full: PromptDialect) -> PromptDialect:
         """Find the form of requests with as many of the fields of ``full`` as the server accepts.
 
         The client tries all fields, then all but one, then fewer and fewer fields.
@@ -204,7 +204,7 @@ class Server(Target):
                 return tried
         raise ConfigError(f"{self.url} refuses even the simplest request: {last.kind}: {last.message}")
 
-    async def _try(self, dialect: Dialect) -> Outcome:
+    async def _try(self, dialect: PromptDialect) -> LoadOutcome:
         """Send a short request in the form ``dialect``. If the server rejects the form, the outcome's ``kind`` is not
         empty.
 
@@ -233,9 +233,9 @@ class Server(Target):
         self.dialect = dataclasses.replace(self.dialect, words=words)
         return []
 
-    async def _ask(self, prompt_tokens: int, output_tokens: int) -> Outcome:
+    async def _ask(self, prompt_tokens: int, output_tokens: int) -> LoadOutcome:
         request = TracedRequest(arrival=0.0, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-        outcome = Outcome(index=0, scheduled=clock(), wanted_tokens=output_tokens, prompt_tokens=prompt_tokens)
+        outcome = LoadOutcome(index=0, scheduled=clock(), wanted_tokens=output_tokens, prompt_tokens=prompt_tokens)
         await self.send(self.body(request, 0, 0.0), outcome)
         return outcome
 
@@ -265,7 +265,7 @@ async def connect(urls: Sequence[str], api_key: str | None, timeout: float) -> A
 async def _note_start(session: aiohttp.ClientSession, context: SimpleNamespace, params: Any) -> None:
     """Record the start time of a request: the moment before its connection is opened, so that the client's own work is
     not counted."""
-    if isinstance(context.trace_request_ctx, Outcome):
+    if isinstance(context.trace_request_ctx, LoadOutcome):
         context.trace_request_ctx.start = clock()
 
 
@@ -362,13 +362,13 @@ _decode: Final = msgspec.json.Decoder(_Event).decode
 
 
 class EventReader:
-    """Parses the server-sent events of one answer, and records them in an :class:`Outcome`.
+    """Parses the server-sent events of one answer, and records them in an :class:`LoadOutcome`.
 
     If the server sends the usage in every chunk (vLLM's ``continuous_usage_stats``), the tokens are counted by the
     usage. Otherwise each chunk counts as one token.
     """
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: LoadOutcome) -> None:
         self.done = False
         """Whether the end mark or an error has arrived, so that no further event is expected."""
         self._outcome = outcome

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from chairlift.errors import ConfigError
-from chairlift_lab.bench.serve_run import Outcome, ServeRun
+from chairlift_lab.bench.serve_run import LoadOutcome, ServeRun
 from chairlift_lab.bench.verdict import Ratio, Sample
 
 __all__ = [
@@ -205,7 +205,7 @@ def figures_of(run: ServeRun, slo: Mapping[str, float]) -> Figures:
     )
 
 
-def is_good(outcome: Outcome, slo: Mapping[str, float]) -> bool:
+def is_good(outcome: LoadOutcome, slo: Mapping[str, float]) -> bool:
     """Whether a completed request met all latency limits in ``slo``. An answer of one token always meets the TPOT
     limit."""
     seconds = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.e2el}
@@ -227,7 +227,7 @@ def tokens_per_second(run: ServeRun) -> list[int]:
     return bins
 
 
-def _completed(run: ServeRun) -> list[Outcome]:
+def _completed(run: ServeRun) -> list[LoadOutcome]:
     return [each for each in run.outcomes if each.status == "completed"]
 
 

@@ -15,7 +15,18 @@ from chairlift.errors import ConfigError
 from chairlift_lab.replay.traced_request import TracedRequest, prompt_token_ids
 from chairlift_lab.workload.texts import Said
 
-__all__ = ["Dialect", "Load", "Outcome", "Progress", "ServeRun", "Status", "Target", "Watch", "fit", "quiet_collector"]
+__all__ = [
+    "Load",
+    "LoadOutcome",
+    "Progress",
+    "PromptDialect",
+    "ServeRun",
+    "Status",
+    "Target",
+    "Watch",
+    "fit",
+    "quiet_collector",
+]
 
 Status = str
 """Status of a request: ``completed``, ``failed``, ``cancelled`` (the trace has a time at which the client disconnects)
@@ -30,7 +41,7 @@ _PERIOD: Final = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
+class PromptDialect:
     """Form of the requests that a server accepts: the endpoint, and optional fields that improve the measurement."""
 
     chat: bool
@@ -43,9 +54,9 @@ class Dialect:
     continuous_usage: bool = True
     timing: bool = False
 
-    def common(self, other: Dialect) -> Dialect:
+    def common(self, other: PromptDialect) -> PromptDialect:
         """Form of requests that both servers of a comparison accept, so that both get the same requests."""
-        return Dialect(
+        return PromptDialect(
             chat=self.chat,
             vocab_size=min(self.vocab_size, other.vocab_size),
             words=self.words if not self.vocab_size or other.vocab_size else other.words,
@@ -85,7 +96,7 @@ class Target:
     max_model_len: int | None = None
     backend: str = "chairlift"
     """Kind of server, with vLLM's names, for the record."""
-    dialect: Dialect = Dialect(chat=False)
+    dialect: PromptDialect = PromptDialect(chat=False)
     notes: list[str] = dataclasses.field(default_factory=list)
     """Messages for the user about request fields that the target refuses."""
 
@@ -110,7 +121,7 @@ class Load:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Outcome:
+class LoadOutcome:
     """Result of one request. Times are seconds on the client's monotonic clock; 0 if the request ended earlier."""
 
     index: int
@@ -195,7 +206,7 @@ class Outcome:
         self.status, self.kind, self.message = "failed", kind, _CONTROL.sub(" ", message)[:_MAX_MESSAGE].strip()
 
 
-Progress = Callable[[int, Outcome], None]
+Progress = Callable[[int, LoadOutcome], None]
 """Function that is called after each request, with the number of requests in flight and the outcome of the request."""
 
 Watch = Callable[[str, int], contextlib.AbstractContextManager[Progress]]
@@ -208,7 +219,7 @@ class ServeRun:
 
     server: Target
     load: Load
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[LoadOutcome]
     """Outcomes in the order of the requests. If the run was interrupted, requests that were not due are missing."""
     date: datetime.datetime
     begin: float

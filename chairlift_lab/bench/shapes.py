@@ -8,11 +8,11 @@ from typing import Final
 
 from chairlift.errors import ConfigError
 
-__all__ = ["MODEL_SHAPES", "ExpertLayer", "ModelShape", "Product", "Shapes"]
+__all__ = ["MODEL_SHAPES", "ExpertLayer", "MatmulShape", "ModelShape", "Shapes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Product:
+class MatmulShape:
     """A linear layer: a matrix multiplication with ``k`` inputs and ``n`` outputs."""
 
     name: str
@@ -55,16 +55,19 @@ class ModelShape:
             return []
         return [ExpertLayer(f"{self.name} experts", self.num_experts, self.chosen, self.hidden, self.intermediate)]
 
-    def products(self) -> list[Product]:
+    def products(self) -> list[MatmulShape]:
         """The linear layers of one decoder layer, fused as in the engine: four, or only two if the MLP is experts."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = [Product(f"{self.name} qkv", self.hidden, q + 2 * kv), Product(f"{self.name} o", q, self.hidden)]
+        attention = [
+            MatmulShape(f"{self.name} qkv", self.hidden, q + 2 * kv),
+            MatmulShape(f"{self.name} o", q, self.hidden),
+        ]
         if self.num_experts:
             return attention
         return [
             *attention,
-            Product(f"{self.name} gate_up", self.hidden, 2 * self.intermediate),
-            Product(f"{self.name} down", self.intermediate, self.hidden),
+            MatmulShape(f"{self.name} gate_up", self.hidden, 2 * self.intermediate),
+            MatmulShape(f"{self.name} down", self.intermediate, self.hidden),
         ]
 
 
@@ -91,7 +94,7 @@ _MAX_EXPERTS: Final = 4096
 class Shapes:
     """Shapes to measure: linear layers, models (for their attention and output heads), and layers of experts."""
 
-    products: tuple[Product, ...]
+    products: tuple[MatmulShape, ...]
     models: tuple[ModelShape, ...]
     experts: tuple[ExpertLayer, ...] = ()
 
@@ -103,7 +106,7 @@ class Shapes:
         ``CofE:KxI`` (C of E experts per token, each with K inputs and I inner columns). Raises ConfigError for anything
         else.
         """
-        products: list[Product] = []
+        products: list[MatmulShape] = []
         models: list[ModelShape] = []
         experts: list[ExpertLayer] = []
         for item in text.split(","):
@@ -115,7 +118,7 @@ class Shapes:
                 products += models[-1].products()
                 experts += models[-1].experts()
             elif size and size[1] is None and 1 <= k <= _MAX_SIZE and 1 <= n <= _MAX_SIZE:
-                products.append(Product(name, k, n))
+                products.append(MatmulShape(name, k, n))
             elif size and 1 <= chosen <= number <= _MAX_EXPERTS and 1 <= k <= _MAX_SIZE and 1 <= n <= _MAX_SIZE:
                 experts.append(ExpertLayer(name, number, chosen, k, n))
             else:

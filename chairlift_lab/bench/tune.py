@@ -18,11 +18,11 @@ from chairlift.config import EngineConfig
 from chairlift.engine.clock import Clock
 from chairlift.errors import ConfigError
 from chairlift_lab.bench.serve_run import fit
-from chairlift_lab.bench.tune_lab import TRUSTED, Lab, MakeCore, Traffic
+from chairlift_lab.bench.tune_lab import TRUSTED, Lab, LabTraffic, MakeCore
 from chairlift_lab.bench.tune_measured import longest_run, measured_candidates, measured_score
-from chairlift_lab.bench.tune_search import GOODPUT, KEEPING, PREEMPTED, Judge, Score, Space, search, shortfall
-from chairlift_lab.bench.tune_state import FIRST_LOOK, Figures, Setting, State, Trial
-from chairlift_lab.bench.verdict import MIN_ROUNDS, Estimate, Ratio, Sample
+from chairlift_lab.bench.tune_search import GOODPUT, KEEPING, PREEMPTED, Judge, SettingScore, Space, search, shortfall
+from chairlift_lab.bench.tune_state import FIRST_LOOK, Setting, State, StoredFigures, Trial
+from chairlift_lab.bench.verdict import MIN_ROUNDS, Ratio, RatioEstimate, Sample
 from chairlift_lab.replay.machines import ModelShape
 from chairlift_lab.workload.trace import TracedRequest
 
@@ -112,7 +112,7 @@ class Findings:
     reverse) and ``static_plain`` (``static_best`` without drafts).
     """
 
-    traffic: Traffic
+    traffic: LabTraffic
     cut: int
     """Number of requests that were shortened because the model or its KV cache has no room for them."""
     count: int
@@ -126,7 +126,7 @@ class Findings:
     drafts: bool = False
     """Whether the user gave ``speculative_config``, so that settings are compared with and without drafts."""
     settings: dict[str, Setting] = dataclasses.field(default_factory=dict)
-    scores: dict[str, Score] = dataclasses.field(default_factory=dict)
+    scores: dict[str, SettingScore] = dataclasses.field(default_factory=dict)
     """Role -> simulated score, or the score of a real run if the simulator is not trusted."""
     trusted: bool = True
     """Whether the simulator fits this machine now. If not, no simulated result is used."""
@@ -155,7 +155,7 @@ class Findings:
     all requests at once. None if both did not run."""
     accuracy: dict[str, float] = dataclasses.field(default_factory=dict)
     """Role -> simulated throughput divided by measured throughput."""
-    by_slots: list[tuple[int, Figures]] = dataclasses.field(default_factory=list)
+    by_slots: list[tuple[int, StoredFigures]] = dataclasses.field(default_factory=list)
     """(max_num_seqs, results) of the chosen settings with other numbers of slots and all requests at once. The results
     are simulated, or measured if the simulator is not trusted."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -229,7 +229,7 @@ def tune(
         lab.fit(machine, shape)
     room, capacity, block = lab.room()
     requests, cut = fit(question.requests, room)
-    lab.traffic = traffic = Traffic(requests, question.users, question.slo)
+    lab.traffic = traffic = LabTraffic(requests, question.users, question.slo)
     findings = Findings(
         traffic=traffic,
         cut=cut,
@@ -445,7 +445,7 @@ def _trials(findings: Findings, lab: Lab, setting: Setting) -> list[Trial]:
     return [trial for trial in runs if trial is not None]
 
 
-def _runs(findings: Findings, lab: Lab, setting: Setting) -> list[Figures]:
+def _runs(findings: Findings, lab: Lab, setting: Setting) -> list[StoredFigures]:
     """Results of the real runs of a setting, one per complete round."""
     return [trial.figures for trial in _trials(findings, lab, setting)]
 
@@ -458,12 +458,12 @@ def _ratio(findings: Findings, lab: Lab, one: Setting, other: Setting, compariso
     return Ratio.of(mine, theirs, comparisons)
 
 
-def capacity_of(state: State, setting: Setting) -> Estimate | None:
+def capacity_of(state: State, setting: Setting) -> RatioEstimate | None:
     """Requests per second of a setting when all requests arrive at once, in the real runs. None without such a run."""
     trials = [each for each in state if each.setting == setting and each.rate is None and each.round is not None]
     chosen = [each for each in trials if each.beside] or trials
     samples = [each.sample("requests_per_second") for each in chosen if each.figures.requests]
-    return Estimate.of(samples) if samples else None
+    return RatioEstimate.of(samples) if samples else None
 
 
 def _best_static(findings: Findings, lab: Lab) -> None:
@@ -535,21 +535,21 @@ def _others(findings: Findings) -> int:
     return max(1, findings.contestants)
 
 
-def _score(findings: Findings, lab: Lab, setting: Setting) -> Score:
+def _score(findings: Findings, lab: Lab, setting: Setting) -> SettingScore:
     """Score of a setting by simulation, or by its longest real run if the simulator is not trusted."""
     if lab.trusted:
         return Judge(lab, findings.count, by_rate=findings.by_rate).score(setting, exact=True)
     return measured_score(lab, setting)
 
 
-def _holds(runs: Sequence[Figures]) -> bool:
+def _holds(runs: Sequence[StoredFigures]) -> bool:
     """Whether the results of ``runs`` meet, on average, the latency targets and the limit on preemptions."""
     goodputs = [each.goodput for each in runs if each.goodput is not None]
     few_preempted = statistics.fmean(each.preemption_rate for each in runs) < PREEMPTED
     return few_preempted and (not goodputs or statistics.fmean(goodputs) >= GOODPUT)
 
 
-def _median(runs: Sequence[Figures]) -> float:
+def _median(runs: Sequence[StoredFigures]) -> float:
     return statistics.median(each.output_tokens_per_second for each in runs)
 
 
@@ -580,7 +580,7 @@ def _confirm(findings: Findings, lab: Lab, rated: list[Setting], rate: float | N
 
 def _repeat(
     findings: Findings, lab: Lab, setting: Setting, rate: float, count: int, timer: _Timer
-) -> list[Figures] | None:
+) -> list[StoredFigures] | None:
     """Run a setting at a rate until a run misses the targets, or :data:`REPEATS` runs met them.
 
     Returns the results of the runs that missed the targets. None if there was no time for all runs.
@@ -615,7 +615,7 @@ def _paced_count(findings: Findings, timer: _Timer, rate: float) -> int | None:
     return count if count >= min(_LEAST_PACED, findings.count) else None
 
 
-def _met(state: State, traffic: Traffic, setting: Setting) -> dict[float, list[Trial]]:
+def _met(state: State, traffic: LabTraffic, setting: Setting) -> dict[float, list[Trial]]:
     """Rate -> real runs of the setting that met the latency targets at this rate.
 
     A run must be long enough to show a backlog, and no real run of the setting at this or a lower rate may have missed
@@ -630,7 +630,7 @@ def _met(state: State, traffic: Traffic, setting: Setting) -> dict[float, list[T
     return found
 
 
-def claimed_rate(state: State, traffic: Traffic, setting: Setting) -> Confirmed | None:
+def claimed_rate(state: State, traffic: LabTraffic, setting: Setting) -> Confirmed | None:
     """Highest rate at which :data:`REPEATS` real runs of the setting met the latency targets. None if there is no such
     rate. The claimed rate is never above the measured throughput of the setting."""
     capacity = capacity_of(state, setting)

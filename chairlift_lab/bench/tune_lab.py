@@ -17,14 +17,14 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import ModelLimits
 from chairlift.errors import InvariantError
 from chairlift_lab.bench.offline import WARM_UP
-from chairlift_lab.bench.tune_state import Figures, Setting, State, Trial, keeping_up, kept_latencies
+from chairlift_lab.bench.tune_state import Setting, State, StoredFigures, Trial, keeping_up, kept_latencies
 from chairlift_lab.bench.verdict import MIN_SECONDS
 from chairlift_lab.replay.calibrate import describe_fit, fit_core, fit_steps
 from chairlift_lab.replay.machines import ModelShape
 from chairlift_lab.replay.replay import RequestTiming, serve_trace, simulated_core
 from chairlift_lab.workload.trace import TracedRequest
 
-__all__ = ["TRUSTED", "Lab", "MakeCore", "Traffic"]
+__all__ = ["TRUSTED", "Lab", "LabTraffic", "MakeCore"]
 
 MakeCore = Callable[[Mapping[str, Any]], tuple[EngineCore, ModelLimits]]
 """Function from settings to (idle engine with these settings, limits of its model)."""
@@ -42,7 +42,7 @@ TRUSTED: Final = 0.2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Traffic:
+class LabTraffic:
     """Requests to serve. ``slo`` has the latency targets: name of a TracedRequest field -> ms."""
 
     requests: Sequence[TracedRequest] = dataclasses.field(repr=False)
@@ -149,7 +149,7 @@ class Lab:
         self.state, self.deployment = state, state.deployment
         self._other_load = other_load
         self._make_core, self._fixed, self._max_rows, self._on_trial = make_core, dict(fixed), max_rows, on_trial
-        self.traffic = Traffic([])
+        self.traffic = LabTraffic([])
         self.simulations = self.runs = 0
         self._config = EngineConfig.from_flat(fixed)
         self._steps: list[tuple[StepFeatures, float]] = []
@@ -229,7 +229,7 @@ class Lab:
         scheduler = dataclasses.replace(self._config.scheduler, **{**settings, "speculative_config": ""})
         return simulated_core(self.deployment, dataclasses.replace(self._config, scheduler=scheduler))
 
-    def simulate(self, setting: Setting, rate: float | None, count: int) -> Figures:
+    def simulate(self, setting: Setting, rate: float | None, count: int) -> StoredFigures:
         """Simulate the first ``count`` requests with a setting, at a rate per second (None: all at once). Simulations
         make no drafts."""
         known = self.state.find(setting, rate, count, None)
@@ -241,7 +241,7 @@ class Lab:
         self._on_trial()
         return trial.figures
 
-    def measure(self, setting: Setting, rate: float | None, count: int, round_: int = 0) -> Figures:
+    def measure(self, setting: Setting, rate: float | None, count: int, round_: int = 0) -> StoredFigures:
         """Run the first ``count`` requests with a setting on the real engine, after a warm-up.
 
         A run of a round in which all requests arrive at once serves them as often as a claim needs, each time with an
@@ -275,18 +275,18 @@ class Lab:
     ) -> Trial:
         timings: list[RequestTiming] = []
         requests = self.traffic.at(rate, count)
-        before, passes, seconds = _drafted(core), list[Figures](), 0.0
+        before, passes, seconds = _drafted(core), list[StoredFigures](), 0.0
         if round_ is not None:
             self._other_load()
         while not passes or (seconds < shortest and len(passes) < _MOST_PASSES):
             core.kv.forget_all(())
             timings = []
             served = serve_trace(core, requests, limits, timings, max_concurrency=self.traffic.users)
-            passes.append(Figures.of(served, 1.0 if rate is None else keeping_up(timings, core.clock.now())))
+            passes.append(StoredFigures.of(served, 1.0 if rate is None else keeping_up(timings, core.clock.now())))
             seconds += served.seconds
         busy = 0.0 if round_ is None else self._other_load()
         rows, accepted = (new - old for new, old in zip(_drafted(core), before, strict=True))
-        figures = Figures.together(passes)
+        figures = StoredFigures.together(passes)
         trial = Trial(
             setting=setting,
             rate=rate,

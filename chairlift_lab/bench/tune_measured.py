@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from chairlift_lab.bench.tune_lab import Lab
-from chairlift_lab.bench.tune_search import Score, Space, shortfall
+from chairlift_lab.bench.tune_search import SettingScore, Space, shortfall
 from chairlift_lab.bench.tune_state import FIRST_LOOK, Setting, State, Trial
 
 __all__ = ["longest_run", "measured_candidates", "measured_score"]
@@ -22,7 +22,7 @@ _SPREAD: Final = 4
 
 def measured_candidates(
     settings: dict[str, Setting], lab: Lab, space: Space, count: int, seconds_left: Callable[[], float]
-) -> tuple[list[Setting], Mapping[str, Score]]:
+) -> tuple[list[Setting], Mapping[str, SettingScore]]:
     """Find the best settings by real runs. Returns (the best one or two continuous settings, role -> score).
 
     ``settings`` maps roles to settings; these settings always run. Further settings run while ``seconds_left`` allows
@@ -55,12 +55,12 @@ def longest_run(state: State, setting: Setting) -> Trial | None:
     return max(runs, key=lambda each: (each.count, each.round), default=None)
 
 
-def measured_score(lab: Lab, setting: Setting) -> Score:
+def measured_score(lab: Lab, setting: Setting) -> SettingScore:
     """Score of a setting from its :func:`longest_run`. A setting without a run gets a low score."""
     trial = longest_run(lab.state, setting)
     if trial is None:
-        return Score(False, 0.0)
+        return SettingScore(False, 0.0)
     missing = shortfall(trial.figures)
     if trial.figures.goodput is not None and lab.traffic.users is None:  # latency targets apply to runs at a rate only
         missing = shortfall(dataclasses.replace(trial.figures, goodput=None))
-    return Score(False, -missing) if missing else Score(True, trial.figures.output_tokens_per_second)
+    return SettingScore(False, -missing) if missing else SettingScore(True, trial.figures.output_tokens_per_second)

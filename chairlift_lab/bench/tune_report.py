@@ -19,10 +19,10 @@ from chairlift_lab.bench.report import Block, Facts, Report, Section, Table, Tex
 from chairlift_lab.bench.tune import REPEATS, Findings, capacity_of, claimed_rate
 from chairlift_lab.bench.tune_measured import longest_run
 from chairlift_lab.bench.tune_search import GOODPUT, PREEMPTED, shortfall
-from chairlift_lab.bench.tune_state import Figures, Setting, State, Trial
+from chairlift_lab.bench.tune_state import Setting, State, StoredFigures, Trial
 from chairlift_lab.bench.verdict import Ratio, disturbance, times
 
-__all__ = ["Answer", "Column", "columns", "config_lines", "printed", "tune_report", "verdict"]
+__all__ = ["Column", "TuneAnswer", "columns", "config_lines", "printed", "tune_report", "verdict"]
 
 _MAX_ROWS: Final = 30
 _DEAR: Final = 3.0
@@ -54,7 +54,7 @@ _TITLES: Final = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class TuneAnswer:
     """Everything that the report shows: the results of a tuning, the traffic, the fixed settings and the price."""
 
     findings: Findings
@@ -78,10 +78,10 @@ class Column:
     role: str
     title: str
     setting: Setting
-    full: Figures
+    full: StoredFigures
     """Results when all requests arrive at once: medians over real rounds, or the results of one real run or of a
     simulation."""
-    paced: Figures | None
+    paced: StoredFigures | None
     """Results at the request rate of the traffic. None if the traffic has no rate, or there was no such run."""
     full_measured: bool
     paced_measured: bool
@@ -94,7 +94,7 @@ class Column:
     latencies: list[float]
 
     @property
-    def waits(self) -> Figures:
+    def waits(self) -> StoredFigures:
         """Results from which latencies are reported: at the request rate of the traffic if possible, otherwise with all
         requests at once."""
         return self.paced or self.full
@@ -108,7 +108,7 @@ class Column:
         return price / 3600 / self.tokens_per_second * 1e6 if self.tokens_per_second else None
 
 
-def columns(answer: Answer) -> list[Column]:
+def columns(answer: TuneAnswer) -> list[Column]:
     """The columns of the comparison. Each setting occurs once; the chosen setting is the last."""
     findings = answer.findings
     same_as = {"static_best": "static", "equal": "default", "other": "default"}
@@ -120,13 +120,13 @@ def columns(answer: Answer) -> list[Column]:
     return shown
 
 
-def _column(answer: Answer, role: str, setting: Setting) -> Column:
+def _column(answer: TuneAnswer, role: str, setting: Setting) -> Column:
     findings, state = answer.findings, answer.state
     found = [state.find(setting, None, findings.full_count, number) for number in range(findings.rounds)]
     runs = [trial for trial in found if trial is not None]
     single = longest_run(state, setting)
     if runs:
-        full = Figures.medians([trial.figures for trial in runs])
+        full = StoredFigures.medians([trial.figures for trial in runs])
     elif single is not None:
         full = single.figures
     else:
@@ -158,7 +158,7 @@ def _column(answer: Answer, role: str, setting: Setting) -> Column:
     )
 
 
-def _rate_of(answer: Answer, role: str, setting: Setting) -> tuple[float | None, bool, float | None]:
+def _rate_of(answer: TuneAnswer, role: str, setting: Setting) -> tuple[float | None, bool, float | None]:
     """(highest rate that meets the targets, whether a real run confirmed it, output tokens per second at this rate)."""
     findings, state = answer.findings, answer.state
     claim = claimed_rate(state, findings.traffic, setting)
@@ -179,7 +179,7 @@ def _latencies(runs: Sequence[Trial]) -> list[float]:
     return sorted(value for trial in runs for value in trial.latencies)
 
 
-def _judged(answer: Answer, side: Column) -> tuple[Figures, float | None, bool]:
+def _judged(answer: TuneAnswer, side: Column) -> tuple[StoredFigures, float | None, bool]:
     """(results to judge preemptions by, request rate of that run, whether the run was real).
 
     The run is the one at the highest rate that meets the latency targets, or otherwise that of :attr:`Column.waits`.
@@ -196,14 +196,14 @@ def _judged(answer: Answer, side: Column) -> tuple[Figures, float | None, bool]:
     return run.figures, rate, run.round is not None
 
 
-def _preempted(answer: Answer, side: Column) -> str:
+def _preempted(answer: TuneAnswer, side: Column) -> str:
     figures, rate, measured = _judged(answer, side)
     where = answer.findings.traffic.crowd if rate is None else f"at {rate:.3g}/s"
     simulated = "" if measured else ", as simulated"
     return f"{figures.preemption_rate:.1%} of the requests are preempted, {where}{simulated}"
 
 
-def _simulated(state: State, setting: Setting, rate: float | None, findings: Findings) -> Figures:
+def _simulated(state: State, setting: Setting, rate: float | None, findings: Findings) -> StoredFigures:
     for count in (findings.paced_count, findings.full_count, findings.count):
         trial = state.find(setting, rate, count, None)
         if trial is not None:
@@ -214,13 +214,13 @@ def _simulated(state: State, setting: Setting, rate: float | None, findings: Fin
 # --- the recommendation ----------------------------------------------------------------------------------------------
 
 
-def serve_command(answer: Answer) -> str:
+def serve_command(answer: TuneAnswer) -> str:
     """Command line that starts a server with the chosen settings."""
     model = "" if answer.model == BUNDLED_MODEL else f"{shlex.quote(answer.model)} "
     return f"chairlift serve {model}--config {shlex.quote(str(answer.output / 'chairlift.yaml'))}"
 
 
-def verdict(answer: Answer) -> str:
+def verdict(answer: TuneAnswer) -> str:
     """Recommended command with the reasons, in a few sentences. Results that were not measured are called simulated."""
     findings, sides = answer.findings, {column.role: column for column in columns(answer)}
     chosen = sides["chosen"]
@@ -249,7 +249,7 @@ def verdict(answer: Answer) -> str:
     return " ".join(sentences)
 
 
-def _gain_sentences(answer: Answer, chosen: Column, static: Column, theirs: Column) -> list[str]:
+def _gain_sentences(answer: TuneAnswer, chosen: Column, static: Column, theirs: Column) -> list[str]:
     """Sentences that compare the chosen settings with static batches. ``static`` has the highest throughput of the
     static settings, and ``theirs`` meets the latency targets at the highest rate."""
     findings, command = answer.findings, serve_command(answer)
@@ -289,12 +289,12 @@ def _latency_words(findings: Findings) -> str:
     return f"its p99 latency is {ratio.ratio:.0%} of theirs ({spread}, {where})"
 
 
-def _shown(answer: Answer) -> list[Trial]:
+def _shown(answer: TuneAnswer) -> list[Trial]:
     """Runs whose results may be shown: all runs, or only real runs if the simulator is not trusted."""
     return [trial for trial in answer.state if trial.round is not None or answer.findings.trusted]
 
 
-def _promise_sentences(answer: Answer, chosen: Column, static: Column, theirs: Column) -> list[str]:
+def _promise_sentences(answer: TuneAnswer, chosen: Column, static: Column, theirs: Column) -> list[str]:
     """Sentences about the latency targets. ``theirs`` is the static setting that meets the targets at the highest
     rate."""
     findings = answer.findings
@@ -369,7 +369,7 @@ def _rounds(findings: Findings) -> str:
 # --- the terminal ----------------------------------------------------------------------------------------------------
 
 
-def printed(answer: Answer) -> Iterator[Text | Table]:
+def printed(answer: TuneAnswer) -> Iterator[Text | Table]:
     """Text for the terminal: table, notes and recommendation."""
     findings = answer.findings
     yield _comparison(answer, columns(answer))
@@ -383,7 +383,7 @@ def printed(answer: Answer) -> Iterator[Text | Table]:
     yield Text(f"{verdict(answer)}\n{answer.output} has chairlift.yaml, report.html, tune.json")
 
 
-def _comparison(answer: Answer, sides: Sequence[Column]) -> Table:
+def _comparison(answer: TuneAnswer, sides: Sequence[Column]) -> Table:
     """Table that compares the settings, one column per setting."""
     findings, pace = answer.findings, answer.findings.pace
 
@@ -444,7 +444,7 @@ def _comparison(answer: Answer, sides: Sequence[Column]) -> Table:
     return Table(["", *(side.title for side in sides)], rows, caption)
 
 
-def _mark(answer: Answer, side: Column) -> str:
+def _mark(answer: TuneAnswer, side: Column) -> str:
     """``~`` if :attr:`Column.tokens_per_second` and the rate of this column are simulated, otherwise empty."""
     return "" if (side.rate_measured if answer.findings.by_rate else side.full_measured) else "~"
 
@@ -464,14 +464,14 @@ def _duration(seconds: float) -> str:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def tune_report(answer: Answer) -> Report:
+def tune_report(answer: TuneAnswer) -> Report:
     """Report with the HTML page and the record for tune.json."""
     lead = verdict(answer)
     record = {"verdict": lead, **answer.findings.to_dict()}
     return Report(record, "What batching does for your traffic", lead, _sections(answer))
 
 
-def _sections(answer: Answer) -> Iterator[Section]:
+def _sections(answer: TuneAnswer) -> Iterator[Section]:
     sides = columns(answer)
     yield Section("Side by side", _side_by_side(answer, sides))
     yield Section("Cost against latency", _cost(answer, sides))
@@ -480,7 +480,7 @@ def _sections(answer: Answer) -> Iterator[Section]:
     yield Section("How far to trust this", _trust(answer))
 
 
-def _side_by_side(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
+def _side_by_side(answer: TuneAnswer, sides: Sequence[Column]) -> Iterator[Block]:
     yield _comparison(answer, sides)
     yield from _bars(
         [
@@ -546,12 +546,12 @@ def _bars(
             )
 
 
-def _pace(answer: Answer) -> str:
+def _pace(answer: TuneAnswer) -> str:
     pace = answer.findings.pace
     return answer.findings.traffic.crowd if pace is None else f"at {pace:.3g} requests per second"
 
 
-def _cost(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
+def _cost(answer: TuneAnswer, sides: Sequence[Column]) -> Iterator[Block]:
     by_rate = answer.findings.by_rate
     tried = [
         trial
@@ -595,7 +595,7 @@ def _cost(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
     )
 
 
-def _point(answer: Answer, trial: Trial) -> tuple[float, float, str]:
+def _point(answer: TuneAnswer, trial: Trial) -> tuple[float, float, str]:
     figures = trial.figures
     cost = answer.price / 3600 / figures.output_tokens_per_second * 1e6
     return (figures.tpot_p99 * 1000 if trial.rate is None else figures.e2el_p99, cost, "")
@@ -610,7 +610,7 @@ def _front(points: Sequence[tuple[float, float, str]]) -> list[tuple[float, floa
     return front
 
 
-def _preemption(answer: Answer) -> Iterator[Block]:
+def _preemption(answer: TuneAnswer) -> Iterator[Block]:
     findings, chosen = answer.findings, answer.findings.settings["chosen"]
     how = "simulated" if findings.trusted else "measured"
     rows = [float(slots) for slots, _ in findings.by_slots]
@@ -641,7 +641,7 @@ def _preemption(answer: Answer) -> Iterator[Block]:
     )
 
 
-def _tried(answer: Answer) -> Block:
+def _tried(answer: TuneAnswer) -> Block:
     by_rate = answer.findings.by_rate
     trials = [trial for trial in _shown(answer) if (trial.rate is not None) == by_rate and trial.figures.requests]
     best: dict[tuple[object, bool], Trial] = {}
@@ -665,7 +665,7 @@ def _tried(answer: Answer) -> Block:
     )
 
 
-def _tried_row(answer: Answer, trial: Trial) -> list[str]:
+def _tried_row(answer: TuneAnswer, trial: Trial) -> list[str]:
     figures, mark = trial.figures, "~" if trial.round is None else ""
     tpot = "-" if trial.setting.batching == "static" else mark + _duration(figures.tpot_p99)
     return [
@@ -685,7 +685,7 @@ def _rank(trial: Trial) -> tuple[bool, float]:
     return (not shortfall(trial.figures), trial.figures.output_tokens_per_second)
 
 
-def _trust(answer: Answer) -> Iterator[Block]:
+def _trust(answer: TuneAnswer) -> Iterator[Block]:
     findings, machine = answer.findings, answer.machine
     traffic = findings.traffic
     pace = traffic.crowd if traffic.rate is None else f"{traffic.rate:.3g} requests per second"
@@ -717,7 +717,7 @@ def _trust(answer: Answer) -> Iterator[Block]:
     )
 
 
-def _simulator(answer: Answer) -> str:
+def _simulator(answer: TuneAnswer) -> str:
     """Text about the accuracy of the simulator's cost model."""
     deployment, error = answer.state.deployment, answer.findings.fit_error
     words = deployment.validity if deployment is not None else "not fitted"
@@ -728,7 +728,7 @@ def _simulator(answer: Answer) -> str:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def config_lines(answer: Answer) -> list[str]:
+def config_lines(answer: TuneAnswer) -> list[str]:
     """Lines of chairlift.yaml: the chosen settings as YAML, with the reasons as comments."""
     findings, setting = answer.findings, answer.findings.settings["chosen"]
     chosen = _column(answer, "chosen", setting)

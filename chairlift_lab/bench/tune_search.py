@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from chairlift_lab.bench.tune_lab import Lab
-from chairlift_lab.bench.tune_state import Figures, Setting
+from chairlift_lab.bench.tune_state import Setting, StoredFigures
 
-__all__ = ["GOODPUT", "KEEPING", "PREEMPTED", "Judge", "Score", "Space", "search", "shortfall"]
+__all__ = ["GOODPUT", "KEEPING", "PREEMPTED", "Judge", "SettingScore", "Space", "search", "shortfall"]
 
 GOODPUT: Final = 0.99
 """Minimum fraction of the requests that must meet their latency targets."""
@@ -31,7 +31,7 @@ _BETTER: Final = 1.01
 _STEP_DOWN, _STEP_UP, _MOST_DOWN, _BISECTIONS = 1.7, 1.12, 64.0, 3
 
 
-class Score(NamedTuple):
+class SettingScore(NamedTuple):
     """Score of a setting. Larger scores are better."""
 
     keeps: bool
@@ -46,7 +46,7 @@ class Score(NamedTuple):
     further."""
 
 
-def shortfall(figures: Figures) -> float:
+def shortfall(figures: StoredFigures) -> float:
     """Number that says how far a run misses its targets for latency, preemptions and growth of the backlog. 0 if it
     meets all targets."""
     late = 0.0 if figures.goodput is None else max(0.0, GOODPUT - figures.goodput)
@@ -60,12 +60,12 @@ class Judge:
     def __init__(self, lab: Lab, count: int, *, by_rate: bool) -> None:
         """Simulate ``count`` requests per setting. ``by_rate``: compare by capacity, not with all requests at once."""
         self._lab, self._count, self._by_rate = lab, count, by_rate
-        self._scores: dict[Setting, Score] = {}
-        self.best = Score(False, -math.inf)
+        self._scores: dict[Setting, SettingScore] = {}
+        self.best = SettingScore(False, -math.inf)
         self._hopeless: float | None = None
         """Lowest rate that was tried. A setting that misses its targets at this rate is not tried at lower rates."""
 
-    def score(self, setting: Setting, *, exact: bool = False) -> Score:
+    def score(self, setting: Setting, *, exact: bool = False) -> SettingScore:
         """Score of a setting. ``exact``: determine its capacity even if it is lower than the best capacity."""
         known = self._scores.get(setting)
         if known is None or (exact and not known.exact):
@@ -75,41 +75,41 @@ class Judge:
         return known
 
     @property
-    def scores(self) -> dict[Setting, Score]:
+    def scores(self) -> dict[Setting, SettingScore]:
         """Setting -> score, for all settings that were simulated."""
         return self._scores
 
-    def _at_once(self, setting: Setting) -> Score:
+    def _at_once(self, setting: Setting) -> SettingScore:
         figures = self._lab.simulate(setting, None, self._count)
         missing = shortfall(figures)
-        return Score(False, -missing) if missing else Score(True, figures.output_tokens_per_second)
+        return SettingScore(False, -missing) if missing else SettingScore(True, figures.output_tokens_per_second)
 
-    def _capacity(self, setting: Setting, exact: bool) -> Score:
+    def _capacity(self, setting: Setting, exact: bool) -> SettingScore:
         """Find the highest rate that meets the targets, by steps and bisection.
 
         The search stays between the throughput with all requests at once and a small fraction of that throughput.
         """
 
-        def at(rate: float) -> Figures:
+        def at(rate: float) -> StoredFigures:
             return self._lab.simulate(setting, rate, self._lab.traffic.enough(rate, self._count))
 
         floor = self.best.rate if self.best.keeps and not exact else None
         if floor is not None:
             low, figures = floor * _BETTER, at(floor * _BETTER)
             if missing := shortfall(figures):
-                return Score(True, self.best.value * max(0.0, 1 - missing) / _BETTER, floor, exact=False)
+                return SettingScore(True, self.best.value * max(0.0, 1 - missing) / _BETTER, floor, exact=False)
         if floor is None and self._hopeless is not None and (missing := shortfall(at(self._hopeless))):
-            return Score(False, -missing)
+            return SettingScore(False, -missing)
         highest = self._lab.simulate(setting, None, self._count).requests_per_second
         if floor is not None and low >= highest:  # a short run can meet its targets above the sustained throughput
-            return Score(True, self.best.value * highest / low, floor, exact=False)
+            return SettingScore(True, self.best.value * highest / low, floor, exact=False)
         if floor is None:
             low = 0.8 * highest
             while missing := shortfall(figures := at(low)):
                 low /= _STEP_DOWN
                 if low < highest / _MOST_DOWN:
                     self._hopeless = low
-                    return Score(False, -missing)
+                    return SettingScore(False, -missing)
         high, best = low, figures
         while high < highest:
             high = min(high * _STEP_UP, highest)
@@ -124,7 +124,7 @@ class Judge:
                 high = middle
             else:
                 low, best = middle, figures
-        return Score(True, best.output_tokens_per_second, low)
+        return SettingScore(True, best.output_tokens_per_second, low)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

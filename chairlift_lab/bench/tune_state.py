@@ -16,7 +16,7 @@ from chairlift_lab.bench.verdict import Sample
 from chairlift_lab.replay.machines import Deployment
 from chairlift_lab.replay.replay import RequestTiming, ServedTrace
 
-__all__ = ["FIRST_LOOK", "Figures", "Setting", "State", "Trial", "keeping_up"]
+__all__ = ["FIRST_LOOK", "Setting", "State", "StoredFigures", "Trial", "keeping_up"]
 
 _FORMAT: Final = 4
 FIRST_LOOK: Final = -1
@@ -59,7 +59,7 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Figures:
+class StoredFigures:
     """Results of serving the traffic once. Times are in seconds."""
 
     requests: int
@@ -83,7 +83,7 @@ class Figures:
     """Mean number of tokens that a row with drafts yielded in a step. None if there were no drafts."""
 
     @classmethod
-    def of(cls, served: ServedTrace, keeping: float = 1.0) -> Figures:
+    def of(cls, served: ServedTrace, keeping: float = 1.0) -> StoredFigures:
         """Results of a served trace, simulated or real."""
         return cls(
             requests=served.requests,
@@ -103,7 +103,7 @@ class Figures:
         )
 
     @classmethod
-    def together(cls, passes: Sequence[Figures]) -> Figures:
+    def together(cls, passes: Sequence[StoredFigures]) -> StoredFigures:
         """Results of one run in which the traffic was served several times. Rates are those of the whole run, other
         results are medians over the passes."""
         if len(passes) == 1:
@@ -119,7 +119,7 @@ class Figures:
         )
 
     @classmethod
-    def medians(cls, runs: Sequence[Figures]) -> Figures:
+    def medians(cls, runs: Sequence[StoredFigures]) -> StoredFigures:
         """Median of each result over several runs. None if a run does not have it."""
         fields: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
@@ -140,14 +140,14 @@ class Trial:
     round: int | None
     """Number of the round. Real runs of one round are compared with each other. Single real runs have round 0, and runs
     that only select candidates have :data:`FIRST_LOOK`. None: a simulation."""
-    figures: Figures
+    figures: StoredFigures
     latencies: list[float] = dataclasses.field(default_factory=list)
     """Latencies of whole requests in a real run, in seconds, ascending. If there are many, only a sample is stored."""
     busy: float = 0.0
     """Share of the machine that other programs used during a real run."""
 
     def sample(self, field: str) -> Sample:
-        """The result ``field`` of :class:`Figures`, with the circumstances of the run."""
+        """The result ``field`` of :class:`StoredFigures`, with the circumstances of the run."""
         return Sample(getattr(self.figures, field), self.figures.seconds, self.busy)
 
     @property
@@ -259,7 +259,7 @@ class State:
                 )
         try:
             for fields in trials:
-                parts = {"setting": Setting(**fields["setting"]), "figures": Figures(**fields["figures"])}
+                parts = {"setting": Setting(**fields["setting"]), "figures": StoredFigures(**fields["figures"])}
                 trial = Trial(**(fields | parts))
                 self.trials[trial.key] = trial
             self.deployment = None if deployment is None else Deployment.from_dict(deployment)

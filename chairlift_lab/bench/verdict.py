@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Final
 
 __all__ = [
-    *("LEVEL", "MIN_ROUNDS", "MIN_SECONDS", "Estimate", "Ratio", "Sample"),
+    *("LEVEL", "MIN_ROUNDS", "MIN_SECONDS", "RatioEstimate", "Ratio", "Sample"),
     *("disturbance", "share_interval", "times"),
 ]
 
@@ -47,7 +47,7 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Estimate:
+class RatioEstimate:
     """Median and interval of a rate that was measured several times on one machine."""
 
     median: float
@@ -60,7 +60,7 @@ class Estimate:
     """Reason why nothing may be claimed. Empty if something may be claimed."""
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> Estimate:
+    def of(cls, samples: Sequence[Sample]) -> RatioEstimate:
         """Estimate from the runs of one setting, at least one."""
         free = min(each.free for each in samples)
         values = sorted(each.value for each in samples)

@@ -14,13 +14,22 @@ import chairlift
 from chairlift.cli.flags import add_engine_flags, load_llm, read_settings, whole
 from chairlift.config import BUNDLED_MODEL, EngineConfig, flat_fields
 from chairlift.errors import ConfigError
-from chairlift_lab.cli.bench_serve import SIDES, Cell, add_traffic_flags, check_ranges, loads_of, results, show, watch
+from chairlift_lab.cli.bench_serve import (
+    SIDES,
+    TableCell,
+    add_traffic_flags,
+    check_ranges,
+    loads_of,
+    results,
+    show,
+    watch,
+)
 from chairlift_lab.cli.sim import setting_value
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM
     from chairlift.loading.native_path import NativePath
-    from chairlift.models.hf_config import ModelConfig
+    from chairlift.models.hf_config import NetworkConfig
     from chairlift_lab.bench.machine import Machine
     from chairlift_lab.bench.offline import OfflineRun
     from chairlift_lab.bench.report import Report
@@ -129,7 +138,7 @@ def measuring_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"skip_tokenizer_init": True} | ({"cuda_graphs": "start"} if on_gpu else {})
 
 
-def model_of(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[str, str, ModelConfig | None]:
+def model_of(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[str, str, NetworkConfig | None]:
     """(name, path or id, configuration) of the model. The configuration is None for the fake model HashLM."""
     from chairlift.models.hashlm_served import parse_hashlm
     from chairlift.models.loader import resolve_model_dir
@@ -163,7 +172,7 @@ def _run_traffic(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple
     machine = describe_machine()
     _print(*text(Facts(machine_facts(dataclasses.asdict(machine)) | {"model": name})))
     names = [args.compare, "as the other flags say"] if changes else []
-    cells: list[Cell] = []
+    cells: list[TableCell] = []
     for index, place, llm, run in measure_sides(name, sides, loads):
         kernels = "hashlm" if network is None else native_path(llm.config, llm.info, network).describe()
         if place not in {cell.place for cell in cells}:
@@ -323,7 +332,7 @@ def measure_sides(
     B A, and so on. The iteration ends after an interrupted run. ``prepare`` is called with the engine before its
     run."""
     from chairlift_lab.bench.offline import room_of, run_here
-    from chairlift_lab.bench.serve_run import Dialect, Target, fit
+    from chairlift_lab.bench.serve_run import PromptDialect, Target, fit
 
     # Both engines get the same requests. Requests are therefore shortened to a length that fits both engines, which
     # must be known before the first run.
@@ -340,7 +349,7 @@ def measure_sides(
             llm = load_llm(side, quiet=bool(index or rooms))
             room, limits = min(rooms or [room_of(llm)]), llm.engine.limits
             requests, shortened = fit(load.requests, room)
-            dialect = Dialect(chat=False, vocab_size=limits.vocab_size, ignore_eos=True)
+            dialect = PromptDialect(chat=False, vocab_size=limits.vocab_size, ignore_eos=True)
             target = Target(model=name, owner="chairlift", max_model_len=room, dialect=dialect)
             fitted = dataclasses.replace(load, requests=requests, shortened=shortened)
             prepare(llm)
@@ -408,7 +417,7 @@ def _run_at_once(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple
 
 def _floor(
     llm: LLM,
-    network: ModelConfig,
+    network: NetworkConfig,
     requests: list[tuple[list[int], int]],
     path: NativePath,
     machine: Machine,

@@ -162,12 +162,12 @@ def _measure(
     args: argparse.Namespace, name: str, sides: Sequence[Mapping[str, Any]], requests: Sequence[TracedRequest]
 ) -> tuple[list[Measured], Sequence[Panel], int]:
     """(runs of each preset, panels of the picture, exit code)."""
-    from chairlift_lab.bench.batch_picture import StepRecorder
+    from chairlift_lab.bench.batch_picture import PictureRecorder
     from chairlift_lab.bench.presets import Measured, PresetRun
     from chairlift_lab.bench.serve_result import figures_of
     from chairlift_lab.bench.serve_run import Load
 
-    recorder = StepRecorder()
+    recorder = PictureRecorder()
 
     def prepare(llm: LLM) -> None:
         recorder.steps.clear()

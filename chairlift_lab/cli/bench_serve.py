@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from chairlift_lab.bench.report import Report, Table
     from chairlift_lab.bench.serve import Plan
     from chairlift_lab.bench.serve_result import Figures
-    from chairlift_lab.bench.serve_run import Load, Outcome, Progress, ServeRun
+    from chairlift_lab.bench.serve_run import Load, LoadOutcome, Progress, ServeRun
     from chairlift_lab.bench.verdict import Ratio
     from chairlift_lab.replay.traced_request import TracedRequest
     from chairlift_lab.workload.arrivals import Arrivals
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from chairlift_lab.workload.texts import Said
 
 __all__ = [
-    *("DESCRIPTION", "SIDES", "SUMMARY", "Cell", "add_arguments", "add_traffic_flags", "check_ranges", "loads_of"),
+    *("DESCRIPTION", "SIDES", "SUMMARY", "TableCell", "add_arguments", "add_traffic_flags", "check_ranges", "loads_of"),
     *("results", "run", "show", "watch"),
 ]
 
@@ -407,11 +407,11 @@ def _settings(
 # --- what is measured ------------------------------------------------------------------------------------------------
 
 
-async def _measure(plan: Plan, settings: Sequence[Mapping[str, Any]], slo: Mapping[str, float]) -> list[Cell]:
+async def _measure(plan: Plan, settings: Sequence[Mapping[str, Any]], slo: Mapping[str, float]) -> list[TableCell]:
     """Run the plan, and print the result of each run when it ends."""
     from chairlift_lab.bench.serve import measure
 
-    cells: list[Cell] = []
+    cells: list[TableCell] = []
     compared = len(plan.urls) > 1
     async for index, place, run in measure(plan, watch):
         if place not in {cell.place for cell in cells}:
@@ -449,7 +449,7 @@ def _event_loop() -> Iterator[asyncio.Runner]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cell:
+class TableCell:
     """Result of one run."""
 
     place: int
@@ -460,7 +460,7 @@ class Cell:
     record: dict[str, Any]
 
 
-def show(run: ServeRun, place: int, settings: Mapping[str, Any], slo: Mapping[str, float], compared: bool) -> Cell:
+def show(run: ServeRun, place: int, settings: Mapping[str, Any], slo: Mapping[str, float], compared: bool) -> TableCell:
     """Compute the latencies and throughputs of a run, and print them."""
     from chairlift_lab.bench.report import text
     from chairlift_lab.bench.serve_report import run_blocks, serve_record
@@ -470,7 +470,7 @@ def show(run: ServeRun, place: int, settings: Mapping[str, Any], slo: Mapping[st
     which = f"{SIDES[place]}, round {settings['round']}" if compared else settings["arrivals"]
     print(f"\n{which}: {settings['workload']}, {len(run.load.requests):,} requests, seed {settings['seed']}")
     print("\n".join(text(*run_blocks(run, figures, slo))), flush=True)
-    return Cell(place, settings, run, figures, serve_record(run, figures, settings))
+    return TableCell(place, settings, run, figures, serve_record(run, figures, settings))
 
 
 @contextlib.contextmanager
@@ -481,7 +481,7 @@ def watch(name: str, total: int) -> Iterator[Progress]:
     failed = 0
     with tqdm(total=total, desc=name, unit="req", leave=False, disable=None, dynamic_ncols=True) as bar:
 
-        def ended(num_running: int, outcome: Outcome) -> None:
+        def ended(num_running: int, outcome: LoadOutcome) -> None:
             nonlocal failed
             failed += outcome.status == "failed"
             bar.set_postfix(running=num_running, failed=failed, refresh=False)
@@ -490,7 +490,7 @@ def watch(name: str, total: int) -> Iterator[Progress]:
         yield ended
 
 
-def results(cells: Sequence[Cell], names: Sequence[str]) -> tuple[Report, int]:
+def results(cells: Sequence[TableCell], names: Sequence[str]) -> tuple[Report, int]:
     """(report, exit code) of all runs. Prints the table of several rates or of two sides. ``names`` are the names of
     two sides; empty if nothing is compared."""
     from chairlift_lab.bench.report import Text, text
@@ -514,7 +514,7 @@ def results(cells: Sequence[Cell], names: Sequence[str]) -> tuple[Report, int]:
     return serve_report(record, runs, _facts(cells[-1], names), ratios, compared), code
 
 
-def _compared(cells: Sequence[Cell], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Ratio], Table]:
+def _compared(cells: Sequence[TableCell], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Ratio], Table]:
     """(record of both sides with the ratios of their measurements, ratios by name, table of the ratios)."""
     from chairlift_lab.bench.serve_report import compared_table
     from chairlift_lab.bench.serve_result import compare
@@ -533,7 +533,7 @@ def _compared(cells: Sequence[Cell], names: Sequence[str]) -> tuple[dict[str, An
     return record, ratios, compared_table(ratios, *pairs)
 
 
-def _facts(cell: Cell, names: Sequence[str]) -> dict[str, str]:
+def _facts(cell: TableCell, names: Sequence[str]) -> dict[str, str]:
     """Settings of the benchmark for the HTML page: name -> value."""
     load, settings = cell.run.load, cell.settings
     facts = {SIDES[place]: name for place, name in enumerate(names)}
@@ -555,6 +555,6 @@ def _value_text(value: Any) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-def _rate_label(cell: Cell) -> str:
+def _rate_label(cell: TableCell) -> str:
     rate = cell.settings["request_rate"]
     return "all at once" if rate == "inf" else f"{rate:.4g}/s"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from chairlift.engine.core import EngineCore
     from chairlift.engine.input_processor import ModelLimits
     from chairlift_lab.bench.tune_lab import MakeCore
-    from chairlift_lab.bench.tune_report import Answer
+    from chairlift_lab.bench.tune_report import TuneAnswer
     from chairlift_lab.workload.trace import TracedRequest
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     from chairlift_lab.bench.other_load import OtherLoad
     from chairlift_lab.bench.report import text
     from chairlift_lab.bench.tune import Question, tune
-    from chairlift_lab.bench.tune_report import Answer, printed
+    from chairlift_lab.bench.tune_report import TuneAnswer, printed
     from chairlift_lab.bench.tune_state import State
 
     machine = describe_machine()
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
         raise
     progress.end()
     command = shlex.join(["chairlift", *sys.argv[1:]]) if sys.argv[1:2] == ["tune"] else "chairlift tune ..."
-    answer = Answer(
+    answer = TuneAnswer(
         findings=findings,
         state=state,
         model=name,
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write(answer: Answer) -> None:
+def _write(answer: TuneAnswer) -> None:
     """Write the settings, the page and the results to the output directory."""
     from chairlift_lab.bench.tune_report import config_lines, tune_report
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from chairlift.base.writing import replacing
 from chairlift.core.scheduler.cost_model import CostModel, Roofline
 from chairlift.errors import ConfigError
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.model_files import read_config
 
 __all__ = [
@@ -121,7 +121,7 @@ class ModelShape:
     experts."""
 
     @classmethod
-    def of(cls, name: str, network: ModelConfig, itemsize: int = 2) -> ModelShape:
+    def of(cls, name: str, network: NetworkConfig, itemsize: int = 2) -> ModelShape:
         """Shape of a model from its configuration. Sliding windows are ignored: every layer has full attention."""
         hidden, layers = network.hidden_size, network.num_hidden_layers
         q, kv = network.num_attention_heads * network.head_dim, network.num_key_value_heads * network.head_dim

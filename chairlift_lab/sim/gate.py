@@ -17,14 +17,14 @@ from chairlift_lab.sim.policy_watch import PROMISES, Violation
 from chairlift_lab.sim.simulator import Simulation
 from chairlift_lab.sim.world import Event, World, make_world
 
-__all__ = ["Broken", "GateReport", "check_policy", "run_gate"]
+__all__ = ["BrokenRule", "GateReport", "check_policy", "run_gate"]
 
 MakePolicy = Callable[[], Policy]
 """Function that returns a new policy in its initial state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Broken:
+class BrokenRule:
     """The first rule that the policy broke, and how to reproduce the failure."""
 
     promise: str
@@ -47,7 +47,7 @@ class GateReport:
     num_steps: int
     checked: dict[str, int]
     """Name of a rule -> number of times that the rule was checked."""
-    broken: Broken | None
+    broken: BrokenRule | None
 
     @property
     def passed(self) -> bool:
@@ -110,7 +110,7 @@ def _run(make_policy: MakePolicy, world: World, checked: Counter[str]) -> tuple[
     return violation, steps
 
 
-def _reduced(make_policy: MakePolicy, world: World, violation: Violation, path: str) -> Broken:
+def _reduced(make_policy: MakePolicy, world: World, violation: Violation, path: str) -> BrokenRule:
     """Describe the violation with the events that it needs: all events if the policy is not deterministic."""
 
     def fails(fewer: World) -> Violation | None:
@@ -120,7 +120,7 @@ def _reduced(make_policy: MakePolicy, world: World, violation: Violation, path: 
     small = world if violation.promise == "determinism" else minimise(world, fails)
     found = fails(small) or violation
     replay = f"chairlift sim gate {path} --seed {world.seed}"
-    return Broken(violation.promise, world.seed, str(found), small.events, replay)
+    return BrokenRule(violation.promise, world.seed, str(found), small.events, replay)
 
 
 def run_gate(path: str, seeds: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from chairlift.errors import ConfigError
-from chairlift_lab.workload.source import TIME_FORMS, Row, Source, parse_time
+from chairlift_lab.workload.source import TIME_FORMS, Row, TraceSource, parse_time
 
 __all__ = ["COLUMN_FORMATS", "FIELDS", "parse_columns", "read_columns", "read_pattern"]
 
@@ -49,7 +49,7 @@ def parse_columns(text: str) -> dict[str, str]:
     return columns
 
 
-def read_columns(source: Source, columns: Mapping[str, str]) -> Iterator[Row]:
+def read_columns(source: TraceSource, columns: Mapping[str, str]) -> Iterator[Row]:
     """Read the rows of a CSV, TSV or JSON-lines file. ``columns`` maps fields to columns.
 
     A column is a name, a path in JSON (``usage.prompt_tokens``), or a number from 1 in a file without a header line.
@@ -67,7 +67,7 @@ def read_columns(source: Source, columns: Mapping[str, str]) -> Iterator[Row]:
             yield row
 
 
-def read_pattern(source: Source, pattern: str) -> Iterator[Row]:
+def read_pattern(source: TraceSource, pattern: str) -> Iterator[Row]:
     """Read the rows of a text log. ``pattern`` is a regular expression whose groups are named like the fields.
 
     The pattern may match anywhere in a line. Lines without a match are skipped. Raises ConfigError with the line number
@@ -107,7 +107,7 @@ def _check_fields(what: str, given: Mapping[str, str]) -> None:
 # --- records: column values by field ---------------------------------------------------------------------------------
 
 
-def _csv_records(source: Source, columns: Mapping[str, str], delimiter: str) -> Iterator[dict[str, Any]]:
+def _csv_records(source: TraceSource, columns: Mapping[str, str], delimiter: str) -> Iterator[dict[str, Any]]:
     reader = csv.reader(source, delimiter=delimiter)
     places: dict[str, int] | None = None
     try:
@@ -127,7 +127,7 @@ def _csv_records(source: Source, columns: Mapping[str, str], delimiter: str) -> 
         raise ConfigError(f"{source.where} is not a row of columns: {error}") from None
 
 
-def _places(source: Source, columns: Mapping[str, str], names: list[str]) -> dict[str, int]:
+def _places(source: TraceSource, columns: Mapping[str, str], names: list[str]) -> dict[str, int]:
     """Find the columns of a file. Returns field -> index of its column. Optional columns that the file does not have
     are left out."""
     places = {}
@@ -149,7 +149,7 @@ def _is_number(cells: list[str], place: int) -> bool:
     return True
 
 
-def _json_records(source: Source, columns: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _json_records(source: TraceSource, columns: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     for line in source:
         if line.isspace():
             continue
@@ -169,7 +169,7 @@ def _json_records(source: Source, columns: Mapping[str, str]) -> Iterator[dict[s
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-def _row(source: Source, values: dict[str, Any], columns: Mapping[str, str]) -> Row | None:
+def _row(source: TraceSource, values: dict[str, Any], columns: Mapping[str, str]) -> Row | None:
     values_by_field: dict[str, Any] = {}
     for field, value in values.items():
         if field in _REQUIRED or (value != "" and value is not None):

@@ -20,7 +20,7 @@ from chairlift.errors import ConfigError
 from chairlift_lab.replay.traced_request import PREFIX_BLOCK, TracedRequest, check_number
 from chairlift_lab.workload.arrivals import AllAtOnce, Arrivals
 from chairlift_lab.workload.columns import COLUMN_FORMATS, read_columns, read_pattern
-from chairlift_lab.workload.source import Row, Source
+from chairlift_lab.workload.source import Row, TraceSource
 from chairlift_lab.workload.texts import DEFAULT_OUTPUT, TEXT_FORMATS, Said, read_texts, text_format_of, text_rows
 
 __all__ = ["FORMATS", "LoadedTexts", "LoadedTrace", "load_texts", "load_trace", "read_trace", "write_trace"]
@@ -101,7 +101,7 @@ def load_trace(
         raise ConfigError("format, columns and pattern are three ways to read a trace; give only one")
     try:
         with opened_text(path) as file:
-            source = Source(path, file)
+            source = TraceSource(path, file)
             if columns is not None or pattern is not None:
                 format = "pattern" if columns is None else "columns"
             elif format is None:
@@ -149,7 +149,7 @@ def load_texts(path: Path, arrivals: Arrivals, seed: int = 0) -> LoadedTexts:
     """
     try:
         with opened_text(path) as file:
-            source = Source(path, file)
+            source = TraceSource(path, file)
             format = text_format_of(source.peek().strip())
             if format is None:
                 raise ConfigError(
@@ -170,7 +170,7 @@ def load_texts(path: Path, arrivals: Arrivals, seed: int = 0) -> LoadedTexts:
     return LoadedTexts(requests, [said for _, said in found], format, notes)
 
 
-def _notes(source: Source, *, estimated: bool) -> list[str]:
+def _notes(source: TraceSource, *, estimated: bool) -> list[str]:
     notes = [f"{reason}, left out: {count:,}" for reason, count in source.left_out.items()]
     if source.images:
         notes.append(f"images in prompts: {source.images:,}; their tokens are not counted in the lengths")
@@ -209,7 +209,7 @@ def _line(request: TracedRequest) -> str:
 # --- read ------------------------------------------------------------------------------------------------------------
 
 
-def _guess(source: Source) -> str:
+def _guess(source: TraceSource) -> str:
     head = source.peek().strip()
     if (texts := text_format_of(head)) is not None:
         return texts
@@ -233,7 +233,7 @@ def _guess(source: Source) -> str:
     )
 
 
-def _read_jsonl(source: Source, bailian: bool) -> Iterator[Row]:
+def _read_jsonl(source: TraceSource, bailian: bool) -> Iterator[Row]:
     chats: dict[Any, tuple[str, int]] = {}
     for line in source:
         if line.isspace():
@@ -263,7 +263,7 @@ def _read_jsonl(source: Source, bailian: bool) -> Iterator[Row]:
         yield source.number, time if bailian else time / 1000, fields["input_length"], fields["output_length"], own
 
 
-def _place_in_chat(source: Source, chats: dict[Any, tuple[str, int]], fields: dict[str, Any]) -> tuple[str, int]:
+def _place_in_chat(source: TraceSource, chats: dict[Any, tuple[str, int]], fields: dict[str, Any]) -> tuple[str, int]:
     """(session, turn) of a request in Qwen's format, in which a request names its previous request, not its chat.
 
     The first request that names a previous request continues the session of that request. A second request that names

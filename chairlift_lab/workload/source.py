@@ -14,7 +14,7 @@ from typing import Any, Final, TextIO, TypeAlias
 
 from chairlift.errors import ConfigError
 
-__all__ = ["TIME_FORMS", "Row", "Source", "parse_time"]
+__all__ = ["TIME_FORMS", "Row", "TraceSource", "parse_time"]
 
 Row: TypeAlias = tuple[int, float, int, int, dict[str, Any]]
 """A request in a trace file: (line number, arrival in seconds from any start, prompt tokens, output tokens, other
@@ -31,7 +31,7 @@ _MAX_SECONDS: Final = 1e11
 """Maximum number that is read as seconds since 1970 (the year 5138). Larger numbers are in ms or a smaller unit."""
 
 
-class Source:
+class TraceSource:
     """Iterator over the lines of an open file that counts the lines. :attr:`where` is used in error messages."""
 
     def __init__(self, path: Path, file: TextIO) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from chairlift.errors import ConfigError
 from chairlift_lab.workload.arrivals import Arrivals
-from chairlift_lab.workload.source import Row, Source
+from chairlift_lab.workload.source import Row, TraceSource
 
 __all__ = ["DEFAULT_OUTPUT", "TEXT_FORMATS", "Said", "read_texts", "text_format_of", "text_rows"]
 
@@ -71,7 +71,7 @@ def text_format_of(head: str) -> str | None:
 
 
 def text_rows(
-    source: Source, format: str, arrivals: Arrivals, tokenizer: Callable[[str], int] | None, seed: int
+    source: TraceSource, format: str, arrivals: Arrivals, tokenizer: Callable[[str], int] | None, seed: int
 ) -> Iterator[Row]:
     """Yield one row per request, with lengths but without texts; see :func:`read_texts`.
 
@@ -82,7 +82,7 @@ def text_rows(
 
 
 def read_texts(
-    source: Source,
+    source: TraceSource,
     format: str,
     arrivals: Arrivals,
     tokenizer: Callable[[str], int] | None,
@@ -233,13 +233,13 @@ def _wanted(where: str, fields: Mapping[str, Any], names: Sequence[str]) -> int 
 # --- items -----------------------------------------------------------------------------------------------------------
 
 
-def _line_items(source: Source) -> Iterable[tuple[int, Any]]:
+def _line_items(source: TraceSource) -> Iterable[tuple[int, Any]]:
     for line in source:
         if not line.isspace():
             yield source.number, source.object(line)
 
 
-def list_items(source: Source) -> Iterator[tuple[int, Any]]:
+def list_items(source: TraceSource) -> Iterator[tuple[int, Any]]:
     """(line number, item) of each item of a JSON list, without reading the whole list into memory."""
     decoder, pieces = json.JSONDecoder(), source.pieces()
     text, place, line, inside, more, wanted = "", 0, 1, False, True, 0

@@ -20,7 +20,7 @@ from torch import Tensor
 from chairlift.errors import ConfigError
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.eagle3 import Eagle3, hidden_at, parse_eagle3_config, stored_tensors
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift_train.checkpoint import ModelFiles
 from chairlift_train.collate import IGNORED
 from chairlift_train.heads.training import HeadsNetwork
@@ -186,7 +186,7 @@ def saved_target_ids(directory: Path) -> npt.NDArray[np.int32] | None:
 
 
 def _layer_config(
-    target: ModelConfig, taps: tuple[int, ...], intermediate_size: int | None, rows: int | None
+    target: NetworkConfig, taps: tuple[int, ...], intermediate_size: int | None, rows: int | None
 ) -> dict[str, Any]:
     """Content of ``config.json``. ``rows`` is the number of rows of the layer's own output head; None: it has none.
 

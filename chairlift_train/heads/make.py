@@ -8,7 +8,7 @@ from typing import Any
 
 from chairlift.errors import ConfigError
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift_train.config import HeadsSettings
 from chairlift_train.heads.eagle3 import Eagle3Network, check_taps, default_taps, saved_target_ids
 from chairlift_train.heads.medusa import MedusaNetwork
@@ -20,7 +20,7 @@ __all__ = ["check_heads", "make_heads"]
 
 def check_heads(settings: HeadsSettings, network: Any) -> None:
     """Raise ConfigError if heads of these settings cannot be trained for a model with the config ``network``."""
-    if not isinstance(network, ModelConfig):
+    if not isinstance(network, NetworkConfig):
         raise ConfigError(f"heads are for native models (docs/models.md), and {network.model_type} is of transformers")
     if network.recurrent:
         raise ConfigError("heads are not trained for a model with recurrent states, which a wrong draft would change")

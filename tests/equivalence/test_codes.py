@@ -12,7 +12,7 @@ from torch import Tensor
 from chairlift import LLM, SamplingParams
 from chairlift.kernels.grouped import GROUP, GroupedRows, GroupKind
 from chairlift.kernels.weights import PLAIN
-from chairlift.models.layers.linear import Embedding, Linear
+from chairlift.models.layers.linear import Linear, TokenEmbedding
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
 from tests.kernels.cpu.models import FAMILIES, tiny_model
@@ -38,10 +38,10 @@ def reference_logits(model_dir: Path, bits: int, monkeypatch: pytest.MonkeyPatch
     model = load_model(model_dir, read_config(model_dir), "float32", weight_format=PLAIN)
     done = set()
     for module in model.modules():
-        if isinstance(module, (Linear, Embedding)) and id(module.weight) not in done:
+        if isinstance(module, (Linear, TokenEmbedding)) and id(module.weight) not in done:
             done.add(id(module.weight))
-            least = 8 if isinstance(module, Embedding) or module is model.lm_head else bits
-            if isinstance(module, Embedding) and not model.config.tie_word_embeddings:
+            least = 8 if isinstance(module, TokenEmbedding) or module is model.lm_head else bits
+            if isinstance(module, TokenEmbedding) and not model.config.tie_word_embeddings:
                 continue  # it is only looked up, and stays as it is
             module.weight.data = GroupedRows.quantize(module.weight.data, GroupKind(least, GROUP)).dequantize()
     forward = Linear.forward

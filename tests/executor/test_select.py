@@ -23,7 +23,7 @@ from chairlift.executor.backends.torch.model_runner import TorchModelRunner
 from chairlift.executor.backends.triton.backend import TritonBackend
 from chairlift.executor.select import choose_backend
 from chairlift.kernels.cpu.library import best_isa, supported_isas
-from chairlift.models.hf_config import ModelConfig, parse_config
+from chairlift.models.hf_config import NetworkConfig, parse_config
 from tests.kernels.cpu.models import tiny_model
 from tests.native import needs_kernels
 
@@ -32,7 +32,7 @@ pytestmark = needs_kernels
 CPU = torch.device("cpu")
 
 
-def network(head_dim: int = 32, **heads: int) -> ModelConfig:
+def network(head_dim: int = 32, **heads: int) -> NetworkConfig:
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     return parse_config({"model_type": "llama", "num_attention_heads": 2, "head_dim": head_dim, **sizes, **heads})
 

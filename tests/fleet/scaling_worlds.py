@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from chairlift.config import EngineConfig
-from chairlift.fleet.autoscale import SCALE_SECONDS, Autoscaler, Decision, Demand
+from chairlift.fleet.autoscale import SCALE_SECONDS, Autoscaler, Demand, ScalingDecision
 from chairlift.fleet.routing import ROUTINGS
 from chairlift_lab.replay import fleet
 from chairlift_lab.replay.fleet import FleetPlan
@@ -84,7 +84,7 @@ class _WatchedScaler(Autoscaler):
         self.removed: list[float] = []
         self.short_for = 0
 
-    def decide(self, now: float, demand: Demand) -> Decision:
+    def decide(self, now: float, demand: Demand) -> ScalingDecision:
         decision, count = super().decide(now, demand), demand.num_replicas
         assert self.least <= decision.wanted <= self.most and abs(decision.wanted - count) <= 1
         assert bool(decision.reason) == (decision.wanted != count)

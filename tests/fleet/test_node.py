@@ -18,7 +18,7 @@ from chairlift.base.outputs import OutputKind
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine.async_engine import AsyncEngine
-from chairlift.engine.process.process_client import Place, ProcessClient
+from chairlift.engine.process.process_client import EnginePlace, ProcessClient
 from chairlift.errors import EngineDeadError
 from chairlift.fleet.fleet import Fleet
 from chairlift.fleet.node import SECRET_BYTES, NodeReplica, keep_alive, listening_addresses
@@ -38,7 +38,7 @@ def obey(orders: Connection) -> None:
             orders.send(getattr(replica, name)(*arguments))
 
 
-class ChildActor(Place):
+class ChildActor(EnginePlace):
     """A place in a child process."""
 
     pid: int | None = None

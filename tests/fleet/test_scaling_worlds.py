@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chairlift.config import EngineConfig
-from chairlift.fleet.autoscale import Autoscaler, Decision, Demand
+from chairlift.fleet.autoscale import Autoscaler, Demand, ScalingDecision
 from chairlift_lab.replay import fleet
 from chairlift_lab.replay.fleet import replay_fleet
 from tests.fleet.scaling_worlds import check_world, draw_world
@@ -54,16 +54,16 @@ def _starting_is_ready(*args: Any, **more: Any) -> Demand:
     return dataclasses.replace(demand, starting=0)
 
 
-def _without_limit(self: Autoscaler, now: float, demand: Demand) -> Decision:
+def _without_limit(self: Autoscaler, now: float, demand: Demand) -> ScalingDecision:
     decision = _decide(self, now, demand)
     if demand.forecast_wait > 0.5 and not demand.starting:
-        return Decision(demand.num_replicas + 1, "more")
+        return ScalingDecision(demand.num_replicas + 1, "more")
     return decision
 
 
-def _down_to_none(self: Autoscaler, now: float, demand: Demand) -> Decision:
+def _down_to_none(self: Autoscaler, now: float, demand: Demand) -> ScalingDecision:
     decision = _decide(self, now, demand)
-    return Decision(demand.num_replicas - 1, "idle") if not demand.load and not demand.starting else decision
+    return ScalingDecision(demand.num_replicas - 1, "idle") if not demand.load and not demand.starting else decision
 
 
 def _remove_the_last(serving: Any) -> Any:
@@ -81,7 +81,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "the maximum is ignored": lambda p: p.setattr(Autoscaler, "decide", _without_limit),
     "the minimum is ignored": lambda p: p.setattr(Autoscaler, "decide", _down_to_none),
     "it never grows": lambda p: p.setattr(
-        Autoscaler, "_short", lambda self, now, d, kept: Decision(d.num_replicas, "")
+        Autoscaler, "_short", lambda self, now, d, kept: ScalingDecision(d.num_replicas, "")
     ),
     "a removed replica stays in the queue's list": lambda p: p.setattr(fleet.Door, "remove_replica", lambda *_: None),
     "a new replica is not in the queue's list": lambda p: p.setattr(fleet.Door, "add_replica", lambda *_: None),

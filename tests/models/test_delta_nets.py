@@ -11,7 +11,7 @@ import torch
 
 from chairlift.kernels import ops, recurrent
 from chairlift.kernels.delta_rule import DeltaRule
-from chairlift.kernels.recurrent import Piece
+from chairlift.kernels.recurrent import StatePiece
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.model_files import read_config
@@ -69,7 +69,7 @@ def keys_of_the_next_head(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeltaRule, "_convolved", wrong)
 
 
-def pieces(wrong: Callable[[list[Piece]], list[Piece]]) -> Callable[[pytest.MonkeyPatch], None]:
+def pieces(wrong: Callable[[list[StatePiece]], list[StatePiece]]) -> Callable[[pytest.MonkeyPatch], None]:
     plan = recurrent.plan_pieces
     return lambda patch: patch.setattr("chairlift.models.context.plan_pieces", lambda *args: wrong(plan(*args)))
 

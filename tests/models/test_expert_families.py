@@ -20,7 +20,7 @@ from chairlift.kernels.cpu.library import supported_isas
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.formats.checkpoint import hf_state_dict
-from chairlift.models.hf_config import ModelConfig, RopeConfig, parse_config
+from chairlift.models.hf_config import NetworkConfig, RopeConfig, parse_config
 from chairlift.models.layers.experts import MixtureOfExperts
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
@@ -167,8 +167,8 @@ def test_weights_are_replaced_in_place(tmp_path: Path) -> None:
 # -- each way of getting it wrong is noticed ---------------------------------------------------------------------------
 
 
-def routed(**change: Any) -> Callable[[ModelConfig], ModelConfig]:
-    def wrong(config: ModelConfig) -> ModelConfig:
+def routed(**change: Any) -> Callable[[NetworkConfig], NetworkConfig]:
+    def wrong(config: NetworkConfig) -> NetworkConfig:
         assert config.experts is not None
         routing = dataclasses.replace(config.experts.routing, **change)
         assert routing != config.experts.routing
@@ -177,11 +177,11 @@ def routed(**change: Any) -> Callable[[ModelConfig], ModelConfig]:
     return wrong
 
 
-def other(**change: Any) -> Callable[[ModelConfig], ModelConfig]:
+def other(**change: Any) -> Callable[[NetworkConfig], NetworkConfig]:
     return lambda config: dataclasses.replace(config, **change)
 
 
-def whole_heads_rotated(config: ModelConfig) -> ModelConfig:
+def whole_heads_rotated(config: NetworkConfig) -> NetworkConfig:
     assert config.rope is not None
     return dataclasses.replace(config, rope=dataclasses.replace(config.rope, dim=None))
 
@@ -196,18 +196,18 @@ def in_experts(spoil: Callable[[MixtureOfExperts], object]) -> Callable[[CausalL
     return wrong
 
 
-def no_yarn(config: ModelConfig) -> ModelConfig:
+def no_yarn(config: NetworkConfig) -> NetworkConfig:
     assert config.rope is not None
     return dataclasses.replace(config, rope=RopeConfig(theta=config.rope.theta))
 
 
-def truncated(config: ModelConfig) -> ModelConfig:
+def truncated(config: NetworkConfig) -> NetworkConfig:
     assert config.rope is not None
     return dataclasses.replace(config, rope=dataclasses.replace(config.rope, truncate=True))
 
 
-def clamped(clamp: tuple[float, float] | None) -> Callable[[ModelConfig], ModelConfig]:
-    def wrong(config: ModelConfig) -> ModelConfig:
+def clamped(clamp: tuple[float, float] | None) -> Callable[[NetworkConfig], NetworkConfig]:
+    def wrong(config: NetworkConfig) -> NetworkConfig:
         assert config.experts is not None
         assert config.experts.clamp not in (None, clamp)
         return dataclasses.replace(config, experts=dataclasses.replace(config.experts, clamp=clamp))
@@ -264,7 +264,7 @@ def drop_head_norms(model: CausalLM) -> None:
         layer.self_attn.q_norm = layer.self_attn.k_norm = None
 
 
-CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
+CONFIG_MISTAKES: list[tuple[str, str, Callable[[NetworkConfig], NetworkConfig]]] = [
     ("glm4_moe", "whole heads rotated", whole_heads_rotated),
     ("glm4_moe", "no groups", routed(groups=1, kept_groups=1)),
     ("glm4_moe", "groups by their best", routed(group_score="best")),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.errors import ModelLoadError
-from chairlift.models.hf_config import ModelConfig, parse_config
+from chairlift.models.hf_config import NetworkConfig, parse_config
 from chairlift.models.model_files import read_config
 from tests.models.tiny import FAMILIES, tiny_hf_model
 
@@ -271,5 +271,5 @@ def test_any_json_is_a_config_or_a_model_load_error(base: dict[str, Any], change
         config = parse_config({**base, **change}, {"eos_token_id": change.get("generation")})
     except ModelLoadError:
         return
-    assert isinstance(config, ModelConfig)
+    assert isinstance(config, NetworkConfig)
     assert config.num_attention_heads % config.num_key_value_heads == 0 and len(config.layer_windows) > 0

@@ -19,7 +19,7 @@ from chairlift.kernels.cpu.library import supported_isas
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.formats.checkpoint import hf_state_dict
-from chairlift.models.hf_config import ModelConfig, parse_config
+from chairlift.models.hf_config import NetworkConfig, parse_config
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
 from tests.models.logprobs import check_logprobs
@@ -229,19 +229,19 @@ def norms_first(model: CausalLM) -> None:
         layer.sums_first = False
 
 
-def other_rope(**change: Any) -> Callable[[ModelConfig], ModelConfig]:
-    def wrong(config: ModelConfig) -> ModelConfig:
+def other_rope(**change: Any) -> Callable[[NetworkConfig], NetworkConfig]:
+    def wrong(config: NetworkConfig) -> NetworkConfig:
         assert config.rope is not None
         return dataclasses.replace(config, rope=dataclasses.replace(config.rope, **change))
 
     return wrong
 
 
-def other(**change: Any) -> Callable[[ModelConfig], ModelConfig]:
+def other(**change: Any) -> Callable[[NetworkConfig], NetworkConfig]:
     return lambda config: dataclasses.replace(config, **change)
 
 
-CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
+CONFIG_MISTAKES: list[tuple[str, str, Callable[[NetworkConfig], NetworkConfig]]] = [
     ("arcee", "another activation", other(mlp="gelu_tanh")),
     ("cohere2", "rotation in all layers", other(rope_layers=())),
     ("cohere2", "halves for pairs", other_rope(interleaved=False)),
@@ -356,7 +356,9 @@ def names(mistakes: list[Any]) -> list[str]:
     return [f"{variant}: {what}" for variant, what, _ in mistakes]
 
 
-def check(variant: str, tmp_path: Path, spoil: Callable[[ModelConfig], ModelConfig]) -> tuple[CausalLM, torch.Tensor]:
+def check(
+    variant: str, tmp_path: Path, spoil: Callable[[NetworkConfig], NetworkConfig]
+) -> tuple[CausalLM, torch.Tensor]:
     """The spoilt model, after the sound one was compared, and what transformers computes."""
     family, overrides = VARIANTS[variant]
     model_dir = tiny_hf_model(tmp_path, family, **overrides)
@@ -368,7 +370,7 @@ def check(variant: str, tmp_path: Path, spoil: Callable[[ModelConfig], ModelConf
 @pytest.mark.planted("test_logits_and_greedy_answers_equal_transformers[{variant}]")
 @pytest.mark.parametrize(("variant", "what", "spoil"), CONFIG_MISTAKES, ids=names(CONFIG_MISTAKES))
 def test_a_feature_that_is_left_out_is_noticed(
-    variant: str, what: str, spoil: Callable[[ModelConfig], ModelConfig], tmp_path: Path
+    variant: str, what: str, spoil: Callable[[NetworkConfig], NetworkConfig], tmp_path: Path
 ) -> None:
     model, expected = check(variant, tmp_path, spoil)
     assert not close(packed_logits(model, [prompt(40)])[0], expected, 0.01), what

@@ -19,11 +19,11 @@ from chairlift.errors import ConfigError, ModelLoadError
 from chairlift.kernels import recurrent
 from chairlift.kernels.cpu.library import supported_isas
 from chairlift.kernels.mamba2 import Mamba2
-from chairlift.kernels.recurrent import Piece
+from chairlift.kernels.recurrent import StatePiece
 from chairlift.kernels.short_conv import ShortConv
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.formats.checkpoint import hf_state_dict
-from chairlift.models.hf_config import ModelConfig, parse_config
+from chairlift.models.hf_config import NetworkConfig, parse_config
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
 from chairlift.models.registry import FAMILIES
@@ -422,32 +422,32 @@ def test_the_first_checkpoints_name_sizes_otherwise() -> None:
 # -- each way of getting it wrong is noticed ---------------------------------------------------------------------------
 
 
-def other(**change: Any) -> Callable[[ModelConfig], ModelConfig]:
+def other(**change: Any) -> Callable[[NetworkConfig], NetworkConfig]:
     return lambda config: dataclasses.replace(config, **change)
 
 
-def all_rotated(config: ModelConfig) -> ModelConfig:
+def all_rotated(config: NetworkConfig) -> NetworkConfig:
     assert config.rope is not None
     return other(rope=dataclasses.replace(config.rope, dim=None))(config)
 
 
-def not_normalised(config: ModelConfig) -> ModelConfig:
+def not_normalised(config: NetworkConfig) -> NetworkConfig:
     assert config.experts is not None
     routing = dataclasses.replace(config.experts.routing, normalise=False)
     return other(experts=dataclasses.replace(config.experts, routing=routing))(config)
 
 
-def unscaled(config: ModelConfig) -> ModelConfig:
+def unscaled(config: NetworkConfig) -> NetworkConfig:
     """Leave out the factor of the experts' weights."""
     assert config.experts is not None
     routing = dataclasses.replace(config.experts.routing, scale=1.0)
     return other(experts=dataclasses.replace(config.experts, routing=routing))(config)
 
 
-def without_factor(part: int) -> Callable[[ModelConfig], ModelConfig]:
+def without_factor(part: int) -> Callable[[NetworkConfig], NetworkConfig]:
     """Leave out a factor of the parts of the first product of a Mamba-2 layer."""
 
-    def spoil(config: ModelConfig) -> ModelConfig:
+    def spoil(config: NetworkConfig) -> NetworkConfig:
         mixer: Any = config.mixers[0]
         factors = (*mixer.factors[:part], 1.0, *mixer.factors[part + 1 :])
         return other(mixers=(dataclasses.replace(mixer, factors=factors),) * len(config.mixers))(config)
@@ -455,7 +455,7 @@ def without_factor(part: int) -> Callable[[ModelConfig], ModelConfig]:
     return spoil
 
 
-CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
+CONFIG_MISTAKES: list[tuple[str, str, Callable[[NetworkConfig], NetworkConfig]]] = [
     ("falcon_h1", "mixers without factors", other(mixer_scales=(1.0, 1.0))),
     ("falcon_h1", "attention without factors", other(attention_scales=(1.0, 1.0))),
     ("falcon_h1", "no factor of gates", other(mlp_scales=(1.0, 0.5))),
@@ -480,7 +480,7 @@ CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
 @pytest.mark.planted("test_logits_and_greedy_answers_equal_transformers[{variant}]")
 @pytest.mark.parametrize(("variant", "what", "spoil"), CONFIG_MISTAKES, ids=[what for _, what, _ in CONFIG_MISTAKES])
 def test_a_feature_that_is_left_out_is_noticed(
-    variant: str, what: str, spoil: Callable[[ModelConfig], ModelConfig], tmp_path: Path
+    variant: str, what: str, spoil: Callable[[NetworkConfig], NetworkConfig], tmp_path: Path
 ) -> None:
     family, overrides = VARIANTS[variant]
     model_dir = tiny_hf_model(tmp_path, family, **overrides)
@@ -617,15 +617,15 @@ def no_gate_behind(scan: Scan) -> Scan:
     return wrong
 
 
-def not_reset(pieces: list[Piece]) -> list[Piece]:
+def not_reset(pieces: list[StatePiece]) -> list[StatePiece]:
     return [dataclasses.replace(piece, read=max(piece.read, 0)) for piece in pieces]
 
 
-def slot_of_a_neighbour(pieces: list[Piece]) -> list[Piece]:
+def slot_of_a_neighbour(pieces: list[StatePiece]) -> list[StatePiece]:
     return [dataclasses.replace(piece, write=pieces[i - 1].write) for i, piece in enumerate(pieces)]
 
 
-def read_of_a_neighbour(pieces: list[Piece]) -> list[Piece]:
+def read_of_a_neighbour(pieces: list[StatePiece]) -> list[StatePiece]:
     return [
         dataclasses.replace(piece, read=pieces[i - 1].read if min(piece.read, pieces[i - 1].read) >= 0 else piece.read)
         for i, piece in enumerate(pieces)

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from chairlift.models.hf_config import ModelConfig, parse_config
+from chairlift.models.hf_config import NetworkConfig, parse_config
 from chairlift.models.layers.rotary import RotaryEmbedding, inverse_frequencies
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
@@ -68,7 +68,7 @@ def spelled(name: str, theta: float, *, old: bool) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": theta, **SCALINGS[name]}}
 
 
-def ours_and_theirs(config: ModelConfig, hf_config: LlamaConfig, positions: torch.Tensor) -> tuple[Any, Any]:
+def ours_and_theirs(config: NetworkConfig, hf_config: LlamaConfig, positions: torch.Tensor) -> tuple[Any, Any]:
     ours = RotaryEmbedding(config.head_dim, config.rope, config.max_position_embeddings)(positions, torch.float32)
     theirs = LlamaRotaryEmbedding(hf_config)(torch.zeros(1), positions[None])
     # transformers repeats the frequencies for the second half of each head.

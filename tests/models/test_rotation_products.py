@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from chairlift import LLM, SamplingParams
 from chairlift.errors import ModelLoadError
 from chairlift.kernels.cpu.library import supported_isas
-from chairlift.models.hf_config import ModelConfig, parse_config
+from chairlift.models.hf_config import NetworkConfig, parse_config
 from chairlift.models.layers.attention import Attention
 from chairlift.models.layers.rotary import RotaryEmbedding, inverse_frequencies
 from chairlift.models.loader import load_model
@@ -307,7 +307,7 @@ def by_formula(x: Tensor, weight: Tensor, head: int, angles: Tensor, factor: flo
     return normed(y, weight) if kind == "rotated" else y
 
 
-def layer_config(qk_norm: str, norm: str, rope: RopeConfig, gate: bool) -> ModelConfig:
+def layer_config(qk_norm: str, norm: str, rope: RopeConfig, gate: bool) -> NetworkConfig:
     sizes = {"hidden_size": _HIDDEN, "num_attention_heads": _HEADS, "num_key_value_heads": _KV_HEADS}
     raw = {"model_type": "qwen3", **sizes, "head_dim": _DIM, "intermediate_size": 8, "num_hidden_layers": 1}
     config = parse_config({**raw, "vocab_size": 8, "rms_norm_eps": 1e-6, "max_position_embeddings": 128})

@@ -28,6 +28,7 @@ from chairlift.errors import (
 )
 from chairlift.server.http.app import make_app
 from chairlift.server.http.errors import ApiError
+from chairlift.server.operations import health
 from tests.server.harness import PATIENCE, Client, Endpoints, StateOnlyEngine, make_state, run, serving, until
 
 SECRET = "0x7f3a /srv/models/secret"
@@ -37,18 +38,12 @@ def with_shell(test: Callable[[Client, Endpoints, StateOnlyEngine], Awaitable[No
     async def body() -> None:
         engine, endpoints = StateOnlyEngine(), Endpoints()
         state = make_state(engine, **settings)
-        async with serving(make_app(state, [*make_app_routes(), *endpoints.routes])) as client:
+        async with serving(make_app(state, [*health.routes, *endpoints.routes])) as client:
             client.state = state  # type: ignore[attr-defined]
             await test(client, endpoints, engine)
         assert state.num_in_progress == 0
 
     run(body())
-
-
-def make_app_routes() -> list[Route]:
-    from chairlift.server.http import app
-
-    return app._routes
 
 
 # --- about the server itself -----------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError, Templ
 from chairlift.server.http import lifecycle
 from chairlift.server.http.app import make_app
 from chairlift.server.http.lifecycle import ExitCode, Stop, banner, bind, serve, served_names, start_engine
+from chairlift.server.operations import health
 from tests.server.harness import INFO, PATIENCE, Connection, Endpoints, StateOnlyEngine, make_state, run, until
 
 
@@ -55,10 +56,8 @@ class Server:
         )
 
     def _app(self, state: Any) -> Any:
-        from chairlift.server.http import app
-
         self.state = state
-        return make_app(state, [*app._routes, *self.endpoints.routes])
+        return make_app(state, [*health.routes, *self.endpoints.routes])
 
     def _announce(self, text: str) -> None:
         self.banner = text

@@ -34,7 +34,7 @@ from chairlift.server.http.app import make_app
 from chairlift.server.http.auth import Caller, load_keys
 from chairlift.server.http.state import ServerState
 from chairlift.server.operations import traffic
-from chairlift.server.operations.traffic import Recording, prefix_hashes
+from chairlift.server.operations.traffic import TrafficRecording, prefix_hashes
 from tests.engine.make import greedy, make_engine
 from tests.server.fake_engine import INFO, byte_tokenizer
 from tests.server.harness import PATIENCE, Client, Connection, StateOnlyEngine, run, serving, until
@@ -513,8 +513,8 @@ def a_stream(number: int, tokens: int = 20, arrival: float = 101.0, tenant: str 
     return OutputStream(RequestState(prepared, None, True), OutputKind.FINAL, lambda _: None)
 
 
-def a_recording(**limits: float) -> Recording:
-    return Recording(Caller(), 16, now=100.0, unix=1e9, **limits)
+def a_recording(**limits: float) -> TrafficRecording:
+    return TrafficRecording(Caller(), 16, now=100.0, unix=1e9, **limits)
 
 
 @asynchronous
@@ -620,7 +620,7 @@ async def test_tenants_beyond_all_bounds_share_a_name() -> None:
     assert taken is not None and taken[1].tenant == "others" and len(recording._tenants) == 10_001
 
 
-async def all_of(recording: Recording) -> AsyncIterator[tuple[int, traffic.TrafficRecord]]:
+async def all_of(recording: TrafficRecording) -> AsyncIterator[tuple[int, traffic.TrafficRecord]]:
     while (taken := await recording.take()) is not None:
         yield taken
 

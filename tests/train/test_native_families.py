@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.hf_config import ModelConfig, parse_config
+from chairlift.models.hf_config import NetworkConfig, parse_config
 from chairlift.models.random_weights import random_model
 from chairlift.models.registry import FAMILIES
 from chairlift_train import networks
@@ -55,7 +55,7 @@ def config_of(family: str) -> dict[str, Any]:
     return {name: value for name, value in made.items() if value is not None or name == "pad_token_id"}
 
 
-def model_of(config: ModelConfig) -> CausalLM:
+def model_of(config: NetworkConfig) -> CausalLM:
     return random_model(config, "float32", seed=0, std=0.25)
 
 

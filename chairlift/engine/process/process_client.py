@@ -48,7 +48,15 @@ from chairlift.engine.process.messages import (
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
 from chairlift.metrics.stats import AutoscalingStats, ReplicaStats
 
-__all__ = ["EngineEvents", "Place", "ProcessClient", "RemoteCore", "ThisMachine", "describe_exit", "engine_command"]
+__all__ = [
+    "EngineEvents",
+    "EnginePlace",
+    "ProcessClient",
+    "RemoteCore",
+    "ThisMachine",
+    "describe_exit",
+    "engine_command",
+]
 
 _log = logging.getLogger(__name__)
 _ROOT: Final = str(Path(__file__).parents[3])
@@ -112,7 +120,7 @@ class RemoteCore(EngineClient, Protocol):
     async def close(self) -> None: ...
 
 
-class Place(Protocol):
+class EnginePlace(Protocol):
     """A place where one engine process runs, such as this machine. It starts and ends the process."""
 
     @property
@@ -130,7 +138,7 @@ class Place(Protocol):
         """End the process at once. Does nothing if it does not run. :meth:`wait` then returns soon."""
 
 
-class ThisMachine(Place):
+class ThisMachine(EnginePlace):
     """Runs the engine as a child process of this process. ``processors`` are the processors that it may use; empty: the
     same processors as this process.
 
@@ -177,13 +185,13 @@ class ProcessClient(RemoteCore):
 
     silent_since: float | None = None
 
-    def __init__(self, settings: Mapping[str, Any], events: EngineEvents, place: Place | None = None) -> None:
+    def __init__(self, settings: Mapping[str, Any], events: EngineEvents, place: EnginePlace | None = None) -> None:
         self.silent_since: float | None = None
         """While a reply is expected: time of the engine's last message, or of the first unanswered request. None while
         no reply is expected. It does not change when a caller stops waiting."""
         self._settings = dict(settings)
         self._events = events
-        self._place: Place = ThisMachine() if place is None else place
+        self._place: EnginePlace = ThisMachine() if place is None else place
         self._transport: asyncio.Transport | None = None
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._updates: deque[asyncio.Future[EngineInfo]] = deque()  # in the order of the replies

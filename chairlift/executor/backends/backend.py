@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from chairlift.models.eagle3 import Eagle3
     from chairlift.models.encoder_config import EncoderConfig
     from chairlift.models.fallback.model import TransformersLM
-    from chairlift.models.hf_config import ModelConfig
+    from chairlift.models.hf_config import NetworkConfig
     from chairlift.models.pooled_network import PooledNetwork
 
 __all__ = ["Abilities", "Backend"]
@@ -86,7 +86,7 @@ class Backend(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def why_not(
-        cls, network: ModelConfig | EncoderConfig | None, dtype: torch.dtype, device: torch.device, block_size: int
+        cls, network: NetworkConfig | EncoderConfig | None, dtype: torch.dtype, device: torch.device, block_size: int
     ) -> str:
         """Reason why the kernels cannot run a model, with the remedy; empty if they can. With ``network`` None, the
         reason why they cannot run any model."""

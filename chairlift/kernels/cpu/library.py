@@ -38,13 +38,13 @@ __all__ = [
     "PRODUCTS",
     "SAMPLING_ROW",
     "STATE_KIND",
-    "Batch",
+    "BatchStruct",
     "Experts",
     "KVLayer",
     "Library",
-    "LowRank",
+    "LowRankStruct",
     "Memory",
-    "Op",
+    "OpStruct",
     "Pool",
     "Program",
     "best_isa",
@@ -105,7 +105,7 @@ class Experts(ctypes.Structure):
     ]
 
 
-class Op(ctypes.Structure):
+class OpStruct(ctypes.Structure):
     """Struct ``cl_op``: one fused operation of a step program."""
 
     _fields_ = [
@@ -159,7 +159,7 @@ STATE_KIND = 2
 """Value of ``cl_kv_kind`` for recurrent states."""
 
 
-class LowRank(ctypes.Structure):
+class LowRankStruct(ctypes.Structure):
     """Struct ``cl_lora``: the terms that an adapter adds to one linear layer."""
 
     _fields_ = [
@@ -175,7 +175,7 @@ class Program(ctypes.Structure):
     """Struct ``cl_program``: operations, buffers and caches. The arrays to which it points must outlive it."""
 
     _fields_ = [
-        ("ops", POINTER(Op)),
+        ("ops", POINTER(OpStruct)),
         ("buffers", POINTER(c_void_p)),
         ("strides", POINTER(c_int64)),
         ("rotary", POINTER(c_void_p)),
@@ -195,7 +195,7 @@ class Program(ctypes.Structure):
     ]
 
 
-class Batch(ctypes.Structure):
+class BatchStruct(ctypes.Structure):
     """Struct ``cl_batch``: the rows and tokens of one step. Pointers are plain addresses."""
 
     _fields_ = [
@@ -215,7 +215,7 @@ class Batch(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, step: StepBatch, adapters: npt.NDArray[np.int32] | None = None) -> Batch:
+    def of(cls, step: StepBatch, adapters: npt.NDArray[np.int32] | None = None) -> BatchStruct:
         """A batch that points to the arrays of ``step`` and to ``adapters``, which must outlive it. ``adapters`` [T] is
         the row of each token's adapter in the table of adapters."""
         spans = step.token_ids, step.positions, step.cu_seqlens, step.seq_lens
@@ -242,8 +242,8 @@ SAMPLING_ROW = np.dtype(
 """Struct ``cl_sampling_row`` as a numpy record dtype, so that all rows of a step are written and read column by
 column."""
 
-_STRUCT_SIZES = (*map(ctypes.sizeof, (Op, KVLayer, Program, Batch)), SAMPLING_ROW.itemsize)
-_STRUCT_SIZES = (*_STRUCT_SIZES, ctypes.sizeof(Experts), ctypes.sizeof(LowRank))
+_STRUCT_SIZES = (*map(ctypes.sizeof, (OpStruct, KVLayer, Program, BatchStruct)), SAMPLING_ROW.itemsize)
+_STRUCT_SIZES = (*_STRUCT_SIZES, ctypes.sizeof(Experts), ctypes.sizeof(LowRankStruct))
 
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "cl_abi_version": (c_int32, []),
@@ -265,13 +265,13 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "cl_packed_code_bytes": (c_int64, [c_int32, c_int32, c_int64, c_int64]),
     "cl_code_bytes": (c_int64, [c_int64]),
-    "cl_expert_bytes": (c_int64, [POINTER(Op), c_int32, c_int32]),
-    "cl_run": (c_int32, [c_void_p, POINTER(Program), POINTER(Batch), c_int32]),
+    "cl_expert_bytes": (c_int64, [POINTER(OpStruct), c_int32, c_int32]),
+    "cl_run": (c_int32, [c_void_p, POINTER(Program), POINTER(BatchStruct), c_int32]),
     "cl_head": (
         c_int32,
         [
             *(c_void_p, POINTER(Program), c_void_p, c_int64, c_void_p, c_int32),  # pool ... num_rows
-            *(POINTER(Op), c_void_p, c_void_p, c_int64),  # product, rows, logits, logits_rows
+            *(POINTER(OpStruct), c_void_p, c_void_p, c_int64),  # product, rows, logits, logits_rows
         ],
     ),
     "cl_needs_logits": (c_int32, [c_void_p]),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from chairlift.errors import InvariantError
-from chairlift.kernels.cpu.library import LowRank, Memory, Program
+from chairlift.kernels.cpu.library import LowRankStruct, Memory, Program
 from chairlift.kernels.cpu.packing import PANEL, PackedMatrix, PackedWeight, packed_bytes
 
 __all__ = ["LowRankPart", "LowRankTable", "PackedAdapter"]
@@ -101,7 +101,7 @@ class LowRankTable:
 
     def __init__(self, num_sites: int, num_adapters: int, max_rank: int, max_tokens: int) -> None:
         self.num_sites = num_sites
-        self._entries = (LowRank * (num_sites * num_adapters))()
+        self._entries = (LowRankStruct * (num_sites * num_adapters))()
         self._free = list(range(num_adapters - 1, -1, -1))
         self._loaded: dict[int, tuple[int, PackedAdapter]] = {}
         self._stride = -(-max_rank // PANEL) * PANEL + _SPARE
@@ -120,7 +120,7 @@ class LowRankTable:
         row = self._free.pop()
         for site, (a, b, slices) in adapter.products.items():
             rank = -(-a.out_features // PANEL) * PANEL
-            entry = LowRank(a.memory.address, b.memory.address, slices.ctypes.data, rank)
+            entry = LowRankStruct(a.memory.address, b.memory.address, slices.ctypes.data, rank)
             self._entries[row * self.num_sites + site - 1] = entry
         self._loaded[adapter_id] = row, adapter
 
@@ -128,7 +128,7 @@ class LowRankTable:
         """Remove an adapter from the table. No later step may use it."""
         row, _ = self._loaded.pop(adapter_id)
         for site in range(self.num_sites):
-            self._entries[row * self.num_sites + site] = LowRank()
+            self._entries[row * self.num_sites + site] = LowRankStruct()
         self._free.append(row)
 
     def rows_of(self, adapter_ids: npt.NDArray[Any]) -> npt.NDArray[np.int32]:

@@ -25,7 +25,7 @@ from chairlift.kernels.mamba2 import Mamba2
 from chairlift.kernels.recording import Node, Op, Value, add, attention, recurrence
 from chairlift.kernels.short_conv import ShortConv
 
-__all__ = ["Activation", "FusedOp", "OpFlag", "OpKind", "Plan", "lower", "narrow_at"]
+__all__ = ["Activation", "FusedOp", "LoweringPlan", "OpFlag", "OpKind", "lower", "narrow_at"]
 
 
 class OpKind(enum.IntEnum):
@@ -103,7 +103,7 @@ class FusedOp:
 
 
 @dataclasses.dataclass(slots=True)
-class Plan:
+class LoweringPlan:
     """Fused operations in the order of execution, and the buffers of their activations."""
 
     ops: list[FusedOp]
@@ -118,7 +118,7 @@ class Plan:
         return list(dict.fromkeys(op.call.label for op in self.ops if op.call is not None))
 
 
-def lower(nodes: Sequence[Node], *outputs: Value) -> Plan:
+def lower(nodes: Sequence[Node], *outputs: Value) -> LoweringPlan:
     """Fuse ``nodes`` into operations and assign buffers. The buffers of ``outputs`` keep their contents after the
     run."""
     ops = _Fuser(nodes, outputs).fuse()
@@ -460,7 +460,7 @@ def _product(kind: OpKind, product: Node, out: Value, *aux: Value) -> FusedOp:
     return FusedOp(kind, out, (*product.inputs, *aux), {"n": weight.n, "k": weight.k}, weight)
 
 
-def _place(ops: list[FusedOp], outputs: Sequence[Value]) -> Plan:
+def _place(ops: list[FusedOp], outputs: Sequence[Value]) -> LoweringPlan:
     """Assign a buffer to every activation. A buffer is reused after the last operation that reads it (linear-scan
     allocation). An activation that no operation computes is an input, and has a buffer of its own."""
     last_read: dict[Value, int] = {}
@@ -468,7 +468,7 @@ def _place(ops: list[FusedOp], outputs: Sequence[Value]) -> Plan:
         last_read[op.out] = index
         last_read.update((value, index) for value in op.inputs)
     last_read.update((value, len(ops)) for value in outputs)
-    plan = Plan(ops, {}, [])
+    plan = LoweringPlan(ops, {}, [])
     computed = {op.out for op in ops}
     for value in dict.fromkeys(value for op in ops for value in op.inputs):
         if value.role == "rows" and value not in computed:

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from chairlift.kernels.cpu.library import Memory, Op, default_threads, load, require
+from chairlift.kernels.cpu.library import Memory, OpStruct, default_threads, load, require
 from chairlift.kernels.grouped import GroupedRows, dequantized
 
 __all__ = [
@@ -126,7 +126,7 @@ class PackedMatrix(abc.ABC):
             self.bias = torch.zeros(self.panels * PANEL)
         self.bias[self.columns()] = bias.float()
 
-    def point(self, op: Op) -> None:
+    def point(self, op: OpStruct) -> None:
         """Make the operation ``op`` use this weight and its bias. Both must outlive the operation."""
         op.weight, op.format, op.group = self.memory.address, self.format, self.group
         op.bias = None if self.bias is None else self.bias.data_ptr()

@@ -64,7 +64,7 @@ class StepProgram:
     ) -> None:
         self._library, self._adapters = lib.require(), adapters
         self._adapter_rows: npt.NDArray[np.int32] | None = None
-        self._pool, self._max_tokens, self._batch = pool, max_tokens, lib.Batch()
+        self._pool, self._max_tokens, self._batch = pool, max_tokens, lib.BatchStruct()
         self._step: StepBatch | None = None
         """The step whose arrays the struct ``_batch`` points to; None before the first step."""
         self._recorder, self._states, self._parts = recorder, states or {}, parts or {}
@@ -80,7 +80,7 @@ class StepProgram:
         tables = [op.out for op in self.plan.ops if op.kind == OpKind.ROTARY]
         self._rotary = {value: i for i, value in enumerate(tables)}
         rotary = [_buffer(capacity, value.width, torch.float32) for value in tables]
-        self._ops = (lib.Op * len(self.plan.ops))(*map(self._op, self.plan.ops))
+        self._ops = (lib.OpStruct * len(self.plan.ops))(*map(self._op, self.plan.ops))
         addresses = [(ctypes.c_void_p * len(each))(*(x.data_ptr() for x in each)) for each in (self._buffers, rotary)]
         arrays = (ctypes.c_int64 * len(strides))(*strides), (lib.KVLayer * len(kv_layers))(*kv_layers)
         self._referenced += [rotary, addresses, arrays]
@@ -221,7 +221,7 @@ class StepProgram:
             self._adapter_rows = None
             if self._adapters is not None and step.adapters is not None:
                 self._adapter_rows = self._adapters.rows_of(step.adapters)
-            self._step, self._batch = step, lib.Batch.of(step, self._adapter_rows)
+            self._step, self._batch = step, lib.BatchStruct.of(step, self._adapter_rows)
         for tap, source, into in self._taps if self.captures else ():
             if at <= tap < end:
                 self._advance(step, at, tap)
@@ -253,7 +253,7 @@ class StepProgram:
         results. ``logits`` is float32 scratch memory [S, V rounded up to 32] for the S rows that ``cl_needs_logits``
         selects. With a ``cap``, each logit s first becomes cap * tanh(s / cap).
         """
-        product = lib.Op(n=weight.n, k=weight.k, cap=cap or 0.0)
+        product = lib.OpStruct(n=weight.n, k=weight.k, cap=cap or 0.0)
         weight.point(product)
         code = self._library.cl_head(
             self._pool.handle,
@@ -288,11 +288,11 @@ class StepProgram:
         for copy, weight, offset in self._converted:
             copy.copy_(weight).add_(offset)
 
-    def _op(self, op: FusedOp) -> lib.Op:
+    def _op(self, op: FusedOp) -> lib.OpStruct:
         """The C struct of a fused operation. The objects to which it points are kept alive."""
         buffers = [self.plan.buffer_of.get(value, -1) for value in op.inputs] if op.call is None else []
         source, aux = [*buffers, -1, -1][:2]
-        struct = lib.Op(
+        struct = lib.OpStruct(
             kind=op.kind,
             in_=source,
             out=self.plan.buffer_of.get(op.out, -1),

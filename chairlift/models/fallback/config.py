@@ -35,7 +35,7 @@ _QUIET: Final = {"return_dict": True, "use_cache": False}
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersConfig:
     """Facts about a network that transformers computes. The fields have the names of
-    :class:`~chairlift.models.hf_config.ModelConfig`."""
+    :class:`~chairlift.models.hf_config.NetworkConfig`."""
 
     model_impl: ClassVar[str] = "transformers"
     model_type: str

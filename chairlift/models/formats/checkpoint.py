@@ -17,7 +17,7 @@ from chairlift.errors import ConfigError
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.formats.stored_rows import StoredRows, TransposedStack
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.layers.linear import Matrix, Stack
 from chairlift.models.mixers import DeltaNetConfig, StoredPart
 from chairlift.models.registry import FAMILIES
@@ -85,7 +85,7 @@ def checkpoint_layout(model: CausalLM) -> list[CheckpointPart]:
     return decoder_layout(model, model.config)
 
 
-def decoder_layout(model: nn.Module, config: ModelConfig, left_out: str = "") -> list[CheckpointPart]:
+def decoder_layout(model: nn.Module, config: NetworkConfig, left_out: str = "") -> list[CheckpointPart]:
     """Checkpoint tensors of a module that has a decoder like that of :class:`CausalLM`, in the order of its parameters.
 
     Parameters whose names begin with ``left_out`` are excluded.
@@ -137,7 +137,7 @@ def decoder_layout(model: nn.Module, config: ModelConfig, left_out: str = "") ->
     return parts
 
 
-def _head_order(config: ModelConfig) -> tuple[int, ...]:
+def _head_order(config: NetworkConfig) -> tuple[int, ...]:
     """Row order within a head of q or k: entry i is the index of the checkpoint's row for our row i. Empty if the order
     is the same.
 
@@ -182,7 +182,7 @@ def _behind_gates(order: tuple[int, ...], heads: int) -> tuple[int, ...]:
     return tuple(2 * size * head + row for rows in kinds for head in range(heads) for row in rows)
 
 
-def _stored_rows(config: ModelConfig, layer: str) -> list[StoredPart]:
+def _stored_rows(config: NetworkConfig, layer: str) -> list[StoredPart]:
     """Checkpoint tensors that fill ``layer`` of a delta-net mixer. Empty for every other layer, and where the
     checkpoint's tensors simply have equal numbers of rows."""
     found = re.fullmatch(r".*\.(\d+)\.mixer\.(\w+)", layer)

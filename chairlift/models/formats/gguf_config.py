@@ -16,7 +16,7 @@ from chairlift.errors import ModelLoadError
 from chairlift.models.formats.gguf.reader import GGUFModel
 from chairlift.models.formats.gguf.special_tokens import end_tokens, special_ids
 from chairlift.models.formats.gguf_families import GGUF_FAMILIES, ROPE_FACTORS
-from chairlift.models.hf_config import ModelConfig, parse_config
+from chairlift.models.hf_config import NetworkConfig, parse_config
 from chairlift.models.registry import FAMILIES
 
 __all__ = ["FREQUENCY_DIVISORS", "gguf_config", "gguf_config_json"]
@@ -32,7 +32,7 @@ _ONLY_ZERO: Final = {
 """Key that is supported only if it is missing or 0 -> meaning of other values."""
 
 
-def gguf_config(model: GGUFModel) -> ModelConfig:
+def gguf_config(model: GGUFModel) -> NetworkConfig:
     """Read a model's shape from GGUF metadata. Raises :class:`~chairlift.errors.ModelLoadError`.
 
     The dtype is bfloat16 unless all weights are float32. For weights of 8 bits or fewer, bfloat16 loses no relevant

@@ -10,14 +10,14 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn, Protocol
 
-__all__ = ["GGUF_FAMILIES", "ROPE_FACTORS", "GGUFFamily", "Metadata"]
+__all__ = ["GGUF_FAMILIES", "ROPE_FACTORS", "GGUFFamily", "GGUFMetadata"]
 
 ROPE_FACTORS: Final = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 """LongRoPE's keys -> the tensors that hold their values: the divisor of each rotary frequency, for long and for short
 texts (Phi-3)."""
 
 
-class Metadata(Protocol):
+class GGUFMetadata(Protocol):
     """Numbers in the metadata of a GGUF file, by key without the architecture's prefix."""
 
     def number(self, name: str, default: float | None = None) -> Any:
@@ -45,7 +45,7 @@ class GGUFFamily:
     """How GGUF files with one value of ``general.architecture`` are read."""
 
     model_type: str
-    read: Callable[[Metadata, Mapping[str, Any]], Mapping[str, Any]] = lambda metadata, raw: {}
+    read: Callable[[GGUFMetadata, Mapping[str, Any]], Mapping[str, Any]] = lambda metadata, raw: {}
     """Function from (metadata, keys of ``config.json`` found so far) to the additional keys that only this architecture
     has."""
     layer_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -65,13 +65,13 @@ class GGUFFamily:
     """Whether the file's LongRoPE divisors are read, from the tensors in :data:`ROPE_FACTORS`."""
 
 
-def _llama(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
+def _llama(metadata: GGUFMetadata, raw: Mapping[str, Any]) -> dict[str, Any]:
     window = metadata.number("attention.sliding_window", 0)
     biases = {"attention_bias": metadata.has("blk.0.attn_q.bias"), "mlp_bias": metadata.has("blk.0.ffn_gate.bias")}
     return biases | ({"model_type": "mistral", "sliding_window": window} if window else {})
 
 
-def _qwen3(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen3(metadata: GGUFMetadata, raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"attention_bias": metadata.has("blk.0.attn_q.bias")}
 
 
@@ -85,7 +85,7 @@ def _scored(raw: Mapping[str, Any], largest: int) -> dict[str, Any]:
     return {"query_pre_attn_scalar": raw["hidden_size"] // raw["num_attention_heads"] if by_hidden else raw["head_dim"]}
 
 
-def _gemma2(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma2(metadata: GGUFMetadata, raw: Mapping[str, Any]) -> dict[str, Any]:
     found = _scored(raw, 46) | {
         "sliding_window": metadata.number("attention.sliding_window", 4096),
         "layer_types": metadata.windowed(raw["num_hidden_layers"], 2),
@@ -97,7 +97,7 @@ def _gemma2(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _gemma3(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma3(metadata: GGUFMetadata, raw: Mapping[str, Any]) -> dict[str, Any]:
     found, layers = _scored(raw, 62), raw["num_hidden_layers"]
     if window := metadata.number("attention.sliding_window", 0):
         found |= {"sliding_window": window, "layer_types": metadata.windowed(layers, 6)}
@@ -109,7 +109,7 @@ def _gemma3(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _phi3(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
+def _phi3(metadata: GGUFMetadata, raw: Mapping[str, Any]) -> dict[str, Any]:
     original = metadata.number("rope.scaling.original_context_length", raw["max_position_embeddings"])
     found = {
         "sliding_window": metadata.number("attention.sliding_window", 0) or None,

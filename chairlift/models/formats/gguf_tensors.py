@@ -16,7 +16,7 @@ from chairlift.models.formats.gguf.reader import GGUFModel
 from chairlift.models.formats.gguf_config import FREQUENCY_DIVISORS
 from chairlift.models.formats.gguf_families import GGUF_FAMILIES, ROPE_FACTORS, GGUFFamily
 from chairlift.models.formats.stored_rows import StoredRows
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 
 __all__ = ["GGUFTensor", "gguf_tensors"]
 
@@ -71,7 +71,7 @@ class GGUFTensor(StoredRows):
         return GroupedRows(self.kind, torch.from_numpy(codes), torch.from_numpy(scales), lows)
 
 
-def gguf_tensors(model: GGUFModel, config: ModelConfig) -> dict[str, GGUFTensor]:
+def gguf_tensors(model: GGUFModel, config: NetworkConfig) -> dict[str, GGUFTensor]:
     """Hugging Face's tensor name -> tensor. Raises ModelLoadError for an unknown name.
 
     For ``llama`` models, llama.cpp reorders the rows of q and k so that rotated pairs are neighbours; this function

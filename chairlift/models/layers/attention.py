@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from chairlift.kernels import ops
 from chairlift.models.context import AttentionContext
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.layers.linear import Linear
 from chairlift.models.layers.norm import RMSNorm
 from chairlift.models.layers.rotary import RotaryEmbedding
@@ -22,11 +22,11 @@ class Attention(nn.Module):
 
     q and k are normalised according to ``config.qk_norm``, and rotated if there is a table of cosines and sines. With
     ``config.output_gate``, the first rows of that matmul's result are a gate for each head's attention result
-    (Qwen3-Next). If a norm follows the rotation (:attr:`ModelConfig.rotates_apart`), both are applied before q, k and v
-    are split.
+    (Qwen3-Next). If a norm follows the rotation (:attr:`NetworkConfig.rotates_apart`), both are applied before q, k and
+    v are split.
     """
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: NetworkConfig, layer: int) -> None:
         super().__init__()
         self.layer = config.cache_number(layer, state=False)
         self.window = config.layer_windows[layer]

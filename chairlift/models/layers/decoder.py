@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from chairlift.kernels import ops
 from chairlift.models.context import AttentionContext
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.layers.attention import Attention
 from chairlift.models.layers.experts import MixtureOfExperts
 from chairlift.models.layers.mixers import make_mixer
@@ -25,7 +25,7 @@ class DecoderLayer(nn.Module):
     positions of the norms.
     """
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: NetworkConfig, layer: int) -> None:
         super().__init__()
         before, after = config.block not in ("post", "chain"), config.block in ("post", "both")
         self.chained = config.block == "chain"
@@ -86,7 +86,7 @@ class DecoderLayer(nn.Module):
         return _times(branch, self.residual_scale)
 
 
-def _make_mlp(config: ModelConfig, layer: int) -> MLP | MixtureOfExperts | None:
+def _make_mlp(config: NetworkConfig, layer: int) -> MLP | MixtureOfExperts | None:
     if not config.has_mlp(layer):
         return None
     return MixtureOfExperts(config) if config.has_experts(layer) else MLP(config)

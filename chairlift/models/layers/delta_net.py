@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from chairlift.kernels.delta_rule import DeltaRule
 from chairlift.models.context import AttentionContext, LayerState
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.layers.linear import Linear
 from chairlift.models.layers.norm import RMSNorm
 from chairlift.models.mixers import DeltaNetConfig
@@ -21,7 +21,7 @@ class DeltaNetMixer(nn.Module):
 
     float32_parameters = ("decay_log", "step_bias")
 
-    def __init__(self, config: ModelConfig, mixer: DeltaNetConfig, layer: int) -> None:
+    def __init__(self, config: NetworkConfig, mixer: DeltaNetConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.sizes, self.eps = layer, mixer, config.norm_eps
         (qkvz, hidden), (rates, _) = mixer.products(config.hidden_size)[0]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.layers.linear import Linear, Stack
 from chairlift.models.layers.mlp import MLP
 
@@ -66,7 +66,7 @@ class MixtureOfExperts(nn.Module):
     InvariantError for a config without experts.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
         if config.experts is None:
             raise InvariantError(f"the config of this {config.model_type} model has no experts")

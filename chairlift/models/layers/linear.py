@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from chairlift.kernels import ops
 from chairlift.kernels.weights import PLAIN, MatrixShape, WeightFormat
 
-__all__ = ["Adapted", "Embedding", "Linear", "Matrix", "Stack"]
+__all__ = ["Adapted", "Linear", "Matrix", "Stack", "TokenEmbedding"]
 
 
 class Matrix(nn.Module):
@@ -67,7 +67,7 @@ class Linear(Matrix):
         return out if self.adapted is None else self.adapted(x, out)
 
 
-class Embedding(Matrix):
+class TokenEmbedding(Matrix):
     """``token_ids[T]`` int64 -> [T, hidden]; ``weight`` is [vocab, hidden]."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:

@@ -9,7 +9,7 @@ from chairlift.kernels.cells import GRU, LSTM
 from chairlift.kernels.mamba2 import Mamba2, Mamba2Shape
 from chairlift.kernels.short_conv import ShortConv
 from chairlift.models.context import AttentionContext, LayerState
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.layers.delta_net import DeltaNetMixer
 from chairlift.models.layers.linear import Linear
 from chairlift.models.mixers import CellConfig, DeltaNetConfig, Mamba2Config, ShortConvConfig
@@ -35,7 +35,7 @@ class ShortConvMixer(nn.Module):
     """The short convolution layer of LFM2, out(c conv(b x)): [T, D] -> [T, D]. One linear layer computes b, c and x
     from the input."""
 
-    def __init__(self, config: ModelConfig, mixer: ShortConvConfig, layer: int) -> None:
+    def __init__(self, config: NetworkConfig, mixer: ShortConvConfig, layer: int) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.layer = config.cache_number(layer, state=True)
@@ -72,7 +72,7 @@ class Mamba2Mixer(nn.Module):
     """Parameters that stay float32 in a model of any dtype. Decay rates in 16 bits would be too inexact for long
     texts."""
 
-    def __init__(self, config: ModelConfig, mixer: Mamba2Config, layer: int) -> None:
+    def __init__(self, config: NetworkConfig, mixer: Mamba2Config, layer: int) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.layer = config.cache_number(layer, state=True)
@@ -121,7 +121,7 @@ class CellMixer(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, config: ModelConfig, mixer: CellConfig, layer: int) -> None:
+    def __init__(self, config: NetworkConfig, mixer: CellConfig, layer: int) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.layer = config.cache_number(layer, state=True)
@@ -151,7 +151,7 @@ class CellMixer(nn.Module):
 Mixer = ShortConvMixer | Mamba2Mixer | DeltaNetMixer | CellMixer
 
 
-def make_mixer(config: ModelConfig, layer: int) -> Mixer | None:
+def make_mixer(config: NetworkConfig, layer: int) -> Mixer | None:
     """Create the recurrent mixer that ``config`` gives to ``layer``; None if the layer has none."""
     mixer = config.mixer(layer)
     if isinstance(mixer, Mamba2Config):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from chairlift.kernels import ops
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.layers.linear import Linear
 
 __all__ = ["MLP"]
@@ -30,7 +30,7 @@ class MLP(nn.Module):
     down(activation(up(x))). ``config.mlp_scales`` are factors of (silu's input, the result).
     """
 
-    def __init__(self, config: ModelConfig, inner: int | None = None) -> None:
+    def __init__(self, config: NetworkConfig, inner: int | None = None) -> None:
         """Create the layers. ``inner`` is the inner width; None means ``config.intermediate_size``."""
         super().__init__()
         hidden, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from chairlift.kernels import ops
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 
 __all__ = ["LayerNorm", "RMSNorm", "make_norm"]
 
@@ -44,7 +44,7 @@ class LayerNorm(nn.Module):
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
-def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+def make_norm(config: NetworkConfig) -> RMSNorm | LayerNorm:
     """Create the norm of activations [T, D] that ``config.norm`` names."""
     if config.norm in ("rms", "rms_offset"):
         return RMSNorm(config.hidden_size, config.norm_eps, offset=config.norm_offset)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from chairlift.base.image_spans import ImageTile
-from chairlift.models.vision.vision_config import PooledConfig
+from chairlift.models.vision.vision_config import PooledTowerConfig
 from chairlift.models.vision.vision_tower import Pixels, Product, VisionLayers, in_pieces, take_tensor
 
 __all__ = ["PooledTower"]
@@ -33,7 +33,7 @@ class PooledTower:
 
     def __init__(
         self,
-        config: PooledConfig,
+        config: PooledTowerConfig,
         tensors: Mapping[str, Any],
         where: Path,
         dtype: torch.dtype,

@@ -15,7 +15,7 @@ from chairlift.models.family import Fields
 __all__ = [
     "LlavaConfig",
     "PatchConfig",
-    "PooledConfig",
+    "PooledTowerConfig",
     "SquareConfig",
     "VisionConfig",
     "normalisation",
@@ -174,7 +174,7 @@ class PatchConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PooledConfig(SquareConfig):
+class PooledTowerConfig(SquareConfig):
     """Shape of SigLIP with a projector that averages squares of patches (Gemma 3)."""
 
     rows_per_side: int
@@ -335,13 +335,13 @@ def _read_clip(raw: Mapping[str, Any], where: str, text_width: int) -> LlavaConf
     )
 
 
-def _read_pooled(raw: Mapping[str, Any], where: str, text_width: int) -> PooledConfig:
+def _read_pooled(raw: Mapping[str, Any], where: str, text_width: int) -> PooledTowerConfig:
     whole, fields = Fields(raw, where), _vision_part(raw, where, _SIGLIP)
     if fields.get("model_type") not in (None, "siglip_vision_model"):
         fields.fail(f"model_type {fields.get('model_type')!r:.80} is not 'siglip_vision_model'")
     rows = whole.integer("mm_tokens_per_image", 1, 2**16, default=256)
     key = "image_token_id" if raw.get("image_token_id") is not None else "image_token_index"
-    found = PooledConfig(
+    found = PooledTowerConfig(
         **_read_square(fields, _ACTIVATIONS),
         text_width=text_width,
         image_token_id=whole.integer(key, 0, 2**22, default=262_144),
@@ -379,7 +379,11 @@ def square_settings(vision: SquareConfig, preprocessor: Mapping[str, Any], where
         "resample": fields.integer("resample", 0, 5, default=3 if is_clip else 2),
         "rows": vision.rows_per_tile,
         "image_token_id": vision.image_token_id,
-        **({} if not isinstance(vision, PooledConfig) else {"around": (vision.begin_token_id, vision.end_token_id)}),
+        **(
+            {}
+            if not isinstance(vision, PooledTowerConfig)
+            else {"around": (vision.begin_token_id, vision.end_token_id)}
+        ),
     }
 
 

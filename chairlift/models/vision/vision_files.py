@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import ModelLoadError
-from chairlift.models.hf_config import ModelConfig, read_hf_config, read_hf_files, read_json
+from chairlift.models.hf_config import NetworkConfig, read_hf_config, read_hf_files, read_json
 from chairlift.models.registry import FAMILIES
 from chairlift.models.vision.patches import PatchProcessor, PatchSettings
 from chairlift.models.vision.processor import ImageProcessor, Tokens
@@ -17,7 +17,7 @@ from chairlift.models.vision.tiles import TileProcessor, TileSettings
 from chairlift.models.vision.vision_config import (
     LlavaConfig,
     PatchConfig,
-    PooledConfig,
+    PooledTowerConfig,
     VisionConfig,
     normalisation,
     patch_settings,
@@ -51,12 +51,12 @@ def read_processor(model_dir: Path, tokens: Tokens) -> ImageProcessor | None:
     if isinstance(vision, VisionConfig):
         return TileProcessor(TileSettings(**tile_settings(vision, preprocessor, where)), tokens, model_dir)
     settings = SquareSettings(**square_settings(vision, preprocessor, where))
-    if isinstance(vision, PooledConfig):
+    if isinstance(vision, PooledTowerConfig):
         return FramedProcessor(settings, tokens, model_dir)
     return SquareProcessor(settings, tokens, model_dir)
 
 
-def load_tower(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> Tower:
+def load_tower(model_dir: Path, config: NetworkConfig, dtype: torch.dtype) -> Tower:
     """Load a model's image encoder into CPU memory. Raises ModelLoadError."""
     from chairlift.models.approximations import holds_exactly  # these import torch
     from chairlift.models.loader import open_tensors
@@ -79,7 +79,7 @@ def load_tower(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> Towe
             tower = VisionTower(vision, *given)
         elif isinstance(vision, LlavaConfig):
             tower = ClipTower(vision, *given)
-        elif isinstance(vision, PooledConfig):
+        elif isinstance(vision, PooledTowerConfig):
             tower = PooledTower(vision, *given)
         else:
             raise TypeError(f"{type(vision).__name__} describes no known encoder")

@@ -34,7 +34,7 @@ from chairlift.server.http.errors import ApiError
 from chairlift.server.http.state import ServerState
 from chairlift.server.http.streaming import EventStream, json_response
 
-__all__ = ["Recording", "RequestsReply", "TrafficRecord", "prefix_hashes", "routes"]
+__all__ = ["RequestsReply", "TrafficRecord", "TrafficRecording", "prefix_hashes", "routes"]
 
 _MAX_LISTED: Final = 1000
 _MAX_RECORDINGS: Final = 8
@@ -204,7 +204,7 @@ def prefix_hashes(token_ids: Sequence[int], block_size: int, secret: bytes, salt
     return numbers
 
 
-class Recording:
+class TrafficRecording:
     """Collects the records of ended requests until the listener takes them. It subscribes to the engine's events.
 
     Only requests that arrive during the recording are recorded. The recording stops accepting requests after
@@ -336,11 +336,11 @@ async def stream_traffic(request: Request) -> Response:
         return Response(media_type=EventStream.media_type)
     if recording_id is not None:
         recording = events.subscribers.get(recording_id)
-        if not isinstance(recording, Recording) or recording.caller.tenant != caller.tenant:
+        if not isinstance(recording, TrafficRecording) or recording.caller.tenant != caller.tenant:
             message = f"there is no recording {recording_id!r:.80}; it has ended, or the server was started again"
             raise ApiError(404, message, code="recording_not_found", param="recording")
         return _listen(state, recording)
-    recordings = [each for each in events.subscribers.values() if isinstance(each, Recording)]
+    recordings = [each for each in events.subscribers.values() if isinstance(each, TrafficRecording)]
     own = sum(each.caller.tenant == caller.tenant for each in recordings)
     full = ""
     if caller.holder and own >= _MAX_RECORDINGS_OF_ONE:
@@ -350,7 +350,7 @@ async def stream_traffic(request: Request) -> Response:
         full = f"{_MAX_RECORDINGS} recordings run already; end one of them, and wait {_RECONNECT_SECONDS:.0f} s"
     if full:
         raise ApiError(429, full, code="too_many_recordings", headers={"retry-after": f"{_RECONNECT_SECONDS:.0f}"})
-    recording = Recording(
+    recording = TrafficRecording(
         caller,
         int(block_size or 0),
         now=time.monotonic(),
@@ -362,7 +362,7 @@ async def stream_traffic(request: Request) -> Response:
     return _listen(state, recording)
 
 
-def _listen(state: ServerState, recording: Recording) -> EventStream:
+def _listen(state: ServerState, recording: TrafficRecording) -> EventStream:
     """Stream of a recording's events for a new listener. An earlier listener is disconnected."""
     recording.listener += 1
     recording.news.set()
@@ -383,7 +383,9 @@ def _listen(state: ServerState, recording: Recording) -> EventStream:
     return EventStream(_recording_events(state, recording, number), over=over)
 
 
-async def _recording_events(state: ServerState, recording: Recording, number: int) -> AsyncGenerator[bytes, None]:
+async def _recording_events(
+    state: ServerState, recording: TrafficRecording, number: int
+) -> AsyncGenerator[bytes, None]:
     """Events of a recording: ``start``, an unnamed event per request, ``lost`` if records were dropped, and ``end``."""
     head = {"recording": recording.id, "block_size": recording.block_size, "began_unix": recording.began_unix}
     yield _event("start", {**head, "model": state.model_names[0]})

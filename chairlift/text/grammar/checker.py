@@ -17,7 +17,7 @@ from chairlift.base.workers.child import Answer, serve
 from chairlift.base.workers.pool import WorkerPool
 from chairlift.errors import RequestError
 from chairlift.text.grammar.compiler import have_llguidance, markers_of, matcher_for
-from chairlift.text.grammar.structural_tag import Markers
+from chairlift.text.grammar.structural_tag import TagMarkers
 from chairlift.text.tokenizer.byte_level import byte_tokenizer
 from chairlift.text.tokenizer.tokenizer import Tokenizer
 
@@ -95,7 +95,7 @@ class GrammarChecker(WorkerPool):
 def _prepare(setup: Mapping[str, Any]) -> tuple[Answer, Callable[[], object]]:
     from llguidance import LLTokenizer
 
-    markers = Markers(setup["special"], setup["others"])
+    markers = TagMarkers(setup["special"], setup["others"])
     width = max(int(setup["vocab_size"]), 257)
     tables = LLTokenizer(byte_tokenizer((_END,), eos=_END).backend.to_str(), n_vocab=width, eos_token=[256])
 

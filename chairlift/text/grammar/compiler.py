@@ -21,7 +21,7 @@ import numpy.typing as npt
 from chairlift.base.structured_outputs import CANNOT_BE_FOLLOWED, Grammar
 from chairlift.errors import RequestError
 from chairlift.text.grammar.schemas import checked_schemas
-from chairlift.text.grammar.structural_tag import Markers, structural_tag_grammar
+from chairlift.text.grammar.structural_tag import TagMarkers, structural_tag_grammar
 from chairlift.text.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Compiled", "Compiler", "GrammarCompiler", "Matcher", "have_llguidance", "markers_of"]
@@ -115,11 +115,11 @@ def have_llguidance() -> None:
         )
 
 
-def markers_of(tokenizer: Tokenizer) -> Markers:
-    """The added tokens of a tokenizer, as :class:`Markers`."""
+def markers_of(tokenizer: Tokenizer) -> TagMarkers:
+    """The added tokens of a tokenizer, as :class:`TagMarkers`."""
     added = tokenizer.backend.get_added_tokens_decoder()
     special = {token.content: token_id for token_id, token in added.items() if token.special}
-    return Markers(special, {token.content: i for i, token in added.items() if not token.special})
+    return TagMarkers(special, {token.content: i for i, token in added.items() if not token.special})
 
 
 class GrammarCompiler:
@@ -137,7 +137,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._lock = threading.Lock()
-        self._tables: tuple[Any, int, tuple[int, ...], Markers] | None = None
+        self._tables: tuple[Any, int, tuple[int, ...], TagMarkers] | None = None
 
     def compile(self, grammar: Grammar) -> _CompiledGrammar:
         """Compile a grammar. Raises RequestError if the grammar is invalid, too large or too slow, or if llguidance or
@@ -147,13 +147,13 @@ class GrammarCompiler:
         base, seconds = matcher_for(grammar, tables, markers)
         return _CompiledGrammar(base, width, self._vocab_size, eos, seconds)
 
-    def _known_tables(self) -> tuple[Any, int, tuple[int, ...], Markers]:
+    def _known_tables(self) -> tuple[Any, int, tuple[int, ...], TagMarkers]:
         with self._lock:
             if self._tables is None:
                 self._tables = self._make_tables()
             return self._tables
 
-    def _make_tables(self) -> tuple[Any, int, tuple[int, ...], Markers]:
+    def _make_tables(self) -> tuple[Any, int, tuple[int, ...], TagMarkers]:
         tokenizer = self._read_tokenizer()
         if tokenizer is None:
             raise RequestError("structured_outputs needs the tokenizer, which was not loaded; leave it out")
@@ -313,7 +313,7 @@ def _has_one_bit(bits: npt.NDArray[np.uint32]) -> bool:
     return not word & word - 1
 
 
-def matcher_for(grammar: Grammar, tables: Any, markers: Markers) -> tuple[Any, float]:
+def matcher_for(grammar: Grammar, tables: Any, markers: TagMarkers) -> tuple[Any, float]:
     """(llguidance's matcher for a grammar, processor seconds of its first mask). The first mask is already computed.
     Raises RequestError."""
     from llguidance import LLMatcher, LLParserLimits
@@ -346,7 +346,7 @@ def matcher_for(grammar: Grammar, tables: Any, markers: Markers) -> tuple[Any, f
     return matcher, took
 
 
-def _lowered(grammar: Grammar, markers: Markers) -> str:
+def _lowered(grammar: Grammar, markers: TagMarkers) -> str:
     """The grammar as text in a form that llguidance accepts."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark

@@ -27,14 +27,14 @@ from typing import Any, Final
 
 from chairlift.errors import RequestError
 
-__all__ = ["Markers", "structural_tag_grammar"]
+__all__ = ["TagMarkers", "structural_tag_grammar"]
 
 _MAX_TAGS: Final = 512
 _MAX_DEPTH: Final = 16
 _JSON_OPTIONS: Final = "x-guidance"
 
 
-class Markers:
+class TagMarkers:
     """Added tokens of a tokenizer: text -> id. ``special`` tokens never occur in free text; the ``others`` may."""
 
     def __init__(self, special: Mapping[str, int], others: Mapping[str, int]) -> None:
@@ -58,7 +58,7 @@ class Markers:
         return parts + ([text[at:]] if at < len(text) else [])
 
 
-def structural_tag_grammar(spec: Mapping[str, Any], markers: Markers, json_options: Mapping[str, Any]) -> str:
+def structural_tag_grammar(spec: Mapping[str, Any], markers: TagMarkers, json_options: Mapping[str, Any]) -> str:
     """Lark grammar for ``spec``. ``json_options`` are llguidance's options for schemas in it. Raises RequestError."""
     return _Writer(markers, json_options).grammar(spec)
 
@@ -72,7 +72,7 @@ def _quoted(parts: Sequence[str | int]) -> str:
 
 
 class _Writer:
-    def __init__(self, markers: Markers, json_options: Mapping[str, Any]) -> None:
+    def __init__(self, markers: TagMarkers, json_options: Mapping[str, Any]) -> None:
         self._markers = markers
         self._options = dict(json_options)
         self._rules: list[str] = []

@@ -18,7 +18,7 @@ from chairlift.text.tokenizer.template_worker import TemplateWorker
 from chairlift.text.tokenizer.text_worker import TextWorker
 from chairlift.text.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["Encoder"]
+__all__ = ["PromptEncoder"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def _worker_for(
     return TextWorker(str(tokenizer.folder), max_chars, max_waiting, plain=plain)
 
 
-class Encoder:
+class PromptEncoder:
     """Tokenizes texts and conversations for one event loop. ``tokenizer`` is None if only token ids are accepted.
 
     There are three queues: for conversations, texts and long texts. Each holds up to ``max_waiting`` calls; further

@@ -32,7 +32,7 @@ from chairlift.executor.drafters.eagle3 import Eagle3Drafter
 from chairlift.kernels.cpu.library import supported_isas
 from chairlift.models import eagle3
 from chairlift.models.eagle3 import load_eagle3, read_eagle3_config
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.model_files import read_config
 from tests.core.spec_decode.test_equivalence import MOST_TOKENS, Models, compare, draw_jobs, draw_settings
 from tests.equivalence.cases import Job, longest, run
@@ -52,7 +52,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def write_layer(
     folder: Path,
-    target: ModelConfig,
+    target: NetworkConfig,
     *,
     seed: int = 0,
     taps: Sequence[int] = (2, 0, 1),
@@ -314,7 +314,7 @@ def test_a_row_without_drafts_is_computed_now_and_then(models: Models, tmp_path:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def spoilt(folder: Path, target: ModelConfig, change: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> Path:
+def spoilt(folder: Path, target: NetworkConfig, change: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> Path:
     write_layer(folder, target)
     tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     change(tensors, config)

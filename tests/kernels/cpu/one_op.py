@@ -187,7 +187,7 @@ class Batch:
             tables[group, :, : cache.table.shape[1]] = cache.table
             mappings[group] = np.concatenate([cache.slots(i, end - new, end) for i, (new, end) in enumerate(rows)])
         self._kept = StepBatch(ids, self.positions, cu_seqlens, seq_lens, tables, mappings)
-        self.struct = lib.Batch.of(self._kept)
+        self.struct = lib.BatchStruct.of(self._kept)
 
     @classmethod
     def flat(cls, num_tokens: int, token_ids: Tensor | None = None) -> Batch:
@@ -354,7 +354,7 @@ def pool(threads: int) -> lib.Pool:
 
 def program(
     machine: Machine,
-    ops: Sequence[lib.Op] = (),
+    ops: Sequence[lib.OpStruct] = (),
     buffers: Sequence[Buffer] = (),
     caches: Sequence[Cache] = (),
     tables: Sequence[Tensor] = (),
@@ -367,7 +367,7 @@ def program(
     strides = (ctypes.c_int64 * len(buffers))(*(buffer.whole.stride(0) for buffer in buffers))
     layers = (lib.KVLayer * len(caches))(*(cache.struct for cache in caches))
     struct = lib.Program(
-        ops=(lib.Op * len(ops))(*ops),
+        ops=(lib.OpStruct * len(ops))(*ops),
         buffers=pointers[0],
         strides=strides,
         rotary=pointers[1],
@@ -396,7 +396,7 @@ def run(
     the buffer; -1 by default."""
     numbers = {"in_": -1, "out": -1, "aux": -1, "rotary": -1}
     plain = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in fields.items()}
-    op = lib.Op(kind=kind, **{**numbers, **plain})
+    op = lib.OpStruct(kind=kind, **{**numbers, **plain})
     struct, _kept = program(machine, [op], buffers, caches, tables, batch.num_tokens)
     codes = torch.zeros(batch.num_tokens * lib.require().cl_code_bytes(op.k), dtype=torch.uint8)
     struct.codes = codes.data_ptr()

@@ -90,7 +90,7 @@ class Head:
             hidden.whole.stride(0),
             token_rows.ctypes.data,
             len(which),
-            lib.Op(
+            lib.OpStruct(
                 n=vocab, k=k, cap=self.cap, weight=weight.data_ptr(), bias=bias if bias is None else bias.data_ptr()
             ),
             records.ctypes.data,

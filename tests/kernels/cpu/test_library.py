@@ -25,10 +25,10 @@ from tests.native import needs_kernels
 
 HEADER = re.sub(r"//[^\n]*", "", (Path(__file__).parents[3] / "csrc" / "cpu" / "chairlift_cpu.h").read_text())
 STRUCTS = {
-    "cl_op": library.Op,
+    "cl_op": library.OpStruct,
     "cl_kv_layer": library.KVLayer,
     "cl_program": library.Program,
-    "cl_batch": library.Batch,
+    "cl_batch": library.BatchStruct,
 }
 C_TYPES: dict[str, Any] = {
     "int32_t": ctypes.c_int32,

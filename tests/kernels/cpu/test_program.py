@@ -16,7 +16,7 @@ from chairlift.base.step_batch import StepBatch
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
 from chairlift.kernels.cpu import library as lib
-from chairlift.kernels.cpu.lowering import OpKind, Plan, lower
+from chairlift.kernels.cpu.lowering import LoweringPlan, OpKind, lower
 from chairlift.kernels.cpu.program import StepProgram
 from chairlift.kernels.recording import Recorder, Value, expect, operation
 from chairlift.kernels.weights import NATIVE, ONEDNN
@@ -48,7 +48,7 @@ def product(layer: Linear, x: Any) -> Any:
     return ops.native_linear(x, layer.native) if isinstance(x, Value) else layer(x)
 
 
-def kinds(plan: Plan) -> list[str]:
+def kinds(plan: LoweringPlan) -> list[str]:
     return [op.kind.name for op in plan.ops]
 
 

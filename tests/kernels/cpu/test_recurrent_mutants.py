@@ -150,7 +150,7 @@ def plant(patch: pytest.MonkeyPatch, kernels: ctypes.CDLL) -> None:
     def call(self: StepProgram, op: FusedOp, step: Any) -> None:
         if op.kind not in KINDS:
             return call_out(self, op, step)
-        struct = library.Op.from_buffer_copy(self._ops[self.plan.ops.index(op)])
+        struct = library.OpStruct.from_buffer_copy(self._ops[self.plan.ops.index(op)])
         struct.kind = op.kind
         code = kernels.run_recurrent(ctypes.byref(struct), ctypes.byref(self._program), ctypes.byref(self._batch))
         assert code == 0

@@ -15,7 +15,7 @@ from chairlift.kernels import ops
 from chairlift.models import loader
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import AttentionContext
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.layers.decoder import DecoderLayer
 from tests.kernels.cpu.models import VOCAB, tiny_model
 from tests.native import needs_kernels
@@ -55,9 +55,9 @@ class ScaledLayer(DecoderLayer):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def family(layer: Callable[[ModelConfig, int], nn.Module]) -> type[CausalLM]:
+def family(layer: Callable[[NetworkConfig, int], nn.Module]) -> type[CausalLM]:
     class Model(CausalLM):
-        def __init__(self, config: ModelConfig) -> None:
+        def __init__(self, config: NetworkConfig) -> None:
             super().__init__(config)
             self.model.layers = nn.ModuleList(layer(config, i) for i in range(config.num_hidden_layers))
 

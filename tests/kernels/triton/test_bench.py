@@ -18,7 +18,7 @@ from chairlift_lab.bench.limits import Limits, Peak, Rate
 from chairlift_lab.bench.machine import describe_machine
 from chairlift_lab.bench.programs import WEIGHT_STD, Prepare
 from chairlift_lab.bench.report import text
-from chairlift_lab.bench.shapes import ModelShape, Product, Shapes
+from chairlift_lab.bench.shapes import MatmulShape, ModelShape, Shapes
 from tests.rowwise import needs_rowwise_products
 
 TINY = ModelShape("tiny", hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocab_size=60)
@@ -128,7 +128,7 @@ def test_every_operation_reads_other_memory_until_all_of_it_was_read(kernels: De
 def test_all_kinds_are_measured_and_printed(device: torch.device) -> None:
     rate = Rate(1e10, 1e10)
     limits = Limits(1, {1: rate}, (Peak(GPU, "f32", 1, rate),))
-    shapes = Shapes((Product("odd", 50, 70),), (dataclasses.replace(TINY, heads=1, kv_heads=1),))
+    shapes = Shapes((MatmulShape("odd", 50, 70),), (dataclasses.replace(TINY, heads=1, kv_heads=1),))
     settings = KernelSettings(
         1, GPU, torch.float32, shapes, (1, 140), (16,), (2,), repeats=1, device=str(device), seconds=1e-9
     )
@@ -147,7 +147,7 @@ def test_of_fp8_the_products_are_measured(device: torch.device) -> None:
     needs_rowwise_products(device)
     rate = Rate(1e10, 1e10)
     limits = Limits(1, {1: rate}, (Peak(GPU, "fp8", 1, rate),))
-    shapes = Shapes((Product("even", 48, 64),), (TINY,))
+    shapes = Shapes((MatmulShape("even", 48, 64),), (TINY,))
     settings = KernelSettings(
         1, GPU, torch.float8_e4m3fn, shapes, (1, 140), repeats=1, device=str(device), seconds=1e-9
     )

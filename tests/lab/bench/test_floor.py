@@ -9,7 +9,7 @@ import torch
 from benchmarks.floor import floor_seconds
 from chairlift.kernels.roof import Roof
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.hf_config import ModelConfig, parse_config
+from chairlift.models.hf_config import NetworkConfig, parse_config
 from chairlift.models.step_cost import ExpertCost, ModelCost
 from chairlift_lab.bench.floor import workload_floor
 from chairlift_lab.workload.lengths import Workload
@@ -38,7 +38,7 @@ ARITHMETIC = Roof(bandwidth=1e12, peak=1.0)
 """A machine that reads in no time."""
 
 
-def network(name: str) -> ModelConfig:
+def network(name: str) -> NetworkConfig:
     return parse_config({**SIZES, "num_attention_heads": 4, **VARIANTS[name]})
 
 

@@ -16,14 +16,14 @@ from chairlift_lab.bench.limits import Limits, LimitsNow, Peak, Rate
 from chairlift_lab.bench.machine import Machine, describe_machine
 from chairlift_lab.bench.programs import BLOCK_SIZE, ExpertTokens, Kernels, expert_bytes, kv_bytes
 from chairlift_lab.bench.report import text
-from chairlift_lab.bench.shapes import ExpertLayer, ModelShape, Product, Shapes
+from chairlift_lab.bench.shapes import ExpertLayer, MatmulShape, ModelShape, Shapes
 from tests.native import needs_kernels
 
 pytestmark = needs_kernels
 
 TINY = ModelShape("tiny", hidden=48, intermediate=80, heads=4, kv_heads=2, head_dim=32, vocab_size=500)
 EXPERTS = ExpertLayer("few", num_experts=6, chosen=2, k=50, inner=40)
-SHAPES = Shapes((Product("odd", 50, 70),), (TINY,), (EXPERTS,))
+SHAPES = Shapes((MatmulShape("odd", 50, 70),), (TINY,), (EXPERTS,))
 ISA = (supported_isas() or ("none",))[0]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -10,7 +10,7 @@ from chairlift.errors import ConfigError, RequestError
 from chairlift.kernels.cpu.library import best_isa, default_threads
 from chairlift.kernels.roof import GPU, Roof
 from chairlift.loading.native_path import NativePath, native_path
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.model_files import read_config
 from chairlift.models.step_cost import ModelCost
 from chairlift_lab.bench.floor import GPU_BUDGETS, workload_floor
@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_refused(model_dir: Path) -> None:
         run_offline(load(model_dir), [([11] * 120, 20)])
 
 
-def path_of(llm: LLM, network: ModelConfig) -> NativePath:
+def path_of(llm: LLM, network: NetworkConfig) -> NativePath:
     return native_path(llm.config, llm.info, network)
 
 

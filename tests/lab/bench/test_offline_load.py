@@ -20,7 +20,7 @@ from chairlift_lab.bench.offline import run_here
 from chairlift_lab.bench.report import text
 from chairlift_lab.bench.serve_report import run_blocks, serve_record
 from chairlift_lab.bench.serve_result import figures_of
-from chairlift_lab.bench.serve_run import Dialect, Load, ServeRun, Target, fit
+from chairlift_lab.bench.serve_run import Load, PromptDialect, ServeRun, Target, fit
 from chairlift_lab.replay.machines import Deployment
 from chairlift_lab.replay.replay import simulated_core
 from chairlift_lab.workload.arrivals import parse_arrivals
@@ -57,7 +57,7 @@ def engine(cost: Roofline = FLAT, **settings: Any) -> tuple[EngineCore, ModelLim
 def measured(
     core: EngineCore, limits: ModelLimits, requests: list[TracedRequest], most: int | None = None, **how: Any
 ) -> ServeRun:
-    target = Target(model="m", owner="chairlift", dialect=Dialect(chat=False, vocab_size=99, ignore_eos=True))
+    target = Target(model="m", owner="chairlift", dialect=PromptDialect(chat=False, vocab_size=99, ignore_eos=True))
     return run_here(core, limits, target, Load(requests=requests, max_concurrency=most), **how)
 
 

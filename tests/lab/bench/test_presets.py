@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chairlift.config import EngineConfig
-from chairlift_lab.bench.batch_picture import Panel, Span, StepRecorder, spans_of, svg_lines, text_lines
+from chairlift_lab.bench.batch_picture import Panel, PictureRecorder, Span, spans_of, svg_lines, text_lines
 from chairlift_lab.bench.presets import (
     Measured,
     PresetRun,
@@ -44,10 +44,10 @@ def machine() -> Deployment:
     return deploy("turin-9755", shape_from_name("qwen2.5-0.5b"))
 
 
-def simulated(machine: Deployment, **settings: Any) -> tuple[StepRecorder, float]:
+def simulated(machine: Deployment, **settings: Any) -> tuple[PictureRecorder, float]:
     """Records of all steps of a simulated run, and its duration. It begins at 0."""
     core, limits = simulated_core(machine, EngineConfig.from_flat({"max_num_seqs": 4, **settings}))
-    recorder = StepRecorder()
+    recorder = PictureRecorder()
     core.events.subscribe("test", recorder)
     served = serve_trace(core, requests_of(24, 1), limits)
     return recorder, served.seconds

@@ -15,7 +15,7 @@ import pytest
 from chairlift.errors import ConfigError
 from chairlift_lab.bench.serve import Plan, measure
 from chairlift_lab.bench.serve_result import figures_of
-from chairlift_lab.bench.serve_run import Dialect, Load, Outcome, Progress, ServeRun
+from chairlift_lab.bench.serve_run import Load, LoadOutcome, Progress, PromptDialect, ServeRun
 from chairlift_lab.replay.traced_request import TracedRequest
 from tests.lab.bench.scripted_server import PATIENCE, Exchange, Script, ScriptedServer, answer, event, serving
 
@@ -295,7 +295,7 @@ def refusing(*fields: str, most_id: int = 100_000) -> Script:
     return script
 
 
-FULL = Dialect(chat=False, vocab_size=8000, ignore_eos=True)
+FULL = PromptDialect(chat=False, vocab_size=8000, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
@@ -312,12 +312,12 @@ FULL = Dialect(chat=False, vocab_size=8000, ignore_eos=True)
         ),
         (
             refusing("ids", "ignore_eos", "stream_options"),
-            Dialect(chat=False, usage=False, continuous_usage=False),
+            PromptDialect(chat=False, usage=False, continuous_usage=False),
             "it takes no token ids",
         ),
     ],
 )
-def test_what_a_server_refuses_is_left_out(script: Script, dialect: Dialect, note: str) -> None:
+def test_what_a_server_refuses_is_left_out(script: Script, dialect: PromptDialect, note: str) -> None:
     with serving(ScriptedServer(script)) as server:
         run = one_run(server, at(0.0), ignore_eos=True)
     assert run.server.dialect == dialect
@@ -348,7 +348,7 @@ def test_prompts_of_text_have_the_length_that_was_wanted(chat: bool) -> None:
 
 @pytest.mark.parametrize("vocab_size", [8000, 250, 0])
 def test_prompts_share_what_their_prefixes_share(vocab_size: int) -> None:
-    dialect = Dialect(chat=False, vocab_size=vocab_size, words=(4.0, 1.0 if vocab_size else 2.5))
+    dialect = PromptDialect(chat=False, vocab_size=vocab_size, words=(4.0, 1.0 if vocab_size else 2.5))
 
     def prompt(index: int, *ids: int) -> list[Any]:
         request = TracedRequest(arrival=0.0, prompt_tokens=260, output_tokens=1, prefix_ids=ids, prefix_block=64)
@@ -428,7 +428,7 @@ def test_progress_is_told_of_every_end() -> None:
 
     @contextlib.contextmanager
     def watch(url: str, total: int) -> Iterator[Progress]:
-        def ended(running: int, outcome: Outcome) -> None:
+        def ended(running: int, outcome: LoadOutcome) -> None:
             seen.append((running, outcome.status))
 
         yield ended

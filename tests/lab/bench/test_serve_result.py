@@ -25,13 +25,13 @@ from chairlift_lab.bench.serve_result import (
     peak_of,
     tokens_per_second,
 )
-from chairlift_lab.bench.serve_run import Load, Outcome, ServeRun, Target, fit
+from chairlift_lab.bench.serve_run import Load, LoadOutcome, ServeRun, Target, fit
 from chairlift_lab.replay.traced_request import TracedRequest
 from tests.lab.bench.scripted_server import event, usage
 
 
-def outcome(times: list[float], counts: list[int], *, start: float = 0.0, wanted: int | None = None) -> Outcome:
-    return Outcome(
+def outcome(times: list[float], counts: list[int], *, start: float = 0.0, wanted: int | None = None) -> LoadOutcome:
+    return LoadOutcome(
         index=0,
         scheduled=start,
         start=start,
@@ -46,13 +46,13 @@ def outcome(times: list[float], counts: list[int], *, start: float = 0.0, wanted
     )
 
 
-def failed(kind: str, message: str = "", *, start: float = 1.0) -> Outcome:
-    found = Outcome(index=0, scheduled=start, start=start, end=start + 50, wanted_tokens=9, prompt_tokens=9)
+def failed(kind: str, message: str = "", *, start: float = 1.0) -> LoadOutcome:
+    found = LoadOutcome(index=0, scheduled=start, start=start, end=start + 50, wanted_tokens=9, prompt_tokens=9)
     found.fail(kind, message)
     return found
 
 
-def run_of(*outcomes: Outcome, seconds: float = 10.0, cpu: float = 0.1, most: int | None = None) -> ServeRun:
+def run_of(*outcomes: LoadOutcome, seconds: float = 10.0, cpu: float = 0.1, most: int | None = None) -> ServeRun:
     server = Target(url="http://127.0.0.1:1", model="m")
     requests = [TracedRequest(arrival=each.start, prompt_tokens=7, output_tokens=9) for each in outcomes]
     return ServeRun(
@@ -70,8 +70,8 @@ def run_of(*outcomes: Outcome, seconds: float = 10.0, cpu: float = 0.1, most: in
 # --- one answer ------------------------------------------------------------------------------------------------------
 
 
-def read(*pieces: tuple[float, bytes]) -> Outcome:
-    found = Outcome(index=0, scheduled=0.0, wanted_tokens=8, prompt_tokens=5)
+def read(*pieces: tuple[float, bytes]) -> LoadOutcome:
+    found = LoadOutcome(index=0, scheduled=0.0, wanted_tokens=8, prompt_tokens=5)
     reader = EventReader(found)
     for now, data in pieces:
         reader.feed(data, now)
@@ -270,7 +270,7 @@ def test_the_record_has_vllms_keys_and_is_plain_json() -> None:
 
 def test_what_was_never_sent_has_no_time_of_sending() -> None:
     """Ctrl-C came while it waited for its place in a closed loop."""
-    waiting = Outcome(index=1, scheduled=101.0, held=True, wanted_tokens=9, prompt_tokens=9)
+    waiting = LoadOutcome(index=1, scheduled=101.0, held=True, wanted_tokens=9, prompt_tokens=9)
     run = dataclasses.replace(run_of(outcome([102.0], [1], start=101.0), waiting, most=1), begin=100.0)
     record = serve_record(run, figures_of(run, {}), {"request_rate": "inf", "burstiness": 1.0})
     assert record["start_times"] == [1.0, 0.0]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from chairlift.errors import ConfigError
-from chairlift_lab.bench.shapes import MODEL_SHAPES, ExpertLayer, Product, Shapes
+from chairlift_lab.bench.shapes import MODEL_SHAPES, ExpertLayer, MatmulShape, Shapes
 
 
 def test_models_bring_their_layers_products() -> None:
@@ -19,7 +19,7 @@ def test_models_bring_their_layers_products() -> None:
 
 def test_products_and_models_mix_and_count_once() -> None:
     shapes = Shapes.parse(" 64x100, SmolLM-135M,64x100")
-    assert shapes.products[0] == Product("64x100", 64, 100)
+    assert shapes.products[0] == MatmulShape("64x100", 64, 100)
     assert len(shapes.products) == 5
     assert [model.name for model in shapes.models] == ["smollm-135m"]
     assert Shapes.parse("7x9").models == ()

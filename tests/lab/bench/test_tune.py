@@ -26,8 +26,8 @@ from chairlift_lab.bench.machine import describe_machine
 from chairlift_lab.bench.report import text as lines_of
 from chairlift_lab.bench.serve_run import fit
 from chairlift_lab.bench.tune import SEARCHED, Findings, Question, _fastest, _latency, tune
-from chairlift_lab.bench.tune_lab import Lab, Traffic
-from chairlift_lab.bench.tune_report import Answer, columns, config_lines, printed, tune_report, verdict
+from chairlift_lab.bench.tune_lab import Lab, LabTraffic
+from chairlift_lab.bench.tune_report import TuneAnswer, columns, config_lines, printed, tune_report, verdict
 from chairlift_lab.bench.tune_search import Judge, Space, search, shortfall
 from chairlift_lab.bench.tune_state import FIRST_LOOK, Setting, State
 from chairlift_lab.replay.machines import Deployment, ModelShape
@@ -156,7 +156,7 @@ def short_of_memory(requests: int) -> int:
     return requests * 224 * SHAPE.kv_bytes + 16 * SHAPE.kv_bytes
 
 
-def lab(path: Path, traffic: Traffic, machine: Machine) -> Lab:
+def lab(path: Path, traffic: LabTraffic, machine: Machine) -> Lab:
     """One that knows the truth about the machine."""
     state = State(path, {})
     state.deployment = machine.deployment
@@ -188,8 +188,8 @@ SPACE = Space(
 )
 
 
-def answer(found: Findings, machine: Machine, path: Path, price: float = 2.0) -> Answer:
-    return Answer(
+def answer(found: Findings, machine: Machine, path: Path, price: float = 2.0) -> TuneAnswer:
+    return TuneAnswer(
         findings=found,
         state=machine.state,
         model="bundled",
@@ -202,7 +202,7 @@ def answer(found: Findings, machine: Machine, path: Path, price: float = 2.0) ->
     )
 
 
-def report_lines(said: Answer) -> list[str]:
+def report_lines(said: TuneAnswer) -> list[str]:
     return "\n".join(lines_of(*printed(said))).splitlines()
 
 
@@ -511,7 +511,7 @@ def test_no_claimed_rate_is_above_the_measured_throughput(tmp_path: Path, slo: d
 
 def test_runs_that_are_too_short_are_repeated_within_their_sample(tmp_path: Path) -> None:
     """Eight requests take a fraction of a second. A run of a round serves them again, from an empty prefix cache."""
-    made = lab(tmp_path / "t.json", Traffic(chat(8)), Machine())
+    made = lab(tmp_path / "t.json", LabTraffic(chat(8)), Machine())
     look, run = made.measure(SETTING, None, 1, FIRST_LOOK), made.measure(SETTING, None, 1, 0)
     assert look.seconds < 1 <= run.seconds
     assert run.requests == round(run.seconds / look.seconds)
@@ -603,7 +603,7 @@ def test_where_every_real_run_broke_the_promises_no_rate_is_claimed(tmp_path: Pa
 
 def test_a_backlog_shorter_than_the_promise_keeps_no_promise(tmp_path: Path) -> None:
     """48 requests at three times what the machine can do are all answered within six seconds, and prove nothing."""
-    made = lab(tmp_path / "t.json", Traffic(chat(48), slo={"ttft_ms": 6000.0}), Machine())
+    made = lab(tmp_path / "t.json", LabTraffic(chat(48), slo={"ttft_ms": 6000.0}), Machine())
     most = made.measure(SETTING, None, 48).requests_per_second
     fast = made.measure(SETTING, 3 * most, 48)
     assert fast.goodput == 1.0
@@ -620,7 +620,7 @@ def test_a_backlog_shorter_than_the_promise_keeps_no_promise(tmp_path: Path) -> 
 def test_traffic_that_comes_again_is_new_to_every_cache() -> None:
     own: dict[str, Any] = {"prompt_tokens": 40, "prefix_ids": (1, 2), "prefix_block": 16, "session": "a"}
     first = [dataclasses.replace(each, **own, turn=place) for place, each in enumerate(chat(3, 2.0)[:2])]
-    again = Traffic(first).at(4.0, 5)
+    again = LabTraffic(first).at(4.0, 5)
     assert len(again) == 5
     assert [each.prompt_tokens for each in again] == [40] * 5
     assert len({each.prefix_ids for each in again}) == 3
@@ -632,7 +632,7 @@ def test_traffic_that_comes_again_is_new_to_every_cache() -> None:
 # --- its parts -------------------------------------------------------------------------------------------------------
 
 
-def exhaustive(traffic: Traffic, memory: int, tmp_path: Path, *, by_rate: bool) -> tuple[float, float, int, int]:
+def exhaustive(traffic: LabTraffic, memory: int, tmp_path: Path, *, by_rate: bool) -> tuple[float, float, int, int]:
     """Result of the search, the best of the full grid, and the number of settings that each looked at."""
     machine = Machine(memory)
     count = len(traffic.requests)
@@ -649,7 +649,7 @@ def exhaustive(traffic: Traffic, memory: int, tmp_path: Path, *, by_rate: bool) 
 
 @pytest.mark.nightly
 def test_the_search_finds_what_the_full_grid_would(tmp_path: Path) -> None:
-    found, best, looked, everything = exhaustive(Traffic(chat(32)), short_of_memory(6), tmp_path, by_rate=False)
+    found, best, looked, everything = exhaustive(LabTraffic(chat(32)), short_of_memory(6), tmp_path, by_rate=False)
     assert found >= 0.95 * best
     assert looked < everything
 
@@ -659,18 +659,18 @@ def test_the_search_finds_what_the_full_grid_would(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["at once", "alike", "promises", "long prompts", "users"])
 def test_the_search_finds_what_the_full_grid_would_everywhere(tmp_path: Path, kind: str, memory: int) -> None:
     traffic = {
-        "at once": Traffic(chat(100)),
-        "alike": Traffic(alike(100)),
-        "promises": Traffic(chat(80, 3.0), slo={"ttft_ms": 500.0, "tpot_ms": 60.0}),
-        "long prompts": Traffic([dataclasses.replace(each, prompt_tokens=120) for each in chat(80)]),
-        "users": Traffic(chat(80), users=12),
+        "at once": LabTraffic(chat(100)),
+        "alike": LabTraffic(alike(100)),
+        "promises": LabTraffic(chat(80, 3.0), slo={"ttft_ms": 500.0, "tpot_ms": 60.0}),
+        "long prompts": LabTraffic([dataclasses.replace(each, prompt_tokens=120) for each in chat(80)]),
+        "users": LabTraffic(chat(80), users=12),
     }[kind]
     found, best, _, _ = exhaustive(traffic, short_of_memory(memory), tmp_path, by_rate=kind == "promises")
     assert found >= 0.95 * best
 
 
 def test_who_preempts_or_is_late_falls_short(tmp_path: Path) -> None:
-    fine = lab(tmp_path / "t.json", Traffic(chat(8)), Machine()).simulate(SETTING, None, 8)
+    fine = lab(tmp_path / "t.json", LabTraffic(chat(8)), Machine()).simulate(SETTING, None, 8)
     assert shortfall(fine) == 0
     assert shortfall(dataclasses.replace(fine, preemption_rate=0.03)) > 0
     assert shortfall(dataclasses.replace(fine, goodput=0.98)) > 0
@@ -678,22 +678,24 @@ def test_who_preempts_or_is_late_falls_short(tmp_path: Path) -> None:
 
 
 def test_rates() -> None:
-    traffic = Traffic(chat(40, 2.0))
+    traffic = LabTraffic(chat(40, 2.0))
     times = [request.arrival for request in traffic.at(4.0, 40)]
     assert traffic.rate is not None
     assert times[-1] == pytest.approx((traffic.requests[-1].arrival - traffic.requests[0].arrival) * traffic.rate / 4)
     assert [request.arrival for request in traffic.at(None, 3)] == [0.0] * 3
-    drawn = Traffic(chat(40))
+    drawn = LabTraffic(chat(40))
     assert drawn.rate is None
     assert 40 / drawn.at(2.0, 40)[-1].arrival == pytest.approx(2.0, rel=0.4)
     assert drawn.at(4.0, 9)[8].arrival == pytest.approx(drawn.at(2.0, 9)[8].arrival / 2)
     burst = [dataclasses.replace(each, arrival=max(0.0, place - 20)) for place, each in enumerate(chat(40))]
-    for asked in (traffic, drawn, Traffic(burst)):
+    for asked in (traffic, drawn, LabTraffic(burst)):
         for count in (2, 9, 40):
             times = [request.arrival for request in asked.at(4.0, count)]
             assert (times[0], times[-1]) == (0.0, pytest.approx((count - 1) / 4)), "they come at that rate"
     assert [request.arrival for request in drawn.at(4.0, 1)] == [0.0]
-    promised = Traffic([dataclasses.replace(chat(1)[0], ttft_ms=5.0)], slo={"ttft_ms": 9.0, "tpot_ms": 7.0}).requests[0]
+    promised = LabTraffic(
+        [dataclasses.replace(chat(1)[0], ttft_ms=5.0)], slo={"ttft_ms": 9.0, "tpot_ms": 7.0}
+    ).requests[0]
     assert (promised.ttft_ms, promised.tpot_ms) == (5.0, 7.0)
 
 
@@ -701,7 +703,7 @@ def test_rates() -> None:
 
 
 def test_the_file_holds_all_of_it(tmp_path: Path) -> None:
-    made = lab(tmp_path / "t.json", Traffic(chat(8)), Machine())
+    made = lab(tmp_path / "t.json", LabTraffic(chat(8)), Machine())
     made.measure(SETTING, None, 8)
     made.simulate(SETTING, 3.7, 8)
     made.state.save()

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from chairlift_lab.bench.tune_lab import Lab, Traffic
-from chairlift_lab.bench.tune_search import Judge, Score, Space, search, shortfall
-from chairlift_lab.bench.tune_state import Figures, Setting
+from chairlift_lab.bench.tune_lab import Lab, LabTraffic
+from chairlift_lab.bench.tune_search import Judge, SettingScore, Space, search, shortfall
+from chairlift_lab.bench.tune_state import Setting, StoredFigures
 
-FINE = Figures(
+FINE = StoredFigures(
     requests=100,
     seconds=5.0,
     requests_per_second=20.0,
@@ -48,12 +48,12 @@ SPACE = Space(
 class Formula(Lab):
     """A simulator that is a formula of setting and rate, and remembers what it was asked."""
 
-    def __init__(self, formula: Callable[[Setting, float | None], Figures]) -> None:
+    def __init__(self, formula: Callable[[Setting, float | None], StoredFigures]) -> None:
         self._formula = formula
-        self.traffic = Traffic([])
+        self.traffic = LabTraffic([])
         self.asked: list[tuple[Setting, float | None]] = []
 
-    def simulate(self, setting: Setting, rate: float | None, count: int) -> Figures:
+    def simulate(self, setting: Setting, rate: float | None, count: int) -> StoredFigures:
         self.asked.append((setting, rate))
         assert count == 100
         return self._formula(setting, rate)
@@ -69,7 +69,7 @@ def by_capacity(capacity: Callable[[Setting], float]) -> tuple[Judge, Formula]:
     """A judge by rates, where a setting keeps its promises up to its capacity: half of them above it, a tenth above
     twice that. Everybody gets 20 requests of 50 tokens through in a second."""
 
-    def formula(setting: Setting, rate: float | None) -> Figures:
+    def formula(setting: Setting, rate: float | None) -> StoredFigures:
         if rate is None:
             return dataclasses.replace(FINE, goodput=0.0)
         most = capacity(setting)
@@ -118,7 +118,7 @@ def test_who_breaks_both_falls_shorter_than_who_breaks_one() -> None:
 
 
 def test_who_keeps_promises_is_better_than_who_is_faster_and_who_breaks_less_than_who_breaks_more() -> None:
-    def formula(setting: Setting, rate: float | None) -> Figures:
+    def formula(setting: Setting, rate: float | None) -> StoredFigures:
         slots = setting.max_num_seqs
         return dataclasses.replace(
             FINE, output_tokens_per_second=100.0 * slots, preemption_rate=max(0.0, (slots - 16) / 100)
@@ -135,7 +135,7 @@ def test_the_best_stays_the_best_when_a_worse_one_comes_after_it() -> None:
     judge = by_speed(lambda setting: 100.0 * setting.max_num_seqs)
     best = judge.score(rows(32))
     judge.score(rows(4))
-    assert judge.best == best == Score(True, 3200.0)
+    assert judge.best == best == SettingScore(True, 3200.0)
 
 
 # --- how fast requests may come --------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from chairlift_lab.bench.other_load import OtherLoad
 from chairlift_lab.bench.verdict import (
     LEVEL,
     MIN_ROUNDS,
-    Estimate,
     Ratio,
+    RatioEstimate,
     Sample,
     disturbance,
     share_interval,
@@ -138,16 +138,16 @@ def test_a_ratio_and_its_inverse_are_inverse() -> None:
 
 
 def test_the_interval_of_a_rate_is_that_of_its_median_and_of_the_disturbance() -> None:
-    rate = Estimate.of(samples([float(value) for value in range(1, 10)]))
+    rate = RatioEstimate.of(samples([float(value) for value in range(1, 10)]))
     assert (rate.median, rate.low, rate.high, rate.doubt) == (5.0, 2.0, 8.0, "")
-    disturbed = Estimate.of([*samples([10.0] * 7), Sample(8.0, 5.0, busy=0.2)])
+    disturbed = RatioEstimate.of([*samples([10.0] * 7), Sample(8.0, 5.0, busy=0.2)])
     assert (disturbed.low, disturbed.high) == pytest.approx((6.4, 12.5))
 
 
 def test_the_interval_of_a_median_covers_it() -> None:
     rng, covered = np.random.default_rng(2), 0
     for _ in range(400):
-        found = Estimate.of(samples(np.exp(rng.standard_cauchy(10) * 0.1).tolist()))
+        found = RatioEstimate.of(samples(np.exp(rng.standard_cauchy(10) * 0.1).tolist()))
         covered += found.low <= 1.0 <= found.high
     assert covered >= LEVEL * 400
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from chairlift.errors import ModelLoadError
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.layers.rotary import inverse_frequencies
 from chairlift.models.model_files import read_config
 from chairlift.text.tokenizer.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ from tests.models.tiny import tiny_hf_model
 from tests.text.tokenizer.tiny import byte_fallback_backend, byte_level_backend
 
 
-def config_of(tmp_path: Path, family: str, **changes: Any) -> ModelConfig:
+def config_of(tmp_path: Path, family: str, **changes: Any) -> NetworkConfig:
     """Config of a tiny model's file with changed metadata; None removes a key."""
     name, overrides = FURTHER.get(family, (family, {}))
     model_dir = tiny_hf_model(tmp_path, name, **overrides)

@@ -12,7 +12,7 @@ from chairlift.errors import ConfigError
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PackedContext
-from chairlift.models.formats.quantize.gptq import Calibrated, Pack, calibrate, gptq, output_error
+from chairlift.models.formats.quantize.gptq import Calibrated, CalibrationPack, calibrate, gptq, output_error
 from chairlift.models.formats.quantize.rounding import FORMATS, best_scales, nearest_codes, round_rows
 from chairlift.models.layers.linear import Linear
 from chairlift.models.loader import load_model
@@ -103,14 +103,14 @@ def test_inputs_that_are_not_finite_are_refused() -> None:
 # --- a whole model ---------------------------------------------------------------------------------------------------
 
 
-def packs(lengths: tuple[tuple[int, ...], ...] = ((30, 17), (25,))) -> list[Pack]:
+def packs(lengths: tuple[tuple[int, ...], ...] = ((30, 17), (25,))) -> list[CalibrationPack]:
     generator = torch.Generator().manual_seed(7)
     found = []
     for pack in lengths:
         offsets = [0]
         for length in pack:
             offsets.append(offsets[-1] + length)
-        found.append(Pack(torch.randint(2, 128, (offsets[-1],), generator=generator), offsets))
+        found.append(CalibrationPack(torch.randint(2, 128, (offsets[-1],), generator=generator), offsets))
     return found
 
 

@@ -26,7 +26,7 @@ from chairlift.executor import input_batch
 from chairlift.executor.input_batch import InputBatch
 from chairlift.kernels.cpu import program
 from chairlift.kernels.cpu.program import StepProgram
-from chairlift.models.hf_config import ModelConfig, parse_config, read_hf_config
+from chairlift.models.hf_config import NetworkConfig, parse_config, read_hf_config
 from chairlift.models.vision.patch_tower import PatchTower
 from chairlift.models.vision.vision_files import read_processor
 from tests.models.vision.test_equivalence import chat, check
@@ -225,7 +225,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def test_configs_that_do_not_fit_are_refused(folder: Path) -> None:
-    def read(part: str, **changes: Any) -> ModelConfig:
+    def read(part: str, **changes: Any) -> NetworkConfig:
         raw = config_of(folder)
         raw[part] |= changes
         return parse_config(raw)

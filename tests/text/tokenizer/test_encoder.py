@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from chairlift.errors import PromptTooLongError, QueueFullError, TemplateError, TemplateFailedError
-from chairlift.text.tokenizer.encoder import Encoder
+from chairlift.text.tokenizer.encoder import PromptEncoder
 from tests.server.fake_engine import byte_tokenizer
 
 
@@ -41,7 +41,7 @@ class SlowTokenizer:
 
 def test_a_conversation_that_cannot_fit_is_refused_before_it_is_laid_out() -> None:
     async def main() -> None:
-        encoder = Encoder(byte_tokenizer(), 1000, 8)
+        encoder = PromptEncoder(byte_tokenizer(), 1000, 8)
         for content in ("x" * 32_001, [{"type": "text", "text": "x" * 32_001}]):
             limit = r"64,0\d\d characters, but at most 64,000 are taken .*; send fewer or shorter messages"
             with pytest.raises(PromptTooLongError, match=limit):
@@ -57,7 +57,7 @@ def test_a_conversation_that_cannot_fit_is_refused_before_it_is_laid_out() -> No
 def test_two_long_texts_at_a_time_also_when_their_callers_leave() -> None:
     async def main() -> None:
         tokenizer: Any = SlowTokenizer()
-        encoder = Encoder(tokenizer, 100_000, 3)
+        encoder = PromptEncoder(tokenizer, 100_000, 3)
         leaving = [asyncio.create_task(encoder.encode("x" * 20_000)) for _ in range(2)]
         staying = []
         try:
@@ -83,14 +83,14 @@ def test_what_texts_have_together_counts() -> None:
     async def main() -> None:
         tokenizer: Any = SlowTokenizer()
         tokenizer.allowed.set()
-        encoder = Encoder(tokenizer, 512, 8)
+        encoder = PromptEncoder(tokenizer, 512, 8)
         with pytest.raises(PromptTooLongError, match="the text has 32,769 characters"):
             await encoder.encode_all(["x", "x" * 32_769])
         with pytest.raises(PromptTooLongError, match="262,208 characters together, but one call may have 262,144"):
             await encoder.encode_all(["x" * 4097] * 64)
         assert tokenizer.texts == []
         assert await encoder.encode_all(["x" * 4096] * 64) == [[4096]] * 64
-        assert await Encoder(tokenizer, 16_384, 8).encode_all(["x" * 16_384] * 64) == [[16_384]] * 64
+        assert await PromptEncoder(tokenizer, 16_384, 8).encode_all(["x" * 16_384] * 64) == [[16_384]] * 64
 
     asyncio.run(main())
 
@@ -103,7 +103,7 @@ def test_more_than_a_few_hundred_characters_are_tokenized_on_a_thread(texts: lis
     async def main() -> None:
         tokenizer: Any = SlowTokenizer()
         tokenizer.allowed.set()
-        assert await Encoder(tokenizer, 512, 8).encode_all(texts) == [[len(text)] for text in texts]
+        assert await PromptEncoder(tokenizer, 512, 8).encode_all(texts) == [[len(text)] for text in texts]
         assert tokenizer.texts == [(text, on_thread) for text in texts]
 
     asyncio.run(main())
@@ -118,7 +118,7 @@ def test_short_texts_do_not_wait_for_long_ones_and_many_are_a_long_one() -> None
 
     async def main() -> None:
         tokenizer: Any = Held()
-        encoder = Encoder(tokenizer, 512, 2)
+        encoder = PromptEncoder(tokenizer, 512, 2)
         many = [asyncio.create_task(encoder.encode_all(["l" * 9000, "m" * 9000] * 3)) for _ in range(2)]
         try:
             while tokenizer.num_now < 2:
@@ -142,7 +142,7 @@ def test_bad_words_are_tokenized_like_texts() -> None:
     async def main() -> None:
         tokenizer: Any = SlowTokenizer()
         tokenizer.allowed.set()
-        encoder = Encoder(tokenizer, 512, 8)
+        encoder = PromptEncoder(tokenizer, 512, 8)
         assert await encoder.encode_words([" ab", "ab"]) == ((2,), (3,))
         assert await encoder.encode_words(()) == ()
         assert {on_thread for _, on_thread in tokenizer.texts} == {False}
@@ -180,7 +180,7 @@ def test_a_models_own_broken_template_is_told_once_at_the_start(
 ) -> None:
     async def main() -> None:
         tokenizer: Any = Templated(template)
-        encoder = Encoder(tokenizer, 1000, 8)
+        encoder = PromptEncoder(tokenizer, 1000, 8)
         await encoder.start()
         assert encoder._templates is not None and len(encoder._templates.pids) == (template is not None)
         assert await encoder.encode("text") == [4]
@@ -211,7 +211,7 @@ def test_a_models_own_broken_template_is_told_once_at_the_start(
 def test_a_given_template_that_fails_for_every_chat_is_refused_at_the_start(template: str, refused: bool) -> None:
     async def main() -> None:
         tokenizer: Any = Templated("{{ messages[0].content }}")
-        encoder = Encoder(tokenizer, 1000, 8, template)
+        encoder = PromptEncoder(tokenizer, 1000, 8, template)
         complaint = pytest.raises(TemplateFailedError, match=r"Error: .*--chat-template")
         with complaint if refused else contextlib.nullcontext():
             await encoder.start()

@@ -21,7 +21,7 @@ from chairlift.engine.input_processor import InputProcessor, ModelLimits
 from chairlift.errors import ModelLoadError, RequestError, WorkerLostError
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tokenizer.bad_words import spellings, word_ids
-from chairlift.text.tokenizer.encoder import Encoder
+from chairlift.text.tokenizer.encoder import PromptEncoder
 from chairlift.text.tokenizer.growth import MAX_GROWTH, check_growth, doubt_about
 from chairlift.text.tokenizer.patterns import is_steady, shortest
 from chairlift.text.tokenizer.text_worker import TextWorker
@@ -207,7 +207,7 @@ def test_what_takes_for_ever_ends_with_an_error_and_the_next_text_is_encoded(nam
     async def work() -> None:
         tokenizer = Tokenizer.from_dir(folder_with(tmp_path, DOUBTED[name]))
         assert tokenizer.doubt
-        encoder = Encoder(tokenizer, 2048, 8)
+        encoder = PromptEncoder(tokenizer, 2048, 8)
         assert encoder._texts is not None
         encoder._texts.seconds = 0.3
         encoder._texts._setup["memory_bytes"] = 64 << 20
@@ -233,7 +233,7 @@ def test_a_process_encodes_as_the_tokenizer_does(tmp_path: Path) -> None:
         tokenizer = Tokenizer.from_dir(
             folder_with(tmp_path, {"pre_tokenizer": sequence(split(r"\w*[!?]|\s+"), BYTES, of="pretokenizers")})
         )
-        encoder = Encoder(tokenizer, 2048, 8)
+        encoder = PromptEncoder(tokenizer, 2048, 8)
         for text in ("Hi! How?", "", "é😀\x00\u2028", "<s>Hi</s>", "x y " * 5000):
             for special in (False, True):
                 assert await encoder.encode(text, special) == tokenizer.encode(text, special)

@@ -18,7 +18,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 from chairlift import LLM, SamplingParams
 from chairlift.errors import ModelLoadError, RequestError, TemplateError
 from chairlift.text.tokenizer import ChatTemplate, Tokenizer
-from chairlift.text.tokenizer.encoder import Encoder
+from chairlift.text.tokenizer.encoder import PromptEncoder
 from chairlift.text.tokenizer.plain_text import PlainTextEncoder
 from chairlift.text.tokenizer.shield import Shielded, shielded_from
 from tests.models.gguf.make import real_gguf
@@ -349,7 +349,7 @@ def test_the_servers_encoder_gives_the_same_tokens_in_its_processes(doubted: boo
     chats = ([user("hi")], [user("a < b")], [user("<|end|> x")], [user("<|END|> é " + "long <|user|> " * 200)])
 
     async def main() -> None:
-        encoder = Encoder(tokenizer, 20_000, 8, plain_text_messages=True)
+        encoder = PromptEncoder(tokenizer, 20_000, 8, plain_text_messages=True)
         await encoder.start()
         try:
             for chat in chats:

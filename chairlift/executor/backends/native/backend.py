@@ -32,7 +32,7 @@ from chairlift.models.causal_lm import CausalLM
 from chairlift.models.eagle3 import Eagle3
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.model import TransformersLM
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.pooled_network import PooledNetwork
 
 __all__ = ["NativeBackend", "why_not_isa"]
@@ -67,7 +67,7 @@ class NativeBackend(Backend):
 
     @classmethod
     def why_not(
-        cls, network: ModelConfig | EncoderConfig | None, dtype: torch.dtype, device: torch.device, block_size: int
+        cls, network: NetworkConfig | EncoderConfig | None, dtype: torch.dtype, device: torch.device, block_size: int
     ) -> str:
         if device.type != "cpu":
             return f"they run on the CPU, and device is {device}; use device='cpu'"
@@ -80,7 +80,7 @@ class NativeBackend(Backend):
             return f"they compute in bfloat16 and float32, and dtype is {name}; use one of those"
         if block_size % 16:
             return f"they need block_size to be a multiple of 16, and it is {block_size}; leave it out"
-        if not isinstance(network, ModelConfig) or not network.attends:  # an encoder's attention runs in PyTorch
+        if not isinstance(network, NetworkConfig) or not network.attends:  # an encoder's attention runs in PyTorch
             return ""
         if network.head_dim % 16 or not 16 <= network.head_dim <= 256:
             size = network.head_dim

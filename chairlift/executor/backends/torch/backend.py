@@ -18,7 +18,7 @@ from chairlift.models.causal_lm import CausalLM
 from chairlift.models.eagle3 import Eagle3
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.model import TransformersLM
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.pooled_network import PooledNetwork
 
 __all__ = ["TorchBackend"]
@@ -37,7 +37,7 @@ class TorchBackend(Backend):
 
     @classmethod
     def why_not(
-        cls, network: ModelConfig | EncoderConfig | None, dtype: torch.dtype, device: torch.device, block_size: int
+        cls, network: NetworkConfig | EncoderConfig | None, dtype: torch.dtype, device: torch.device, block_size: int
     ) -> str:
         return ""
 

@@ -22,7 +22,7 @@ from chairlift.models.causal_lm import CausalLM
 from chairlift.models.eagle3 import Eagle3
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.model import TransformersLM
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.pooled_network import PooledNetwork
 
 __all__ = ["TritonBackend"]
@@ -49,7 +49,7 @@ class TritonBackend(Backend):
 
     @classmethod
     def why_not(
-        cls, network: ModelConfig | EncoderConfig | None, dtype: torch.dtype, device: torch.device, block_size: int
+        cls, network: NetworkConfig | EncoderConfig | None, dtype: torch.dtype, device: torch.device, block_size: int
     ) -> str:
         return _why_not_here(dtype, device) or ("" if network is None else _why_not_model(network))
 
@@ -137,7 +137,7 @@ def _launch_error() -> str:
     return ""
 
 
-def _why_not_model(network: ModelConfig | EncoderConfig) -> str:
+def _why_not_model(network: NetworkConfig | EncoderConfig) -> str:
     """Reason why the kernels cannot run this model, with the remedy; empty if they can."""
     if isinstance(network, EncoderConfig):
         return "they run no encoders; use kernels='torch', or device='cpu'"

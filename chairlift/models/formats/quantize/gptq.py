@@ -21,7 +21,7 @@ from chairlift.models.context import PackedContext
 from chairlift.models.formats.quantize.rounding import Squares, best_scales, nearest_codes, round_rows
 from chairlift.models.layers.linear import Linear
 
-__all__ = ["Calibrated", "Pack", "calibrate", "gptq", "output_error"]
+__all__ = ["Calibrated", "CalibrationPack", "calibrate", "gptq", "output_error"]
 
 _BLOCK: Final = 128
 """Number of columns whose errors are collected before all later columns are corrected."""
@@ -31,7 +31,7 @@ _MOST_DAMPING: Final = 10.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pack:
+class CalibrationPack:
     """Calibration samples that form one flat batch."""
 
     token_ids: Tensor
@@ -125,7 +125,7 @@ def output_error(weight: Tensor, rows: GroupedRows, hessian: Tensor) -> float:
 
 def calibrate(
     model: CausalLM,
-    packs: Sequence[Pack],
+    packs: Sequence[CalibrationPack],
     kind: GroupKind,
     dtype: torch.dtype,
     progress: Callable[[float], None] = lambda share: None,
@@ -161,12 +161,12 @@ def _quantise(name: str, linear: Linear, hessian: Tensor, kind: GroupKind, dtype
     return Calibrated(name, rows, Squares(*sums), *errors)
 
 
-def _embedded(model: CausalLM, pack: Pack) -> Tensor:
+def _embedded(model: CausalLM, pack: CalibrationPack) -> Tensor:
     """Input of the first layer for the samples of a pack: float32 [tokens, hidden size]."""
     return model.model.embed(pack.token_ids, pack.positions).float()
 
 
-def _through(model: CausalLM, number: int, pack: Pack, hidden: Tensor) -> Tensor:
+def _through(model: CausalLM, number: int, pack: CalibrationPack, hidden: Tensor) -> Tensor:
     """Outputs of layer ``number`` for the inputs ``hidden``: both [tokens, hidden size]."""
     rotary = model.model.rotations(pack.positions, hidden.dtype)[number]
     out: Tensor = model.model.layers[number](hidden, rotary, pack.positions, PackedContext(pack.cu_seqlens))
@@ -177,7 +177,9 @@ class _SeenEnough(Exception):
     """Ends a forward pass after the linear layer whose inputs are needed."""
 
 
-def _hessian(model: CausalLM, number: int, linear: Linear, packs: Sequence[Pack], states: Sequence[Tensor]) -> Tensor:
+def _hessian(
+    model: CausalLM, number: int, linear: Linear, packs: Sequence[CalibrationPack], states: Sequence[Tensor]
+) -> Tensor:
     """Hessian 2 X X^T for a linear layer, in float32 [K, K]. X are the K inputs of the layer, for all tokens of the
     samples."""
     k = linear.shape.in_features

@@ -15,25 +15,25 @@ from chairlift.errors import ConfigError, ModelLoadError
 from chairlift.kernels.grouped import GroupedRows, GroupKind
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.formats.checkpoint import CheckpointPart
-from chairlift.models.formats.quantize.gptq import Calibrated, Pack, calibrate
+from chairlift.models.formats.quantize.gptq import Calibrated, CalibrationPack, calibrate
 from chairlift.models.formats.quantize.rounding import FORMATS, Squares, round_rows
 from chairlift.models.formats.quantize.samples import make_packs, read_texts
 from chairlift.models.formats.quantize.writing import Planned, ShardWriter, packed_words, source_config, write_files
-from chairlift.models.hf_config import ModelConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.layers.linear import Linear
 from chairlift.models.loader import Checkpoint, check_weights, load_model, open_checkpoint
 from chairlift.models.model_files import read_config
 from chairlift.models.registry import FAMILIES
 from chairlift.text.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["Report", "quantize_model"]
+__all__ = ["QuantizeReport", "quantize_model"]
 
 Progress = Callable[[str, float], None]
 """Function called with a label and the completed fraction (0 to 1)."""
 
 
 @dataclasses.dataclass(slots=True)
-class Report:
+class QuantizeReport:
     """Result of quantising a model."""
 
     kind: GroupKind
@@ -56,7 +56,7 @@ class Report:
 
 def quantize_model(
     model_dir: Path, out: Path, form: str, texts: Path | None = None, progress: Progress = lambda label, share: None
-) -> Report:
+) -> QuantizeReport:
     """Quantise the model in ``model_dir``, a directory or a GGUF file, to one of
     :data:`~chairlift.models.formats.quantize.rounding.FORMATS`, and write it to ``out``.
 
@@ -80,7 +80,7 @@ def quantize_model(
         )
     dtype = torch.float16 if network.dtype == "float16" else torch.bfloat16
     packs, samples = ([], 0) if texts is None else _packs(texts, model_dir, network)
-    report = Report(kind, samples=samples, tokens=sum(len(pack.token_ids) for pack in packs))
+    report = QuantizeReport(kind, samples=samples, tokens=sum(len(pack.token_ids) for pack in packs))
     with open_checkpoint(model_dir, network) as checkpoint:
         matrices = _matrices(checkpoint, kind, model_dir)
         _add_notes(report, checkpoint, matrices, network, packs)
@@ -97,7 +97,7 @@ def quantize_model(
     return report
 
 
-def _packs(texts: Path, model_dir: Path, network: ModelConfig) -> tuple[list[Pack], int]:
+def _packs(texts: Path, model_dir: Path, network: NetworkConfig) -> tuple[list[CalibrationPack], int]:
     found = read_texts(texts)
     packs, samples = make_packs(found, Tokenizer.from_dir(model_dir), network.max_model_len)
     if not packs:
@@ -137,7 +137,11 @@ def _matrices(checkpoint: Checkpoint, kind: GroupKind, model_dir: Path) -> list[
 
 
 def _add_notes(
-    report: Report, checkpoint: Checkpoint, matrices: list[CheckpointPart], network: ModelConfig, packs: list[Pack]
+    report: QuantizeReport,
+    checkpoint: Checkpoint,
+    matrices: list[CheckpointPart],
+    network: NetworkConfig,
+    packs: list[CalibrationPack],
 ) -> None:
     stored = {str(kind): None for part in matrices if (kind := checkpoint.kind(part)) is not None}
     if stored:
@@ -170,7 +174,7 @@ def _plan(
 
 def _write_rest(
     writer: ShardWriter,
-    report: Report,
+    report: QuantizeReport,
     checkpoint: Checkpoint,
     to_round: list[CheckpointPart],
     matrices: list[CheckpointPart],
@@ -195,11 +199,11 @@ def _write_rest(
 
 def _write_calibrated(
     writer: ShardWriter,
-    report: Report,
+    report: QuantizeReport,
     model_dir: Path,
-    network: ModelConfig,
+    network: NetworkConfig,
     matrices: list[CheckpointPart],
-    packs: list[Pack],
+    packs: list[CalibrationPack],
     dtype: torch.dtype,
     progress: Progress,
 ) -> None:

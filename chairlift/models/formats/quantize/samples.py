@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from chairlift.errors import ConfigError, RequestError
-from chairlift.models.formats.quantize.gptq import Pack
+from chairlift.models.formats.quantize.gptq import CalibrationPack
 from chairlift.text.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["MOST_TOKENS", "make_packs", "read_texts"]
@@ -61,7 +61,7 @@ def _text_of(path: Path, number: int, line: str) -> str:
     return text
 
 
-def make_packs(texts: list[str], tokenizer: Tokenizer, longest: int) -> tuple[list[Pack], int]:
+def make_packs(texts: list[str], tokenizer: Tokenizer, longest: int) -> tuple[list[CalibrationPack], int]:
     """Returns (packs of samples, each cut to ``longest`` tokens; number of samples in the packs).
 
     If the samples have more than :data:`MOST_TOKENS` tokens together, a fixed random subset is used. Text that spells a
@@ -81,7 +81,7 @@ def make_packs(texts: list[str], tokenizer: Tokenizer, longest: int) -> tuple[li
             left -= len(ids)
         if not left:
             break
-    packs: list[Pack] = []
+    packs: list[CalibrationPack] = []
     waiting: list[list[int]] = []
     for ids in [*samples, []]:
         if waiting and (not ids or sum(map(len, waiting)) + len(ids) > _LONGEST):
@@ -91,8 +91,8 @@ def make_packs(texts: list[str], tokenizer: Tokenizer, longest: int) -> tuple[li
     return packs, len(samples)
 
 
-def _pack(samples: list[list[int]]) -> Pack:
+def _pack(samples: list[list[int]]) -> CalibrationPack:
     offsets = [0]
     for ids in samples:
         offsets.append(offsets[-1] + len(ids))
-    return Pack(torch.tensor([token for ids in samples for token in ids]), offsets)
+    return CalibrationPack(torch.tensor([token for ids in samples for token in ids]), offsets)
