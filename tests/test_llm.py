@@ -688,3 +688,25 @@ def test_sizes_are_checked_before_weights_are_read(
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match=re.escape(message)):
         LLM(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "logits"), [("auto", ""), ("torch", ", and the logits of 256 rows (max_num_seqs)")]
+)
+def test_steps_that_no_memory_holds_are_refused_before_weights_are_read(
+    model_dir: Path, tmp_path: Path, kernels: str, logits: str
+) -> None:
+    config = json.loads((model_dir / "config.json").read_text()) | {"intermediate_size": 2**20}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match=r"a step of 16,777,216 tokens \(max_num_batched_tokens\) would") as refused:
+        LLM(tmp_path, max_num_batched_tokens=2**24, kernels=kernels, skip_tokenizer_init=True)
+    assert logits in str(refused.value) and "bytes of memory; even without weights" in str(refused.value)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_the_bundled_model_needs_no_settings_on_a_small_machine(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("chairlift.executor.kv_tensors", "chairlift.kernels.control_group"):
+        monkeypatch.setattr(f"{module}.total_memory", lambda: 1 << 30)
+    (output,) = LLM(kernels=kernels, threads=1).generate("Hello", SamplingParams(max_tokens=2))
+    assert output.error is None

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chairlift.config import CPU_CACHE_SHARE, CacheGroup
+from chairlift.config import CPU_CACHE_SHARE, CacheGroup, SchedulerConfig
 from chairlift.errors import ConfigError
 from chairlift.executor.host_memory import host_memory
 from chairlift.executor.state_plan import StatePlan, plan_states
@@ -23,6 +23,7 @@ __all__ = [
     "KVPlan",
     "available_memory",
     "check_fits",
+    "check_step_fits",
     "gpu_cache_memory",
     "make_host_blocks",
     "make_kv_caches",
@@ -131,6 +132,35 @@ def check_fits(plan: KVPlan, device: torch.device, setting: int | None = None) -
     raise ConfigError(
         f"the KV cache would have {plan.total_bytes:,} bytes (kv_cache_memory_bytes, num_kv_blocks){swap}, but this"
         f" machine, or this process's control group, has {limit:,}; lower it"
+    )
+
+
+def check_step_fits(
+    scheduler: SchedulerConfig, tokens: int, token_bytes: int, row_bytes: int, device: torch.device, settings: str
+) -> None:
+    """Raise ConfigError if the intermediate results of a step alone are larger than the memory of ``device``.
+
+    A step has at most ``tokens`` tokens of ``token_bytes``, and the logits of ``max_num_seqs`` rows of ``row_bytes``.
+    ``settings`` names the settings that determine ``tokens``. A step of the default size is never refused: on a machine
+    that is too small for it, shorter texts may still be served.
+    """
+    defaults = SchedulerConfig()
+    rows = min(scheduler.max_num_seqs, tokens) if row_bytes else 0
+    if tokens <= defaults.max_num_batched_tokens and rows <= defaults.max_num_seqs:
+        return
+    limit, logits = available_memory(device), rows * row_bytes
+    if tokens * token_bytes + logits <= limit:
+        return
+    needs = f"{tokens * token_bytes:,} bytes"
+    remedy = f"at most about {(limit - logits) // token_bytes:,} tokens"
+    if rows:
+        needs = f"{needs}, and the logits of {rows:,} rows (max_num_seqs) {logits:,}"
+        if limit - logits < rows * token_bytes:
+            settings = f"{settings} or max_num_seqs"
+            remedy = f"at most about {limit // (token_bytes + row_bytes):,} rows of one token"
+    raise ConfigError(
+        f"the intermediate results of a step of {tokens:,} tokens ({settings}) would have {needs}, but there are"
+        f" {limit:,} bytes of memory; even without weights and KV cache, {remedy} fit: lower {settings}"
     )
 
 

@@ -237,8 +237,9 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     network = network.for_length(max_model_len)
     device = find_device(config.model.device)
     dtype = choose_dtype(network, config.model.dtype, device)
-    _check_sizes(config, network, dtype, device, max_model_len)
-    model, backend = _load_weights(config, model_dir, network, dtype, device, progress)
+    backend = _choose_backend(config, network, dtype, device)
+    _check_sizes(config, network, dtype, device, max_model_len, backend)
+    model = _load_weights(config, model_dir, network, dtype, device, backend, progress)
     recurrent = any(isinstance(layer, LayerState) for layer in model.kv_cache_spec())
     refuse_for_states(config, recurrent)
     images = load_images(config, model_dir, network, dtype, backend)
@@ -350,18 +351,28 @@ def _check_sizes(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
+    backend: Backend,
 ) -> None:
-    """Raise ConfigError for a KV cache of a given size that is too small or too large, before weights are read.
+    """Raise ConfigError for steps that are too large, and for a KV cache of a given size that is too small or too
+    large, before weights are read.
 
-    Without a given size, and for models that transformers implements, this is known only after the weights are loaded.
+    Without a given size, and for models that transformers implements, the KV cache is known only after the weights are
+    loaded.
     """
     import torch
 
-    from chairlift.executor.kv_tensors import available_memory, check_fits
+    from chairlift.executor.kv_tensors import available_memory, check_fits, check_step_fits
     from chairlift.models.causal_lm import CausalLM
     from chairlift.models.hf_config import NetworkConfig
 
     memory, num_blocks = config.cache.kv_cache_memory_bytes, config.cache.num_kv_blocks
+    if memory is None and num_blocks is None and device.type != "cpu":
+        _cache_memory(config, network, dtype, device)  # even without weights, a step must leave memory for the KV cache
+    else:
+        scheduler = config.scheduler
+        logits = 0 if backend.abilities.fused_head else network.vocab_size * (dtype.itemsize + 4)
+        tokens, token_bytes = scheduler.max_num_batched_tokens, network.step_bytes(dtype.itemsize)
+        check_step_fits(scheduler, tokens, token_bytes, logits, device, "max_num_batched_tokens")
     if (memory is None and num_blocks is None) or not isinstance(network, NetworkConfig):
         return
     with torch.device("meta"):
@@ -431,27 +442,36 @@ def model_directory(config: EngineConfig) -> Path:
     return bundled if name == BUNDLED_MODEL else resolve_model_dir(name, config.model.revision)
 
 
+def _choose_backend(
+    config: EngineConfig, network: NetworkConfig | TransformersConfig, dtype: torch.dtype, device: torch.device
+) -> Backend:
+    from chairlift.executor.select import choose_backend, choose_transformers
+    from chairlift.models.fallback.config import TransformersConfig
+
+    if isinstance(network, TransformersConfig):
+        return choose_transformers(config, network)
+    return choose_backend(config, network, dtype, device)
+
+
 def _load_weights(
     config: EngineConfig,
     model_dir: Path,
     network: NetworkConfig | TransformersConfig,
     dtype: torch.dtype,
     device: torch.device,
+    backend: Backend,
     progress: Progress | None,
-) -> tuple[CausalLM | TransformersLM, Backend]:
-    """Load the weights. Returns (model, the backend that runs it)."""
-    from chairlift.executor.select import choose_backend, choose_transformers
+) -> CausalLM | TransformersLM:
+    """Load the weights in the format of the backend."""
     from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.loader import load_model
 
     if isinstance(network, TransformersConfig):
         from chairlift.models.fallback.loading import load_transformers_model  # imports transformers
 
-        backend = choose_transformers(config, network)
-        return load_transformers_model(model_dir, network, dtype, device, progress), backend
-    backend = choose_backend(config, network, dtype, device)
+        return load_transformers_model(model_dir, network, dtype, device, progress)
     weight_format = backend.weight_format(config.model.quantization, config.model.dtype)
-    return load_model(model_dir, network, dtype, device, progress, weight_format=weight_format), backend
+    return load_model(model_dir, network, dtype, device, progress, weight_format=weight_format)
 
 
 def _notes(

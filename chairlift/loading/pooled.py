@@ -99,6 +99,7 @@ def read_pooled(config: EngineConfig, model_dir: Path) -> PooledConfig:
 
 def load_pooling(config: EngineConfig, progress: Progress | None = None) -> LoadedPooling:
     """Load the weights. Raises ConfigError and ModelLoadError."""
+    from chairlift.executor.kv_tensors import check_step_fits
     from chairlift.executor.select import choose_dtype, choose_pooled_backend
     from chairlift.models.approximations import approximations_of
     from chairlift.models.loader import load_pooled
@@ -113,8 +114,11 @@ def load_pooling(config: EngineConfig, progress: Progress | None = None) -> Load
     dtype = choose_dtype(network, settings.dtype, device)
     backend = choose_pooled_backend(config, network, dtype, device)
     weight_format = backend.weight_format(settings.quantization, settings.dtype)
-    model = load_pooled(model_dir, pooled, dtype, device, progress, weight_format=weight_format)
     max_tokens = max(scheduler.max_num_batched_tokens, _max_model_len(settings.max_model_len, pooled))
+    given = max(scheduler.max_num_batched_tokens, settings.max_model_len or 0)  # the model's own length is a default
+    sized_by = "max_num_batched_tokens, max_model_len"
+    check_step_fits(scheduler, given, network.step_bytes(dtype.itemsize), 0, device, sized_by)
+    model = load_pooled(model_dir, pooled, dtype, device, progress, weight_format=weight_format)
     try:
         executor = backend.make_pooled_executor(model, config, dtype, device, max_tokens)
     except MemoryError:

@@ -58,6 +58,11 @@ class EncoderConfig:
     head_pooling: str = "CLS"
     """Input of a classifier: ``CLS`` (hidden state of the first token) or ``MEAN`` (mean over the text)."""
 
+    def step_bytes(self, itemsize: int) -> int:
+        """Bytes per token of the intermediate results in a layer. ``itemsize`` is the number of bytes of one
+        element."""
+        return (6 * self.hidden_size + (2 + self.gated) * self.intermediate_size) * itemsize
+
     @property
     def head_dim(self) -> int:
         """Width of an attention head."""

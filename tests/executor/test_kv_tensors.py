@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from chairlift.config import SchedulerConfig
 from chairlift.errors import ConfigError
 from chairlift.executor.kv_tensors import (
     KVPlan,
     available_memory,
+    check_step_fits,
     gpu_cache_memory,
     make_host_blocks,
     make_kv_caches,
@@ -41,6 +44,29 @@ def test_a_gpu_is_filled_up_to_the_share_that_was_asked_for() -> None:
     words = r"GPU's 100 bytes 60 are in use and a step may need 30, .* gpu_memory_utilization 0.9 nothing is left"
     with pytest.raises(ConfigError, match=words):
         gpu_cache_memory(free=40, total=100, utilization=0.9, step_bytes=30)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "logits", "words"),
+    [
+        (4000, 256, 0, None),
+        (4001, 256, 0, r"of 4,001 tokens \(max_tokens\) would have 4,001,000 bytes, but there are 4,000,000 bytes of"),
+        (4001, 256, 0, "even without weights and KV cache, at most about 4,000 tokens fit: lower max_tokens"),
+        (3000, 100, 10_000, None),
+        (3001, 100, 10_000, r"bytes, and the logits of 100 rows \(max_num_seqs\) 1,000,000, but"),
+        (3001, 100, 10_000, "at most about 3,000 tokens fit: lower max_tokens"),
+        (2048, 400, 10_000, "at most about 363 rows of one token fit: lower max_tokens or max_num_seqs"),
+        (200, 400, 10_000, None),
+        (2048, 256, 10**9, None),
+    ],
+)
+def test_steps_that_no_memory_holds_are_refused_unless_they_are_the_default(
+    tokens: int, rows: int, logits: int, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chairlift.executor.kv_tensors.total_memory", lambda: 4_000_000)
+    refuses = contextlib.nullcontext() if words is None else pytest.raises(ConfigError, match=words)
+    with refuses:
+        check_step_fits(SchedulerConfig(max_num_seqs=rows), tokens, 1000, logits, torch.device("cpu"), "max_tokens")
 
 
 def test_layers_with_the_same_window_share_a_group() -> None:

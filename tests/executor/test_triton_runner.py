@@ -38,6 +38,7 @@ from chairlift.executor.backends.triton.step_graph import (
     token_sizes,
 )
 from chairlift.executor.local import LocalExecutor
+from chairlift.executor.select import FALLBACK
 from chairlift.kernels import ops, recording
 from chairlift.kernels.triton.launch import gemm_launch
 from chairlift.kernels.triton.program import PagedKV, TritonProgram
@@ -474,6 +475,31 @@ def test_a_gpu_is_named_and_filled(model_dir: Path, monkeypatch: pytest.MonkeyPa
     )
     exact = room(max_num_batched_tokens=1000) - room(max_num_batched_tokens=1000, batch_invariant=True)
     assert exact == 2000 * parts > 60 * 10**6
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({}, "in use and a step may need .* nothing is left for the KV cache; .* lower max_num_batched_tokens"),
+        ({"num_kv_blocks": 9}, r"a step of 16,777,216 tokens \(max_num_batched_tokens\) would have .* 60,000,000,000"),
+        ({"kv_cache_memory_bytes": 10**6}, r"and the logits of 8 rows \(max_num_seqs\) .* even without weights"),
+    ],
+)
+def test_steps_that_a_gpu_does_not_hold_are_refused_before_weights_are_read(
+    model_dir: Path, sizes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 10**9, 100 * 10**9))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    network = dataclasses.replace(read_config(model_dir), intermediate_size=2**12)
+
+    def check(**settings: Any) -> None:
+        config = EngineConfig.from_flat({"max_num_seqs": 8, **sizes, **settings})
+        backend = FALLBACK.choose("auto")
+        loading._check_sizes(config, network, torch.float32, torch.device("cuda:1"), 32, backend)
+
+    check()
+    with pytest.raises(ConfigError, match=words):
+        check(max_num_batched_tokens=2**24)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -371,3 +371,20 @@ def test_numbers_that_are_not_finite_are_the_error_of_their_text(tmp_path: Path)
     assert llm.embed([[5, 6]])
     with pytest.raises(RequestError, match="prompt 1: the model computed numbers that are not finite"):
         llm.embed([[5, 6], [77]])
+
+
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
+def test_passes_that_no_memory_holds_are_refused_before_weights_are_read(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, _ = pooled_model(tmp_path, family)
+    config = json.loads((where / "config.json").read_text()) | {"max_position_embeddings": 2**20}
+    (where / "config.json").write_text(json.dumps(config))
+    (where / "model.safetensors").write_bytes(b"nothing")
+    monkeypatch.setattr("chairlift.executor.kv_tensors.total_memory", lambda: 10**8)
+    words = r"{} tokens \(max_num_batched_tokens, max_model_len\) would have [\d,]+ bytes, but there are 100,000,000 "
+    for name, size in (("max_num_batched_tokens", 2**24), ("max_model_len", 2**19)):
+        with pytest.raises(ConfigError, match=words.format(f"{size:,}")):
+            load(where, **{name: size})
+    with pytest.raises(ModelLoadError):  # the length in the model's files is no such setting
+        load(where)

@@ -53,6 +53,8 @@ class Abilities:
     """The bits of a row never depend on other rows, if all of the model's operations have kernels."""
     batch_invariant: bool = False
     """The bits of a row do not depend on other rows with the setting ``batch_invariant``."""
+    fused_head: bool = False
+    """Tokens are drawn without keeping the logits of a whole step."""
     graphs: bool = False
     """Steps are recorded as CUDA graphs."""
     floors: bool = False

@@ -47,6 +47,7 @@ _ABILITIES: Final = Abilities(
     texts=True,
     equal_bits=True,
     batch_invariant=True,
+    fused_head=True,
     floors=True,
 )
 
