@@ -348,8 +348,7 @@ class SchedulerConfig:
     request that took most ends with an error."""
     governor: str = "off"
     """Controller that changes max_num_seqs, max_num_batched_tokens and admission_watermark at run time, up to the
-    values set here: off, rules, shadow (decisions of the rules are logged, not applied), or module:Class, a custom
-    governor."""
+    values set here: off, rules, or module:Class, a custom governor."""
     governor_ttft_ms: float | None = None
     """Target of the governor for the time to the first token. None: no target."""
     governor_tpot_ms: float | None = None
@@ -443,7 +442,12 @@ class EngineConfig:
             raise ConfigError(f"device must be cpu, cuda or cuda:N, got {model.device!r}")
         if cache.block_size & (cache.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 256, got {cache.block_size!r}")
-        _known_or_class("governor", scheduler.governor, ("off", "shadow", "rules"))
+        if scheduler.governor == "shadow":
+            raise ConfigError(
+                "governor shadow was removed; write rules (its changes stay within the settings, and each is logged)"
+                " or off. docs/governor.md has a command that simulates the rules"
+            )
+        _known_or_class("governor", scheduler.governor, ("off", "rules"))
         _policy(scheduler)
         if scheduler.batch_sizes and scheduler.batching == "continuous":
             raise ConfigError("preferred_batch_sizes are for batching static or dynamic; continuous never waits")

@@ -40,7 +40,7 @@ def _of_scheduling(config: EngineConfig) -> _Idle:
     scheduler = config.scheduler
     plain, ungoverned = scheduler.scheduling_policy == "fcfs", scheduler.governor == "off"
     for_priority = "fcfs looks at no deadlines and priorities; choose scheduling_policy priority"
-    for_governor = "the governor is off; choose governor rules or shadow"
+    for_governor = "the governor is off; choose governor rules"
     return {
         "batch_wait_ms": (scheduler.batching == "continuous", "a continuous batch never waits"),
         "policy_share": (

@@ -485,7 +485,7 @@ def _governor(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
     yield names.gauge("token_budget", "Tokens of a step.", engine.token_budget if up else 0)
     text = "Share of the KV blocks kept free when a sequence joins."
     yield names.gauge("admission_watermark", text, engine.watermark if up else 0.0)
-    text = "Changes that the governor made, or in shadow mode would have made."
+    text = "Changes that the governor made."
     yield names.counter("governor_decisions", text, engine.num_governor_decisions)
 
 

@@ -127,7 +127,7 @@ class EngineStats:
     watermark: float = 0.0
     """Fraction of the KV blocks that must stay free when a sequence joins the batch."""
     num_governor_decisions: int = 0
-    """Number of changes by the governor. In shadow mode: changes that it would have made."""
+    """Number of changes by the governor."""
     max_loras: int = 0
     """Maximum number of adapters in a step; 0 if the server has no adapters."""
     running_adapters: list[str] = dataclasses.field(default_factory=list)

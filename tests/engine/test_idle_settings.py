@@ -22,7 +22,7 @@ from tests.server.harness import INFO
         ({"late_requests": "drop", "ageing_seconds": 5.0}, ["late_requests", "ageing_seconds"]),
         ({"late_requests": "drop", "ageing_seconds": 5.0, "scheduling_policy": "priority"}, []),
         ({"governor_ttft_ms": 5.0, "governor_tpot_ms": 5.0}, ["governor_ttft_ms", "governor_tpot_ms"]),
-        ({"governor_ttft_ms": 5.0, "governor": "shadow"}, []),
+        ({"governor_ttft_ms": 5.0, "governor": "rules"}, []),
         ({"preemption_mode": "swap", "swap_space_bytes": 0, "swap_directory": "/x"}, ["preemption_mode", "swap_dir"]),
         ({"preemption_mode": "recompute", "swap_directory": "/x"}, ["swap_directory has no effect: nothing"]),
         ({"preemption_mode": "swap", "swap_directory": "/x"}, []),

@@ -42,8 +42,6 @@ class Decision:
     governor: str
     before: Settings
     after: Settings
-    applied: bool
-    """Whether the settings were applied. False in shadow mode, in which decisions are only logged."""
     why: str
     seen: Observation
 
@@ -53,7 +51,7 @@ class Decision:
             for field in dataclasses.fields(Settings)
             if getattr(self.before, field.name) != getattr(self.after, field.name)
         ]
-        return f"{self.governor}{'' if self.applied else ' (shadow)'}: {', '.join(moves)}: {self.why}"
+        return f"{self.governor}: {', '.join(moves)}: {self.why}"
 
 
 def _short(value: float) -> str:
@@ -175,8 +173,8 @@ class GovernorLoop:
     """Calls a governor every ``interval`` seconds and applies its proposals within the limits of the guard rails.
 
     The first limit of running requests is the number of requests that fit if all have usual lengths. A higher first
-    limit could admit too many requests, and a lower limit later would not remove them from the batch. With ``shadow``
-    no decision is applied, but later decisions assume that it was. ``decisions`` has the last ``capacity`` decisions.
+    limit could admit too many requests, and a lower limit later would not remove them from the batch. ``decisions`` has
+    the last ``capacity`` decisions.
     """
 
     def __init__(
@@ -186,16 +184,15 @@ class GovernorLoop:
         bounds: Bounds,
         *,
         now: float,
-        shadow: bool = False,
         interval: float = 1.0,
         capacity: int = 1024,
     ) -> None:
-        self.governor, self.shadow, self.interval = governor, shadow, interval
+        self.governor, self.interval = governor, interval
         self.decisions: deque[Decision] = deque(maxlen=capacity)
         self.num_decisions = 0
         self._scheduler = scheduler
         self.settings = Settings(scheduler.batch.running_limit, scheduler.batch.token_budget, scheduler.batch.watermark)
-        """Settings in use. In shadow mode: the settings that would be in use."""
+        """Settings in use."""
         self.rails = GuardRails(self.settings, bounds)
         self.window = Window(scheduler, now)
         self._due = now + interval
@@ -226,10 +223,9 @@ class GovernorLoop:
 
     def _set(self, now: float, after: Settings, why: str, seen: Observation) -> None:
         before, self.settings = self.settings, after
-        if not self.shadow:
-            batch = self._scheduler.batch
-            batch.running_limit, batch.token_budget, batch.watermark = dataclasses.astuple(after)
-        decision = Decision(now, self.governor.name, before, after, not self.shadow, why, seen)
+        batch = self._scheduler.batch
+        batch.running_limit, batch.token_budget, batch.watermark = dataclasses.astuple(after)
+        decision = Decision(now, self.governor.name, before, after, why, seen)
         self.decisions.append(decision)
         self.num_decisions += 1
         _log.info("%s", decision)
@@ -250,11 +246,11 @@ def governor_from_config(
         math.inf if config.governor_ttft_ms is None else config.governor_ttft_ms / 1000,
         math.inf if config.governor_tpot_ms is None else config.governor_tpot_ms / 1000,
     )
-    if config.governor in ("rules", "shadow"):
+    if config.governor == "rules":
         governor: Governor = RuleGovernor(bounds, targets, costs)
     else:
         example = "chairlift.core.scheduler.governor.RuleGovernor"
         governor = load_plugin(
             "governor", config.governor, lambda owner: owner(bounds, targets, costs), ["name", "decide"], example
         )
-    return GovernorLoop(governor, scheduler, bounds, now=now, shadow=config.governor == "shadow")
+    return GovernorLoop(governor, scheduler, bounds, now=now)
