@@ -1,6 +1,6 @@
 """Limits of a machine (the roofline model: Williams, Waterman and Patterson, 2009).
 
-This module measures the CPU's limits quickly; ``workbench.bench.limits`` measures them thoroughly.
+This module measures the CPU's limits quickly; ``chairlift_lab.bench.limits`` measures them thoroughly.
 """
 
 from __future__ import annotations

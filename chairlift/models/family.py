@@ -181,7 +181,7 @@ class Family:
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Llama's key of ``config.json`` -> this family's key, where they differ."""
     activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"silu": "swiglu", "swish": "swiglu"})
-    """Value of ``hidden_act`` in a ``config.json`` -> value of :attr:`ModelConfig.mlp`."""
+    """Value of ``hidden_act`` in a ``config.json`` -> value of :attr:`NetworkConfig.mlp`."""
     own_keys: tuple[str, ...] = ()
     """Keys that :attr:`read` uses. They are refused in the ``config.json`` of other families."""
     known_code: tuple[str, ...] = ()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tests.architecture.source import PACKAGES, imports, modules, tree
+from tests.architecture.source import PACKAGES, ROOT, imports, modules, tree
 
 TOWERS = ["clip_tower", "patch_tower", "pooled_tower", "vision_config", "vision_files", "vision_tower"]
 """Modules of the image encoders. The other modules of ``models.vision`` read images, and need no network."""
@@ -246,3 +247,28 @@ def test_serving_needs_no_laboratory_no_training_and_no_quantising() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_page_of_dependencies_names_the_folders_that_import_them() -> None:
+    """The last column of its first table. ``cli`` of the other packages may be named by their package."""
+    page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8").split("\n\n")
+    rows = [
+        line.strip("|").split("|") for line in next(part for part in page if part.startswith("| Package |")).split("\n")
+    ]
+    wrong = []
+    for row in rows[2:]:
+        package = "yaml" if "pyyaml" in row[0] else re.findall(r"[\w-]+", row[0])[0].replace("-", "_")
+        named = [re.split(r"[/.]", place.removesuffix(".py")) for place in re.findall(r"`([\w/.]+)`", row[2])]
+        named = [[*(() if place[0].startswith("chairlift_") else ("chairlift",)), *place] for place in named]
+        importers = [
+            module.split(".")
+            for module in modules()
+            if any(name.split(".")[0] == package for _, name in imports(module))
+        ]
+        for module in importers:
+            if not any(module[: len(place)] == place for place in named) and module[1] != "cli":
+                wrong.append(f"{package}: {'.'.join(module)} is not named")
+        for place in named:
+            if importers and not any(module[: len(place)] == place for module in importers) and place[-1] != "cli":
+                wrong.append(f"{package}: {'.'.join(place)} does not import it")
+    assert not wrong

@@ -162,3 +162,21 @@ def test_the_tree_of_the_architecture_page_lists_the_folders() -> None:
     packages = [ROOT / name for name in ("chairlift", "chairlift_lab", "chairlift_train")]
     folders = {path for package in packages for path in package.iterdir() if path.is_dir()}
     assert not {path for path in folders if path.name != "__pycache__"} - listed
+
+
+def test_references_in_docstrings_lead_to_names_that_exist() -> None:
+    """References with a full path, such as ``:class:`chairlift.errors.ConfigError```."""
+    missing = []
+    for path in PYTHON:
+        for reference in re.findall(r":\w+:`~?(chairlift\w*(?:\.\w+)+)`", path.read_text(encoding="utf-8")):
+            parts = reference.split(".")
+            modules = [ROOT.joinpath(*parts[:end]) for end in range(len(parts), 0, -1)]
+            at, module = next((at, each) for at, each in enumerate(modules) if _is_module(each))
+            source = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+            if at and not re.search(rf"\b{parts[len(parts) - at]}\b", source.read_text(encoding="utf-8")):
+                missing.append(f"{name(path)}: {reference}")
+    assert not missing
+
+
+def _is_module(path: Path) -> bool:
+    return path.is_dir() or path.with_suffix(".py").is_file()

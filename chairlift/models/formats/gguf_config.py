@@ -105,7 +105,7 @@ class _Metadata:
         return value
 
     def windowed(self, layers: Any, interval: int) -> list[str]:
-        """Type of each layer, as :meth:`~chairlift.models.formats.gguf_families.Metadata.windowed` says."""
+        """Type of each layer, as :meth:`~chairlift.models.formats.gguf_families.GGUFMetadata.windowed` says."""
         if not isinstance(layers, int) or not 0 < layers <= _MOST_LAYERS:
             self.fail("block_count", f"is {layers!r:.40}; 1 to {_MOST_LAYERS} layers are supported")
         found = self.model.metadata.get(f"{self._prefix}.attention.sliding_window_pattern", interval)
