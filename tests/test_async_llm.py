@@ -114,9 +114,11 @@ def test_another_event_loop_is_told_so() -> None:
         with pytest.raises(ValueError, match="'whole' is not a valid OutputKind"):
             await ask(kind="whole")
 
-    asyncio.run(first())
-    with pytest.raises(EngineDeadError, match="belongs to the event loop that started it"):
-        asyncio.run(ask())
+    with asyncio.Runner() as runner:
+        runner.run(first())
+        with pytest.raises(EngineDeadError, match="belongs to the event loop that started it"):
+            asyncio.run(ask())
+        runner.run(llm.shutdown())
 
 
 @pytest.mark.full
