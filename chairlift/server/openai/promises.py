@@ -16,14 +16,15 @@ from chairlift.server.http.routers import charged_to
 from chairlift.server.http.state import ServerState
 from chairlift.server.openai.protocol import GenerationRequest
 
-__all__ = ["BATCH_CLASS", "TTFT_HEADER", "class_of", "read_scheduling_fields"]
+__all__ = ["BATCH_CLASS", "NOT_IN_BATCHES", "TTFT_HEADER", "class_of", "read_scheduling_fields"]
 
 TTFT_HEADER: Final = "x-slo-ttft-ms"
 """Header with the number of milliseconds until the first token is due. The field ``ttft_ms`` takes precedence."""
 
 BATCH_CLASS: Final = "flex"
 """Class of service for the requests of batches."""
-_NOT_IN_BATCHES: Final = ("stream", "priority", "ttft_ms", "tpot_ms", "deadline_ms", "queue_timeout")
+NOT_IN_BATCHES: Final = ("stream", "priority", "ttft_ms", "tpot_ms", "deadline_ms", "queue_timeout")
+"""Fields that requests of a batch may not have."""
 _BUILT_IN: Final = tuple(parse_service_classes(""))
 _MILLISECONDS: Final = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,6})?")
 
@@ -65,7 +66,7 @@ def read_scheduling_fields(request: Request, payload: GenerationRequest, ignored
 
 def _check_batch(payload: GenerationRequest) -> None:
     """Raise ApiError 400 for fields that are not allowed in a request of a batch."""
-    given = [name for name in _NOT_IN_BATCHES if getattr(payload, name)]
+    given = [name for name in NOT_IN_BATCHES if getattr(payload, name)]
     if payload.service_tier not in (None, "auto", "default", BATCH_CLASS):
         given.append("service_tier")
     if given:
