@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import html
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
@@ -28,6 +30,7 @@ _OPEN_TAG: Final = re.compile(r"[<\[][|\uff5c]?\Z")
 _SEVERAL: Final = "became several examples, since the chat template rewrites turns once more follow (data.answers)"
 _OPENING: Final = "have answers that the chat template opens in another way than the prompt for an answer"
 _NO_REASONING: Final = "have reasoning that the chat template does not print"
+_NO_ARGUMENTS: Final = "have tool calls with arguments that the chat template does not print"
 _NOT_LEARNT: Final = "have an answer that the chat template does not print as it is, so parts of it may not be learnt"
 _MARKED_OPENING: Final = "have answers that the chat template marks from before their beginning, which is not learnt"
 _INSTRUCTIONS: Final = ("system", "developer")
@@ -220,8 +223,8 @@ def _common(first: str, second: str) -> str:
 def _check_printed(
     messages: Sequence[Mapping[str, Any]], learnt: Sequence[bool], written: Sequence[Written], notes: list[str]
 ) -> None:
-    """Raise ConfigError if a tool call is missing in the examples. Add a remark if reasoning is missing, or if the
-    targets do not contain an answer."""
+    """Raise ConfigError if a tool call is missing in the examples. Add a remark if its arguments or reasoning are
+    missing, or if the targets do not contain an answer."""
     text = "".join(example.text for example in written)
     targets = _squeezed("".join(each.text[start:end] for each in written for start, end in each.spans))
     answers = [message.get("content") or "" for message, is_learnt in zip(messages, learnt, strict=True) if is_learnt]
@@ -236,9 +239,39 @@ def _check_printed(
                     f"messages[{index}] calls {name[:60]!r}, but the chat template does not print tool calls; give "
                     "chat_template a template that does"
                 )
+            if not _prints_arguments(call, targets):
+                notes.append(_NO_ARGUMENTS)
         reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
         if is_learnt and isinstance(reasoning, str) and reasoning.strip() not in text and _NO_REASONING not in notes:
             notes.append(_NO_REASONING)
+
+
+def _prints_arguments(call: Mapping[str, Any], squeezed: str) -> bool:
+    """Whether a text without white space has the arguments of a tool call, as they were given or in another form."""
+    given = (call.get("function") or call).get("arguments")
+    if isinstance(given, str):
+        if _squeezed(given) in squeezed:
+            return True
+        with contextlib.suppress(ValueError, RecursionError):
+            given = json.loads(given)
+    return _prints(given, squeezed)
+
+
+def _prints(value: Any, squeezed: str) -> bool:
+    """Whether a text without white space has all names, texts and numbers of an argument, also in escaped form."""
+    if isinstance(value, Mapping):
+        given = {name: part for name, part in value.items() if part is not None}  # some templates leave null out
+        return all(_prints(part, squeezed) for pair in given.items() for part in pair)
+    if isinstance(value, list):
+        return all(_prints(part, squeezed) for part in value)
+    if value is None or isinstance(value, bool):  # templates write them in many ways
+        return True
+    forms = {str(value)}
+    for _ in range(2):  # templates may write JSON as a string in JSON
+        forms |= {json.dumps(form, ensure_ascii=ascii)[1:-1] for form in tuple(forms) for ascii in (False, True)}
+    forms |= {repr(str(value))[1:-1], json.dumps(value)}
+    forms |= {html.escape(form) for form in tuple(forms)}
+    return any(_squeezed(form) in squeezed for form in forms)
 
 
 def _squeezed(text: str) -> str:

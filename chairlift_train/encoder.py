@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from chairlift_train.borders import TextTokens, encode_parts, keep_spaces
 from chairlift_train.chats import Answers, write_chat, write_whole
 from chairlift_train.marks import PER_TOKEN, leaves_out, sequence_weight
 from chairlift_train.records import Chat, chat_of
-from chairlift_train.sequences import read_sample
+from chairlift_train.sequences import packed_lengths, read_sample
 
 __all__ = ["Encode", "Encoded", "Encoder", "fitting"]
 
@@ -40,8 +41,11 @@ Encode = Callable[[Mapping[str, Any]], Mapping[str, Any] | Encoded]
 record."""
 
 _PASSED_ON = (*PER_TOKEN, "weight", "attention_mask")
+_PACKED = ("seq_lengths", "position_ids")
+"""Fields that say where the sequences of a packed record begin."""
 _CUT = "have a token across the border of an answer: the parts before and after the border are encoded separately"
 _ONLY_END = "have no target but the end token of the answer"
+_NO_END = "have answers whose end is not learnt: the chat template writes no end token that is part of the answer"
 _DROPPED = "have answers with characters that the tokenizer drops"
 _KTO = ("label", "kto_tag")
 """Fields that say whether an answer is good."""
@@ -58,6 +62,8 @@ class _Text:
     template: ChatTemplate
     eos: int | None
     specials: frozenset[int]
+    endings: frozenset[int]
+    """Tokens that may end an answer. Some tokenizers do not declare their end tokens as special ones."""
     vocab_size: int
 
 
@@ -94,7 +100,9 @@ class Encoder:
 
     A record has one of these forms:
 
-    - ``input_ids``, and optionally ``labels``, ``loss_weight`` and ``weight``. Only padding is removed.
+    - ``input_ids``, and optionally ``labels``, ``loss_weight`` and ``weight``. Only padding is removed. A record that
+      another program has packed (``seq_lengths``, or ``position_ids`` that begin again) gives one example for each of
+      its sequences.
     - A chat: ``messages``, ``conversations``, ``instruction`` with ``output``, and other formats (see
       :func:`~chairlift_train.records.chat_of`). The chat template renders it.
     - ``prompt`` and ``completion``: two texts that are joined.
@@ -142,7 +150,9 @@ class Encoder:
             named = repr(sorted(tokenizer.named_tokens.items())).encode()
             self._digests = {"tokenizer": _digest(content + named), "chat_template": _digest((source or "").encode())}
             keep_spaces(tokenizer.backend)
-            self._text = _Text(tokenizer.backend, template, eos, tokenizer.special_ids, tokenizer.vocab_size)
+            specials = tokenizer.special_ids
+            endings = specials | {*tokenizer.backend.get_added_tokens_decoder(), *tokenizer.eos_token_ids}
+            self._text = _Text(tokenizer.backend, template, eos, specials, endings, tokenizer.vocab_size)
 
     @property
     def vocab_size(self) -> int:
@@ -191,7 +201,7 @@ class Encoder:
     def _read(self, record: Mapping[str, Any], notes: list[str]) -> tuple[list[Mapping[str, Any]], Collection[str]]:
         """Encode a record. Returns (examples, names of the fields that were used)."""
         if "input_ids" in record:
-            return [_of_ids(record)], {"input_ids", *_PASSED_ON}
+            return _of_ids(record), {"input_ids", *_PASSED_ON, *_PACKED}
         if "prompt_token_ids" in record and "outputs" in record:
             return self._generated(record), record
         if (chat := chat_of(record)) is not None:
@@ -257,6 +267,8 @@ class Encoder:
             notes.append(_DROPPED)
         if spans is not None and not _says_something(text, tokens, weights, tools.specials):
             notes.append(_ONLY_END)
+        elif spans and not special and self._train_on == "answers" and not _ends(text, tokens, spans, tools.endings):
+            notes.append(_NO_END)
         if special and self._add_eos and tools.eos is not None and ids[-1:] != [tools.eos]:
             ids, weights = [*ids, tools.eos], np.append(weights, np.float32(1))
         if len(ids) < 2:
@@ -297,6 +309,24 @@ def _says_something(text: str, tokens: TextTokens, weights: npt.NDArray[np.float
     )
 
 
+def _ends(text: str, tokens: TextTokens, spans: Sequence[tuple[int, int]], endings: frozenset[int]) -> bool:
+    """Whether each target ends with one of these tokens, apart from white space, or the tokenizer appends one.
+
+    Targets with nothing but white space between them are one target: some templates mark an answer and its end apart.
+    """
+    if tokens.ids and tokens.added[-1] and tokens.ids[-1] in endings:
+        spans = spans[:-1]
+    for index, (start, end) in enumerate(spans):
+        if index + 1 < len(spans) and not text[end : spans[index + 1][0]].strip():
+            continue
+        inside = np.flatnonzero((tokens.starts >= start) & (tokens.ends <= end) & (tokens.ends > tokens.starts))
+        said = (int(place) for place in inside[::-1] if not text[tokens.starts[place] : tokens.ends[place]].isspace())
+        last = next(said, None)
+        if last is None or tokens.ids[last] not in endings:
+            return False
+    return True
+
+
 def _learn_closing_tokens(weights: npt.NDArray[np.float32], added: npt.NDArray[np.bool_]) -> None:
     """Set the weight of end tokens that the tokenizer has appended (``added``) to 1, if the text ends with a target."""
     last = len(weights)
@@ -317,9 +347,23 @@ def _read_template(path: Path) -> str:
         raise ConfigError(f"chat_template {path} cannot be read: {error}; name a file with a Jinja template") from None
 
 
-def _of_ids(record: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_ids(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The sequences of a record of token ids. It has several if another program has packed them."""
+    ids = _token_ids(record["input_ids"])
+    lengths = packed_lengths(record, len(ids))
+    if len(lengths) == 1:
+        return [_sequence(record, ids)]
+    per_token = [name for name in (*PER_TOKEN, "attention_mask") if record.get(name) is not None]
+    if wrong := [name for name in per_token if np.shape(record[name]) != np.shape(ids)]:
+        raise ConfigError(f"{wrong[0]} must have one number for each of {len(ids)} token ids")
+    ends = itertools.accumulate(lengths)
+    places = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    return [_sequence({**record, **{name: record[name][place] for name in per_token}}, ids[place]) for place in places]
+
+
+def _sequence(record: Mapping[str, Any], ids: npt.NDArray[np.int32]) -> Mapping[str, Any]:
     others = {name: record[name] for name in _PASSED_ON if record.get(name) is not None}
-    given = {"input_ids": _token_ids(record["input_ids"]), **others}
+    given: Mapping[str, Any] = {"input_ids": ids, **others}
     if others:  # checked here, because the caller adds file and line to errors
         sample = read_sample(given, -1)
         given = {"input_ids": sample.tokens}

@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -45,7 +44,7 @@ from chairlift_train.parallel import Ranks, process_group, world_size
 from chairlift_train.record_files import expand, open_file
 from chairlift_train.several_adapters import adapter_field, naming
 from chairlift_train.sharding import together
-from chairlift_train.sources import FollowedLines, RecordSource
+from chairlift_train.sources import FollowedLines, Notes, RecordSource
 from chairlift_train.stream import PackStream
 from chairlift_train.stream_stats import Cut
 from chairlift_train.trainer import StepResult, Trainer
@@ -75,8 +74,8 @@ class Outcome:
     """Number of skipped records. A record is counted once, even if the files are read several times."""
     best: tuple[int, float] | None = None
     """(step, evaluation loss) of the best checkpoint. None without ``data.eval_files``."""
-    notes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Notes on records (:class:`~chairlift_train.encoder.Encoded`) -> number of records."""
+    notes: Notes = dataclasses.field(default_factory=Notes)
+    """Notes on records (:class:`~chairlift_train.encoder.Encoded`)."""
     cut: Mapping[str, Cut] = dataclasses.field(default_factory=dict)
     """Source -> counts of the tokens that ``packing.overflow`` removed in the whole run."""
     dropped: int = 0
@@ -537,7 +536,9 @@ def train(
         on_begin(trainer)
         outcome = run.go()
         skipped = sum(getattr(each, "skipped", 0) for each in sources.values())
-        notes = sum((Counter(getattr(each, "notes", {})) for each in sources.values()), Counter[str]())
+        notes = Notes()
+        for each in sources.values():
+            notes.merge(getattr(each, "notes", {}))
         stats = stream.stats()
         return dataclasses.replace(outcome, skipped=skipped, cut=stats.cut, dropped=stats.dropped, notes=notes)
 

@@ -8,6 +8,7 @@ A source gives token ids (a list, an array, a tensor) or mappings with these fie
   as a target.
 - ``weight``: one factor for the whole sequence.
 - ``attention_mask``: [L]. Tokens with a 0 are padding and are removed.
+- ``seq_lengths`` and ``position_ids``: they must describe one sequence. :func:`packed_lengths` reads those of several.
 - All other fields are passed on as ``meta``.
 """
 
@@ -27,7 +28,7 @@ import numpy.typing as npt
 
 from chairlift.errors import ConfigError
 
-__all__ = ["Key", "Sample", "SourceCursor", "read_sample"]
+__all__ = ["Key", "Sample", "SourceCursor", "packed_lengths", "read_sample"]
 
 Key = str | int | None
 """Key of a sequence. Sequences with different keys never share a pack."""
@@ -114,6 +115,9 @@ def read_sample(item: Any, position: int = 0, key: str | Callable[[Any], Key] | 
     if "input_ids" not in item:
         raise _wrong(position, f"has the fields {sorted(map(str, item))}", "give it token ids as input_ids")
     tokens = _token_ids(item["input_ids"], position)
+    if len(packed_lengths(item, len(tokens), position)) > 1:
+        given = "seq_lengths" if item.get("seq_lengths") is not None else "position_ids"
+        raise _wrong(position, f"has {given} of several sequences", "give each sequence by itself")
     weights: npt.NDArray[np.float32] | None = None
     if item.get("labels") is not None:
         labels = _vector(item["labels"], "labels", len(tokens), position)
@@ -143,6 +147,39 @@ def read_sample(item: Any, position: int = 0, key: str | Callable[[Any], Key] | 
         weights[0] = 0
     meta = {name: value for name, value in item.items() if name not in _READ}
     return Sample(position, tokens, weights, meta or None, group)
+
+
+def packed_lengths(item: Mapping[str, Any], length: int, position: int = -1) -> list[int]:
+    """Lengths of the sequences in an item of ``length`` tokens, which another program may have packed.
+
+    ``seq_lengths`` (TRL) gives them, or ``position_ids`` that begin again at 0. Raises ConfigError for values that
+    describe no such sequences.
+    """
+    lengths = [length]
+    if item.get("seq_lengths") is not None:
+        given = _as_array(item["seq_lengths"])
+        if given.ndim != 1 or given.dtype.kind not in "iu" or (given < 1).any() or given.sum() != length:
+            told = f"{str(item['seq_lengths'])[:60]} for {length} tokens"
+            raise _wrong(position, f"has the seq_lengths {told}", "give whole numbers that add up to this number")
+        lengths = [int(each) for each in given]
+    if item.get("position_ids") is None:
+        return lengths
+    positions = _vector(item["position_ids"], "position_ids", length, position)
+    real = np.ones(length, np.bool_)
+    if item.get("attention_mask") is not None:
+        real = _vector(item["attention_mask"], "attention_mask", length, position) != 0
+    if (positions[real] == np.arange(np.count_nonzero(real))).all():
+        return lengths
+    starts = np.flatnonzero(positions == 0)
+    found = np.diff(np.append(starts, length))
+    is_runs = len(starts) and starts[0] == 0 and (positions == np.arange(length) - np.repeat(starts, found)).all()
+    if not is_runs or (item.get("seq_lengths") is not None and lengths != found.tolist()):
+        raise _wrong(
+            position,
+            f"has the position_ids {str(positions.tolist())[:60]}, which do not count each sequence from 0",
+            "give position_ids that do, or leave them out",
+        )
+    return [int(each) for each in found]
 
 
 def _read_block(items: Sequence[Any], position: int) -> list[Sample] | None:

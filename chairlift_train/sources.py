@@ -34,12 +34,73 @@ from chairlift_train.record_files import (
     parse_line,
 )
 
-__all__ = ["Encoder", "FollowedLines", "LineFile", "RecordSource", "TableFile", "open_file"]
+__all__ = ["Encoder", "FollowedLines", "LineFile", "Notes", "RecordSource", "TableFile", "open_file"]
 
 _CHUNK = 1 << 22
 _POLL_SECONDS = 0.5
 _MAX_NOTES = 64
 """Maximum number of different notes that are counted by their text. All other notes are counted together."""
+_MAX_PLACES = 5
+"""Maximum number of records that are named for a note."""
+
+
+class Notes(Counter[str]):
+    """Note (:class:`~chairlift_train.encoder.Encoded`) -> number of records with this note."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[str, list[str]] = {}
+        """Note -> files and lines of the first records with this note."""
+        self.skipped: list[str] = []
+        """Files and lines of the first records that could not be used and were skipped."""
+
+    def add(self, note: str, where: str) -> None:
+        """Count the record at the file and line ``where``."""
+        note = note if note in self or len(self) < _MAX_NOTES else "have other peculiarities"
+        self[note] += 1
+        places = self.places.setdefault(note, [])
+        if len(places) < _MAX_PLACES:
+            places.append(where)
+
+    def add_skipped(self, where: str) -> None:
+        """Remember a record that was skipped, if it is among the first."""
+        if len(self.skipped) < _MAX_PLACES:
+            self.skipped.append(where)
+
+    def merge(self, other: Mapping[str, int]) -> None:
+        """Add the records that another source has counted. A source of another class may name no places."""
+        self.update(other)
+        if not isinstance(other, Notes):
+            return
+        for note, places in other.places.items():
+            self.places[note] = [*self.places.get(note, ()), *places][:_MAX_PLACES]
+        self.skipped = [*self.skipped, *other.skipped][:_MAX_PLACES]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts and places as plain data."""
+        places = {note: list(places) for note, places in self.places.items()}
+        return {"notes": dict(self), "noted_at": places, "skipped_at": list(self.skipped)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Notes:
+        """Notes from a state of :meth:`state_dict`. States of earlier versions have no places, or no notes."""
+        notes = cls()
+        notes.update(state.get("notes", {}))
+        notes.places = {note: list(places) for note, places in state.get("noted_at", {}).items()}
+        notes.skipped = list(state.get("skipped_at", ()))
+        return notes
+
+    def skipped_text(self, count: int) -> str:
+        """Text for the user in parentheses that names the first of ``count`` skipped records; empty without names."""
+        return _named(self.skipped, count)
+
+    def lines(self) -> list[str]:
+        """One line for the user per note."""
+        found = []
+        for note, count in sorted(self.items()):
+            named = _named(self.places.get(note, ()), count)
+            found.append(f"note: {count:,} {'record' if count == 1 else 'records'} {note}{named}")
+        return found
 
 
 class RecordSource:
@@ -66,8 +127,8 @@ class RecordSource:
         self._on_error = on_error
         self.skipped = 0
         """Number of records that were skipped. Only the first epoch is counted."""
-        self.notes: Counter[str] = Counter()
-        """Note (:class:`~chairlift_train.encoder.Encoded`) -> number of records with this note in the first epoch."""
+        self.notes = Notes()
+        """Notes on the records of the first epoch."""
         self._rest: list[Mapping[str, Any]] = []  # remaining examples of the current record, in reverse order
         self._given = 0  # number of examples of the current record that were returned
         self._epoch = 0
@@ -116,7 +177,9 @@ class RecordSource:
         except ConfigError:
             if self._on_error == "stop":
                 raise
-            self.skipped += self._epoch == 0
+            if self._epoch == 0:
+                self.skipped += 1
+                self.notes.add_skipped(file.where(row))
             return []
 
     def _fingerprint(self) -> list[list[Any]]:
@@ -130,7 +193,7 @@ class RecordSource:
             "found": self._found_in_epoch,
             "skipped": self.skipped,
             "given": self._given if self._rest else 0,
-            "notes": dict(self.notes),
+            **self.notes.state_dict(),
             "order": [self._shuffle, self._seed],
             "files": self._fingerprint(),
         }
@@ -145,7 +208,7 @@ class RecordSource:
             )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._found_in_epoch, self.skipped = int(state["found"]), int(state["skipped"])
-        self.notes = Counter(state.get("notes", {}))
+        self.notes = Notes.from_state(state)
         self._order, self._rest, self._given = None, [], int(state.get("given", 0))
         if self._given:  # the state is inside a record with several examples
             self._order = self._order_of_epoch()
@@ -180,8 +243,8 @@ class FollowedLines:
         self._encode, self._follow, self._on_error = encode, follow, on_error
         self._wait = wait or _sleep
         self.skipped = 0
-        self.notes: Counter[str] = Counter()
-        """Note -> number of records with this note, as in :class:`RecordSource`."""
+        self.notes = Notes()
+        """Notes on the records, as in :class:`RecordSource`."""
         self._rest: list[Mapping[str, Any]] = []  # remaining examples of the current line, in reverse order
         self._given = 0  # number of examples of the current line that were returned
         self._begin = 0  # offset of the current line in bytes
@@ -246,13 +309,14 @@ class FollowedLines:
             if not growing or not self._wait():
                 return None
 
-    def _examples(self, line: bytes, where: str, counts: Counter[str] | None) -> list[Mapping[str, Any]]:
+    def _examples(self, line: bytes, where: str, counts: Notes | None) -> list[Mapping[str, Any]]:
         try:
             return _encoded(self._encode, parse_line(line, where), where, counts) if line.strip() else []
         except ConfigError:
             if self._on_error == "stop":
                 raise
             self.skipped += 1
+            self.notes.add_skipped(where)
             return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,7 +329,7 @@ class FollowedLines:
             "skipped": self.skipped,
             "given": self._given if self._rest else 0,
             "begin": self._begin,
-            "notes": dict(self.notes),
+            **self.notes.state_dict(),
             "names": [path.name for path in self._paths],
         }
 
@@ -284,7 +348,7 @@ class FollowedLines:
             )
         self._file, self._offset, self._line = number, offset, int(state["line"])
         self._checksum, self.skipped = int(state["checksum"]), int(state["skipped"])
-        self.notes = Counter(state.get("notes", {}))
+        self.notes = Notes.from_state(state)
         self._open, self._rest, self._given = None, [], int(state.get("given", 0))
         self._begin = int(state.get("begin", 0))
         if self._given:  # the state is inside a line with several examples
@@ -297,14 +361,18 @@ class FollowedLines:
             self._rest = again[self._given :][::-1]
 
 
+def _named(places: Sequence[str], count: int) -> str:
+    """The first of ``count`` records in parentheses, after a space; empty without places."""
+    first = "first: " if count > len(places) else ""
+    return f" ({first}{'; '.join(places)})" if places else ""
+
+
 def _sleep() -> bool:
     time.sleep(_POLL_SECONDS)
     return True
 
 
-def _encoded(
-    encode: Encode, record: Mapping[str, Any], where: str, counts: Counter[str] | None
-) -> list[Mapping[str, Any]]:
+def _encoded(encode: Encode, record: Mapping[str, Any], where: str, counts: Notes | None) -> list[Mapping[str, Any]]:
     """Training examples made from one record. Remarks about the record, such as unknown keys, are counted in
     ``counts``. Raises ConfigError with the file and line ``where``."""
     try:
@@ -316,7 +384,7 @@ def _encoded(
     for note in found.notes:
         if counts is None:
             break
-        counts[note if note in counts or len(counts) < _MAX_NOTES else "have other peculiarities"] += 1
+        counts.add(note, where)
     return list(found.items)
 
 

@@ -160,9 +160,11 @@ def run(args: argparse.Namespace) -> int:
     record = _record(stats, tally) | {"skipped": source.skipped}
     print("\n".join([json.dumps(record)] if args.json else _lines(stats, tally, args)))
     if source.skipped:
-        print(f"{source.skipped:,} records of {args.file} could not be used and were skipped", file=sys.stderr)
-    for note, count in sorted(source.notes.items()):
-        print(f"note: {count:,} records {note}", file=sys.stderr)
+        records = "1 record" if source.skipped == 1 else f"{source.skipped:,} records"
+        named = source.notes.skipped_text(source.skipped)
+        print(f"{records} of {args.file} could not be used and were skipped{named}", file=sys.stderr)
+    for line in source.notes.lines():
+        print(line, file=sys.stderr)
     return 0
 
 

@@ -111,9 +111,10 @@ def run(args: argparse.Namespace) -> int:
 def _print_result(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> None:
     if outcome.skipped:
         records = "1 record" if outcome.skipped == 1 else f"{outcome.skipped:,} records"
-        print(f"left out {records} that could not be used (on_error: skip)", file=sys.stderr)
-    for note, count in sorted(outcome.notes.items()):
-        print(f"note: {count:,} records {note}", file=sys.stderr)
+        named = outcome.notes.skipped_text(outcome.skipped)
+        print(f"left out {records} that could not be used (on_error: skip){named}", file=sys.stderr)
+    for line in outcome.notes.lines():
+        print(line, file=sys.stderr)
     for source, cut in outcome.cut.items():
         rest = f"; nothing to learn was left of {cut.left_out:,}, which are left out" if cut.left_out else ""
         print(

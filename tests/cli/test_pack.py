@@ -104,7 +104,7 @@ def test_records_that_cannot_be_used_stop_it_or_are_counted(chairlift: Run, tmp_
     code, out, err = chairlift("pack", file, "--on-error", "skip", "--json")
     assert code == 0
     assert (json.loads(out[0])["sequences"], json.loads(out[0])["skipped"]) == (2, 1)
-    assert err == [f"1 records of {file} could not be used and were skipped"]
+    assert err == [f"1 record of {file} could not be used and were skipped ({file}, line 2)"]
 
 
 def test_the_file_that_is_read_is_not_written(chairlift: Run, tmp_path: Path) -> None:

@@ -168,7 +168,11 @@ def test_sources_are_mixed_by_weight_and_what_was_ignored_is_said(chairlift: Run
     config = write_config(tmp_path, data=data, packing=packing, training=training)
     code, _, err = chairlift("train", config, "--quiet")
     assert code == 0
-    match = re.fullmatch(r"note: (\d+) records have the field 'id', which is ignored", err[0])
+    match = re.fullmatch(r"note: (\d+) records have the field 'id', which is ignored \(first: (.*)\)", err[0])
+    assert match is not None and len(match[2].split("; ")) == 5
+    assert all(
+        re.fullmatch(rf"{re.escape(str(tmp_path))}/[ab].json, record \d+", each) for each in match[2].split("; ")
+    )
     assert match is not None and 40 < int(match[1]) < 80, "each record counts once, and b is hardly read"
 
 

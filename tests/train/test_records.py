@@ -18,7 +18,8 @@ from chairlift_train.chats import write_chat
 from chairlift_train.encoder import Encoded, Encoder, fitting
 from chairlift_train.record_files import ArrayFile, LineFile, expand, open_file
 from chairlift_train.records import chat_of
-from chairlift_train.sources import FollowedLines, RecordSource
+from chairlift_train.sequences import read_sample
+from chairlift_train.sources import FollowedLines, Notes, RecordSource
 from tests.cli.conftest import CHAT_TEMPLATE
 from tests.text.tokenizer import tiny
 
@@ -234,6 +235,76 @@ def test_a_source_goes_on_between_the_examples_of_one_record(tmp_path: Path, kin
         resumed.load_state_dict(state)
         assert rest(resumed) == expected[count:], count
         assert (resumed.skipped, dict(resumed.notes)) == (1, {"are odd": 2})
+        kept = resumed.notes.places["are odd"]
+        named = {f"{path}, line {number}" for number in (1, 4)}
+        assert len(kept) == 2 and set(kept) == named, "also those before the state"
+        assert resumed.notes.skipped == [f"{path}, line 5"]
+
+
+def test_the_first_five_records_of_a_note_are_named(tmp_path: Path) -> None:
+    source = RecordSource([lines(tmp_path / "a.jsonl", [1] * 7)], several)
+    assert len(rest(source)) == 7
+    named = "; ".join(f"{tmp_path / 'a.jsonl'}, line {number}" for number in range(1, 6))
+    assert source.notes.lines() == [f"note: 7 records are odd (first: {named})"]
+
+
+def test_notes_of_several_sources_are_counted_together(tmp_path: Path) -> None:
+    together = Notes()
+    for name, numbers in (("a.jsonl", [1, -1, 2]), ("b.jsonl", [1, -1, -1, 3])):
+        source = FollowedLines([lines(tmp_path / name, numbers)], several, on_error="skip")
+        assert rest(source)
+        together.merge(source.notes)
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    assert together.lines() == [f"note: 3 records are odd ({a}, line 1; {b}, line 1; {b}, line 4)"]
+    assert together.skipped_text(3) == f" ({a}, line 2; {b}, line 2; {b}, line 3)"
+    assert together.skipped_text(9).startswith(" (first: ")
+
+
+PACKED = {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9]}
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"seq_lengths": [2, 3]},
+        {"position_ids": [0, 1, 0, 1, 2]},
+        {"seq_lengths": [2, 3], "position_ids": [0, 1, 0, 1, 2]},
+        {"position_ids": [0, 1, 0, 1, 2], "attention_mask": [1, 1, 1, 1, 1]},
+    ],
+)
+def test_a_packed_record_is_split_into_its_sequences(places: dict[str, Any]) -> None:
+    found = Encoder().examples({**PACKED, **places})
+    assert [item["input_ids"].tolist() for item in found.items] == [[5, 6], [7, 8, 9]]
+    assert [item["loss_weight"].tolist() for item in found.items] == [[0, 1], [0, 1, 1]]
+    assert found.notes == frozenset()
+    with pytest.raises(ConfigError, match="of several sequences; give each sequence by itself"):
+        read_sample({**PACKED, **places})
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ({"seq_lengths": [2, 2]}, "has the seq_lengths .* for 5 tokens"),
+        ({"seq_lengths": [5, 0]}, "has the seq_lengths"),
+        ({"seq_lengths": "two"}, "has the seq_lengths"),
+        ({"position_ids": [0, 1, 0, 2, 3]}, "which do not count each sequence from 0"),
+        ({"position_ids": [3, 4, 5, 6, 7]}, "which do not count each sequence from 0"),
+        ({"position_ids": [0, 1]}, "has position_ids .* for 5 tokens"),
+        ({"position_ids": [0, 1, 0, 1, 2], "seq_lengths": [3, 2]}, "which do not count each sequence from 0"),
+    ],
+)
+def test_places_of_a_packed_record_that_make_no_sense_are_refused(places: dict[str, Any], message: str) -> None:
+    for read in (Encoder().examples, read_sample):
+        with pytest.raises(ConfigError, match=message):
+            read({**PACKED, **places})
+
+
+def test_positions_of_one_sequence_may_be_given() -> None:
+    for places in ({"seq_lengths": [5]}, {"position_ids": [0, 1, 2, 3, 4]}):
+        assert len(Encoder().examples({**PACKED, **places}).items) == 1
+    padded = {"position_ids": [1, 1, 0, 1, 2], "attention_mask": [0, 0, 1, 1, 1]}
+    (item,) = Encoder().examples({**PACKED, **padded}).items
+    assert item["input_ids"].tolist() == [7, 8, 9]
 
 
 def test_examples_of_one_record_are_each_checked(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -191,6 +192,59 @@ def test_an_answer_of_nothing_but_its_end_is_noted(tmp_path: Path) -> None:
     assert plain.notes == frozenset()
 
 
+NO_END = "whose end is not learnt"
+
+
+@pytest.mark.parametrize(
+    ("end", "is_noted"),
+    [
+        ("", True),
+        ("\n", True),
+        (".", True),
+        ("</s>", False),
+        ("</s>\n", False),
+        ("\n<tool call>", False),  # an added token that is not special
+    ],
+)
+def test_a_template_without_an_end_token_is_noted(end: str, is_noted: bool, tmp_path: Path) -> None:
+    bare = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}END{% endfor %}"
+    marked = bare.replace(
+        "{{ m.content }}END", "{% generation %}{{ m.content }}{% endgeneration %}{% generation %}END{% endgeneration %}"
+    )
+    chat = {"messages": [U("a"), A("b"), U("a"), A("b")]}
+    for template in (bare, marked):
+        encode = encoder(tmp_path, template=template.replace("END", end))
+        assert any(NO_END in note for note in encode.examples(chat).notes) is is_noted, template
+    outside = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}</s>{% endfor %}"
+    assert any(NO_END in note for note in encoder(tmp_path, template=outside).examples(chat).notes)
+    completion = encoder(tmp_path).examples({"prompt": "a", "completion": "b"})
+    assert not any(NO_END in note for note in completion.notes)
+
+
+CALLS = (
+    "{% for m in messages %}{% if m.content %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name }}ARGUMENTS</call>{% endfor %}</s>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_noted"),
+    [
+        ("", True),
+        ("{{ c.function.arguments }}", False),
+        ("{{ c.function.arguments | tojson }}", False),
+        ("{% for k, v in c.function.arguments.items() %}<{{ k }}>{{ v }}{% endfor %}", False),
+        ("{% for k in c.function.arguments %}<{{ k }}>{% endfor %}", True),
+    ],
+)
+def test_arguments_that_a_template_does_not_print_are_noted(tmp_path: Path, arguments: str, is_noted: bool) -> None:
+    given = {"city": 'Zürich "west"', "days": [1, 2.5], "more": {"now": True, "none": None}}
+    call = {"type": "function", "function": {"name": "look", "arguments": given}}
+    template = CALLS.replace("ARGUMENTS", arguments)
+    notes = encoder(tmp_path, template=template).examples({"messages": [U("a"), A("", tool_calls=[call])]}).notes
+    assert any("with arguments that the chat template does not print" in note for note in notes) is is_noted
+
+
 def test_marks_of_a_template_do_not_teach_the_prompt_for_the_answer() -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<assistant>{{ m.content }}<end>"
@@ -287,6 +341,55 @@ def test_published_templates_learn_each_answer_and_nothing_before_it(name: str) 
         assert [word for word in ("aonea", "athreea") for _ in range(joined.count(word))] == kept, file.name
         opening = asked[1].removeprefix(asked[0]).strip()
         assert not (opening and any(span.strip().startswith(opening) for span in spans)), file.name
+    assert done > len(files) // 3
+
+
+@pytest.mark.nightly
+def test_published_templates_without_an_end_token_are_named_and_no_others(tmp_path: Path) -> None:
+    """The marks of a template are added tokens that are not special, as in tokenizers that do not declare them."""
+    files = published()
+    if not files:
+        pytest.skip("the packages with chat templates could not be downloaded")
+    mark = re.compile(r"<[^<>\s{}]+>|\[e~\[")
+    found: dict[str, bool] = {}
+    for name, file in {file.name: file for file in files}.items():
+        source = file.read_text("utf-8")
+        made = backend("byte_level").from_str(backend("byte_level").to_str())
+        made.add_tokens(sorted({*mark.findall(source), "<turn|>"} - {"<s>", "</s>"}))
+        made.save(str(tmp_path / "tokenizer.json"))
+        config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": source}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        try:
+            notes = Encoder(tmp_path).examples(chats()["plain"]).notes
+        except ChairliftError:
+            continue
+        found[name] = any(NO_END in note for note in notes)
+    noted = {name for name, is_noted in found.items() if is_noted}
+    endless = ("Apertus-8B-Instruct", "Apriel-1.6", "GLM-4.6", "GLM-4.7-Flash", "rwkv-world", "tencent-Hy3")
+    assert noted and len(found) > len(files) // 3
+    assert not {name for name in noted if not any(word in name for word in (*endless, "glm4moe.jinja"))}
+
+
+@pytest.mark.nightly
+def test_published_templates_print_the_arguments_of_tool_calls() -> None:
+    files = published()
+    if not files:
+        pytest.skip("the packages with chat templates could not be downloaded")
+    values = {"city": "Zürich \"west\" <b>\n'x'", "days": [1, 2.5, 1e5], "more": {"now": True, "none": None}}
+    done = 0
+    for arguments in (values, json.dumps(values)):
+        call = {"type": "function", "id": "abcdefghi", "function": {"name": "look", "arguments": arguments}}
+        for file in files:
+            template = ChatTemplate(file.read_text("utf-8"), {"bos_token": "<s>", "eos_token": "</s>"})
+            chat = chat_of({"messages": [U("a"), A("", tool_calls=[call])]})
+            assert chat is not None
+            notes: list[str] = []
+            try:
+                write_chat(template, chat, "auto", notes)
+            except ChairliftError:
+                continue
+            done += 1
+            assert not [note for note in notes if "arguments" in note], file.name
     assert done > len(files) // 3
 
 
