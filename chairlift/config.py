@@ -19,6 +19,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
+from chairlift.base.draft_methods import DRAFT_METHODS
 from chairlift.base.foreign_names import answer_to
 from chairlift.base.presets import PRESETS, with_preset
 from chairlift.base.quantities import reader_of
@@ -264,17 +265,10 @@ class SpeculativeConfig:
         if unknown:
             raise ConfigError(f"speculative_config has unknown keys {unknown}; known: {sorted(known)}")
         method, model = settings.get("method"), settings.get("model", "")
-        if method not in ("ngram", "draft_model", "medusa", "eagle3"):
-            raise ConfigError(
-                f"speculative_config: method must be ngram, draft_model, medusa or eagle3, got {method!r:.80}"
-            )
-        wrong = (method == "draft_model" and not model) or (method == "ngram" and model)
-        if not isinstance(model, str) or wrong:
-            raise ConfigError(
-                "speculative_config: draft_model needs model, the directory or name of the small model, eagle3 that of"
-                " the layer, medusa that of the heads (the bundled model comes with both); ngram takes no model; got"
-                f" method {method!r} and model {model!r:.200}"
-            )
+        *first, last = "ngram", *DRAFT_METHODS
+        if not isinstance(method, str) or method not in (*first, last):
+            raise ConfigError(f"speculative_config: method must be {', '.join(first)} or {last}, got {method!r:.80}")
+        _check_draft_files(method, model)
         if method != "ngram" and "prompt_lookup_min" in settings:
             raise ConfigError(f"speculative_config: prompt_lookup_min is for method ngram, not {method}; leave it out")
         for name, maximum in (("num_speculative_tokens", 64), ("prompt_lookup_min", 16)):
@@ -761,6 +755,20 @@ def _check(settings: Any) -> None:
             _check_text(name, value)
         if name in _RANGES:
             _check_range(name, value, "int" in field.type)
+
+
+def _check_draft_files(method: str, model: Any) -> None:
+    got = f"got method {method!r} and model {model!r:.200}"
+    if method not in DRAFT_METHODS:
+        if model != "":
+            raise ConfigError(f"speculative_config: {method} takes no model; {got}")
+        return
+    _, what, is_bundled = DRAFT_METHODS[method]
+    if not isinstance(model, str) or not (model or is_bundled):
+        except_for = " (the bundled model comes with its own)" if is_bundled else ""
+        raise ConfigError(
+            f"speculative_config: {method} needs model, the directory or name of the {what}{except_for}; {got}"
+        )
 
 
 def _known_or_class(name: str, value: Any, known: tuple[str, ...]) -> None:

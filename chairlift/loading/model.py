@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import BUNDLED_MODEL, CacheGroup, EngineConfig
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
     from chairlift.core.scheduler.cost_model import StepFeatures
     from chairlift.executor.backends.backend import Backend
+    from chairlift.executor.drafters.runner import DraftRunner
+    from chairlift.executor.drafters.source import DraftSource
     from chairlift.executor.image_bank import ImageBank
     from chairlift.executor.kv_tensors import KVPlan
     from chairlift.executor.local import LocalExecutor
-    from chairlift.loading.draft import LoadedDraftModel
     from chairlift.models.causal_lm import CausalLM
     from chairlift.models.context import LayerCache, LayerState
     from chairlift.models.fallback.config import TransformersConfig
@@ -224,7 +225,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
 
     from chairlift.executor.kv_tensors import check_fits
     from chairlift.executor.select import choose_dtype, load_images, refuse_for_states
-    from chairlift.loading.draft import load_draft_model
+    from chairlift.loading.draft import load_drafts
     from chairlift.models.context import LayerState
     from chairlift.models.model_files import read_network
 
@@ -243,11 +244,11 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     recurrent = any(isinstance(layer, LayerState) for layer in model.kv_cache_spec())
     refuse_for_states(config, recurrent)
     images = load_images(config, model_dir, network, dtype, backend)
-    drafting = load_draft_model(config, model_dir, network, dtype, backend, progress)
+    drafting = load_drafts(config, model_dir, network, dtype, backend, progress)
     memory = config.cache.kv_cache_memory_bytes
     plan = _plan(
         config,
-        [*model.kv_cache_spec(), *([] if drafting is None else drafting.kv_cache_spec)],
+        [*model.kv_cache_spec(), *([] if drafting is None else drafting.layers)],
         dtype,
         max_model_len,
         _cache_memory(config, network, dtype, device) if memory is None else memory,
@@ -389,7 +390,7 @@ def _make_executor(
     device: torch.device,
     backend: Backend,
     max_model_len: int,
-    drafting: LoadedDraftModel | None,
+    drafting: DraftSource | None,
     images: ImageBank | None,
 ) -> LocalExecutor:
     """Allocate the caches and the buffers of a step. Raises ConfigError if there is not enough memory."""
@@ -400,14 +401,16 @@ def _make_executor(
     scheduler = config.scheduler
     rows, max_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     try:
-        small = None if drafting is None else drafting.model
-        runner = backend.make_runner(model, plan, config, dtype, device, max_model_len, small, images)
+        runner = backend.make_runner(model, plan, config, dtype, device, max_model_len, drafting, images)
     except (MemoryError, torch.OutOfMemoryError):
         message = f"no memory for {plan.total_bytes:,} bytes of KV cache (num_kv_blocks, kv_cache_memory_bytes)"
         raise ConfigError(f"{message} and steps of {max_tokens:,} tokens (max_num_batched_tokens); lower one") from None
     try:
         sizes = {"num_slots": rows, "max_model_len": max_model_len, "block_size": plan.block_size}
-        drafter = None if drafting is None else drafting.drafter(runner, max_tokens=max_tokens, **sizes)
+        drafter = None
+        if drafting is not None:
+            # Runners of backends with the ability draft_models are DraftRunners; others load no drafts.
+            drafter = drafting.make(cast("DraftRunner", runner), max_tokens=max_tokens, **sizes)
         executor = LocalExecutor(runner, **sizes, drafter=drafter)
     except MemoryError:  # the length comes from the model's files, and may be far too large
         message = f"no memory for {rows} rows (max_num_seqs) of {max_model_len:,} tokens (max_model_len); lower one"

@@ -17,12 +17,12 @@ from chairlift.config import EngineConfig
 from chairlift.kernels.weights import QUANTIZED, WeightFormat
 
 if TYPE_CHECKING:
+    from chairlift.executor.drafters.source import DraftSource
     from chairlift.executor.image_bank import ImageBank
     from chairlift.executor.kv_tensors import KVPlan
     from chairlift.executor.local import ModelRunner
     from chairlift.executor.pooled_runner import PooledExecutor
     from chairlift.models.causal_lm import CausalLM
-    from chairlift.models.eagle3 import Eagle3
     from chairlift.models.encoder_config import EncoderConfig
     from chairlift.models.fallback.model import TransformersLM
     from chairlift.models.hf_config import NetworkConfig
@@ -132,11 +132,12 @@ class Backend(abc.ABC):
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
-        draft: CausalLM | Eagle3 | None = None,
+        drafts: DraftSource | None = None,
         images: ImageBank | None = None,
     ) -> ModelRunner:
-        """The runner of a model whose weights have the backend's format. ``draft`` is a small model or a layer for
-        drafts, and ``images`` holds encoded images; both are given only to a backend with these abilities. Raises
+        """The runner of a model whose weights have the backend's format. ``drafts`` is what
+        makes drafts, and ``images`` holds encoded images; both are given only to a backend with these abilities. With
+        the ability ``draft_models``, the runner is a :class:`~chairlift.executor.drafters.runner.DraftRunner`. Raises
         ConfigError for settings that this machine cannot have."""
 
     @abc.abstractmethod

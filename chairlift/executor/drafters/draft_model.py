@@ -11,19 +11,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from chairlift.base.step_batch import StepBatch
 from chairlift.core.request import Request
 from chairlift.core.scheduler.output import SchedulerOutput
 from chairlift.core.spec_decode.upkeep import Upkeep
-from chairlift.executor.backends.native.native_runner import NativeModelRunner
+from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.drafters.drafting import DraftTimes, block_tables
+from chairlift.executor.drafters.runner import DraftRunner
+from chairlift.executor.drafters.source import DraftSource, Served
+from chairlift.models.context import LayerState
+from chairlift.models.hf_config import NetworkConfig
+from chairlift.models.loader import load_model
+from chairlift.models.model_files import read_network
 
-__all__ = ["DraftModel"]
+__all__ = ["DraftModel", "load_drafts"]
 
 _MAX_CATCH_UP: Final = 256
 """Maximum number of tokens per call that the small model computes for rows whose KV in it is not up to date. So these
@@ -55,7 +63,7 @@ class DraftModel:
 
     def __init__(
         self,
-        runner: NativeModelRunner,
+        runner: DraftRunner,
         *,
         most: int,
         num_slots: int,
@@ -231,3 +239,47 @@ class DraftModel:
                 self._tokens[request.slot, end] = token
                 next_parts.append(_Part(index, request, end, end + 1))
         return next_parts
+
+
+def load_drafts(folder: Path, served: Served) -> DraftSource:
+    """Read the small model in ``folder``. Raises ConfigError and ModelLoadError."""
+    subject = f"speculative_config: the draft model {served.name!r:.200}"
+    small, target = read_network(folder, "native"), served.network
+    if not isinstance(small, NetworkConfig):
+        raise ConfigError(f"{subject} has no native family; use another")
+    if small.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"{subject} has {small.vocab_size} tokens, and the model {target.vocab_size};"
+            " use a small model of the same series"
+        )
+    if found := _other_tokenizer(served.model_dir, folder):
+        raise ConfigError(f"{subject} has another tokenizer ({found}); use a model of the same series")
+    served.check_runs(small)
+    length = min(served.config.model.max_model_len or small.max_model_len, small.max_model_len)
+    small, weight_format = small.for_length(length), served.backend.weight_format(None)
+    model = load_model(folder, small, served.dtype, "cpu", served.progress, weight_format=weight_format)
+    if any(isinstance(layer, LayerState) for layer in model.kv_cache_spec()):
+        raise ConfigError(f"{subject} has recurrent states, which cannot go back; use another")
+
+    def make(runner: DraftRunner, **sizes: int) -> DraftModel:
+        if runner.draft is None:
+            raise InvariantError(f"{type(runner).__name__} was made without the small model")
+        return DraftModel(runner.draft, most=served.most, max_positions=length, **sizes)
+
+    return DraftSource(make=make, small=model, layers=model.kv_cache_spec())
+
+
+def _other_tokenizer(model_dir: Path, small_dir: Path) -> str:
+    """How the tokenizers in the two directories differ, if both have one and they give different ids to a token; else
+    empty. Drafts with wrong ids would almost never be accepted."""
+    files = [directory / "tokenizer.json" for directory in (model_dir, small_dir)]
+    if not all(file.exists() for file in files):
+        return ""
+    texts = [file.read_bytes() for file in files]
+    if texts[0] == texts[1]:
+        return ""
+    own, other = (Tokenizer.from_str(text.decode()).get_vocab(with_added_tokens=True) for text in texts)
+    different = sorted(token for token in own.keys() & other.keys() if own[token] != other[token])
+    if different:
+        return f"{different[0]!r:.40} is another id there"
+    return "" if own.keys() & other.keys() else "no token is in both"

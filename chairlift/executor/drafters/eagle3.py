@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -25,15 +26,14 @@ from chairlift.base.step_batch import StepBatch
 from chairlift.core.request import Request
 from chairlift.core.scheduler.output import SchedulerOutput
 from chairlift.core.spec_decode.upkeep import Upkeep
-from chairlift.executor.backends.native.native_runner import NativeModelRunner
-from chairlift.executor.backends.native.sampling_rows import RowTemplates
 from chairlift.executor.drafters.drafting import DraftTimes, block_tables, drawing_batch, take_rows
 from chairlift.executor.drafters.kept_blocks import KeptBlocks
+from chairlift.executor.drafters.runner import DraftProgram, DraftRunner
+from chairlift.executor.drafters.source import DraftSource, Served
 from chairlift.kernels.cpu.library import Memory
-from chairlift.kernels.cpu.program import StepProgram
-from chairlift.models.eagle3 import Eagle3
+from chairlift.models.eagle3 import Eagle3, load_eagle3
 
-__all__ = ["Eagle3Drafter"]
+__all__ = ["Eagle3Drafter", "load_drafts"]
 
 _Int32 = npt.NDArray[np.int32]
 
@@ -68,7 +68,7 @@ class _Layer:
         projects: Whether the input is the served model's hidden states, which the layer projects to features.
     """
 
-    def __init__(self, network: Eagle3, runner: NativeModelRunner, max_tokens: int, *, projects: bool) -> None:
+    def __init__(self, network: Eagle3, runner: DraftRunner, max_tokens: int, *, projects: bool) -> None:
         config = network.config
         self.max_tokens = max_tokens
         recorder: Any = runner.recorder()
@@ -78,7 +78,7 @@ class _Layer:
         own = network.embed_tokens
         embedded = runner.embed(recorder.token_ids) if own is None else own(recorder.token_ids)
         self._next, out = network(embedded, features, recorder.positions, recorder)
-        self._program: StepProgram = runner.program_of(recorder, out, max_tokens, [self._next])
+        self._program: DraftProgram = runner.program_of(recorder, out, max_tokens, [self._next])
         self.given: npt.NDArray[np.uint8] = self._program.rows_of(given, max_tokens).view(torch.uint8).numpy()
         """Inputs of the next run, as bytes: [max_tokens, ...]. The run overwrites them."""
 
@@ -108,7 +108,7 @@ class Eagle3Drafter:
     def __init__(
         self,
         network: Eagle3,
-        runner: NativeModelRunner,
+        runner: DraftRunner,
         *,
         most: int,
         num_slots: int,
@@ -120,7 +120,6 @@ class Eagle3Drafter:
         self._most_positions = min(max_model_len, network.config.layer.max_position_embeddings)
         self._first = _Layer(network, runner, max(max_tokens, _MIN_TOKENS), projects=True)
         self._further = _Layer(network, runner, num_slots, projects=False)
-        self._templates = RowTemplates(runner.vocab_size)
         self._depth = _MAX_WAITING + most + 2
         """Number of positions per slot whose hidden states are stored. Position p is stored at index p % depth."""
         # As bytes in numpy: indexing in torch would start threads that spin on the model's processors.
@@ -359,19 +358,17 @@ class Eagle3Drafter:
         slots = np.array([request.slot for request in requests], dtype=np.int32)
         lengths = np.array([len(request.token_ids) + number for request in requests], dtype=np.int32)
         sampling = [request.sampling for request in requests]
-        rows = self._templates.fill(drawing_batch(self._tokens, slots, lengths, sampling), None)
-        head, ids = self._network.lm_head, self._network.target_ids
-        weight = None if head is None else head.weight
-        if ids is None or weight is None:
-            self._runner.project(hidden, rows, weight)
-            return rows.sampled().token_ids
-        drawn = self._runner.logits(hidden, weight)
-        if not rows.needs_logits.any() and not rows.records["temperature"].any():
-            found: list[int] = ids[drawn.argmax(axis=1)].tolist()
-            return found
-        # The sampler supports only the ids of the served model's vocabulary. So it gets logits of the whole vocabulary;
-        # tokens that the head does not have get minus infinity.
-        logits = np.full((len(requests), -(-self._runner.vocab_size // 32) * 32), -np.inf, dtype=np.float32)
-        logits[:, ids] = drawn
-        self._runner.sample_logits(logits, rows)
-        return rows.sampled().token_ids
+        head = self._network.lm_head
+        batch = drawing_batch(self._tokens, slots, lengths, sampling)
+        return self._runner.draw(hidden, batch, None if head is None else head.weight, self._network.target_ids)
+
+
+def load_drafts(folder: Path, served: Served) -> DraftSource:
+    """Read the drafting layer in ``folder``. Raises ConfigError and ModelLoadError."""
+    layer = load_eagle3(folder, served.native, served.dtype)
+    served.check_runs(layer.config.layer)
+
+    def make(runner: DraftRunner, **sizes: int) -> Eagle3Drafter:
+        return Eagle3Drafter(layer, runner, most=served.most, **sizes)
+
+    return DraftSource(make=make, taps=layer.config.taps, layers=layer.kv_cache_spec())

@@ -29,15 +29,15 @@ from chairlift.core.request import Request
 from chairlift.core.scheduler.output import SchedulerOutput
 from chairlift.core.spec_decode.upkeep import Upkeep
 from chairlift.errors import InvariantError, ModelLoadError
-from chairlift.executor.backends.native.native_runner import NativeModelRunner
-from chairlift.executor.backends.native.sampling_rows import RowTemplates
 from chairlift.executor.drafters.drafting import DraftTimes, drawing_batch, take_rows
+from chairlift.executor.drafters.runner import DraftRunner
+from chairlift.executor.drafters.source import DraftSource, Served
 from chairlift.kernels import ops
 from chairlift.kernels.cpu.packing import PackedMatrix
 from chairlift.kernels.recording import Value
 from chairlift.kernels.weights import NATIVE, MatrixShape
 
-__all__ = ["MedusaHead", "MedusaHeads", "load_medusa"]
+__all__ = ["MedusaHead", "MedusaHeads", "load_drafts", "load_medusa"]
 
 _FILES: Final = ("medusa_lm_head.safetensors", "model.safetensors")
 _MAX_HEADS: Final = 64
@@ -62,10 +62,9 @@ class MedusaHeads:
         num_slots: Number of rows of the engine.
     """
 
-    def __init__(self, heads: Sequence[MedusaHead], runner: NativeModelRunner, num_slots: int) -> None:
+    def __init__(self, heads: Sequence[MedusaHead], runner: DraftRunner, num_slots: int) -> None:
         self._runner, self.most = runner, len(heads)
         self._outputs = [head.head for head in heads]
-        self._templates = RowTemplates(runner.vocab_size)
         self._shared = all(output is None for output in self._outputs)
         self._blocks = _Blocks(heads, runner, num_slots)
         self._newest: tuple[Tensor, StepBatch, Sequence[int]] | None = None
@@ -154,9 +153,7 @@ class MedusaHeads:
         lengths = np.concatenate([known + number for number in numbers])
         lengths = np.minimum(lengths, self._tokens.shape[1] - 1)
         batch = drawing_batch(self._tokens, slots, lengths, sampling)
-        rows = self._templates.fill(batch, None)
-        self._runner.project(states.flatten(0, 1), rows, self._outputs[numbers[0]])
-        return rows.sampled().token_ids
+        return self._runner.draw(states.flatten(0, 1), batch, self._outputs[numbers[0]])
 
 
 class _Blocks:
@@ -168,7 +165,7 @@ class _Blocks:
         max_rows: Maximum number of rows in a call.
     """
 
-    def __init__(self, heads: Sequence[MedusaHead], runner: NativeModelRunner, max_rows: int) -> None:
+    def __init__(self, heads: Sequence[MedusaHead], runner: DraftRunner, max_rows: int) -> None:
         blocks = [block for head in heads for block in head.blocks]
         shapes = [MatrixShape(*weight.shape) for weight, _ in blocks]
         packed = iter(NATIVE.empty(shapes, runner.dtype, torch.device("cpu")))
@@ -209,6 +206,17 @@ def _reads_history(request: Request) -> bool:
     params = request.params
     penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     return bool(penalties or params.bad_words)
+
+
+def load_drafts(folder: Path, served: Served) -> DraftSource:
+    """Read Medusa's heads in ``folder``. Raises ConfigError and ModelLoadError."""
+    network = served.native
+    heads = load_medusa(folder, network.vocab_size, network.hidden_size, served.dtype)
+
+    def make(runner: DraftRunner, *, num_slots: int, **sizes: int) -> MedusaHeads:
+        return MedusaHeads(heads[: served.most], runner, num_slots)
+
+    return DraftSource(make=make)
 
 
 def load_medusa(folder: Path, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> list[MedusaHead]:

@@ -33,7 +33,7 @@ from tests.kernels.cpu.models import tiny_model
         ({"method": "ngram", "num_tokens": 3}, r"unknown keys \['num_tokens'\]; known: .*num_speculative_tokens"),
         ({}, "method must be ngram, draft_model, medusa or eagle3, got None"),
         ({"method": "eagle"}, "method must be ngram, draft_model, medusa or eagle3, got 'eagle'"),
-        ({"method": "eagle3", "model": 7}, "eagle3 that of the layer.*got method 'eagle3' and model 7"),
+        ({"method": "eagle3", "model": 7}, "eagle3 needs model, the .* layer .*got method 'eagle3' and model 7"),
         ({"method": "draft_model"}, "draft_model needs model"),
         ({"method": "ngram", "model": "x"}, "ngram takes no model; got method 'ngram' and model 'x'"),
         ({"method": "draft_model", "model": 7}, "draft_model needs model"),

@@ -11,9 +11,10 @@ from chairlift.config import EngineConfig
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.backends.backend import Abilities, Backend
 from chairlift.executor.backends.native.native_runner import NativeModelRunner
+from chairlift.executor.drafters.runner import DraftRunner
+from chairlift.executor.drafters.source import DraftSource
 from chairlift.executor.image_bank import ImageBank
 from chairlift.executor.kv_tensors import KVPlan
-from chairlift.executor.local import ModelRunner
 from chairlift.executor.pooled_runner import NativePooledRunner, PooledExecutor
 from chairlift.kernels.cpu.library import (
     BUILD_ALL,
@@ -29,7 +30,6 @@ from chairlift.kernels.cpu.library import (
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES
 from chairlift.kernels.weights import NATIVE, WeightFormat
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.eagle3 import Eagle3
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.model import TransformersLM
 from chairlift.models.hf_config import NetworkConfig
@@ -113,15 +113,15 @@ class NativeBackend(Backend):
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
-        draft: CausalLM | Eagle3 | None = None,
+        drafts: DraftSource | None = None,
         images: ImageBank | None = None,
-    ) -> ModelRunner:
+    ) -> DraftRunner:
         if not isinstance(model, CausalLM):
             raise InvariantError(f"the native kernels do not run {type(model).__name__}")
         sizes: dict[str, Any] = {"isa": self.kernels, "max_tokens": config.scheduler.max_num_batched_tokens}
         lora = config.lora.active
         pool = _pool(config)
-        return NativeModelRunner(model, plan, dtype, pool, **sizes, draft=draft, lora=lora, images=images)
+        return NativeModelRunner(model, plan, dtype, pool, **sizes, drafts=drafts, lora=lora, images=images)
 
     def make_pooled_executor(
         self, model: PooledNetwork, config: EngineConfig, dtype: torch.dtype, device: torch.device, max_tokens: int

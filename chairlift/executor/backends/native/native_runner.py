@@ -17,6 +17,7 @@ from chairlift.config import LoRAConfig
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.backends.native.native_kv import NativeKV
 from chairlift.executor.backends.native.sampling_rows import NativeRows, RowTemplates
+from chairlift.executor.drafters.source import DraftSource
 from chairlift.executor.executor import OnProgress, WeightSource
 from chairlift.executor.image_bank import ImageBank
 from chairlift.executor.kv_tensors import KVPlan
@@ -28,7 +29,7 @@ from chairlift.kernels.cpu.program import SPARE_ROWS, StepProgram
 from chairlift.kernels.recording import Recorder, Value
 from chairlift.lora.bank import NativeAdapters
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.eagle3 import Eagle3, hidden_at
+from chairlift.models.eagle3 import hidden_at
 from chairlift.models.loader import replace_weights
 
 __all__ = ["NativeModelRunner"]
@@ -43,8 +44,8 @@ class NativeModelRunner:
 
     The model's Python code runs once, in the constructor, and is recorded as the program. ``isa`` is the instruction
     set of the kernels. A step has at most ``max_tokens`` tokens. With ``lora``, rows may have adapters. A row's result
-    does not depend on other rows of the batch. ``draft`` is a small model or a layer that drafts; the last layers of
-    ``plan`` belong to it. ``kv`` is the cache of another runner; its layers from ``first_layer`` on belong to this
+    does not depend on other rows of the batch. ``drafts`` is what makes drafts; the last layers of ``plan`` belong to
+    it. ``kv`` is the cache of another runner; its layers from ``first_layer`` on belong to this
     runner. ``images`` holds the encoded images that steps may use.
     """
 
@@ -57,7 +58,7 @@ class NativeModelRunner:
         *,
         isa: str,
         max_tokens: int,
-        draft: CausalLM | Eagle3 | None = None,
+        drafts: DraftSource | None = None,
         kv: NativeKV | None = None,
         first_layer: int = 0,
         lora: LoRAConfig | None = None,
@@ -68,7 +69,7 @@ class NativeModelRunner:
         self.cache_groups, self.block_bytes = plan.groups, plan.block_bytes
         self._model = model
         spec = model.kv_cache_spec()
-        draft_spec = () if draft is None else draft.kv_cache_spec()
+        draft_spec = () if drafts is None else drafts.layers
         self._kv = NativeKV([*spec, *draft_spec], plan, dtype) if kv is None else kv
         self.adapters: NativeAdapters | None = None
         """Computes the low-rank matrices of adapters; None if no adapters are served."""
@@ -77,7 +78,7 @@ class NativeModelRunner:
             self.adapters = NativeAdapters(model, dtype, max_tokens=max_tokens + SPARE_ROWS, **sizes)
         table = None if self.adapters is None else self.adapters.table
         recorder = Recorder(dtype)
-        taps = draft.config.taps if isinstance(draft, Eagle3) else ()
+        taps = () if drafts is None else drafts.taps
         hidden, tapped = _record(model, recorder, taps)
         layers, states = self._kv.layers[first_layer:], {} if first_layer else self._kv.states
         windows = ((each.group, plan.groups[each.group].window) for each in layers)
@@ -99,14 +100,15 @@ class NativeModelRunner:
         self._cap: float | None = head[1].attributes["cap"] if capped else None
         self._head_weight: PackedMatrix = head[0].attributes["weight"]
         self._templates = RowTemplates(self._head_weight.n)
+        self._draft_templates = RowTemplates(self._head_weight.n)
         self._max_tokens, self._dtype, self._isa, self._pool = max_tokens, dtype, isa, pool
         self._draft_layers = self._kv.layers[first_layer + len(spec) :][: len(draft_spec)]
         self._logits: Tensor | None = None
         self.draft: NativeModelRunner | None = None
         """Runner of the small model that makes drafts; None without such a model."""
-        if isinstance(draft, CausalLM):
+        if drafts is not None and drafts.small is not None:
             more = {"isa": isa, "max_tokens": max_tokens, "kv": self._kv, "first_layer": len(spec)}
-            self.draft = NativeModelRunner(draft, plan, dtype, pool, **more)  # type: ignore[arg-type]
+            self.draft = NativeModelRunner(drafts.small, plan, dtype, pool, **more)  # type: ignore[arg-type]
 
     @property
     def expert_counts(self) -> npt.NDArray[np.int64] | None:
@@ -210,27 +212,38 @@ class NativeModelRunner:
         """Dtype of the served model's activations."""
         return self._dtype
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens in the served model's vocabulary."""
-        return self._head_weight.n
+    def draw(
+        self,
+        states: Tensor,
+        batch: StepBatch,
+        head: PackedMatrix | None = None,
+        token_ids: npt.NDArray[np.int32] | None = None,
+    ) -> list[int]:
+        """Sample one token for each sample position of ``batch`` from hidden states ``states``; see
+        :class:`~chairlift.executor.drafters.runner.DraftRunner`."""
+        rows = self._draft_templates.fill(batch, None)
+        if head is None or token_ids is None:
+            self._head(self._padded(states), np.arange(len(states), dtype=np.int32), rows, head)
+            return rows.sampled().token_ids
+        drawn = self._logits_of(states, head)
+        if not rows.needs_logits.any() and not rows.records["temperature"].any():
+            found: list[int] = token_ids[drawn.argmax(axis=1)].tolist()
+            return found
+        # The sampler supports only the ids of the served model's vocabulary. So it gets logits of the whole vocabulary;
+        # tokens that the head does not have get minus infinity.
+        vocab_size = self._head_weight.n
+        logits = np.full((len(states), -(-vocab_size // 32) * 32), -np.inf, dtype=np.float32)
+        logits[:, token_ids] = drawn
+        self.program.sample(logits, vocab_size, rows.records)
+        return rows.sampled().token_ids
 
-    def project(self, states: Tensor, rows: NativeRows, head: PackedMatrix | None) -> None:
-        """Compute logits from ``states`` [R, D], in the model's dtype, with an output head, and sample a token for each
-        of ``rows``. ``head`` None is the served model's output head."""
-        self._head(self._padded(states), np.arange(len(states), dtype=np.int32), rows, head)
-
-    def logits(self, states: Tensor, head: PackedMatrix) -> npt.NDArray[np.float32]:
+    def _logits_of(self, states: Tensor, head: PackedMatrix) -> npt.NDArray[np.float32]:
         """Logits [R, n] of hidden states [R, D] in the model's dtype with an output head [n, D]."""
         count, width = len(states), -(-head.n // PANEL) * PANEL
         rows = NativeRows.for_targets(np.zeros(count, dtype=np.int32), -1, head.n)  # such rows store their logits
         stored = Memory(4 * count * width).tensor(torch.float32, (count, width))
         self.program.head(head, self._padded(states), np.arange(count, dtype=np.int32), rows.records, stored)
         return stored.numpy()[:, : head.n]
-
-    def sample_logits(self, logits: npt.NDArray[np.float32], rows: NativeRows) -> None:
-        """Sample a token for each of ``rows`` from given logits [R, V rounded up to 32]."""
-        self.program.sample(logits, self.vocab_size, rows.records)
 
     def _padded(self, states: Tensor) -> Tensor:
         """The hidden states ``states`` [R, D]. Each row is padded with zeros at its end."""

@@ -9,13 +9,13 @@ import torch
 from chairlift.config import EngineConfig
 from chairlift.executor.backends.backend import Abilities, Backend
 from chairlift.executor.backends.torch.model_runner import TorchModelRunner
+from chairlift.executor.drafters.source import DraftSource
 from chairlift.executor.image_bank import ImageBank
 from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.local import ModelRunner
 from chairlift.executor.pooled_runner import PooledExecutor, TorchPooledRunner
 from chairlift.kernels.weights import ONEDNN, WeightFormat
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.eagle3 import Eagle3
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.model import TransformersLM
 from chairlift.models.hf_config import NetworkConfig
@@ -59,7 +59,7 @@ class TorchBackend(Backend):
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
-        draft: CausalLM | Eagle3 | None = None,
+        drafts: DraftSource | None = None,
         images: ImageBank | None = None,
     ) -> ModelRunner:
         if config.model.threads is not None:

@@ -12,6 +12,7 @@ import torch
 from chairlift.config import EngineConfig
 from chairlift.errors import InvariantError
 from chairlift.executor.backends.backend import Abilities, Backend
+from chairlift.executor.drafters.source import DraftSource
 from chairlift.executor.image_bank import ImageBank
 from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.local import ModelRunner
@@ -19,7 +20,6 @@ from chairlift.executor.pooled_runner import PooledExecutor
 from chairlift.kernels.triton.launch import MAX_GROUP
 from chairlift.kernels.weights import PLAIN, WeightFormat
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.eagle3 import Eagle3
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.model import TransformersLM
 from chairlift.models.hf_config import NetworkConfig
@@ -82,7 +82,7 @@ class TritonBackend(Backend):
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
-        draft: CausalLM | Eagle3 | None = None,
+        drafts: DraftSource | None = None,
         images: ImageBank | None = None,
     ) -> ModelRunner:
         from chairlift.executor.backends.triton.triton_runner import TritonModelRunner  # Triton may not be installed
