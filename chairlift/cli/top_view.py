@@ -66,6 +66,11 @@ class Metrics:
         """Values of a label over all samples of a metric, in the order of the samples."""
         return list(dict.fromkeys(labels[label] for labels, _ in self._samples.get(name, ()) if label in labels))
 
+    def mean(self, name: str) -> float | None:
+        """Mean over the samples of a metric; None when there are none."""
+        values = [value for _, value in self._samples.get(name, ())]
+        return sum(values) / len(values) if values else None
+
     def maximum(self, name: str) -> float | None:
         """Maximum over the samples of a metric; None when there are none."""
         return max((value for _, value in self._samples.get(name, ())), default=None)
@@ -182,7 +187,7 @@ def _gauges(now: Snapshot, before: Snapshot | None, width: int) -> list[Line]:
     if metrics is None:
         return []
     running, waiting = metrics.value("num_requests_running") or 0, metrics.value("num_requests_waiting") or 0
-    limit, usage = metrics.value("running_limit"), metrics.value("kv_cache_usage_perc")
+    limit, usage = metrics.value("running_limit"), metrics.mean("kv_cache_usage_perc")
     rate = metrics.value("preemption_rate", window="60s")
     style, word = _judge(rate)
     left: list[Line] = [

@@ -51,7 +51,7 @@ from chairlift.errors import (
     QueueTimeoutError,
     RequestError,
 )
-from chairlift.metrics.stats import AutoscalingStats, ReplicaStats, RequestStats
+from chairlift.metrics.stats import AutoscalingStats, ReplicaCounts, ReplicaStats, RequestStats
 from chairlift.models.vision.addresses import MediaSource
 from chairlift.models.vision.chats import GivenImage, take_images
 from chairlift.models.vision.image_reader import ImageReader
@@ -198,6 +198,10 @@ class AsyncEngine:
     def replicas(self) -> list[ReplicaStats]:
         """State of each replica; empty if the engine is a single process."""
         return [] if self._client is None else self._client.shown()
+
+    def replica_counts(self) -> dict[int, ReplicaCounts]:
+        """Index -> state and counters of each replica; empty if the engine is a single process."""
+        return self.stats.of_replicas({} if self._client is None else self._client.replica_stats())
 
     def autoscaling(self) -> AutoscalingStats | None:
         """State of autoscaling; None if the number of replicas is fixed."""
@@ -667,15 +671,19 @@ class AsyncEngine:
                 _log.error("the adapter %r could not be loaded again: %s", entry.name, state.error)
                 self.adapters.remove(entry.name)
 
-    def on_step(self, step: Step) -> None:
-        """Deliver the results of a step to the streams of its requests."""
+    def on_step(self, step: Step, replica: int | None = None) -> None:
+        """Deliver the results of a step to the streams of its requests. ``replica`` is the index of the replica that
+        computed the step; None if the engine is a single process, or if no step was computed."""
         self.intake.heard(now := time.monotonic(), busy=self.stats.engine.num_running > 0)
         self.stats.step(step.stats)
         outputs = self._outputs
         if outputs is None:
             return
         core = step.outputs
+        counted = self.stats.tokens_counted()
         stopped = outputs.take(core, now)
+        if replica is not None:
+            self.stats.credit(replica, counted)
         for sequence_id, _, when in core.joined:
             state = outputs.state_of(sequence_id)
             if state is not None:
@@ -767,7 +775,7 @@ class AsyncEngine:
                     self._first_outcome.set_exception(error)
                     return
             self.state = EngineState.DOWN
-            self.stats.engine_died(self.num_requests)
+            self.stats.engine_died(self.num_requests, client.replica_stats())
             self._fail_all()
             if not self._restart:
                 _log.error("%s", self.failure)

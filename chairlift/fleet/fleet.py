@@ -51,6 +51,8 @@ _MAX_ROWS: Final = 1 << 16
 class FleetEvents(EngineEvents, Protocol):
     """Receiver of the events of a fleet."""
 
+    def on_step(self, step: Step, replica: int | None = None) -> None: ...
+
     def delivered(self, request_id: str) -> list[list[int]]: ...
 
     def on_watched(self, lines: bytes, replica: int = 0) -> None: ...
@@ -102,6 +104,8 @@ class _Member:
         self.removal: asyncio.Task[None] | None = None
         """Task that waits for the replica's last request and then removes the replica."""
         self.stats = EngineStats()
+        """Statistics of the replica's process. The next field: the counters of its processes that have died."""
+        self.dead_stats = EngineStats()
         self.num_sent = self.num_restarts = 0
         self.generation = 0
         """Number of the newest weight update that the replica's process has loaded. 0: the process has its first
@@ -227,8 +231,6 @@ class Fleet(RemoteCore):
         """Id of a request -> the request, until it has ended."""
         self._answers: dict[str, _Job] = {}
         """Id of an answer that has not ended -> the request that it belongs to."""
-        self._dead_stats = EngineStats()
-        """Sum of the statistics counters of all engine processes that have died."""
         self._any_died = False
         self._loads: dict[int, AdapterLoad] = {}
         self._loading: dict[int, tuple[set[int], str]] = {}
@@ -261,6 +263,13 @@ class Fleet(RemoteCore):
     def shown(self) -> list[ReplicaStats]:
         """State of each replica, for the metrics and for /v1/replicas."""
         return [member.shown() for member in self._members]
+
+    def replica_stats(self) -> dict[int, EngineStats]:
+        return {
+            member.view.index: merge_stats([member.stats, member.dead_stats])
+            for member in self._members
+            if member.state != "off" or member.dead_stats.num_steps
+        }
 
     def autoscaling(self) -> AutoscalingStats | None:
         return None if self._scaling is None else self._scaling.shown()
@@ -563,19 +572,19 @@ class Fleet(RemoteCore):
         for ended in outputs.finished:
             self._ended(ended.sequence_id)
         member.busy_since = now if member.num_requests else None
-        self._tell(outputs, step.stats.step_tokens)
+        self._tell(outputs, step.stats.step_tokens, view.index)
         self._send()
 
-    def _tell(self, outputs: CoreOutputs, num_tokens: int = 0) -> None:
-        """Pass the results of a step to the receiver of events, with the statistics of the whole fleet."""
+    def _tell(self, outputs: CoreOutputs, num_tokens: int = 0, replica: int | None = None) -> None:
+        """Pass the results of a step of a replica to the receiver of events, with the statistics of the whole fleet."""
         known = [each.stats for each in self._members if each.wanted or each.alive]
         if self._any_died:
-            known.append(self._dead_stats)
+            known += [each.dead_stats for each in self._members]
         stats = known[0]  # not copied, which would take long: the receiver may change it, and it is not sent again
         if len(known) > 1 or stats.step_tokens != num_tokens:
             stats = merge_stats(known)
             stats.step_tokens = num_tokens
-        self.events.on_step(Step(outputs, stats, self._forecast.make(self.door, self._now())))
+        self.events.on_step(Step(outputs, stats, self._forecast.make(self.door, self._now())), replica)
 
     def refused(self, refused: Refused) -> None:
         job = self._answers.get(refused.request_id) or self._answers.get(f"{refused.request_id}#0")
@@ -671,7 +680,7 @@ class Fleet(RemoteCore):
         member.alive, member.core, member.info = False, None, None
         member.opened.clear()
         self._any_died = True
-        self._dead_stats = merge_stats([self._dead_stats, member.stats.only_counters()])
+        member.dead_stats = merge_stats([member.dead_stats, member.stats.only_counters()])
         member.stats = EngineStats()
         unstarted, started = self.door.lose(member.view)
         member.quiet.set()

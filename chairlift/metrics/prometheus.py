@@ -9,8 +9,9 @@ cannot become a label value.
 from __future__ import annotations
 
 import math
+import operator
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final, Protocol
 
@@ -25,6 +26,7 @@ from chairlift.metrics.stats import (
     AutoscalingStats,
     EngineStats,
     Histogram,
+    ReplicaCounts,
     ReplicaStats,
     RequestStats,
 )
@@ -41,6 +43,8 @@ REJECTION_REASONS: Final = (
 )
 
 _ENGINE: Final = "0"
+_ALL_ENGINES: Final = "all"
+"""Label of metrics with vLLM's prefix that are not divided among replicas."""
 _OURS: Final = "chairlift"
 _STATUSES: Final = (
     *(
@@ -65,6 +69,8 @@ _STATUSES: Final = (
 )
 _RECENT_SECONDS: Final = 60.0
 _LABELS: Final = ("model_name", "engine")
+_Of = Callable[[ReplicaCounts], float]
+"""Function that reads the value of a metric for one replica."""
 _HISTOGRAMS: Final = (
     ("ttft", "time_to_first_token_seconds", "From arrival to the first token."),
     ("inter_token", "inter_token_latency_seconds", "Between two tokens of an answer."),
@@ -121,6 +127,7 @@ def render(
     oldest_wait: float = 0.0,
     engine_pid: int | None = None,
     replicas: Sequence[ReplicaStats] = (),
+    counts: Mapping[int, ReplicaCounts] | None = None,
     autoscaling: AutoscalingStats | None = None,
     num_tasks: int = 0,
     classes: Mapping[str, int] | None = None,
@@ -131,12 +138,13 @@ def render(
     ``info`` is None until the engine is loaded. ``up`` tells whether the engine serves now; if not, no requests run.
     ``num_waiting`` is the number of accepted requests that wait for a step, and ``oldest_wait`` the longest of their
     waits in seconds. ``now`` is in seconds on the clock of ``stats.last_token_time``. ``engine_pid`` is the id of the
-    engine's process. ``replicas`` are the replicas of a server that has several. ``autoscaling`` is None if their
-    number is fixed. ``num_tasks`` is the number of tasks in the server's event loop. ``classes`` maps classes of
-    service to their reserved rows. ``forecast_within`` maps each factor in FORECAST_RATIOS to a fraction of requests:
-    those whose wait was at most this factor times the predicted wait.
+    engine's process. ``replicas`` are the replicas of a server that has several. ``counts`` maps the index of each such
+    replica to its counters. With vLLM's prefix this index is the label ``engine``, as for vLLM's data-parallel engines.
+    ``autoscaling`` is None if the number of replicas is fixed. ``num_tasks`` is the number of tasks in the server's
+    event loop. ``classes`` maps classes of service to their reserved rows. ``forecast_within`` maps each factor in
+    FORECAST_RATIOS to a fraction of requests: those whose wait was at most this factor times the predicted wait.
     """
-    names = _Names(prefix, model_name)
+    names = _Names(prefix, model_name, counts if prefix == "vllm" else None)
     families = [*_gauges(names, stats, info, up, num_waiting), *_counters(names, stats), *_histograms(names, stats)]
     families += [*_drafts(names, stats), *_adapters(names, stats, up)]
     families += [*_old_names(names, stats, up), *_vllm_only(names, stats, info)] if prefix == "vllm" else []
@@ -168,13 +176,39 @@ class _Families(Collector):
 class _Names:
     """Makes metrics whose names have a common prefix and which have common labels."""
 
-    def __init__(self, prefix: str, model_name: str) -> None:
+    def __init__(self, prefix: str, model_name: str, counts: Mapping[int, ReplicaCounts] | None = None) -> None:
+        """``counts``: replicas among which metrics are divided; None or empty: there is one engine."""
         self._prefix = prefix
-        self._values = (model_name, _ENGINE)
+        self._counts = counts or {}
+        self._values = (model_name, _ALL_ENGINES if self._counts else _ENGINE)
 
-    def gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+    def _lines(self, value: float, of: _Of | None, extra: tuple[str, ...] = ()) -> Iterator[tuple[list[str], float]]:
+        """(values of the labels, value) of each line of a metric. With ``of`` there is a line per replica."""
+        if of is None or not self._counts:
+            yield [*self._values, *extra], value
+            return
+        for index, counts in self._counts.items():
+            yield [self._values[0], str(index), *extra], of(counts)
+
+    def waiting(self, name: str, text: str, by_reason: Mapping[str, int]) -> GaugeMetricFamily:
+        """A gauge of waiting requests by reason; the reason "" stands for no such label. Each replica has the requests
+        that wait in its engine. Those that wait for any replica are not divided."""
+        family = GaugeMetricFamily(
+            f"{self._prefix}:{name}", text, labels=_LABELS if "" in by_reason else (*_LABELS, "reason")
+        )
+        for reason, count in by_reason.items():
+            extra = [reason] if reason else []
+            for index, counts in self._counts.items():
+                there = min(count, counts.engine.num_waiting)
+                count -= there
+                family.add_metric([self._values[0], str(index), *extra], there)
+            family.add_metric([*self._values, *extra], count)
+        return family
+
+    def gauge(self, name: str, text: str, value: float, of: _Of | None = None) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=_LABELS)
-        family.add_metric(self._values, value)
+        for labels, each in self._lines(value, of):
+            family.add_metric(labels, each)
         return family
 
     def gauge_by(self, name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
@@ -189,9 +223,10 @@ class _Names:
         family.add_metric((*self._values, *constants.values()), value)
         return family
 
-    def counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+    def counter(self, name: str, text: str, value: float, of: _Of | None = None) -> CounterMetricFamily:
         family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=_LABELS)
-        family.add_metric(self._values, value)
+        for labels, each in self._lines(value, of):
+            family.add_metric(labels, each)
         return family
 
     def counter_by(
@@ -206,12 +241,18 @@ class _Names:
         return family
 
     def counter_of(
-        self, name: str, text: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], float]]
+        self,
+        name: str,
+        text: str,
+        labels: tuple[str, ...],
+        values: Iterable[tuple[tuple[str, ...], float]],
+        of: Callable[[tuple[str, ...]], _Of] | None = None,
     ) -> CounterMetricFamily:
-        """A counter with one line per tuple of label values."""
+        """A counter with one line per tuple of label values. ``of`` returns the function for such a tuple."""
         family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, *labels))
         for key, value in values:
-            family.add_metric((*self._values, *key), value)
+            for line, each in self._lines(value, None if of is None else of(key), key):
+                family.add_metric(line, each)
         return family
 
     def histogram(self, name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
@@ -224,14 +265,17 @@ def _gauges(
     names: _Names, stats: RequestStats, info: CacheInfo | None, up: bool, num_waiting: int
 ) -> Iterator[GaugeMetricFamily]:
     engine = stats.engine
-    num_blocks = engine.used_blocks + engine.cached_blocks + engine.free_blocks
-    usage = engine.used_blocks / num_blocks if up and num_blocks else 0.0
-    yield names.gauge("num_requests_running", "Sequences in the batch.", engine.num_running if up else 0)
-    yield names.gauge("num_requests_waiting", "Requests that wait for a step.", num_waiting)
-    reasons = {"capacity": float(num_waiting), "deferred": 0.0}  # no request is deferred yet
+
+    def running(each: ReplicaCounts) -> float:
+        return each.engine.num_running if up else 0
+
+    yield names.gauge("num_requests_running", "Sequences in the batch.", engine.num_running if up else 0, running)
+    yield names.waiting("num_requests_waiting", "Requests that wait for a step.", {"": num_waiting})
+    reasons = {"capacity": num_waiting, "deferred": 0}  # no request is deferred yet
     text = "Requests that wait, by what they wait for."
-    yield names.gauge_by("num_requests_waiting_by_reason", text, "reason", reasons)
-    yield names.gauge("kv_cache_usage_perc", "Share of the KV cache that requests hold, 0 to 1.", usage)
+    yield names.waiting("num_requests_waiting_by_reason", text, reasons)
+    text = "Share of the KV cache that requests hold, 0 to 1."
+    yield names.gauge("kv_cache_usage_perc", text, _usage(engine, up), lambda each: _usage(each.engine, up))
     if info is not None:
         # Routers expect the label name num_gpu_blocks, even on a CPU.
         shape = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
@@ -244,19 +288,30 @@ def _gauges(
 
 def _counters(names: _Names, stats: RequestStats) -> Iterator[CounterMetricFamily]:
     engine = stats.engine
-    for name, text, value in (
-        ("num_preemptions", "Times a sequence gave its memory back.", engine.num_preemptions),
-        ("prompt_tokens", "Prompt tokens of requests that have their first token.", stats.prompt_tokens),
-        ("prompt_tokens_cached", "Of those, read from the prefix cache.", stats.cached_tokens),
-        ("generation_tokens", "Tokens generated.", stats.generation_tokens),
-        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", engine.prefix_cache_queries),
-        ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", engine.prefix_cache_hits),
+    for field, name, text in (
+        ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that have their first token."),
+        ("cached_tokens", "prompt_tokens_cached", "Of those, read from the prefix cache."),
+        ("generation_tokens", "generation_tokens", "Tokens generated."),
     ):
-        yield names.counter(name, text, value)
+        yield names.counter(name, text, getattr(stats, field), operator.attrgetter(field))
+    for name, text in (
+        ("num_preemptions", "Times a sequence gave its memory back."),
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+        ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    ):
+        yield names.counter(name, text, getattr(engine, name), operator.attrgetter(f"engine.{name}"))
     text = "Prompt tokens of requests that have their first token, by where their KV came from."
     sources = {"local_compute": stats.prompt_tokens - stats.cached_tokens, "local_cache_hit": stats.cached_tokens}
     by_source = {(source,): float(count) for source, count in {**sources, "external_kv_transfer": 0}.items()}
-    yield names.counter_of("prompt_tokens_by_source", text, ("source",), by_source.items())
+
+    def from_source(key: tuple[str, ...]) -> _Of:
+        local: dict[str, _Of] = {
+            "local_compute": lambda each: each.prompt_tokens - each.cached_tokens,
+            "local_cache_hit": lambda each: each.cached_tokens,
+        }
+        return local.get(key[0], lambda each: 0)
+
+    yield names.counter_of("prompt_tokens_by_source", text, ("source",), by_source.items(), from_source)
     text = "Requests that have ended, by how."
     yield names.counter_by("request_success", text, "finished_reason", FINISH_REASONS, stats.finished)
     text = "Requests that were not taken, by why."
@@ -266,11 +321,11 @@ def _counters(names: _Names, stats: RequestStats) -> Iterator[CounterMetricFamil
 def _old_names(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
     """Metrics of the KV cache under vLLM's former names. The router of vLLM's production stack reads them."""
     engine = stats.engine
-    num_blocks = engine.used_blocks + engine.cached_blocks + engine.free_blocks
-    usage = engine.used_blocks / num_blocks if up and num_blocks else 0.0
-    yield names.gauge("gpu_cache_usage_perc", "Former name of kv_cache_usage_perc.", usage)
-    for what, value in (("queries", engine.prefix_cache_queries), ("hits", engine.prefix_cache_hits)):
-        yield names.counter(f"gpu_prefix_cache_{what}", f"Former name of prefix_cache_{what}.", value)
+    text = "Former name of kv_cache_usage_perc."
+    yield names.gauge("gpu_cache_usage_perc", text, _usage(engine, up), lambda each: _usage(each.engine, up))
+    for name in ("prefix_cache_queries", "prefix_cache_hits"):
+        of = operator.attrgetter(f"engine.{name}")
+        yield names.counter(f"gpu_{name}", f"Former name of {name}.", getattr(engine, name), of)
 
 
 def _vllm_only(names: _Names, stats: RequestStats, info: CacheInfo | None) -> Iterator[Metric]:
@@ -422,13 +477,20 @@ def _drafts(names: _Names, stats: RequestStats) -> Iterator[Metric]:
     """Metrics of speculative decoding, under vLLM's names. The mean number of tokens per verified row is 1 + accepted /
     drafts."""
     engine = stats.engine
-    yield names.counter("spec_decode_num_drafts", "Rows of steps that had drafts.", engine.num_verified_rows)
-    yield names.counter("spec_decode_num_draft_tokens", "Tokens drafted, and verified.", engine.num_draft_tokens)
-    text = "Drafted tokens that were right."
-    yield names.counter("spec_decode_num_accepted_tokens", text, engine.num_accepted_tokens)
+    for field, name, text in (
+        ("num_verified_rows", "num_drafts", "Rows of steps that had drafts."),
+        ("num_draft_tokens", "num_draft_tokens", "Tokens drafted, and verified."),
+        ("num_accepted_tokens", "num_accepted_tokens", "Drafted tokens that were right."),
+    ):
+        yield names.counter(f"spec_decode_{name}", text, getattr(engine, field), operator.attrgetter(f"engine.{field}"))
+
+    def accepted_at(key: tuple[str, ...]) -> _Of:
+        return lambda each: dict(enumerate(each.engine.accepted_at)).get(int(key[0]), 0)
+
     text = "Accepted drafts by their place in the row."
     places = {(str(place),): count for place, count in enumerate(engine.accepted_at)}
-    yield names.counter_of("spec_decode_num_accepted_tokens_per_pos", text, ("position",), places.items())
+    name = "spec_decode_num_accepted_tokens_per_pos"
+    yield names.counter_of(name, text, ("position",), places.items(), accepted_at)
 
 
 def _adapters(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
@@ -520,6 +582,11 @@ def _forecasts(names: _Names, stats: RequestStats, within: Mapping[float, float 
     known = {ratio: math.nan if share is None else share for ratio, share in shares.items()}
     text = "Share of the last requests that waited no longer than the ratio times what was predicted; NaN: too few."
     yield names.gauge_by("forecast_within_ratio", text, "ratio", known)
+
+
+def _usage(engine: EngineStats, up: bool) -> float:
+    """Fraction of an engine's KV cache that requests hold, 0 to 1."""
+    return _share(engine.used_blocks, engine.used_blocks + engine.cached_blocks + engine.free_blocks) if up else 0.0
 
 
 def _share(part: int, whole: int) -> float:

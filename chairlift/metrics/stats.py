@@ -19,6 +19,7 @@ __all__ = [
     "EngineStats",
     "FinishedRequest",
     "Histogram",
+    "ReplicaCounts",
     "ReplicaStats",
     "RequestStats",
     "merge_stats",
@@ -219,6 +220,20 @@ class ReplicaStats:
     restarts: int
 
 
+@dataclasses.dataclass(slots=True)
+class ReplicaCounts:
+    """State of one replica's engine, and counters of what it did since the server's start. They never fall."""
+
+    engine: EngineStats = dataclasses.field(default_factory=EngineStats)
+    """State after the replica's newest step. Counters include its earlier processes."""
+    prompt_tokens: int = 0
+    """Prompt tokens of requests whose first token came from the replica. The next field: those of them that came from
+    the prefix cache."""
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    """Delivered tokens that the replica computed."""
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class AutoscalingStats:
     """State of autoscaling: its limits, its newest decision, and the values that the decision used."""
@@ -337,6 +352,8 @@ class RequestStats:
         """Absolute differences between predicted and actual waits, in seconds."""
         self._base: EngineStats | None = None
         """Counters of earlier engine processes. None if no engine has died."""
+        self._replicas: dict[int, ReplicaCounts] = {}
+        """Index of a replica -> its counters. ``engine`` has only those of fleets that have ended."""
 
     def step(self, stats: EngineStats) -> None:
         """Store the engine's state after a step. The counters of earlier processes are added in a copy."""
@@ -358,11 +375,38 @@ class RequestStats:
         self.responses[str(status)] += 1
         self.rejected.update(("connections",) if status == 503 else ())
 
-    def engine_died(self, num_requests: int = 0) -> None:
-        """Reset the state after the engine died and lost ``num_requests``. A new process counts from 0."""
+    def engine_died(self, num_requests: int = 0, replicas: Mapping[int, EngineStats] | None = None) -> None:
+        """Reset the state after the engine died and lost ``num_requests``. A new process counts from 0. If the engine
+        was a fleet, ``replicas`` maps the index of each replica to its statistics."""
         self.num_lost += num_requests
+        for index, engine in (replicas or {}).items():
+            counts = self._replicas.setdefault(index, ReplicaCounts())
+            counts.engine = _with_counters(counts.engine, engine.only_counters())
         self._base = self.engine.only_counters()
         self.engine = self._base
+
+    def tokens_counted(self) -> tuple[int, int, int]:
+        """Numbers of prompt tokens, of those from the prefix cache, and of delivered tokens, for :meth:`credit`."""
+        return self.prompt_tokens, self.cached_tokens, self.generation_tokens
+
+    def credit(self, replica: int, before: tuple[int, int, int]) -> None:
+        """Count the tokens that were counted since ``before`` for a replica too, which computed all of them."""
+        counts = self._replicas.get(replica)
+        if counts is None:
+            counts = self._replicas[replica] = ReplicaCounts()
+        counts.prompt_tokens += self.prompt_tokens - before[0]
+        counts.cached_tokens += self.cached_tokens - before[1]
+        counts.generation_tokens += self.generation_tokens - before[2]
+
+    def of_replicas(self, engines: Mapping[int, EngineStats]) -> dict[int, ReplicaCounts]:
+        """Index -> state and counters of each replica of this server, also of fleets that have ended. ``engines`` are
+        the statistics of the replicas of the present fleet."""
+        found: dict[int, ReplicaCounts] = {}
+        for index in sorted(self._replicas.keys() | engines.keys()):
+            counts = self._replicas.get(index, ReplicaCounts())
+            engine = _with_counters(engines.get(index, EngineStats()), counts.engine)
+            found[index] = dataclasses.replace(counts, engine=engine)
+        return found
 
     def prompt_computed(self, num_tokens: int, num_cached: int) -> None:
         """Count the prompt tokens of a request when its first token arrives. So the rate of prompt tokens changes

@@ -122,6 +122,12 @@ LONG = live(
 )
 
 
+def test_the_kv_cache_of_several_engines_is_their_mean() -> None:
+    usage = "".join(f'vllm:kv_cache_usage_perc{{engine="{index}"}} {share}\n' for index, share in enumerate((0.9, 0.7)))
+    lines = view(Snapshot(1.0, "here", metrics=Metrics(usage)), None, width=100, height=30)
+    assert any("] 80%" in text_of(line) for line in lines)
+
+
 @pytest.mark.parametrize("width", [80, 89, 90, 96, 99, 100, 120, 200])
 def test_no_line_is_longer_than_the_window(width: int) -> None:
     layers = 'chairlift:expert_imbalance{layer="1"} 12.75\nchairlift:floor_share{engine="0"} 0.784\n'

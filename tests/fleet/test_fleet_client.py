@@ -225,6 +225,44 @@ def test_requests_wait_at_the_door_and_counters_survive_a_death() -> None:
     run(test)
 
 
+def test_the_counters_of_replicas_never_fall_and_add_up_to_the_totals() -> None:
+    """A replica dies and comes back; then all die, and a new fleet starts."""
+
+    async def test() -> None:
+        async with fleet_of(2, {"max_num_seqs": 4}) as world:
+            engine, before = world.engine, dict[tuple[int, str], int]()
+
+            def check() -> None:
+                found = engine.replica_counts()
+                for field in ("prompt_tokens", "cached_tokens", "generation_tokens"):
+                    assert sum(getattr(each, field) for each in found.values()) == getattr(engine.stats, field), field
+                for field in ("num_running", "num_steps", "num_preemptions", "prefix_cache_queries"):
+                    values = [getattr(each.engine, field) for each in found.values()]
+                    assert sum(values) == getattr(engine.stats.engine, field), field
+                for index, each in found.items():
+                    for field, value in (("steps", each.engine.num_steps), ("tokens", each.generation_tokens)):
+                        assert value >= before.get((index, field), 0), (index, field)
+                        before[index, field] = value
+
+            for victims in ((0,), (0, 1), ()):
+                await engine.wait_ready()
+                params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
+                jobs = [asyncio.create_task(collect(engine, [7, i], params)) for i in range(1, 21)]
+                begin = engine.stats.generation_tokens
+                while engine.stats.generation_tokens < begin + 150:
+                    await asyncio.sleep(0)
+                    check()
+                for victim in victims:
+                    world.cores[victim].kill()
+                await asyncio.gather(*jobs, return_exceptions=True)
+                while engine.state is not EngineState.READY or len(world.fleet.door.replicas) < 2:
+                    await asyncio.sleep(0)
+                check()
+            assert sorted(engine.replica_counts()) == [0, 1] and min(before.values()) > 50
+
+    run(test)
+
+
 def test_the_steps_of_every_replica_are_told_while_somebody_looks() -> None:
     """Also those of a replica that starts again meanwhile."""
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from chairlift.metrics.prometheus import render
-from chairlift.metrics.stats import EngineStats, RequestStats, merge_stats
+from chairlift.metrics.stats import EngineStats, ReplicaCounts, RequestStats, merge_stats
 from tests.metrics.test_prometheus import Info, busy
 
 ENGINE = ("model_name", "engine")
@@ -77,9 +78,44 @@ Found = dict[str, list[tuple[dict[str, str], float]]]
 
 
 def exposed(stats: RequestStats, *, up: bool = True) -> Found:
-    text = render(stats, Info(), model_name="m", prefix="vllm", up=up, num_waiting=2, now=0.0).decode()
+    return read(render(stats, Info(), model_name="m", prefix="vllm", up=up, num_waiting=2, now=0.0))
+
+
+def test_each_replica_has_its_own_label_and_sums_are_the_totals() -> None:
+    stats, found = served(), dict[int, ReplicaCounts]()
+    for index, waiting in ((0, 1), (2, 0)):
+        engine = EngineStats(num_running=index + 1, num_waiting=waiting, used_blocks=index, free_blocks=2)
+        engine.num_preemptions, engine.prefix_cache_hits, engine.accepted_at = 3 + index, 20 + index, [1, index]
+        found[index] = ReplicaCounts(engine, prompt_tokens=8 + index, cached_tokens=3, generation_tokens=5 * index)
+    stats.step(merge_stats([each.engine for each in found.values()]))
+    stats.prompt_tokens, stats.cached_tokens, stats.generation_tokens = 18, 6, 10
+    options: dict[str, Any] = {"model_name": "m", "up": True, "num_waiting": 4, "now": 0.0}
+    shown = read(render(stats, Info(), prefix="vllm", counts=found, **options))
+    single = read(render(stats, Info(), prefix="vllm", **options))
+
+    def of(name: str, **labels: str) -> dict[str, float]:
+        return {has["engine"]: value for has, value in shown[f"vllm:{name}"] if labels.items() <= has.items()}
+
+    assert of("num_requests_running") == {"0": 1, "2": 3}
+    assert of("num_requests_waiting") == {"0": 1, "2": 0, "all": 3}
+    assert of("num_requests_waiting_by_reason", reason="capacity") == {"0": 1, "2": 0, "all": 3}
+    assert of("kv_cache_usage_perc") == of("gpu_cache_usage_perc") == {"0": 0.0, "2": 0.5}
+    assert of("generation_tokens_total") == {"0": 0, "2": 10} and of("prompt_tokens_total") == {"0": 8, "2": 10}
+    assert of("prompt_tokens_by_source_total", source="local_compute") == {"0": 5, "2": 7}
+    assert of("num_preemptions_total") == {"0": 3, "2": 5}
+    assert of("spec_decode_num_accepted_tokens_per_pos_total", position="1") == {"0": 0, "2": 2}
+    assert of("e2e_request_latency_seconds_count") == {"all": 2}
+    assert shown.keys() == single.keys()
+    for name, samples in shown.items():
+        if name.startswith("vllm:") and not name.endswith(("usage_perc", "lora_requests_info")):
+            assert sum(value for _, value in samples) == sum(value for _, value in single[name]), name
+        elif name.startswith("chairlift:"):
+            assert str(samples) == str(single[name]), "alerts compare metrics with the same labels"
+
+
+def read(text: bytes) -> Found:
     found: Found = {}
-    for family in text_string_to_metric_families(text):
+    for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
             found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
     return found

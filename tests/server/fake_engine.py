@@ -32,7 +32,7 @@ from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
 from chairlift.engine.intake import Intake, Place
 from chairlift.errors import EngineDeadError, PromptTooLongError, QueueFullError, RequestError
-from chairlift.metrics.stats import AutoscalingStats, ReplicaStats, RequestStats
+from chairlift.metrics.stats import AutoscalingStats, ReplicaCounts, ReplicaStats, RequestStats
 from chairlift.server.http.auth import load_keys
 from chairlift.server.http.state import ServerState
 from chairlift.text.tokenizer.chat_template import ChatTemplate
@@ -201,6 +201,9 @@ class FakeEngine:
 
     def retry_after(self) -> float:
         return 3.0
+
+    def replica_counts(self) -> dict[int, ReplicaCounts]:
+        return {}
 
     def replicas(self) -> list[ReplicaStats]:
         return []

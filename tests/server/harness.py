@@ -23,7 +23,7 @@ from chairlift.engine.adapter_names import AdapterNames
 from chairlift.engine.async_engine import EngineState
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.intake import Intake
-from chairlift.metrics.stats import AutoscalingStats, ReplicaStats, RequestStats
+from chairlift.metrics.stats import AutoscalingStats, ReplicaCounts, ReplicaStats, RequestStats
 from chairlift.server.http.auth import load_keys
 from chairlift.server.http.http_protocol import HttpLimits, HttpServer
 from chairlift.server.http.lifecycle import bind
@@ -80,6 +80,9 @@ class StateOnlyEngine:
 
     def autoscaling(self) -> AutoscalingStats | None:
         return self.known_scaling
+
+    def replica_counts(self) -> dict[int, ReplicaCounts]:
+        return {}
 
     def replicas(self) -> list[ReplicaStats]:
         return self.known_replicas

@@ -46,7 +46,7 @@ from chairlift.engine.process.messages import (
     encode,
 )
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
-from chairlift.metrics.stats import AutoscalingStats, ReplicaStats
+from chairlift.metrics.stats import AutoscalingStats, EngineStats, ReplicaStats
 
 __all__ = [
     "EngineEvents",
@@ -94,6 +94,11 @@ class RemoteCore(EngineClient, Protocol):
     def silent_since(self) -> float | None: ...
 
     def shown(self) -> list[ReplicaStats]: ...
+
+    def replica_stats(self) -> dict[int, EngineStats]:
+        """Index of each replica that ran -> its statistics, with the counters of its earlier processes. Empty for a
+        single engine."""
+        return {}
 
     def autoscaling(self) -> AutoscalingStats | None:
         """State of autoscaling; None if the number of processes is fixed."""

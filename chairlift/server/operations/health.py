@@ -94,6 +94,7 @@ async def _metrics(request: Request) -> Response:
         oldest_wait=engine.intake.oldest_wait(time.monotonic()),
         engine_pid=engine.engine_pid,
         replicas=engine.replicas(),
+        counts=engine.replica_counts(),
         autoscaling=engine.autoscaling(),
         num_tasks=len(asyncio.all_tasks()),
         classes=None if classes is None else {name: each.min_seqs for name, each in classes.items()},
