@@ -81,11 +81,18 @@ PAGES: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
 BEGIN: Final = "<!-- results of presets, made by tools/preset_table.py -->"
 
 
+def pages() -> dict[str, str]:
+    """Name of a page -> its text with the current table."""
+    record = json.loads(RESULT.read_text(encoding="utf-8"))
+    return {
+        name: replaced((ROOT / name).read_text(encoding="utf-8"), BEGIN, make(record)) for name, make in PAGES.items()
+    }
+
+
 def main() -> None:
-    record = json.loads(RESULT.read_text())
-    for name, make in PAGES.items():
-        page = ROOT / name
-        page.write_text(replaced(page.read_text(), BEGIN, make(record)))
+    """Write the tables into their pages."""
+    for name, text in pages().items():
+        (ROOT / name).write_text(text)
 
 
 if __name__ == "__main__":

