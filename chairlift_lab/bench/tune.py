@@ -20,10 +20,11 @@ from chairlift.errors import ConfigError
 from chairlift_lab.bench.serve_run import fit
 from chairlift_lab.bench.tune_lab import TRUSTED, Lab, LabTraffic, MakeCore
 from chairlift_lab.bench.tune_measured import longest_run, measured_candidates, measured_score
-from chairlift_lab.bench.tune_search import GOODPUT, KEEPING, PREEMPTED, Judge, SettingScore, Space, search, shortfall
+from chairlift_lab.bench.tune_search import GOODPUT, PREEMPTED, Judge, SettingScore, Space, search, shortfall
 from chairlift_lab.bench.tune_state import FIRST_LOOK, Setting, State, StoredFigures, Trial
 from chairlift_lab.bench.verdict import MIN_ROUNDS, Ratio, RatioEstimate, Sample
 from chairlift_lab.replay.machines import ModelShape
+from chairlift_lab.replay.served import KEEPING
 from chairlift_lab.workload.trace import TracedRequest
 
 __all__ = [

@@ -15,16 +15,14 @@ from typing import Any, Final, NamedTuple
 
 from chairlift_lab.bench.tune_lab import Lab
 from chairlift_lab.bench.tune_state import Setting, StoredFigures
+from chairlift_lab.replay.served import KEEPING
 
-__all__ = ["GOODPUT", "KEEPING", "PREEMPTED", "Judge", "SettingScore", "Space", "search", "shortfall"]
+__all__ = ["GOODPUT", "PREEMPTED", "Judge", "SettingScore", "Space", "search", "shortfall"]
 
 GOODPUT: Final = 0.99
 """Minimum fraction of the requests that must meet their latency targets."""
 PREEMPTED: Final = 0.02
 """Maximum fraction of the requests that may be preempted."""
-KEEPING: Final = 0.9
-"""Minimum ratio of ended to arrived requests in the second half of a run. A lower ratio means that the backlog
-grows."""
 _MARGIN: Final = 0.75
 """Fraction of PREEMPTED that is allowed in a simulation. The rest is a margin for the simulator's errors."""
 _BETTER: Final = 1.01

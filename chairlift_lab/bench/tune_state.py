@@ -15,6 +15,7 @@ from chairlift.errors import ConfigError
 from chairlift_lab.bench.verdict import Sample
 from chairlift_lab.replay.machines import Deployment
 from chairlift_lab.replay.replay import RequestTiming, ServedTrace
+from chairlift_lab.replay.served import kept_up
 
 __all__ = ["FIRST_LOOK", "Setting", "State", "StoredFigures", "Trial", "keeping_up"]
 
@@ -161,19 +162,9 @@ class Trial:
 
 
 def keeping_up(timings: Iterable[RequestTiming], end: float) -> float:
-    """Number of ended requests divided by the number of arrived requests, in the second half of the arrivals.
-
-    In a short run, a growing backlog shows in this ratio before it shows in the latencies. ``end`` is used as the end
-    time of a request that did not end. Returns 1.0 if all requests arrive at once.
-    """
-    pairs = [(timing.request.arrival, timing.last if timing.ended else end) for timing in timings]
-    arrivals = sorted(arrival for arrival, _ in pairs)
-    if len(arrivals) < 2 or arrivals[0] == arrivals[-1]:
-        return 1.0
-    middle, last = arrivals[len(arrivals) // 2], arrivals[-1]
-    came = sum(middle < arrival <= last for arrival in arrivals)
-    ended = sum(middle < over <= last for _, over in pairs)
-    return ended / came if came else 1.0
+    """:func:`~chairlift_lab.replay.served.kept_up` of a run. ``end`` is used as the end time of a request that did not
+    end."""
+    return kept_up([(timing.request.arrival, timing.last if timing.ended else end) for timing in timings])
 
 
 def kept_latencies(timings: Iterable[RequestTiming]) -> list[float]:

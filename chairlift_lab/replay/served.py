@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,27 @@ from chairlift.engine.core import CoreOutputs, EngineCore, FinishedSequence
 from chairlift.errors import RequestError
 from chairlift_lab.replay.traced_request import TracedRequest
 
-__all__ = ["Collector", "Percentiles", "RequestTiming", "ServedTrace", "Watch"]
+__all__ = ["KEEPING", "Collector", "Percentiles", "RequestTiming", "ServedTrace", "Watch", "kept_up"]
+
+
+KEEPING: Final = 0.9
+"""Smallest value of :func:`kept_up` at which a run kept up with its requests. A lower one means that the backlog
+grows."""
+
+
+def kept_up(pairs: Sequence[tuple[float, float]]) -> float:
+    """Number of ended requests divided by the number of arrived requests, in the second half of the arrivals.
+
+    ``pairs`` are (arrival, end) of all requests. In a short run, a growing backlog shows in this ratio before it shows
+    in the latencies. Returns 1.0 if all requests arrive at once.
+    """
+    arrivals = sorted(arrival for arrival, _ in pairs)
+    if len(arrivals) < 2 or arrivals[0] == arrivals[-1]:
+        return 1.0
+    middle, last = arrivals[len(arrivals) // 2], arrivals[-1]
+    came = sum(middle < arrival <= last for arrival in arrivals)
+    ended = sum(middle < over <= last for _, over in pairs)
+    return ended / came if came else 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -22,12 +23,13 @@ from chairlift.base.presets import PRESETS, RECORDED, with_preset
 from chairlift.base.workers.child import Answer, serve
 from chairlift.config import EngineConfig
 from chairlift.core.scheduler.cost_model import CostModel, Roofline
-from chairlift.engine.step_export import Recording, read_recording
+from chairlift.engine.step_export import RecordedRequest, Recording, read_recording
 from chairlift.engine.step_recorder import StepRecorder
 from chairlift.errors import ChairliftError, ConfigError
 from chairlift_lab.replay.calibrate import describe_fit, fit_steps
 from chairlift_lab.replay.machines import Deployment
 from chairlift_lab.replay.replay import ServedTrace, serve_trace, simulated_core
+from chairlift_lab.replay.served import KEEPING, kept_up
 from chairlift_lab.replay.traced_request import TracedRequest
 
 __all__ = [
@@ -49,6 +51,12 @@ _MAX_ERROR: Final = 0.2
 """Maximum median relative error of the cost model for which a comparison is made."""
 _ALIKE: Final = 1.25
 """Maximum ratio between recorded and simulated times for which a comparison is made."""
+_MIN_SECONDS: Final = 1.0
+"""Minimum duration of a run whose throughput is compared."""
+_SAME: Final = 0.05
+"""Smallest relative difference of throughput that is called a difference, also with an exact simulation."""
+_MANY: Final = 100
+"""Smallest number of requests that have a 99th percentile."""
 _DROPPED: Final = ("preset", "governor", "late_requests", "scheduling_policy")
 
 
@@ -88,10 +96,15 @@ class _Result:
     """Median time until the client gets the first token. In a static batch, this is the end of the batch."""
     whole_p50: float
     whole_p99: float
+    """With fewer than 100 requests: the longest time."""
     seconds: float
     """Time from the first arrival to the end of the last request."""
     held_share: float
     """Fraction of the computed output tokens that belong to rows which had ended but stayed in their static batch."""
+    requests: int
+    """Number of requests that ended."""
+    kept_up: float
+    """Number of ended requests divided by the number of arrived requests, in the second half of the arrivals."""
 
 
 def recorded_trace(recording: Recording) -> list[TracedRequest]:
@@ -172,7 +185,8 @@ def compare_sides(recording: Recording, upper: Side, lower: Side) -> tuple[dict[
     _check_fit(recording, deployment)
     recorded = recorded_config(recording)
     measured = _measured(recording, len(trace))
-    _check_alike(measured, _simulated_side(trace, recorded, deployment)[0])
+    again = _simulated_side(trace, recorded, deployment)[0]
+    _check_alike(measured, again)
     configs = [recorded_config(recording, **side.settings) for side in (upper, lower)]
     (one, upper_lines), (other, lower_lines) = (_simulated_side(trace, config, deployment) for config in configs)
     figures = {
@@ -184,7 +198,12 @@ def compare_sides(recording: Recording, upper: Side, lower: Side) -> tuple[dict[
         "validity": deployment.validity,
         "words": [
             *(_measured_words(upper.name, measured) if configs[0] == recorded else ()),
-            *_words((upper.name, one), (lower.name, other), configs[1].scheduler.batching == "static"),
+            *_words(
+                (upper.name, one),
+                (lower.name, other),
+                configs[1].scheduler.batching == "static",
+                _error(recording, deployment, measured, again),
+            ),
             *_held_words(
                 result
                 for result, config in zip((one, other), configs, strict=True)
@@ -216,15 +235,16 @@ def _measured(recording: Recording, count: int) -> _Result:
         raise ConfigError("no comparison: no recorded request has ended yet; record for longer")
     whole = [(each.ended or 0.0) - each.arrival for each in done]
     first = [each.first - each.arrival for each in done if each.first is not None]
-    p50, p99 = np.percentile(whole, [50, 99]).tolist()
     seconds = max(each.ended or 0.0 for each in done) - min(each.arrival for each in done)
     return _Result(
         tokens_per_second=sum(each.output_tokens for each in done) / seconds if seconds > 0 else 0.0,
         first_p50=float(np.median(first)) if first else 0.0,
-        whole_p50=p50,
-        whole_p99=p99,
+        whole_p50=float(np.median(whole)),
+        whole_p99=_slow(whole),
         seconds=seconds,
         held_share=0.0,
+        requests=len(done),
+        kept_up=_kept_up(recording.arrivals[-count:]),
     )
 
 
@@ -253,18 +273,38 @@ def _simulated_side(
 def _side(served: ServedTrace, recording: Recording, held: bool) -> _Result:
     done = [each for each in recording.arrivals if each.ended is not None]
     whole = [(each.ended or 0.0) - each.arrival for each in done] or [0.0]
-    p50, p99 = np.percentile(whole, [50, 99]).tolist()
     seconds = max((each.ended or 0.0 for each in done), default=0.0) - min((each.arrival for each in done), default=0.0)
     computed = sum(features.num_decodes for features, _ in recording.steps)
     wanted = sum(max(0, each.output_tokens - 1) for each in done)
     return _Result(
         tokens_per_second=served.output_tokens / seconds if seconds > 0 else 0.0,
         first_p50=served.ttft.p50,
-        whole_p50=p50,
-        whole_p99=p99,
+        whole_p50=float(np.median(whole)),
+        whole_p99=_slow(whole),
         seconds=seconds,
         held_share=max(0.0, 1 - wanted / computed) if held and computed else 0.0,
+        requests=len(done),
+        kept_up=_kept_up(recording.arrivals),
     )
+
+
+def _slow(whole: Sequence[float]) -> float:
+    """The 99th percentile, or the longest time of fewer than 100 requests."""
+    return float(np.percentile(whole, 99)) if len(whole) >= _MANY else max(whole)
+
+
+def _kept_up(arrivals: Sequence[RecordedRequest]) -> float:
+    """:func:`kept_up` of a run; 0 if all requests arrive at once, because a side cannot keep up with that."""
+    if len({each.arrival for each in arrivals}) < 2:
+        return 0.0
+    return kept_up([(each.arrival, math.inf if each.ended is None else each.ended) for each in arrivals])
+
+
+def _error(recording: Recording, deployment: Deployment, measured: _Result, simulated: _Result) -> float:
+    """Relative error of the simulation: that of half of the steps, or of the whole recorded run if that is larger."""
+    errors = deployment.cost.errors(recording.steps)
+    run = abs(simulated.seconds / measured.seconds - 1) if measured.seconds > 0 else 0.0
+    return max(run, errors[len(errors) // 2])
 
 
 def _measured_words(name: str, measured: _Result) -> list[str]:
@@ -272,30 +312,43 @@ def _measured_words(name: str, measured: _Result) -> list[str]:
         f"Measured: {name} finished everything in {_seconds(measured.seconds)}, with"
         f" {measured.tokens_per_second:,.0f} tokens per second. Half of the people saw their first word within"
         f" {_seconds(measured.first_p50)}; half of the answers were complete within {_seconds(measured.whole_p50)},"
-        f" 99 of 100 within {_seconds(measured.whole_p99)}."
+        f" {_most(measured.requests)} within {_seconds(measured.whole_p99)}."
     ]
 
 
-def _words(upper: tuple[str, _Result], lower: tuple[str, _Result], whole: bool) -> list[str]:
+def _words(upper: tuple[str, _Result], lower: tuple[str, _Result], whole: bool, error: float) -> list[str]:
     """Sentences that compare two simulated sides, each with its name. ``whole``: the lower side delivers answers when
-    their batch has ended."""
-
-    def times(more: float, less: float) -> str:
-        ratio = more / less if less > 0 else 1.0
-        return "about as much" if 0.95 < ratio < 1.05 else f"{ratio:.1f} times as much"
-
+    their batch has ended. ``error``: relative error of the simulation."""
     (name, one), (against, other) = upper, lower
     why = ", because a static batch delivers when all of it is done" if whole else ""
     return [
         f"Simulated, both: {name} finishes everything in {_seconds(one.seconds)}, {against}"
         f" in {_seconds(other.seconds)}, with {one.tokens_per_second:,.0f} tokens per second against"
-        f" {other.tokens_per_second:,.0f}: {times(one.tokens_per_second, other.tokens_per_second)}.",
+        f" {other.tokens_per_second:,.0f}. {_ratio_words(name, one, other, error)}",
         f"Simulated: with {name}, half of the people see their first word within {_seconds(one.first_p50)}, with"
         f" {against} within {_seconds(other.first_p50)}{why}.",
         f"Simulated: half of the answers are complete within {_seconds(one.whole_p50)} against"
-        f" {_seconds(other.whole_p50)}; 99 of 100 within {_seconds(one.whole_p99)} against"
+        f" {_seconds(other.whole_p50)}; {_most(min(one.requests, other.requests))} within"
+        f" {_seconds(one.whole_p99)} against"
         f" {_seconds(other.whole_p99)}.",
     ]
+
+
+def _ratio_words(name: str, one: _Result, other: _Result, error: float) -> str:
+    """Sentence about the ratio of the throughputs of two simulated sides, or about why none is claimed."""
+    if min(one.kept_up, other.kept_up) >= KEEPING:
+        return "Both keep up with the requests as they arrive, so these rates are those of the traffic."
+    shortest = min(one.seconds, other.seconds)
+    if shortest < _MIN_SECONDS or other.tokens_per_second <= 0:
+        return f"No ratio is claimed from {_seconds(shortest)}; record at least {_seconds(_MIN_SECONDS)} of work."
+    ratio, least = one.tokens_per_second / other.tokens_per_second, max(_SAME, error)
+    if 1 / (1 + least) < ratio < 1 + least:
+        return f"They do not differ by more than the error of the simulation ({least:.0%})."
+    return f"With {name} this is {ratio:.2f} times as much; the simulation is right within {least:.0%}."
+
+
+def _most(requests: int) -> str:
+    return "99 of 100" if requests >= _MANY else f"all {requests}"
 
 
 def _held_words(static: Iterable[_Result]) -> list[str]:

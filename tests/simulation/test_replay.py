@@ -264,7 +264,7 @@ def test_where_memory_is_so_short_that_static_batches_win_that_is_said() -> None
     ratio = figures["upper"]["tokens_per_second"] / figures["lower"]["tokens_per_second"]
     assert ratio < 0.9
     assert figures["words"][1].startswith("Simulated, both: ")
-    assert figures["words"][1].endswith(f": {ratio:.1f} times as much.")
+    assert f"this is {ratio:.2f} times as much; the simulation is right within " in figures["words"][1]
 
 
 def _recorded(settings: dict[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -295,8 +295,26 @@ def test_what_was_measured_stands_first_and_the_simulation_is_called_one() -> No
     assert 0 < figures["measured"]["first_p50"] < figures["measured"]["whole_p50"]
     assert figures["words"][0].startswith("Measured: ")
     assert all("imulated" in text for text in figures["words"][1:])
+    assert all("all 40 within" in figures["words"][place] for place in (0, 3)), "40 requests have no 99th percentile"
+    assert figures["measured"]["whole_p99"] == pytest.approx(max(whole))
     other, *_ = compare_sides(recording, *batching_sides(max_num_seqs=4))
     assert not other["words"][0].startswith("Measured"), "with other settings nothing was measured"
+
+
+@pytest.mark.parametrize(
+    ("gap", "count", "claim"),
+    [
+        (2.0, 24, "Both keep up with the requests as they arrive, so these rates are those of the traffic."),
+        (0.0, 40, "times as much; the simulation is right within 5%."),
+        (0.0, 8, "They do not differ by more than the error of the simulation (5%)."),
+    ],
+)
+def test_a_ratio_is_claimed_only_of_sides_that_differ_and_do_not_keep_up(gap: float, count: int, claim: str) -> None:
+    core, limits = simulated_core(deployment(), EngineConfig.from_flat({"max_num_seqs": 8}))
+    recorder = StepRecorder(core, most_bytes=1 << 24)
+    serve_trace(core, [one(gap * place, output=40 + 60 * (place % 5)) for place in range(count)], limits)
+    figures, *_ = compare_sides(read_recording(recorder.take()), *batching_sides())
+    assert figures["words"][1].endswith(claim), figures["words"][1]
 
 
 def test_a_step_model_that_does_not_fit_is_refused_with_the_reason() -> None:
