@@ -100,7 +100,9 @@ class _Observer:
         seen: dict[str, Any] = {}
         try:
             seen["state"] = self._state()
-            seen["metrics"] = metrics = Metrics(self._get("/metrics", (200,))[1].decode("utf-8", "replace"))
+            body = self._get("/metrics", (200,))[1]
+            when = time.monotonic()  # rates are those of the metrics, which may come late if the server hangs
+            seen["metrics"] = metrics = Metrics(body.decode("utf-8", "replace"))
             started = metrics.value("process_start_time_seconds")
             seen["uptime"] = None if started is None else max(0.0, time.time() - started)
             seen["requests"] = self._requests()

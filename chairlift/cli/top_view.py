@@ -19,6 +19,12 @@ SORTS: Final = ("age", "output", "speed", "prompt", "queued")
 
 _WATCH, _TOO_MANY = 0.02, 0.05
 """Fractions of preempted sequences from which the preemption rate is shown as a warning and as an error."""
+_MANY: Final = 100
+"""Number of observations from which a 99th percentile needs no remark. Below it, the number is shown."""
+_MIN_SECONDS: Final = 0.5
+"""Minimum time in seconds over which the speed of a request is shown."""
+_MIN_ENDED: Final = 20
+"""Minimum number of ended requests from which the preemption rate is judged."""
 _SAMPLE: Final = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _BAR: Final = 20
@@ -90,7 +96,7 @@ class Snapshot:
     """Data about a server, read at one time."""
 
     when: float
-    """Time of the snapshot in seconds, on a monotonic clock."""
+    """Time at which the metrics were read, in seconds on a monotonic clock."""
     url: str
     state: str = "serving"
     """``serving``, or a description of the problem."""
@@ -189,7 +195,7 @@ def _gauges(now: Snapshot, before: Snapshot | None, width: int) -> list[Line]:
     running, waiting = metrics.value("num_requests_running") or 0, metrics.value("num_requests_waiting") or 0
     limit, usage = metrics.value("running_limit"), metrics.mean("kv_cache_usage_perc")
     rate = metrics.value("preemption_rate", window="60s")
-    style, word = _judge(rate)
+    style, word = _judge(rate, metrics.value("request_success_total"))
     left: list[Line] = [
         [("running   ", ""), *_bar(running, limit, _BAR), (f" {running:,.0f}{_of(limit)}", "")],
         [("KV cache  ", ""), *_bar(usage, 1.0, _BAR), (" -" if usage is None else f" {usage:.0%}", "")],
@@ -248,7 +254,10 @@ def _machine(share: float | None, imbalance: float | None) -> str:
     return f"machine   {', '.join(found)}" if found else ""
 
 
-def _judge(rate: float | None) -> tuple[str, str]:
+def _judge(rate: float | None, num_ended: float | None) -> tuple[str, str]:
+    """(style, word) for a preemption rate. A few requests are no reason for a judgement."""
+    if num_ended is not None and num_ended < _MIN_ENDED:
+        return "dim", f"only {num_ended:,.0f} requests have ended"
     if rate is None or rate < _WATCH:
         return "good", "healthy"
     return ("watch", "keep an eye on it") if rate <= _TOO_MANY else ("bad", "too many")
@@ -268,7 +277,9 @@ def _latencies(now: Snapshot, before: Snapshot | None, label: str, name: str) ->
     if now.metrics is None or before is None or before.metrics is None:
         return f"{label:4}  p50 -  p99 -"
     old, new = before.metrics.buckets(name), now.metrics.buckets(name)
-    return f"{label:4}  p50 {span(quantile(old, new, 0.5))}  p99 {span(quantile(old, new, 0.99))}"
+    count = max(new.values(), default=0.0) - max(old.values(), default=0.0)
+    text = f"{label:4}  p50 {span(quantile(old, new, 0.5))}  p99 {span(quantile(old, new, 0.99))}"
+    return f"{text}  of {count:,.0f}" if 0 < count < _MANY else text
 
 
 def _bar(value: float | None, limit: float | None, width: int) -> Line:
@@ -334,10 +345,14 @@ def _id_width(width: int) -> int:
 
 
 def _speed(request: Mapping[str, Any]) -> float | None:
-    """Tokens per second after the first token; None if unknown."""
+    """Tokens per second after the first token; None if unknown, or if the time is too short."""
     first, age = _time(request, "first_token_seconds"), _time(request, "age_seconds")
     output = _count(request, "output_tokens")
-    return None if first is None or age is None or age <= first or output < 2 else (output - 1) / (age - first)
+    return (
+        None
+        if first is None or age is None or age - first < _MIN_SECONDS or output < 2
+        else (output - 1) / (age - first)
+    )
 
 
 def _sorted(requests: Iterable[Mapping[str, Any]], sort: str) -> list[Mapping[str, Any]]:

@@ -74,9 +74,9 @@ def test_the_view_says_what_the_server_says() -> None:
         "chairlift top  tiny at http://here  version 1.2  up 2h01m",
         "serving",
         "running   [||||||||            ] 3 of 8       tokens/s  prompt 1,000  output 100",
-        "KV cache  [|||||               ] 25%          TTFT  p50 375ms  p99 7.4s",
+        "KV cache  [|||||               ] 25%          TTFT  p50 375ms  p99 7.4s  of 8",
         "waiting   5                                   ITL   p50 32ms  p99 40ms",
-        "preempted 3.1% of the last minute's, keep an eye on it",
+        "preempted 3.1% of the last minute's, only 0 requests have ended",
         "",
         "ID                  STATUS       AGE PROMPT                    ETA      OUTPUT  TOK/S QUEUED CLASS",
         "first               decode      3.0s [||||||||] 100              -       41/50   20.0  500ms default",
@@ -126,6 +126,12 @@ def test_the_kv_cache_of_several_engines_is_their_mean() -> None:
     usage = "".join(f'vllm:kv_cache_usage_perc{{engine="{index}"}} {share}\n' for index, share in enumerate((0.9, 0.7)))
     lines = view(Snapshot(1.0, "here", metrics=Metrics(usage)), None, width=100, height=30)
     assert any("] 80%" in text_of(line) for line in lines)
+
+
+def test_a_request_has_no_speed_before_half_a_second() -> None:
+    for age, speed in ((1.01, "-"), (1.49, "-"), (1.5, "20.0"), (3.0, "5.0")):
+        row = text_of(view(at(1.0, 1, [live("one", age_seconds=age)]), None, width=102, height=30)[-1])
+        assert row.split()[-3] == speed, row
 
 
 @pytest.mark.parametrize("width", [80, 89, 90, 96, 99, 100, 120, 200])
@@ -179,7 +185,13 @@ def test_without_a_moment_before_there_are_no_rates() -> None:
     [(0.0, "good", "healthy"), (0.0199, "good", "healthy"), (0.02, "watch", "keep"), (0.051, "bad", "too many")],
 )
 def test_preemption_is_judged(rate: float, style: str, word: str) -> None:
-    lines = view(Snapshot(0.0, "http://here", metrics=Metrics(measured(1, rate))), None, width=80, height=9)
+    ended = 'vllm:request_success_total{finished_reason="stop"} '
+    few = view(
+        Snapshot(0.0, "http://here", metrics=Metrics(measured(1, rate) + ended + "3\n")), None, width=80, height=9
+    )
+    assert any("only 3 requests have ended" in text_of(line) for line in few)
+    metrics = Metrics(measured(1, rate) + ended + "20\n")
+    lines = view(Snapshot(0.0, "http://here", metrics=metrics), None, width=80, height=9)
     (found,) = [piece for line in lines for piece in line if "last minute" in piece[0]]
     assert found[1] == style and word in found[0]
 
