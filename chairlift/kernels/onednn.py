@@ -7,10 +7,16 @@ and 1,349 us and 1,136 us for 64 rows. In float32 the prepacked layer is 2.8 to 
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
 __all__ = ["pack_weight", "packed_linear"]
+
+_NOT_CREATED = "could not create a primitive"
+_MORE_ROWS = (1, 3, 9, 27)
+"""Numbers of rows that are added, one after the other, to a product that oneDNN cannot prepare."""
 
 
 def pack_weight(weight: Tensor) -> Tensor | None:
@@ -30,6 +36,25 @@ def pack_weight(weight: Tensor) -> Tensor | None:
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` for a weight that :func:`pack_weight` returned. Not differentiable."""
+    """``x @ weight.T + bias`` for a weight that :func:`pack_weight` returned. Not differentiable.
+
+    If oneDNN has no memory while it prepares a number of rows, it remembers the failure, and every later product of as
+    many rows fails, too. So the product is then computed with more rows, which are dropped.
+    """
+    try:
+        return _multiply(x, packed, bias)
+    except RuntimeError as error:
+        if _NOT_CREATED not in str(error):
+            raise
+        failure = error
+    rows = x.reshape(-1, x.shape[-1])
+    for more in _MORE_ROWS:
+        with contextlib.suppress(RuntimeError):
+            out = _multiply(torch.nn.functional.pad(rows, (0, 0, 0, more)), packed, bias)
+            return out[: len(rows)].reshape(*x.shape[:-1], -1)
+    raise failure
+
+
+def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return out

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from chairlift.kernels import ops
+from chairlift.kernels import onednn, ops
+from chairlift.kernels.onednn import pack_weight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -75,3 +76,29 @@ def test_copy_blocks_reads_all_sources_first() -> None:
     ops.copy_blocks(cache, torch.tensor([0, 1]), torch.tensor([1, 4]))
     assert torch.equal(cache[[1, 4]], before[[0, 1]])
     assert torch.equal(cache[[0, 2, 3, 5]], before[[0, 2, 3, 5]])
+
+
+@pytest.mark.parametrize("shape", [(5, 32), (2, 3, 32)])
+def test_a_product_that_onednn_once_failed_to_prepare_is_computed_with_more_rows(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = torch.randn(24, 32), torch.randn(*shape)
+    packed, multiply = pack_weight(weight), onednn._multiply
+    tried: list[int] = []
+    if packed is None:
+        pytest.skip("this torch has no oneDNN")
+
+    def fails_below(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        tried.append(len(x.reshape(-1, 32)))
+        if tried[-1] < fewest:
+            raise RuntimeError("could not create a primitive")
+        return multiply(x, packed, bias)
+
+    monkeypatch.setattr(onednn, "_multiply", fails_below)
+    rows = x.numel() // 32
+    fewest = rows + 3
+    torch.testing.assert_close(onednn.packed_linear(x, packed, None), x @ weight.T)
+    assert tried == [rows, rows + 1, rows + 3]
+    fewest = 1000
+    with pytest.raises(RuntimeError, match="could not create"):
+        onednn.packed_linear(x, packed, None)

@@ -239,8 +239,7 @@ class Tokenizer:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in the native library is no Exception
-            reason = " ".join(str(error).split())[:200]
-            raise RequestError(f"the model's tokenizer cannot encode the texts ({reason}); change them") from None
+            raise _encode_error(error, "texts", "them") from None
         second_at = [place for place, sequence in enumerate(encoding.sequence_ids) if sequence == 1]
         return encoding.ids, encoding.type_ids, second_at
 
@@ -269,8 +268,7 @@ class Tokenizer:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in the native library is no Exception
-            reason = " ".join(str(error).split())[:200]
-            raise RequestError(f"the model's tokenizer cannot encode the text ({reason}); change it") from None
+            raise _encode_error(error, "text", "it") from None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True, final: bool = True) -> str:
         """The text of a token sequence. Unknown ids are skipped; invalid UTF-8 becomes U+FFFD. If ``final`` is false,
@@ -297,7 +295,9 @@ class Tokenizer:
                 text = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # a panic in the native library is no Exception, and must not end other requests
+        except BaseException as error:  # a panic in the native library is no Exception, and must not end other requests
+            if _lacks_memory(error):
+                raise MemoryError("no memory to decode the tokens") from None
             if len(ids) == 1:
                 return "\ufffd"
             return "".join([self._decode_together([i], skip_special_tokens) for i in ids])
@@ -381,6 +381,19 @@ class Tokenizer:
         """Id of a token by its text in the vocabulary; None if there is none."""
         found: int | None = self.backend.token_to_id(token)
         return found
+
+
+def _encode_error(error: BaseException, what: str, it: str) -> Exception:
+    """The error for a text that the library could not encode: MemoryError, or RequestError if the text is at fault."""
+    reason = " ".join(str(error).split())[:200]
+    if _lacks_memory(error):
+        return MemoryError(f"no memory to encode the {what} ({reason})")
+    return RequestError(f"the model's tokenizer cannot encode the {what} ({reason}); change {it}")
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Whether the library had no memory. Its regular expressions report that with an exception of another class."""
+    return isinstance(error, MemoryError) or "memory allocation" in str(error)
 
 
 def _num_added(backend: tokenizers.Tokenizer) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -326,6 +327,32 @@ def test_a_panic_is_no_more_than_a_bad_request() -> None:
     broken = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)))
     with pytest.raises(RequestError, match="cannot encode the text"):
         broken.encode("a")
+
+
+class NoMemory:
+    """A library whose regular expressions find no memory, which it reports with an exception of its own."""
+
+    class Panic(BaseException):
+        pass
+
+    def _fails(self, *given: object, **settings: object) -> None:
+        raise self.Panic("Onig: Regex search error: fail to memory allocation")
+
+    encode = encode_batch = encode_batch_fast = decode = decode_batch = _fails
+
+
+@pytest.mark.parametrize("length", [1, 2000])
+def test_a_lack_of_memory_is_not_the_fault_of_the_text(length: int) -> None:
+    words = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")))
+    words.backend = NoMemory()  # type: ignore[assignment]
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: words.encode("a" * length),
+        lambda: words.encode_pair("a" * length, "b"),
+        lambda: words.decode([0] * length),
+    )
+    for call in calls:
+        with pytest.raises(MemoryError, match=r"no memory to (en|de)code"):
+            call()
 
 
 def test_a_panic_over_one_token_leaves_the_others_their_text() -> None:
