@@ -115,6 +115,28 @@ def test_the_page_shows_the_load_of_experts_as_it_was() -> None:
     assert (pointed, outside) == ({"layer": 1, "expert": 1, "load": 1.5}, None)
 
 
+_RATES = """
+const model = new Model();
+model.reset({ pools: [], max_num_seqs: 4 });
+model.on.set(0, 7);
+const found = [];
+for (let step = 0; step < 100; step++) {
+  model.step({ step, t: [step / 100, (step + 1) / 100] });
+  if (step % 5 === 0) model.finished.push({ t: (step + 1) / 100, preempted: step === 0 });
+  const { speed, rate, few } = model.gauges();
+  if ([0, 20, 99].includes(step)) found.push([speed === null ? null : Math.round(speed), rate, few]);
+}
+console.log(JSON.stringify(found));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node on the PATH to run the page's script")
+def test_the_page_shows_no_rate_of_less_than_half_a_second() -> None:
+    script = (STATIC / "live_model.js").read_text() + _RATES
+    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    assert json.loads(done.stdout) == [[None, 0, "1 of 1"], [None, 0, "1 of 5"], [100, 0.05, ""]]
+
+
 def test_text_can_only_become_text() -> None:
     for name in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "srcdoc"):
         assert not any(name in script for script in SCRIPTS)

@@ -233,7 +233,7 @@ function detail() {
 }
 
 function gauges(i) {
-  const seats = line.model.about?.max_num_seqs ?? 1, { waiting, why, running, used, speed, perStep, rate } = line.model.gauges(i);
+  const seats = line.model.about?.max_num_seqs ?? 1, { waiting, why, running, used, speed, perStep, rate, few } = line.model.gauges(i);
   const set = (id, text) => { if ($(id).textContent !== text) $(id).textContent = text; };
   set("running", `${running} / ${seats}`);
   $("runningbar").value = running / seats;
@@ -242,9 +242,9 @@ function gauges(i) {
   set("kv", `${Math.round(100 * used)} %`);
   $("kvbar").value = used;
   const idle = live && held === null && performance.now() - heard > 2000;
-  set("speed", idle ? "0" : Math.round(speed).toLocaleString("en"));
+  set("speed", idle ? "0" : speed === null ? "–" : Math.round(speed).toLocaleString("en"));
   set("perstep", idle ? "idle" : perStep ? `${seconds(perStep)} per step` : "");
-  set("preempted", `${(100 * rate).toFixed(1)} %`);
+  set("preempted", few || `${(100 * rate).toFixed(1)} %`);
   $("ratebar").firstElementChild.style.width = `${Math.min(100, 1000 * rate)}%`;
   $("ratebar").firstElementChild.className = rate > 0.05 ? "bad" : rate > 0.02 ? "high" : "";
   $("ratebar").setAttribute("aria-valuenow", (100 * rate).toFixed(1));

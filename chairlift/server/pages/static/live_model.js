@@ -2,6 +2,7 @@
 // State built from the lines of a step stream, for the last `most` steps. It does not use the page.
 
 const MOST_STEPS = 24000, CHECKPOINT_STEPS = 256, RATE_SECONDS = 60, MOST_LOADS = 120;
+const LEAST_SECONDS = 0.5, LEAST_ENDED = 20;  // fewer make no rate
 
 class Model {
   constructor() {
@@ -260,9 +261,11 @@ class Model {
     const from = lowest(this.ends, (t) => t > end - 2), seconds = end - (this.starts[from] ?? end);
     const tokens = this.tokens.slice(from, at + 1).reduce((sum, each) => sum + each, 0);
     const ended = this.finished.filter((each) => each.t <= end && each.t > end - RATE_SECONDS);
+    const preempted = ended.filter((each) => each.preempted).length;
     const seated = this.seats.reduce((sum, list) => sum + !!list?.some((seat) => seat.a <= i && (seat.b === null || seat.b >= i)), 0);
-    return { waiting, why, running: seated, used: used / (free + used + cached || 1), speed: seconds > 0 ? tokens / seconds : 0,
-      perStep: at > from ? seconds / (at + 1 - from) : 0, rate: ended.length ? ended.filter((each) => each.preempted).length / ended.length : 0 };
+    return { waiting, why, running: seated, used: used / (free + used + cached || 1), speed: seconds >= LEAST_SECONDS ? tokens / seconds : null,
+      perStep: at > from ? seconds / (at + 1 - from) : 0, rate: ended.length < LEAST_ENDED ? 0 : preempted / ended.length,
+      few: ended.length < LEAST_ENDED ? `${preempted} of ${ended.length}` : "" };
   }
 
   find(text) {
