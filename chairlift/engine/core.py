@@ -44,6 +44,7 @@ from chairlift.engine.images import BUSY_FRACTION, Images
 from chairlift.engine.info import check_update
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.mask_work import Filling, Mask
+from chairlift.engine.preparers import Preparer
 from chairlift.engine.step_log import StepLog, StepRecord
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.executor import Executor, LiveWeights, OnProgress, PendingTokens, WeightSource
@@ -316,6 +317,10 @@ class EngineCore(EngineClient):
         self._rows_by_class, self._adapters_in_use = dict[str, int](), self.adapters.in_use(())
 
     @property
+    def _preparers(self) -> Sequence[Preparer]:
+        return self.grammars, self.adapters, self.images
+
+    @property
     def num_in_flight(self) -> int:
         """Number of launched steps whose tokens were not collected yet."""
         return len(self._flights)
@@ -349,7 +354,7 @@ class EngineCore(EngineClient):
                 if self.scheduler.requests.get(sequence.request_id) is sequence:
                     self.scheduler.abort(sequence.request_id)
                     self.causes.ended(sequence, now)
-                    self.grammars.forget(sequence.request_id)
+                    self.grammars.forget(sequence)
             raise
         for sequence in sequences:
             self.events.tell("added", sequence)
@@ -436,17 +441,17 @@ class EngineCore(EngineClient):
             batch.image_tokens = self.costs.chunk_budget(rows, context, limit, most, least)
 
     def _take_ready(self, now: float) -> list[FinishedSequence]:
-        """Queue the requests whose grammar, adapter and images are ready now. End the requests for which one of these
-        failed. Returns the ended sequences."""
+        """Queue the requests whose parts are all ready now. End the requests for which one of these failed. Returns
+        the ended sequences."""
         ended: list[FinishedSequence] = []
         batch = self.scheduler.batch
         if not (batch.unready or batch.unready_rows or self.grammars.is_compiling or self.adapters.is_reading):
             return ended
-        sources = self.grammars, self.adapters, self.images
-        for source in sources:
-            ready, failed = source.take_ready()
+        preparers = self._preparers
+        for preparer in preparers:
+            ready, failed = preparer.take_ready()
             for request in ready:
-                if not any(each.waits(request) for each in sources):
+                if not any(each.waits(request) for each in preparers):
                     self.scheduler.ready(request, now)
             for request, reason in failed:
                 ended += self._end([request.request_id], FinishReason.ERROR, reason)
@@ -602,9 +607,8 @@ class EngineCore(EngineClient):
         for sequence_id in list(self.scheduler.requests):
             self.scheduler.abort(sequence_id)
         self._flights.clear()
-        self.grammars.shutdown()
-        self.adapters.shutdown()
-        self.images.shutdown()
+        for preparer in self._preparers:
+            preparer.shutdown()
         if self._kv_events is not None:
             self._kv_events.close()
         self.executor.shutdown()
@@ -854,11 +858,11 @@ class EngineCore(EngineClient):
         ``error`` is the message for all failed sequences. (Members of a static batch that ended well leave together
         with them, without an error.) ``errors`` maps sequence ids to their own messages, which take precedence.
         """
+        preparers = self._preparers
         for request in ended:
             self.answer_lengths.add(request)
-            self.grammars.forget(request.request_id)
-            self.adapters.forget(request)
-            self.images.forget(request)
+            for preparer in preparers:
+                preparer.forget(request)
         charged = [(request, *self.causes.ended(request, now)) for request in ended]
         for request, causes, preempted_by, _ in charged:
             self.events.tell("ended", request, now, causes, preempted_by)

@@ -239,10 +239,10 @@ class Grammars:
             return True
         return any(each is request for job in self._jobs.values() for group, _ in job.requests for each in group)
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request: Request) -> None:
         """Drop the matcher of a request that has ended. A mask or a grammar that no other request needs is not made,
         unless it was begun."""
-        row = self._rows.pop(request_id, None)
+        row = self._rows.pop(request.request_id, None)
         if row is not None:
             self._count_thinking(row)
             row.budget.num_answers -= 1
@@ -491,7 +491,7 @@ class Grammars:
             matcher = row.matcher
             done = isinstance(matcher, ThinkingMatcher) and matcher.is_over
             if done and matcher.num_consumed <= row.request.num_output_tokens:
-                self.forget(row.request.request_id)
+                self.forget(row.request)
                 self._decode_rows, self._decoding = (), []
                 row.request.is_guided = False
         return [

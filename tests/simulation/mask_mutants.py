@@ -85,8 +85,8 @@ def mask_of_an_aborted_row_goes_to_the_next_owner_of_its_slot(patch: Patch) -> N
         slots[job] = job.place.row.request.slot
         later(self, job)
 
-    def forget(self: Grammars, request_id: str) -> None:
-        self._rows.pop(request_id, None)
+    def forget(self: Grammars, request: Request) -> None:
+        self._rows.pop(request.request_id, None)
 
     def take_masks(self: Grammars) -> list[Request]:
         ready = []

@@ -231,14 +231,18 @@ class Batch:
             return True
         return len(self.adapters) < self.max_loras
 
+    def obstacle(self, request: Request) -> str:
+        """What keeps a waiting request from the next step, whatever rows and blocks are free: ``adapter`` or ``image``;
+        empty if nothing does."""
+        if not self.has_adapter_room(request):
+            return "adapter"
+        return "image" if self.lacks_rows(request) else ""
+
     def admit(self, request: Request, out: SchedulerOutput, *, reserved: bool = False) -> bool:
         """Give a waiting request a row and blocks. Returns False, and changes nothing, if it does not fit. With
         ``reserved``, the request gets a row and blocks that are reserved for short requests."""
-        if not self.has_adapter_room(request):
-            out.held_up_by = out.held_up_by or "adapter"
-            return False
-        if self.lacks_rows(request):
-            out.held_up_by = out.held_up_by or "image"
+        if obstacle := self.obstacle(request):
+            out.held_up_by = out.held_up_by or obstacle
             return False
         pinned = is_pinned(request, self.max_preemptions)
         if pinned and not self.policy.may_stay(request):

@@ -87,12 +87,8 @@ class Preemptor:
         if sum(request.num_tokens - request.num_computed_tokens for request in ahead) >= budget:
             self._refused_state = None
             return False
-        if not self.batch.has_adapter_room(head):
-            step.out.held_up_by = step.out.held_up_by or "adapter"
-            self._turned_away = None
-            return False
-        if self.batch.lacks_rows(head):
-            step.out.held_up_by = step.out.held_up_by or "image"
+        if obstacle := self.batch.obstacle(head):
+            step.out.held_up_by = step.out.held_up_by or obstacle
             return False
         let_in = self.batch.open_rows > 0 and self.batch.admit(head, step.out)
         return let_in or (self._displace(head, step) and self.batch.admit(head, step.out))
