@@ -6,6 +6,7 @@ A new interpreter spends one or two seconds of processor time on imports. Only t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -48,7 +49,8 @@ class Child:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it may have ended since the question
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
