@@ -62,7 +62,7 @@ def main() -> None:
     router = torch.randn(args.experts, args.hidden, generator=generator).to(dtype)
     chosen = route(table.float() @ router.float().T, routing)[1]
     counts = [int(count) for count in args.rows.split(",")]
-    pool, isa = lib.Pool(args.threads), lib.best_isa()
+    pool, isa = lib.ThreadPool(args.threads), lib.best_isa()
     recorder: Any = Recorder(dtype)
     x = ops.embedding(recorder.token_ids, table)
     out: Any = ops.experts(x, None, *weights, router, routing)

@@ -125,7 +125,9 @@ def step_seconds(answer: Answer, rows: int, args: argparse.Namespace, vocabulary
     return statistics.median(steps)
 
 
-def floor_seconds(cost: ModelCost, rows: int, args: argparse.Namespace, pool: lib.Pool, memory: lib.Memory) -> float:
+def floor_seconds(
+    cost: ModelCost, rows: int, args: argparse.Namespace, pool: lib.ThreadPool, memory: lib.Memory
+) -> float:
     """Minimum time of a step that decodes ``rows`` rows in the middle of their answers, computed from the limits of the
     machine that are measured now."""
     library, clock = lib.require(), CLOCKS[args.clock]
@@ -187,7 +189,7 @@ def measure(name: str, folder: Path, args: argparse.Namespace, figures: dict[str
     print(f"{name}: weights {cost.weight_bytes / 2**20:,.0f} MiB, states {states / 2**20:.1f} MiB a row and step")
     answers: dict[str, Answer] = {} if args.alone else {"transformers": theirs(folder, args)}
     llm, answers["chairlift"] = ours(folder, args)
-    pool, memory = lib.Pool(args.threads), lib.Memory(_BUFFER)
+    pool, memory = lib.ThreadPool(args.threads), lib.Memory(_BUFFER)
     memory.tensor(torch.uint8, (memory.nbytes,)).fill_(1)  # unwritten pages are all the same physical page
     for rows in args.rows:
         found: list[dict[str, float]] = []

@@ -139,7 +139,7 @@ def _git(*arguments: str) -> str:
 
 
 def licences(names: Iterable[str]) -> set[str]:
-    """Those of the files that are licences: the project's own, and those of the JavaScript libraries."""
+    """The licences among the files: the project's own, and those of the JavaScript libraries."""
     return {name for name in names if PurePosixPath(name).name == "LICENSE" or name.endswith(".LICENSE")}
 
 

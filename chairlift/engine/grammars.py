@@ -27,10 +27,10 @@ from chairlift.base.structured_outputs import CANNOT_BE_FOLLOWED, Grammar
 from chairlift.base.thinking import ThinkingBudget
 from chairlift.core.request import Request
 from chairlift.core.scheduler.output import FAILED_ROW, SchedulerOutput
+from chairlift.engine.fair_queue import FairQueue
 from chairlift.engine.mask_limits import MaskBudget, MaskLedger
 from chairlift.engine.mask_work import Filling, Mask, MaskJob, MaskWork
 from chairlift.engine.thinking import ThinkingMatcher
-from chairlift.engine.turns import Turns
 from chairlift.errors import InvariantError, RequestError
 from chairlift.text.grammar.compiler import Compiled, Compiler, Matcher
 
@@ -143,7 +143,7 @@ class Grammars:
         self.ledger = ledger or MaskLedger()
         self._thread: ThreadPoolExecutor | None = None
         """The thread that compiles. It begins with the first grammar."""
-        self._to_compile: Turns[tuple[Callable[[], Compiled], Future[Compiled]]] = Turns()
+        self._to_compile: FairQueue[tuple[Callable[[], Compiled], Future[Compiled]]] = FairQueue()
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
         self._jobs: dict[bytes, _Job] = {}
         self.made_ahead = False

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from chairlift.base.structured_outputs import CANNOT_BE_FOLLOWED
+from chairlift.engine.fair_queue import FairQueue
 from chairlift.engine.mask_limits import MaskBudget
-from chairlift.engine.turns import Turns
 from chairlift.text.grammar.compiler import Matcher
 
 __all__ = ["Filling", "Mask", "MaskJob", "MaskPlace", "MaskWork", "fill", "masks_of"]
@@ -132,7 +132,7 @@ class MaskWork:
         """Jobs that are complete and were not taken yet."""
         self._beside = beside
         self._threads: dict[str, ThreadPoolExecutor] = {}
-        self._late: Turns[MaskJob] = Turns()
+        self._late: FairQueue[MaskJob] = FairQueue()
 
     def begin(self, places: Sequence[MaskPlace]) -> Filling:
         """Start to fill the masks of a step."""

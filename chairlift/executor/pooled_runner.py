@@ -17,7 +17,7 @@ from torch import Tensor
 from chairlift.base.step_batch import StepBatch
 from chairlift.executor.backends.native.native_kv import NativeKV
 from chairlift.executor.kv_tensors import plan_kv_cache
-from chairlift.kernels.cpu.library import Pool
+from chairlift.kernels.cpu.library import ThreadPool
 from chairlift.kernels.cpu.program import StepProgram
 from chairlift.kernels.recording import Recorder
 from chairlift.models.context import PackedContext
@@ -67,7 +67,7 @@ class NativePooledRunner:
     texts."""
 
     def __init__(
-        self, model: PooledNetwork, dtype: torch.dtype, pool: Pool, *, isa: str, max_tokens: int, max_rows: int
+        self, model: PooledNetwork, dtype: torch.dtype, pool: ThreadPool, *, isa: str, max_tokens: int, max_rows: int
     ) -> None:
         body, recorder, spec = model.model, Recorder(dtype), model.kv_cache_spec()
         if isinstance(model.config.network, EncoderConfig):

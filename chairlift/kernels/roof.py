@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from chairlift.kernels.cpu.library import ISA_NAMES, PRODUCTS, Memory, Pool, require
+from chairlift.kernels.cpu.library import ISA_NAMES, PRODUCTS, Memory, ThreadPool, require
 
 __all__ = ["ASSUMED_L3", "GPU", "Roof", "l3_bytes", "product_kind", "quick_roof"]
 
@@ -65,7 +65,7 @@ def l3_bytes(folder: Path, processors: Iterable[int]) -> int:
     return sum(sizes.values())
 
 
-def quick_roof(pool: Pool, isa: str, dtype: torch.dtype) -> Roof:
+def quick_roof(pool: ThreadPool, isa: str, dtype: torch.dtype) -> Roof:
     """Measure the limits of a path and dtype on the processors of ``pool``. It takes about 100 ms.
 
     It reads a buffer that is larger than the last-level cache, and multiplies registers; the result is the best of

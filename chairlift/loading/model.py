@@ -114,10 +114,10 @@ class LoadedExecutor:
             return None
         import torch
 
-        from chairlift.kernels.cpu.library import Pool
+        from chairlift.kernels.cpu.library import ThreadPool
         from chairlift.kernels.roof import quick_roof
 
-        pool = Pool(self.threads)
+        pool = ThreadPool(self.threads)
         try:
             roof = quick_roof(pool, self.kernels, torch.int8 if self.quantization else getattr(torch, self.dtype))
         finally:

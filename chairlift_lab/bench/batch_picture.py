@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from chairlift.engine.step_log import StepRecord
 
-__all__ = ["Panel", "PictureRecorder", "Span", "spans_of", "svg_lines", "text_lines"]
+__all__ = ["Panel", "PictureRecorder", "RowSpan", "spans_of", "svg_lines", "text_lines"]
 
 Kind = Literal["prompt", "decode", "held"]
 
@@ -31,7 +31,7 @@ text { font: 14px system-ui, sans-serif; fill: #24292f } .small { font-size: 12p
 
 
 @dataclasses.dataclass(slots=True)
-class Span:
+class RowSpan:
     """Time during which one row computed one kind of work of one request."""
 
     slot: int
@@ -48,7 +48,7 @@ class Panel:
     """One run in a picture."""
 
     title: str
-    spans: Sequence[Span]
+    spans: Sequence[RowSpan]
     num_rows: int
     seconds: float
     """Duration of the run."""
@@ -68,12 +68,12 @@ class PictureRecorder:
         return [record for record in self.steps if record.start >= begin]
 
 
-def spans_of(steps: Iterable[StepRecord], wanted: Mapping[str, int], begin: float) -> list[Span]:
+def spans_of(steps: Iterable[StepRecord], wanted: Mapping[str, int], begin: float) -> list[RowSpan]:
     """Spans of all rows, in the order of their begin. ``wanted``: request id -> number of tokens of its answer.
     ``begin`` is the start of the run on the engine's clock."""
     tokens = dict.fromkeys(wanted, 0)
-    newest: dict[int, Span] = {}
-    spans: list[Span] = []
+    newest: dict[int, RowSpan] = {}
+    spans: list[RowSpan] = []
     for record in steps:
         work: list[tuple[int, str, Kind]] = []
         for name, chunk in record.chunks:
@@ -85,7 +85,7 @@ def spans_of(steps: Iterable[StepRecord], wanted: Mapping[str, int], begin: floa
         for slot, name, kind in work:
             span = newest.get(slot)
             if span is None or (span.request_id, span.kind) != (name, kind):
-                span = newest[slot] = Span(slot, name, kind, record.start - begin, 0.0)
+                span = newest[slot] = RowSpan(slot, name, kind, record.start - begin, 0.0)
                 spans.append(span)
             span.end = record.end - begin
     return spans

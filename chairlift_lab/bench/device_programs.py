@@ -24,7 +24,7 @@ from chairlift.kernels.triton.program import SMALL_ROWS
 from chairlift.kernels.triton.sampling import SamplingSettings, sample
 from chairlift.kernels.triton.scaled import scaled_linear
 from chairlift_lab.bench.programs import BLOCK_SIZE, WEIGHT_STD, Prepare
-from chairlift_lab.bench.shapes import ModelShape
+from chairlift_lab.bench.shapes import LayerShapes
 
 __all__ = ["DeviceKernels"]
 
@@ -75,7 +75,7 @@ class DeviceKernels:
         return {name: self._timed(functools.partial(kernel, x, bias=None), weights) for name, kernel in kernels.items()}
 
     def attention(
-        self, model: ModelShape, *, queries: int, context: int, batch: int, shuffled: bool, count: int
+        self, model: LayerShapes, *, queries: int, context: int, batch: int, shuffled: bool, count: int
     ) -> Prepare:
         """Prepare the attention of ``count`` layers, as :meth:`chairlift_lab.bench.programs.Kernels.attention`
         does."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 from chairlift.kernels.roof import Roof
 from chairlift_lab.bench.kernels import Measurement
 from chairlift_lab.bench.limits import Limits
-from chairlift_lab.bench.machine import Machine
+from chairlift_lab.bench.machine import HostMachine
 from chairlift_lab.bench.report import Table
 
 __all__ = ["doubts", "kernel_table", "limits_record", "limits_table"]
@@ -42,7 +42,7 @@ def limits_table(limits: Mapping[str, Any], caption: str = "") -> Table:
     return Table(["limit", "threads", "best", "median"], rows, caption)
 
 
-def doubts(machine: Machine, before: Roof, after: Roof, *, followed: bool) -> Iterator[str]:
+def doubts(machine: HostMachine, before: Roof, after: Roof, *, followed: bool) -> Iterator[str]:
     """Lines with the limits at the end of the measurement, and reasons not to trust the results.
 
     ``followed``: whether the shares are relative to limits that were measured around each run. Such shares stay valid

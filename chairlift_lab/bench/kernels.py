@@ -20,13 +20,13 @@ import torch
 
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.kv_tensors import available_memory
-from chairlift.kernels.cpu.library import Pool
+from chairlift.kernels.cpu.library import ThreadPool
 from chairlift.kernels.grouped import GroupKind
 from chairlift.kernels.roof import GPU, Roof
 from chairlift_lab.bench.limits import Limits, LimitsNow, beyond_cache
-from chairlift_lab.bench.machine import Machine
+from chairlift_lab.bench.machine import HostMachine
 from chairlift_lab.bench.programs import ExpertTokens, Kernels, Prepare, expert_bytes, kv_bytes, weight_bytes
-from chairlift_lab.bench.shapes import ExpertLayer, ModelShape, Shapes
+from chairlift_lab.bench.shapes import ExpertLayer, LayerShapes, Shapes
 
 if TYPE_CHECKING:
     from chairlift_lab.bench.device_programs import DeviceKernels
@@ -122,7 +122,7 @@ class _Case:
 
 
 def measure_kernels(
-    settings: KernelSettings, machine: Machine, limits: Limits, now: Callable[[], Roof] | None = None
+    settings: KernelSettings, machine: HostMachine, limits: Limits, now: Callable[[], Roof] | None = None
 ) -> Iterator[list[Measurement]]:
     """Measure all cases. Yields one list per kind of kernel; a kind without cases is left out.
 
@@ -159,7 +159,7 @@ def measure_kernels(
             kernels = DeviceKernels(device, settings.dtype, largest.footprint)
             now = now or (lambda: roof)
         else:
-            pool = Pool(settings.threads)
+            pool = ThreadPool(settings.threads)
             stack.callback(pool.close)
             region = max(beyond_cache(machine), largest.footprint)
             kernels = Kernels(pool, settings.isa, settings.dtype, region, settings.kind)
@@ -212,7 +212,7 @@ def _prefills(settings: KernelSettings) -> Iterator[_Case]:
         yield _attention("prefill", model, context, context, max(1, _LEAST_PREFILL // context), settings.dtype)
 
 
-def _attention(kind: Kind, model: ModelShape, queries: int, context: int, batch: int, dtype: torch.dtype) -> _Case:
+def _attention(kind: Kind, model: LayerShapes, queries: int, context: int, batch: int, dtype: torch.dtype) -> _Case:
     def variants(kernels: AnyKernels, count: int) -> dict[str, Prepare]:
         case = {"queries": queries, "context": context, "batch": batch, "count": count}
         orders = {"paged": True, "in order": False}

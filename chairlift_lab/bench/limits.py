@@ -18,9 +18,9 @@ import torch
 
 from chairlift.errors import ConfigError
 from chairlift.executor.kv_tensors import available_memory
-from chairlift.kernels.cpu.library import ISA_NAMES, PRODUCTS, Memory, Pool, require
+from chairlift.kernels.cpu.library import ISA_NAMES, PRODUCTS, Memory, ThreadPool, require
 from chairlift.kernels.roof import GPU, Roof, product_kind
-from chairlift_lab.bench.machine import Machine
+from chairlift_lab.bench.machine import HostMachine
 
 __all__ = [
     *("Limits", "Peak", "Rate"),
@@ -84,14 +84,14 @@ def thread_counts(maximum: int, *others: int) -> list[int]:
     return sorted({*(1 << power for power in range(maximum.bit_length())), maximum, *others})
 
 
-def beyond_cache(machine: Machine) -> int:
+def beyond_cache(machine: HostMachine) -> int:
     """Size in bytes of a buffer that does not fit into the last-level cache, limited to a quarter of the free
     memory."""
     affordable = available_memory(torch.device("cpu")) // 4
     return min(max(_CACHES * machine.l3_bytes, _LEAST_BUFFER), affordable)
 
 
-def measure_limits(machine: Machine, threads: int, *, quick: bool = False) -> Limits:
+def measure_limits(machine: HostMachine, threads: int, *, quick: bool = False) -> Limits:
     """Measure the limits of this machine's processors.
 
     Memory is read with 1, 2, 4, ... threads, up to one per processor. The multiply-add instructions of every kernel
@@ -106,7 +106,7 @@ def measure_limits(machine: Machine, threads: int, *, quick: bool = False) -> Li
     read: dict[int, Rate] = {}
     peaks: list[Peak] = []
     for count in thread_counts(max(threads, machine.processors), threads):
-        pool = Pool(count)
+        pool = ThreadPool(count)
         read[count] = _rate(partial(library.cl_measure_read, pool.handle, memory.address, nbytes), trials)
         for isa, kind in product(machine.isas if count in (1, threads) else (), PRODUCTS):
             path, number = ISA_NAMES.index(isa), PRODUCTS.index(kind)
@@ -124,7 +124,7 @@ class LimitsNow:
     or may not share a memory channel.
     """
 
-    def __init__(self, pool: Pool, machine: Machine, isa: str, dtype: torch.dtype) -> None:
+    def __init__(self, pool: ThreadPool, machine: HostMachine, isa: str, dtype: torch.dtype) -> None:
         self._pool, self._path = pool, ISA_NAMES.index(isa)
         self._product = PRODUCTS.index(product_kind(isa, dtype))
         self._memory = Memory(min(max(_CACHES * machine.l3_bytes, _LEAST_BUFFER // 4), beyond_cache(machine)))

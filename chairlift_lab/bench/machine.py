@@ -14,7 +14,7 @@ from typing import Any
 from chairlift.kernels.cpu.library import default_threads, supported_isas
 from chairlift.kernels.roof import ASSUMED_L3, l3_bytes
 
-__all__ = ["Machine", "describe_machine", "machine_facts"]
+__all__ = ["HostMachine", "describe_machine", "machine_facts"]
 
 _FLAGS = (
     "avx2",
@@ -38,7 +38,7 @@ _MOMENT = 0.25
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Machine:
+class HostMachine:
     """Properties of a machine, as plain data that can be written as JSON."""
 
     cpu: str
@@ -63,7 +63,7 @@ _WIDTH = 76
 
 
 def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:
-    """Facts for a report: label -> text. ``machine`` has the fields of a :class:`Machine` as plain data."""
+    """Facts for a report: label -> text. ``machine`` has the fields of a :class:`HostMachine` as plain data."""
     return {
         "processor": f"{machine['cpu']}, {machine['processors']} in use",
         "system": str(machine["system"]),
@@ -73,11 +73,11 @@ def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def describe_machine() -> Machine:
+def describe_machine() -> HostMachine:
     """Read the properties of this machine from the operating system."""
     cpu, flags = _cpuinfo(Path("/proc/cpuinfo"))
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return Machine(
+    return HostMachine(
         cpu=cpu or platform.processor() or platform.machine(),
         flags=tuple(flag for flag in _FLAGS if flag in flags),
         processors=default_threads(),
@@ -99,7 +99,7 @@ def _cpuinfo(path: Path) -> tuple[str, frozenset[str]]:
 
 
 def _busy(path: Path) -> float:
-    """Measure :attr:`Machine.busy` from ``/proc/stat``. 0 if the file does not exist."""
+    """Measure :attr:`HostMachine.busy` from ``/proc/stat``. 0 if the file does not exist."""
     counts = []
     for wait in (_MOMENT, 0.0):
         fields = path.read_text().splitlines()[0].split()[1:9] if path.exists() else []

@@ -26,7 +26,7 @@ from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.step_cost import ModelCost
 from chairlift_lab.bench.floor import BUDGETS, GPU_BUDGETS, Floor, workload_floor
 from chairlift_lab.bench.limits import Limits, measure_device, measure_limits
-from chairlift_lab.bench.machine import Machine
+from chairlift_lab.bench.machine import HostMachine
 from chairlift_lab.bench.other_load import OtherLoad
 from chairlift_lab.bench.serve_run import Load, LoadOutcome, Progress, ServeRun, Target, quiet_collector
 from chairlift_lab.bench.serve_run import fit as fit_trace
@@ -120,7 +120,7 @@ def run_offline(llm: LLM, requests: Requests) -> OfflineRun:
     )
 
 
-def limits_of(llm: LLM, path: NativePath, machine: Machine) -> Limits:
+def limits_of(llm: LLM, path: NativePath, machine: HostMachine) -> Limits:
     """Measure the limits of the device that runs the model: this machine's processors or a GPU.
 
     Raises ConfigError if PyTorch runs the model, because the floor is defined for Chairlift's kernels only.

@@ -13,7 +13,7 @@ from chairlift.base.presets import BASELINE
 from chairlift.engine.step_log import StepRecord
 from chairlift_lab.bench.report import Table
 from chairlift_lab.bench.serve_result import Figures
-from chairlift_lab.bench.verdict import Ratio, RatioEstimate, Sample, disturbance
+from chairlift_lab.bench.verdict import Ratio, RatioEstimate, RunSample, disturbance
 from chairlift_lab.replay.traced_request import TracedRequest
 from chairlift_lab.workload.lengths import LogNormal
 
@@ -89,9 +89,9 @@ class Measured:
         """Median of a value over the rounds."""
         return statistics.median(map(value, self.runs))
 
-    def samples(self, value: Callable[[PresetRun], float]) -> list[Sample]:
+    def samples(self, value: Callable[[PresetRun], float]) -> list[RunSample]:
         """Values of all runs, with the circumstances of the runs."""
-        return [Sample(value(run), run.seconds, run.busy) for run in self.runs]
+        return [RunSample(value(run), run.seconds, run.busy) for run in self.runs]
 
 
 def requests_of(count: int, seed: int) -> list[TracedRequest]:

@@ -26,7 +26,7 @@ from chairlift.kernels.cpu.program import SPARE_ROWS
 from chairlift.kernels.experts import route
 from chairlift.kernels.grouped import GroupKind
 from chairlift.kernels.routing import SCORINGS, Routing
-from chairlift_lab.bench.shapes import ExpertLayer, ModelShape
+from chairlift_lab.bench.shapes import ExpertLayer, LayerShapes
 
 __all__ = [
     *("BLOCK_SIZE", "WEIGHT_STD", "ExpertTokens", "Kernels", "Prepare"),
@@ -79,7 +79,7 @@ class ExpertTokens:
         """Number of distinct experts that the tokens choose."""
 
 
-def kv_bytes(model: ModelShape, batch: int, context: int, dtype: torch.dtype) -> int:
+def kv_bytes(model: LayerShapes, batch: int, context: int, dtype: torch.dtype) -> int:
     """Size in bytes of the K and V of ``batch`` sequences of ``context`` tokens in one layer, in whole blocks."""
     return 2 * batch * -(-context // BLOCK_SIZE) * BLOCK_SIZE * model.kv_heads * model.head_dim * dtype.itemsize
 
@@ -93,7 +93,7 @@ class Kernels:
     """
 
     def __init__(
-        self, pool: lib.Pool, isa: str, dtype: torch.dtype, region_bytes: int, kind: GroupKind | None = None
+        self, pool: lib.ThreadPool, isa: str, dtype: torch.dtype, region_bytes: int, kind: GroupKind | None = None
     ) -> None:
         self._kind = kind
         self._library = lib.require()
@@ -128,7 +128,7 @@ class Kernels:
         return {} if self._kind is None else {"format": code_format(self._kind), "group": self._kind.group}
 
     def attention(
-        self, model: ModelShape, *, queries: int, context: int, batch: int, shuffled: bool, count: int
+        self, model: LayerShapes, *, queries: int, context: int, batch: int, shuffled: bool, count: int
     ) -> Prepare:
         """Prepare the attention of ``count`` layers over ``batch`` sequences of ``context`` tokens.
 
@@ -319,7 +319,7 @@ class _Run:
     """A call of the native library. ``kept`` has the objects that the C structs point to, so that they stay alive."""
 
     library: lib.Library
-    pool: lib.Pool
+    pool: lib.ThreadPool
     program: lib.Program
     batch: _Batch
     kept: Any

@@ -16,7 +16,7 @@ import numpy as np
 
 from chairlift.errors import ConfigError
 from chairlift_lab.bench.serve_run import LoadOutcome, ServeRun
-from chairlift_lab.bench.verdict import Ratio, Sample
+from chairlift_lab.bench.verdict import Ratio, RunSample
 
 __all__ = [
     "COMPARED",
@@ -118,9 +118,9 @@ class Figures:
     """Share of this machine that other programs used, see :attr:`ServeRun.busy`."""
 
     @property
-    def throughput(self) -> Sample:
+    def throughput(self) -> RunSample:
         """Output tokens per second, with the circumstances of the run."""
-        return Sample(self.output_throughput, self.seconds, self.busy)
+        return RunSample(self.output_throughput, self.seconds, self.busy)
 
     def doubts(self, run: ServeRun) -> Iterator[str]:
         """Reasons why the measured values may be misleading, as sentences for the user."""
@@ -251,7 +251,7 @@ def compare(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, An
         sides = [[record.get(key) or 0.0 for record in side] for side in (first, second)]
         if sides[0] and 0.0 not in [*sides[0], *sides[1]]:
             ours, theirs = (
-                [Sample(value, record["duration"], record["chairlift"]["busy"]) for value, record in pairs]
+                [RunSample(value, record["duration"], record["chairlift"]["busy"]) for value, record in pairs]
                 for pairs in (zip(sides[1], second, strict=True), zip(sides[0], first, strict=True))
             )
             found[key] = Ratio.of(ours, theirs)

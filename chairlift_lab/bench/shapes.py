@@ -8,7 +8,7 @@ from typing import Final
 
 from chairlift.errors import ConfigError
 
-__all__ = ["MODEL_SHAPES", "ExpertLayer", "MatmulShape", "ModelShape", "Shapes"]
+__all__ = ["MODEL_SHAPES", "ExpertLayer", "LayerShapes", "MatmulShape", "Shapes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ExpertLayer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ModelShape:
+class LayerShapes:
     """Sizes of a decoder model. The names are those of Hugging Face's configuration, shortened."""
 
     name: str
@@ -74,13 +74,13 @@ class ModelShape:
 MODEL_SHAPES: Final = {
     shape.name: shape
     for shape in (
-        ModelShape("qwen2.5-0.5b", 896, 4864, 14, 2, 64, 151_936),
-        ModelShape("smollm-135m", 576, 1536, 9, 3, 64, 49_152),
-        ModelShape("qwen3-0.6b", 1024, 3072, 16, 8, 128, 151_936),
-        ModelShape("llama-3.2-1b", 2048, 8192, 32, 8, 64, 128_256),
-        ModelShape("granite-3-1b-a400m", 1024, 512, 16, 8, 64, 49_155, num_experts=32, chosen=8),
-        ModelShape("olmoe-1b-7b", 2048, 1024, 16, 16, 128, 50_304, num_experts=64, chosen=8),
-        ModelShape("qwen3-30b-a3b", 2048, 768, 32, 4, 128, 151_936, num_experts=128, chosen=8),
+        LayerShapes("qwen2.5-0.5b", 896, 4864, 14, 2, 64, 151_936),
+        LayerShapes("smollm-135m", 576, 1536, 9, 3, 64, 49_152),
+        LayerShapes("qwen3-0.6b", 1024, 3072, 16, 8, 128, 151_936),
+        LayerShapes("llama-3.2-1b", 2048, 8192, 32, 8, 64, 128_256),
+        LayerShapes("granite-3-1b-a400m", 1024, 512, 16, 8, 64, 49_155, num_experts=32, chosen=8),
+        LayerShapes("olmoe-1b-7b", 2048, 1024, 16, 16, 128, 50_304, num_experts=64, chosen=8),
+        LayerShapes("qwen3-30b-a3b", 2048, 768, 32, 4, 128, 151_936, num_experts=128, chosen=8),
     )
 }
 """Name in ``--shapes`` -> sizes of the model."""
@@ -95,7 +95,7 @@ class Shapes:
     """Shapes to measure: linear layers, models (for their attention and output heads), and layers of experts."""
 
     products: tuple[MatmulShape, ...]
-    models: tuple[ModelShape, ...]
+    models: tuple[LayerShapes, ...]
     experts: tuple[ExpertLayer, ...] = ()
 
     @classmethod
@@ -107,7 +107,7 @@ class Shapes:
         else.
         """
         products: list[MatmulShape] = []
-        models: list[ModelShape] = []
+        models: list[LayerShapes] = []
         experts: list[ExpertLayer] = []
         for item in text.split(","):
             name = item.strip().lower()

@@ -15,7 +15,15 @@ from chairlift_lab.bench.report import Block, Facts, Report, Section, Table, Tex
 from chairlift_lab.bench.serve_result import Figures
 from chairlift_lab.bench.verdict import Ratio, disturbance
 
-__all__ = ["KINDS", "Drafted", "Side", "sides_of", "speculation_report", "speculation_table", "speculation_words"]
+__all__ = [
+    "KINDS",
+    "Drafted",
+    "SpeculationSide",
+    "sides_of",
+    "speculation_report",
+    "speculation_table",
+    "speculation_words",
+]
 
 KINDS: Final = (
     ("continuous, with drafts", "continuous", True),
@@ -47,7 +55,7 @@ class Drafted:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Side:
+class SpeculationSide:
     """One side of the comparison: a kind of run from :data:`KINDS` and a number of slots (rows of a batch), with the
     results of one run per round."""
 
@@ -75,7 +83,7 @@ class Side:
         found = [length for _, drafted in self.runs if (length := drafted.accepted_length) is not None]
         return statistics.median(found) if found else None
 
-    def ratio(self, other: Side) -> Ratio:
+    def ratio(self, other: SpeculationSide) -> Ratio:
         """Throughput divided by the throughput of ``other``, in the rounds that both have."""
         pairs = [
             (mine.throughput, theirs.throughput) for (mine, _), (theirs, _) in zip(self.runs, other.runs, strict=False)
@@ -95,7 +103,7 @@ def sides_of(settings: Mapping[str, Any], sizes: Sequence[int]) -> list[tuple[st
     return found
 
 
-def speculation_table(sides: Sequence[Side]) -> Table:
+def speculation_table(sides: Sequence[SpeculationSide]) -> Table:
     """Table with one row for each side: medians over the rounds, and ratios to continuous batches without drafts."""
     plain = {side.slots: side for side in sides if side.kind == KINDS[2][0]}
     rows = []
@@ -116,7 +124,7 @@ def speculation_table(sides: Sequence[Side]) -> Table:
     return Table(header, rows, caption)
 
 
-def speculation_words(sides: Sequence[Side]) -> str:
+def speculation_words(sides: Sequence[SpeculationSide]) -> str:
     """Text that compares continuous batches with drafts with two other sides, for each number of slots."""
     by_name = {(side.kind, side.slots): side for side in sides if side.runs}
     words = []
@@ -135,7 +143,7 @@ def speculation_words(sides: Sequence[Side]) -> str:
     return " ".join([*words, disturbance([figures.busy for side in sides for figures, _ in side.runs])])
 
 
-def speculation_report(record: Mapping[str, Any], sides: Sequence[Side], facts: Mapping[str, str]) -> Report:
+def speculation_report(record: Mapping[str, Any], sides: Sequence[SpeculationSide], facts: Mapping[str, str]) -> Report:
     """HTML report with the table of all sides and a chart."""
 
     def blocks() -> Iterator[Block]:

@@ -22,7 +22,7 @@ from chairlift_lab.bench.tune_lab import TRUSTED, Lab, LabTraffic, MakeCore
 from chairlift_lab.bench.tune_measured import longest_run, measured_candidates, measured_score
 from chairlift_lab.bench.tune_search import GOODPUT, PREEMPTED, Judge, SettingScore, Space, search, shortfall
 from chairlift_lab.bench.tune_state import FIRST_LOOK, Setting, State, StoredFigures, Trial
-from chairlift_lab.bench.verdict import MIN_ROUNDS, Ratio, RatioEstimate, Sample
+from chairlift_lab.bench.verdict import MIN_ROUNDS, Ratio, RatioEstimate, RunSample
 from chairlift_lab.replay.machines import ModelShape
 from chairlift_lab.replay.served import KEEPING
 from chairlift_lab.workload.trace import TracedRequest
@@ -700,7 +700,7 @@ def _latency(findings: Findings, lab: Lab) -> Ratio | None:
     sides = (findings.settings["chosen"], findings.settings["static_best"])
     paced = findings.pace is not None
     rate, count = (findings.pace, findings.paced_count) if paced else (None, findings.full_count)
-    pairs: list[tuple[Sample, Sample]] = []
+    pairs: list[tuple[RunSample, RunSample]] = []
     for number in range(MIN_ROUNDS if paced else findings.rounds):
         mine, theirs = (lab.state.find(each, rate, count, number) for each in sides)
         if mine is not None and theirs is not None and theirs.figures.e2el_p99 > 0 < mine.figures.e2el_p99:

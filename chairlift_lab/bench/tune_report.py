@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from chairlift.config import BUNDLED_MODEL
 from chairlift_lab.bench import plots
-from chairlift_lab.bench.machine import Machine
+from chairlift_lab.bench.machine import HostMachine
 from chairlift_lab.bench.report import Block, Facts, Report, Section, Table, Text
 from chairlift_lab.bench.tune import REPEATS, Findings, capacity_of, claimed_rate
 from chairlift_lab.bench.tune_measured import longest_run
@@ -64,7 +64,7 @@ class TuneAnswer:
     """Description of the traffic."""
     fixed: Mapping[str, Any]
     """Settings that the user gave, name -> value."""
-    machine: Machine
+    machine: HostMachine
     price: float
     """Price of the machine per hour."""
     command: str
@@ -696,7 +696,7 @@ def _trust(answer: TuneAnswer) -> Iterator[Block]:
         f" {sum(each.output_tokens for each in traffic.requests):,} of answers",
         "Targets": ", ".join(f"{name} {ms:g}" for name, ms in traffic.slo.items()) or "none given",
         "Model": answer.model,
-        "Machine": f"{machine.cpu}, {machine.processors} processors, {machine.system}",
+        "HostMachine": f"{machine.cpu}, {machine.processors} processors, {machine.system}",
         "Load of other programs": f"{machine.busy:.0%} at the start. "
         + disturbance([trial.busy for trial in answer.state if trial.round is not None]),
         "Simulator": _simulator(answer),

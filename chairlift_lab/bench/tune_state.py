@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from chairlift.base.writing import replacing
 from chairlift.errors import ConfigError
-from chairlift_lab.bench.verdict import Sample
+from chairlift_lab.bench.verdict import RunSample
 from chairlift_lab.replay.machines import Deployment
 from chairlift_lab.replay.replay import RequestTiming, ServedTrace
 from chairlift_lab.replay.served import kept_up
@@ -147,9 +147,9 @@ class Trial:
     busy: float = 0.0
     """Share of the machine that other programs used during a real run."""
 
-    def sample(self, field: str) -> Sample:
+    def sample(self, field: str) -> RunSample:
         """The result ``field`` of :class:`StoredFigures`, with the circumstances of the run."""
-        return Sample(getattr(self.figures, field), self.figures.seconds, self.busy)
+        return RunSample(getattr(self.figures, field), self.figures.seconds, self.busy)
 
     @property
     def beside(self) -> bool:

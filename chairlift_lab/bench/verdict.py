@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Final
 
 __all__ = [
-    *("LEVEL", "MIN_ROUNDS", "MIN_SECONDS", "RatioEstimate", "Ratio", "Sample"),
+    *("LEVEL", "MIN_ROUNDS", "MIN_SECONDS", "RatioEstimate", "Ratio", "RunSample"),
     *("disturbance", "share_interval", "times"),
 ]
 
@@ -30,7 +30,7 @@ _Z: Final = 1.96
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sample:
+class RunSample:
     """Result of one run."""
 
     value: float
@@ -60,7 +60,7 @@ class RatioEstimate:
     """Reason why nothing may be claimed. Empty if something may be claimed."""
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> RatioEstimate:
+    def of(cls, samples: Sequence[RunSample]) -> RatioEstimate:
         """Estimate from the runs of one setting, at least one."""
         free = min(each.free for each in samples)
         values = sorted(each.value for each in samples)
@@ -86,7 +86,7 @@ class Ratio:
     per_round: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, ours: Sequence[Sample], theirs: Sequence[Sample], comparisons: int = 1) -> Ratio:
+    def of(cls, ours: Sequence[RunSample], theirs: Sequence[RunSample], comparisons: int = 1) -> Ratio:
         """Ratio of ``ours`` to ``theirs``, one sample per round, at least one round.
 
         ``comparisons``: number of settings from which our side was chosen by these same runs. The interval is so wide
@@ -167,7 +167,7 @@ def _skipped(rounds: int, comparisons: int) -> int | None:
     return found
 
 
-def _doubt(rounds: int, needed: int, samples: Sequence[Sample]) -> str:
+def _doubt(rounds: int, needed: int, samples: Sequence[RunSample]) -> str:
     """Reason why nothing may be claimed. Empty if something may be claimed."""
     if rounds < needed:
         return f"{needed} rounds are needed, and there {'was 1' if rounds == 1 else f'were {rounds}'}"

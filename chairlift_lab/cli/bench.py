@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from chairlift_lab.bench.kernels import KernelSettings
     from chairlift_lab.bench.limits import Limits
-    from chairlift_lab.bench.machine import Machine
+    from chairlift_lab.bench.machine import HostMachine
     from chairlift_lab.bench.report import Report
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
@@ -190,7 +190,7 @@ def _run_kernels(args: argparse.Namespace) -> tuple[Report, int]:
     return Report(record), 0
 
 
-def _kernel_settings(args: argparse.Namespace, machine: Machine) -> KernelSettings:
+def _kernel_settings(args: argparse.Namespace, machine: HostMachine) -> KernelSettings:
     import torch
 
     from chairlift.kernels.grouped import GroupKind
@@ -223,7 +223,7 @@ def _kernel_settings(args: argparse.Namespace, machine: Machine) -> KernelSettin
     )
 
 
-def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str:
+def _path(args: argparse.Namespace, machine: HostMachine, dtype: torch.dtype) -> str:
     """Instruction set of the kernels to measure, or ``gpu``. Raises ConfigError if the machine cannot run them."""
     import torch
 

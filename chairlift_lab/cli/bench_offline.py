@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from chairlift.llm import LLM
     from chairlift.loading.native_path import NativePath
     from chairlift.models.hf_config import NetworkConfig
-    from chairlift_lab.bench.machine import Machine
+    from chairlift_lab.bench.machine import HostMachine
     from chairlift_lab.bench.offline import OfflineRun
     from chairlift_lab.bench.report import Report
     from chairlift_lab.bench.serve_run import Load, ServeRun
@@ -256,7 +256,7 @@ def _run_speculation(args: argparse.Namespace, settings: Mapping[str, Any]) -> t
     from chairlift_lab.bench.serve_result import figures_of, parse_goodput
     from chairlift_lab.bench.speculation import (
         Drafted,
-        Side,
+        SpeculationSide,
         sides_of,
         speculation_report,
         speculation_table,
@@ -282,7 +282,7 @@ def _run_speculation(args: argparse.Namespace, settings: Mapping[str, Any]) -> t
             f"round {records[index]['round']}: {slots} slots, {kind}: {figures.output_throughput:,.1f} output tokens/s"
         )
     pairs = zip(sides, found, strict=True)
-    measured = [Side(kind, slots, [each[1:3] for each in runs]) for (kind, slots, _), runs in pairs if runs]
+    measured = [SpeculationSide(kind, slots, [each[1:3] for each in runs]) for (kind, slots, _), runs in pairs if runs]
     _print("", *text(speculation_table(measured), Text(speculation_words(measured))))
     report = {
         "benchmark": "offline",
@@ -420,7 +420,7 @@ def _floor(
     network: NetworkConfig,
     requests: list[tuple[list[int], int]],
     path: NativePath,
-    machine: Machine,
+    machine: HostMachine,
     result: OfflineRun,
 ) -> dict[str, Any]:
     """Print how close the engine came to the limits of this machine. Returns the same values for the record."""

@@ -53,7 +53,7 @@ OF_REQUESTS = {
     "engine.pooled.pooling_core": "_waiting",
     "engine.step_export": "requests rows _rows _resting",
     "engine.step_recorder": "_numbers _started _flights _leaving",
-    "engine.turns": "_waiting _spent",
+    "engine.fair_queue": "_waiting _spent",
     "executor.drafters.draft_model": "_preempted",
     "executor.drafters.drafting": "known",
     "executor.input_batch": "images _axes",

@@ -49,7 +49,7 @@ def test_the_prompt_may_have_another_key(tmp_path: Path) -> None:
     assert job.is_chat
 
 
-def test_turns_follow_each_other(tmp_path: Path) -> None:
+def test_fair_queue_follow_each_other(tmp_path: Path) -> None:
     (job,) = read(tmp_path / "m.jsonl", MT_BENCH)
     assert (job.prompt, job.turns, job.is_chat) == ([{"role": "user", "content": "One."}], ["Two."], True)
     assert job.copied == MT_BENCH

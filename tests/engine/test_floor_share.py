@@ -8,7 +8,7 @@ import torch
 from chairlift.config import EngineConfig
 from chairlift.core.scheduler.cost_model import CostModel, Roofline, StepFeatures
 from chairlift.engine.floor_share import FloorShare
-from chairlift.kernels.cpu.library import Pool, supported_isas
+from chairlift.kernels.cpu.library import ThreadPool, supported_isas
 from chairlift.kernels.roof import quick_roof
 from chairlift_lab.replay.machines import Deployment
 from chairlift_lab.replay.replay import serve_trace, simulated_core
@@ -64,7 +64,7 @@ def test_it_forgets_what_was_long_ago() -> None:
 
 @needs_kernels
 def test_a_quick_roof_is_a_roof() -> None:
-    pool = Pool(1)
+    pool = ThreadPool(1)
     roof = quick_roof(pool, supported_isas()[-1], torch.bfloat16)
     pool.close()
     assert 1e8 < roof.bandwidth < 1e13

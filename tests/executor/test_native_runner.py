@@ -25,7 +25,7 @@ from chairlift.executor.backends.torch.model_runner import TorchModelRunner
 from chairlift.executor.input_batch import InputBatch
 from chairlift.executor.kv_tensors import KVPlan, plan_kv_cache
 from chairlift.executor.sampling.logprobs import TokenLogprobs
-from chairlift.kernels.cpu.library import Pool, supported_isas
+from chairlift.kernels.cpu.library import ThreadPool, supported_isas
 from chairlift.kernels.weights import NATIVE, ONEDNN, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.loader import load_model
@@ -48,7 +48,7 @@ class Pair:
         plan = self._plan(plain, torch_dtype)
         self.truth = TorchModelRunner(plain, plan, torch_dtype, torch.device("cpu"))
         self.native = NativeModelRunner(
-            native, plan, torch_dtype, Pool(2, pin=False), isa=isa or supported_isas()[-1], max_tokens=BUDGET
+            native, plan, torch_dtype, ThreadPool(2, pin=False), isa=isa or supported_isas()[-1], max_tokens=BUDGET
         )
         self.input = InputBatch(SLOTS, LENGTH, BLOCK, len(plan.groups))
         self.windows = [group.window for group in plan.groups]

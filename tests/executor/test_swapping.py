@@ -21,7 +21,7 @@ from chairlift.executor.executor import Executor
 from chairlift.executor.host_memory import host_memory
 from chairlift.executor.kv_tensors import KVPlan, make_host_blocks, make_kv_caches, plan_kv_cache
 from chairlift.executor.local import LocalExecutor, ModelRunner
-from chairlift.kernels.cpu.library import Pool, supported_isas
+from chairlift.kernels.cpu.library import ThreadPool, supported_isas
 from chairlift.kernels.weights import NATIVE, ONEDNN
 from chairlift.models.context import LayerCache
 from chairlift.models.hashlm import HashLM, reference_tokens
@@ -94,7 +94,7 @@ def make_executor(kind: str, model_dir: Path, blocks: int, directory: str | None
     if kind == "torch":
         runner = TorchModelRunner(model, plan, torch.float32, torch.device("cpu"))
     else:
-        pool = Pool(1, pin=False)
+        pool = ThreadPool(1, pin=False)
         runner = NativeModelRunner(model, plan, torch.float32, pool, isa=supported_isas()[-1], max_tokens=LENGTH)
     return LocalExecutor(runner, num_slots=2, max_model_len=LENGTH, block_size=BLOCK)
 

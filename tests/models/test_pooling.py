@@ -19,7 +19,7 @@ from chairlift import LLM
 from chairlift.errors import ConfigError, ModelLoadError, PromptTooLongError, RequestError
 from chairlift.executor.backends.native.backend import NativeBackend
 from chairlift.executor.pooled_runner import NativePooledRunner, PooledExecutor, TorchPooledRunner
-from chairlift.kernels.cpu.library import Pool, supported_isas
+from chairlift.kernels.cpu.library import ThreadPool, supported_isas
 from chairlift.kernels.recording import Recorder
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.loader import load_pooled
@@ -89,7 +89,9 @@ def native_runner(where: Path) -> NativePooledRunner:
         torch.device("cpu"),
         weight_format=NativeBackend("avx2").weight_format(None),
     )
-    return NativePooledRunner(network, torch.float32, Pool(1), isa=supported_isas()[-1], max_tokens=512, max_rows=8)
+    return NativePooledRunner(
+        network, torch.float32, ThreadPool(1), isa=supported_isas()[-1], max_tokens=512, max_rows=8
+    )
 
 
 @needs_kernels

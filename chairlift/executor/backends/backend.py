@@ -73,7 +73,7 @@ class Backend(abc.ABC):
     kernel_words: ClassVar[str]
     """The kernels in a sentence, such as ``the Triton kernels``."""
     whose: ClassVar[str]
-    """Whose kernels, such as ``Triton's``."""
+    """Owner of the kernels in the possessive, such as ``Triton's``."""
     alone: ClassVar[str] = ""
     """Words for users whose weights only this backend can run: that it is so, and how to get it."""
 

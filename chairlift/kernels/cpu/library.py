@@ -45,8 +45,8 @@ __all__ = [
     "LowRankStruct",
     "Memory",
     "OpStruct",
-    "Pool",
     "Program",
+    "ThreadPool",
     "best_isa",
     "built_isas",
     "default_threads",
@@ -440,7 +440,7 @@ class Memory:
         return count
 
 
-class Pool:
+class ThreadPool:
     """A pool of ``num_threads`` compute threads: the calling thread, and others that sleep between calls.
 
     ``num_threads`` None means :func:`default_threads`. If there are as many threads as allowed processors, each thread

@@ -52,7 +52,7 @@ class StepProgram:
         recorder: Recorder,
         output: Value,
         kv_layers: Sequence[lib.KVLayer],
-        pool: lib.Pool,
+        pool: lib.ThreadPool,
         *,
         isa: str,
         max_tokens: int,

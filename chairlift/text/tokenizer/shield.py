@@ -45,8 +45,8 @@ class ControlTexts:
 
     texts: Sequence[str]
     kept: Sequence[str] = ()
-    """Those that remain control tokens in the content of an assistant's message: marks of reasoning. Clients send back
-    answers with them, and templates look for them there."""
+    """Marks of reasoning. They remain control tokens in the content of an assistant's message, because clients send
+    answers back with them, and templates look for them there."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

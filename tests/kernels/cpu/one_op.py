@@ -343,11 +343,11 @@ def make_cache(rng: random.Random, machine: Machine, lengths: Sequence[int], **s
 
 
 @functools.cache
-def _pool(library: lib.Library, threads: int) -> lib.Pool:
-    return lib.Pool(threads, pin=False)
+def _pool(library: lib.Library, threads: int) -> lib.ThreadPool:
+    return lib.ThreadPool(threads, pin=False)
 
 
-def pool(threads: int) -> lib.Pool:
+def pool(threads: int) -> lib.ThreadPool:
     """Thread pool of the library, started once."""
     return _pool(lib.require(), threads)
 

@@ -50,7 +50,9 @@ class Program:
         recorder: Any = Recorder(dtype)
         x, more = (None if each is None else ops.embedding(recorder.token_ids, each) for each in (table, shared))
         out: Any = ops.experts(x, more, *self.weights, *layer.rest)  # type: ignore[arg-type]
-        self.program = StepProgram(recorder, out, [], lib.Pool(threads, pin=False), isa=isa, max_tokens=max_tokens)
+        self.program = StepProgram(
+            recorder, out, [], lib.ThreadPool(threads, pin=False), isa=isa, max_tokens=max_tokens
+        )
 
     def __call__(self, rows: list[int]) -> Tensor:
         return self.program.run(arrays(rows)).clone()
@@ -93,7 +95,7 @@ def test_a_router_may_read_other_rows(dtype: torch.dtype, isa: str) -> None:
         given = [ops.embedding(recorder.token_ids, each) for each in (x, routed)]
         rest = (layer.router, layer.routing, None, False)
         out: Any = ops.latent_experts(*given, *weights, *rest)
-        program = StepProgram(recorder, out, [], lib.Pool(2, pin=False), isa=isa, max_tokens=40)
+        program = StepProgram(recorder, out, [], lib.ThreadPool(2, pin=False), isa=isa, max_tokens=40)
         found = program.run(arrays([*range(40)])).clone()
         expected = ops.latent_experts(x, routed, layer.gate_up, layer.down, *rest)
         assert (found.float() - expected.float()).abs().max() < 2 * TOLERANCE[dtype] * expected.float().abs().max()

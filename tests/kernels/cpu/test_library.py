@@ -247,7 +247,7 @@ def ends_with(count: int) -> bool:
 @needs_kernels
 def test_a_pool_starts_its_threads_and_ends_them() -> None:
     before = threads_of_this_process()
-    pool = library.Pool(3)
+    pool = library.ThreadPool(3)
     assert (pool.num_threads, pool.handle != 0) == (3, True)
     assert threads_of_this_process() == before + 2
     pool.close()
@@ -255,7 +255,7 @@ def test_a_pool_starts_its_threads_and_ends_them() -> None:
     assert ends_with(before)
     with pytest.raises(ValueError, match="closed"):
         _ = pool.handle
-    forgotten = library.Pool(2)
+    forgotten = library.ThreadPool(2)
     reference = weakref.ref(forgotten)
     del forgotten
     gc.collect()
@@ -266,13 +266,13 @@ def test_a_pool_starts_its_threads_and_ends_them() -> None:
 @needs_kernels
 def test_a_pool_pins_only_when_it_has_every_processor() -> None:
     allowed = len(os.sched_getaffinity(0))
-    assert library.Pool(allowed).pinned
-    assert not library.Pool(allowed + 1).pinned
-    assert not library.Pool(allowed, pin=False).pinned
-    assert library.Pool().num_threads == library.default_threads() <= allowed
+    assert library.ThreadPool(allowed).pinned
+    assert not library.ThreadPool(allowed + 1).pinned
+    assert not library.ThreadPool(allowed, pin=False).pinned
+    assert library.ThreadPool().num_threads == library.default_threads() <= allowed
     for count in (0, -1, 257):
         with pytest.raises(ValueError, match="1 to 256 threads"):
-            library.Pool(count)
+            library.ThreadPool(count)
 
 
 @pytest.mark.parametrize(("limit", "threads"), [(1.5, 2), (0.5, 1), (None, 5), (999.0, 5)])
@@ -287,14 +287,14 @@ def test_a_thread_that_the_system_refuses_is_an_error_and_no_crash() -> None:
     """Threads that had started end, and the process goes on."""
     code = """
 import resource
-from chairlift.kernels.cpu.library import Pool
-Pool(2)
+from chairlift.kernels.cpu.library import ThreadPool
+ThreadPool(2)
 taken = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), resource.RLIM_INFINITY))
 try:
-    Pool(200)
+    ThreadPool(200)
 except OSError as error:
-    print('refused', Pool(1) is not None)
+    print('refused', ThreadPool(1) is not None)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (0, "refused True\n"), run.stderr
@@ -305,7 +305,7 @@ import resource
 import numpy as np
 from chairlift.kernels.cpu import library
 
-pool, native = library.Pool(2, pin=False), library.require()
+pool, native = library.ThreadPool(2, pin=False), library.require()
 isa = library.ISA_NAMES.index(library.best_isa())
 rows, logits = np.zeros(1, library.SAMPLING_ROW), np.zeros(1 << 18, np.float32)
 rows["top_p"], rows["temperature"] = 0.5, 1.0
@@ -358,7 +358,7 @@ def test_threads_are_pinned_where_processors_have_four_digits(tmp_path: Path) ->
     (tmp_path / "huge.c").write_text(HUGE_MACHINE)
     command = [compiler, "-shared", "-fPIC", "-o", str(tmp_path / "huge.so"), str(tmp_path / "huge.c")]
     subprocess.run(command, check=True, capture_output=True)
-    code = "from chairlift.kernels.cpu.library import Pool; Pool(2, pin=True).close()"
+    code = "from chairlift.kernels.cpu.library import ThreadPool; ThreadPool(2, pin=True).close()"
     environment = os.environ | {"LD_PRELOAD": f"{os.environ.get('LD_PRELOAD', '')} {tmp_path / 'huge.so'}".strip()}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert (run.returncode, run.stderr.splitlines()) == (0, ["1535 of 1"])

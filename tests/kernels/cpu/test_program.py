@@ -61,7 +61,7 @@ def arrays(token_ids: list[int]) -> StepBatch:
 
 def compiled(recorder: Recorder, output: Value, max_tokens: int = 64) -> StepProgram:
     return StepProgram(
-        recorder, output, [], lib.Pool(2, pin=False), isa=lib.supported_isas()[-1], max_tokens=max_tokens
+        recorder, output, [], lib.ThreadPool(2, pin=False), isa=lib.supported_isas()[-1], max_tokens=max_tokens
     )
 
 
@@ -319,7 +319,13 @@ def test_inputs_and_several_outputs_keep_their_buffers(width: int, recorder: Rec
             state = state + ops.silu(product(layer, state))
         made.append(state)
     program = StepProgram(
-        recorder, made[1], [], lib.Pool(2, pin=False), isa=lib.supported_isas()[-1], max_tokens=64, others=made[:1]
+        recorder,
+        made[1],
+        [],
+        lib.ThreadPool(2, pin=False),
+        isa=lib.supported_isas()[-1],
+        max_tokens=64,
+        others=made[:1],
     )
     assert kinds(program.plan) == 4 * ["LINEAR", "CALL" if width == 40 else "GATED_NORM", "ADD"]
     rows = torch.randn(3, width, generator=torch.Generator().manual_seed(2)) * 3

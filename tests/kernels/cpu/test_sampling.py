@@ -22,7 +22,7 @@ from chairlift.executor.sampling.gumbel import gumbel_argmax, gumbel_noise
 from chairlift.executor.sampling.logits import apply_allowed_mask
 from chairlift.executor.sampling.logprobs import TokenLogprobs, token_logprobs
 from chairlift.executor.sampling.sampler import Sampler
-from chairlift.kernels.cpu.library import ISA_NAMES, SAMPLING_ROW, Library, Pool, load, supported_isas
+from chairlift.kernels.cpu.library import ISA_NAMES, SAMPLING_ROW, Library, ThreadPool, load, supported_isas
 
 SAMPLED, RAW_NAN, RAW_INF, RAW_NONE, SHAPED_NONE, SHAPED_INF = range(6)
 REASONS = {
@@ -118,8 +118,8 @@ def native(cases: Sequence[Case], isa: str, targets: Sequence[int] | None = None
 
 
 @functools.cache
-def pool(threads: int) -> Pool:
-    return Pool(threads, pin=False)
+def pool(threads: int) -> ThreadPool:
+    return ThreadPool(threads, pin=False)
 
 
 def reference(cases: Sequence[Case]) -> list[tuple[int, TokenLogprobs | None, str]]:

@@ -18,10 +18,10 @@ from chairlift_lab.bench.limits import Limits, Peak, Rate
 from chairlift_lab.bench.machine import describe_machine
 from chairlift_lab.bench.programs import WEIGHT_STD, Prepare
 from chairlift_lab.bench.report import text
-from chairlift_lab.bench.shapes import MatmulShape, ModelShape, Shapes
+from chairlift_lab.bench.shapes import LayerShapes, MatmulShape, Shapes
 from tests.rowwise import needs_rowwise_products
 
-TINY = ModelShape("tiny", hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocab_size=60)
+TINY = LayerShapes("tiny", hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocab_size=60)
 PAGE = 1024
 """Numbers: where the next operand begins is a multiple of it."""
 

@@ -7,21 +7,21 @@ import pytest
 import torch
 
 from chairlift.errors import ConfigError
-from chairlift.kernels.cpu.library import PRODUCTS, Pool, supported_isas
+from chairlift.kernels.cpu.library import PRODUCTS, ThreadPool, supported_isas
 from chairlift.kernels.ops import experts as ops_experts
 from chairlift.kernels.roof import Roof
 from chairlift_lab.bench.kernel_report import kernel_table
 from chairlift_lab.bench.kernels import KernelSettings, Measurement, measure_kernels
 from chairlift_lab.bench.limits import Limits, LimitsNow, Peak, Rate
-from chairlift_lab.bench.machine import Machine, describe_machine
+from chairlift_lab.bench.machine import HostMachine, describe_machine
 from chairlift_lab.bench.programs import BLOCK_SIZE, ExpertTokens, Kernels, expert_bytes, kv_bytes
 from chairlift_lab.bench.report import text
-from chairlift_lab.bench.shapes import ExpertLayer, MatmulShape, ModelShape, Shapes
+from chairlift_lab.bench.shapes import ExpertLayer, LayerShapes, MatmulShape, Shapes
 from tests.native import needs_kernels
 
 pytestmark = needs_kernels
 
-TINY = ModelShape("tiny", hidden=48, intermediate=80, heads=4, kv_heads=2, head_dim=32, vocab_size=500)
+TINY = LayerShapes("tiny", hidden=48, intermediate=80, heads=4, kv_heads=2, head_dim=32, vocab_size=500)
 EXPERTS = ExpertLayer("few", num_experts=6, chosen=2, k=50, inner=40)
 SHAPES = Shapes((MatmulShape("odd", 50, 70),), (TINY,), (EXPERTS,))
 ISA = (supported_isas() or ("none",))[0]
@@ -29,7 +29,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @pytest.fixture(scope="module")
-def machine() -> Machine:
+def machine() -> HostMachine:
     return dataclasses.replace(describe_machine(), l3_bytes=1 << 20)
 
 
@@ -43,7 +43,7 @@ def limits(bandwidth: float = 1e10, peak: float = 1e11) -> Limits:
 
 
 @pytest.fixture(scope="module", params=DTYPES)
-def measured(request: pytest.FixtureRequest, machine: Machine) -> tuple[int, list[list[Measurement]]]:
+def measured(request: pytest.FixtureRequest, machine: HostMachine) -> tuple[int, list[list[Measurement]]]:
     dtype = DTYPES[request.param]
     return dtype.itemsize, list(measure_kernels(settings(dtype), machine, limits(), lambda: Roof(1e10, 1e11)))
 
@@ -90,7 +90,7 @@ def test_times_and_shares(measured: tuple[int, list[list[Measurement]]]) -> None
     assert names == [["all"], ["all"], ["paged", "in order"], ["paged", "in order"], ["greedy", "drawn"]]
 
 
-def test_shares_are_of_the_limits_around_each_run(machine: Machine) -> None:
+def test_shares_are_of_the_limits_around_each_run(machine: HostMachine) -> None:
     """Memory gets slower and slower: before the first run, then after each; floors are the means of two."""
     bandwidths = iter([4e10, 3e10, *(2e10, 1e10) * 100])
     shapes = dataclasses.replace(SHAPES, models=(), experts=())
@@ -100,8 +100,8 @@ def test_shares_are_of_the_limits_around_each_run(machine: Machine) -> None:
     assert product.main.share == pytest.approx(floor / product.main.median)
 
 
-def test_the_limits_of_a_moment(machine: Machine) -> None:
-    pool = Pool(1)
+def test_the_limits_of_a_moment(machine: HostMachine) -> None:
+    pool = ThreadPool(1)
     roof = LimitsNow(pool, machine, ISA, torch.float32)()
     pool.close()
     assert 1e8 < roof.bandwidth < 1e13
@@ -118,14 +118,14 @@ def test_results_are_plain_data_and_tables_fit_a_terminal(measured: tuple[int, l
         assert len({len(line) for line in lines[2:]}) == 1
 
 
-def test_runs_are_as_long_as_asked_for(machine: Machine) -> None:
+def test_runs_are_as_long_as_asked_for(machine: HostMachine) -> None:
     [products, *_] = list(measure_kernels(settings(seconds=1.05e-3), machine, limits(bandwidth=7e7)))
     assert products[0].count == 10  # 7,000 bytes at 70 MB/s take 0.1 ms
     [products, *_] = list(measure_kernels(settings(seconds=1e-9), machine, limits()))
     assert products[0].count == 1
 
 
-def test_what_memory_cannot_hold_is_refused(machine: Machine) -> None:
+def test_what_memory_cannot_hold_is_refused(machine: HostMachine) -> None:
     huge = settings(contexts=(1 << 17,), batches=(1 << 20,))
     with pytest.raises(ConfigError, match=r"batch 1048576, context 131072: one decode reads .* give smaller"):
         list(measure_kernels(huge, machine, limits()))
@@ -135,7 +135,7 @@ def test_what_memory_cannot_hold_is_refused(machine: Machine) -> None:
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_a_timed_product_is_the_product(isa: str, dtype: torch.dtype) -> None:
     k, n, rows, pair = 64, 96, 3, 4 // dtype.itemsize
-    kernels = Kernels(Pool(1), isa, dtype, region_bytes=1 << 20)
+    kernels = Kernels(ThreadPool(1), isa, dtype, region_bytes=1 << 20)
     run = kernels.products(k, n, rows, count=1)["all"]()
     run()
     (ops, *_), (x, y) = run.kept  # type: ignore[attr-defined]
@@ -153,7 +153,7 @@ def test_timed_experts_are_the_experts(isa: str, dtype: torch.dtype) -> None:
     layer = ExpertLayer("few", num_experts=6, chosen=2, k=64, inner=96)
     number, k, inner, pair = layer.num_experts, layer.k, layer.inner, 4 // dtype.itemsize
     tokens = ExpertTokens(layer, 5, dtype)
-    kernels = Kernels(Pool(1), isa, dtype, region_bytes=1 << 20)
+    kernels = Kernels(ThreadPool(1), isa, dtype, region_bytes=1 << 20)
     run = kernels.experts(layer, tokens, count=2)["all"]()
     run()
     ops, (_, out) = run.kept[0][0], run.kept[1]  # type: ignore[attr-defined]
@@ -174,7 +174,7 @@ def test_timed_experts_are_the_experts(isa: str, dtype: torch.dtype) -> None:
 
 def test_every_operation_reads_other_memory_until_all_of_it_was_read() -> None:
     region = 1 << 20
-    kernels = Kernels(Pool(1), supported_isas()[-1], torch.bfloat16, region)
+    kernels = Kernels(ThreadPool(1), supported_isas()[-1], torch.bfloat16, region)
     prepare = kernels.products(64, 96, rows=1, count=10)["all"]
     nbytes = 64 * 96 * 2
     addresses = [op.weight for _ in range(20) for op in prepare().kept[0][0]]  # type: ignore[attr-defined]
@@ -190,7 +190,7 @@ def test_every_operation_reads_other_memory_until_all_of_it_was_read() -> None:
 def test_a_timed_attention_covers_its_sequences(queries: int, shuffled: bool) -> None:
     """Each layer's blocks are used once, and every query gets an answer."""
     batch, context = 3, 40
-    kernels = Kernels(Pool(1), supported_isas()[-1], torch.float32, region_bytes=1 << 20)
+    kernels = Kernels(ThreadPool(1), supported_isas()[-1], torch.float32, region_bytes=1 << 20)
     prepare = kernels.attention(TINY, queries=queries, context=context, batch=batch, shuffled=shuffled, count=2)
     run = prepare()
     run()

@@ -20,7 +20,7 @@ from chairlift_lab.bench.limits import (
     measure_limits,
     thread_counts,
 )
-from chairlift_lab.bench.machine import Machine, describe_machine
+from chairlift_lab.bench.machine import HostMachine, describe_machine
 from tests.native import needs_kernels
 from tests.rowwise import needs_rowwise_products
 
@@ -28,7 +28,7 @@ GIB = 1 << 30
 
 
 @pytest.fixture(scope="module")
-def machine() -> Machine:
+def machine() -> HostMachine:
     return describe_machine()
 
 
@@ -67,7 +67,7 @@ def test_the_roof_of_a_path() -> None:
             limits.roof(isa, torch.bfloat16, threads)
 
 
-def test_the_machine_describes_itself(machine: Machine) -> None:
+def test_the_machine_describes_itself(machine: HostMachine) -> None:
     assert machine.cpu
     assert machine.processors == default_threads()
     assert machine.l3_bytes >= 1 << 20
@@ -98,7 +98,7 @@ def test_processor_name_and_flags(tmp_path: Path) -> None:
 
 
 @needs_kernels
-def test_measured_limits_are_plausible(machine: Machine) -> None:
+def test_measured_limits_are_plausible(machine: HostMachine) -> None:
     limits = measure_limits(machine, 1, quick=True)
     affordable = available_memory(torch.device("cpu")) // 4
     assert limits.buffer_bytes == beyond_cache(machine) >= min(4 * machine.l3_bytes, affordable)

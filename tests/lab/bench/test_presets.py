@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chairlift.config import EngineConfig
-from chairlift_lab.bench.batch_picture import Panel, PictureRecorder, Span, spans_of, svg_lines, text_lines
+from chairlift_lab.bench.batch_picture import Panel, PictureRecorder, RowSpan, spans_of, svg_lines, text_lines
 from chairlift_lab.bench.presets import (
     Measured,
     PresetRun,
@@ -94,8 +94,12 @@ def test_held_rows_are_those_that_the_engine_counts(machine: Deployment) -> None
 
 
 def test_a_picture_as_text() -> None:
-    spans = [Span(0, "a", "prompt", 0.0, 1.0), Span(0, "a", "decode", 1.0, 2.0), Span(1, "b", "decode", 0.0, 1.0)]
-    slow = [*spans, Span(1, "b", "held", 1.0, 4.0)]
+    spans = [
+        RowSpan(0, "a", "prompt", 0.0, 1.0),
+        RowSpan(0, "a", "decode", 1.0, 2.0),
+        RowSpan(1, "b", "decode", 0.0, 1.0),
+    ]
+    slow = [*spans, RowSpan(1, "b", "held", 1.0, 4.0)]
     panels = [Panel("fast", spans, 3, 2.0), Panel("slow", slow, 3, 4.0)]
     assert list(text_lines(panels, 8, most_rows=2)) == [
         *("fast (the first 2 of 3 rows)", "████", "██", ""),

@@ -5,10 +5,10 @@ import dataclasses
 from chairlift.kernels.roof import Roof
 from chairlift_lab.bench.kernel_report import doubts, limits_record, limits_table
 from chairlift_lab.bench.limits import Limits, Peak, Rate
-from chairlift_lab.bench.machine import Machine, machine_facts
+from chairlift_lab.bench.machine import HostMachine, machine_facts
 from chairlift_lab.bench.report import Facts, Table, Text, text
 
-MACHINE = Machine("AMD EPYC", ("avx2",) * 13, 64, 32 << 20, 1 << 34, "Linux 6, Python 3.11", ("avx2",), 0.02)
+MACHINE = HostMachine("AMD EPYC", ("avx2",) * 13, 64, 32 << 20, 1 << 34, "Linux 6, Python 3.11", ("avx2",), 0.02)
 LIMITS = Limits(
     1 << 28,
     {1: Rate(2.5e10, 2e10), 64: Rate(4e11, 3.94e11)},

@@ -15,7 +15,7 @@ from chairlift_lab.bench.verdict import (
     MIN_ROUNDS,
     Ratio,
     RatioEstimate,
-    Sample,
+    RunSample,
     disturbance,
     share_interval,
     times,
@@ -25,8 +25,8 @@ from tests.tiers import one_in
 Noise = Callable[[np.random.Generator, int], "tuple[np.ndarray, np.ndarray]"]
 
 
-def samples(values: list[float], seconds: float = 5.0, busy: float = 0.0) -> list[Sample]:
-    return [Sample(value, seconds, busy) for value in values]
+def samples(values: list[float], seconds: float = 5.0, busy: float = 0.0) -> list[RunSample]:
+    return [RunSample(value, seconds, busy) for value in values]
 
 
 def even(rng: np.random.Generator, rounds: int) -> tuple[np.ndarray, np.ndarray]:
@@ -140,7 +140,7 @@ def test_a_ratio_and_its_inverse_are_inverse() -> None:
 def test_the_interval_of_a_rate_is_that_of_its_median_and_of_the_disturbance() -> None:
     rate = RatioEstimate.of(samples([float(value) for value in range(1, 10)]))
     assert (rate.median, rate.low, rate.high, rate.doubt) == (5.0, 2.0, 8.0, "")
-    disturbed = RatioEstimate.of([*samples([10.0] * 7), Sample(8.0, 5.0, busy=0.2)])
+    disturbed = RatioEstimate.of([*samples([10.0] * 7), RunSample(8.0, 5.0, busy=0.2)])
     assert (disturbed.low, disturbed.high) == pytest.approx((6.4, 12.5))
 
 

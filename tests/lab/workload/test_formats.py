@@ -168,7 +168,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
         read_trace(written(tmp_path / "t.jsonl", json.dumps(GOOD) + "\n" + line + "\n"))
 
 
-def test_turns_of_a_session_are_in_order(tmp_path: Path) -> None:
+def test_fair_queue_of_a_session_are_in_order(tmp_path: Path) -> None:
     lines = [GOOD | {"session": "x", "turn": turn} for turn in (1, 4, 4)]
     path = written(tmp_path / "t.jsonl", "\n".join(map(json.dumps, lines)))
     with pytest.raises(ConfigError, match=r"line 3 of .*: turn 4 of session 'x' comes after turn 4"):
@@ -588,7 +588,7 @@ def test_damaged_data_sets(tmp_path: Path, data: bytes, complaint: str) -> None:
         load_trace(written(tmp_path / "d", data))
 
 
-def test_turns_that_branch_are_sessions_of_their_own(tmp_path: Path) -> None:
+def test_fair_queue_that_branch_are_sessions_of_their_own(tmp_path: Path) -> None:
     chats = [(1, -1), (2, 1), (3, 1), (4, 3), (5, 2)]  # 2 and 3 both answer 1
     rows = [
         {"chat_id": name, "parent_chat_id": parent, "timestamp": place, "input_length": 16 * (place + 1)}

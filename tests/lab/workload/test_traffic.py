@@ -88,7 +88,7 @@ def test_one_seed_one_trace(traffic: Traffic, count: int, seed: int, arrivals: s
     assert Counter(each.output_tokens for each in trace) == Counter(each.output_tokens for each in bare)
 
 
-def test_turns_repeat_all_that_was_said() -> None:
+def test_fair_queue_repeat_all_that_was_said() -> None:
     trace = CHATS.draw(300, Gamma(3.0), seed=1)
     chats = sessions(trace)
     assert "" not in chats

@@ -19,7 +19,7 @@ from chairlift.executor.pooled_runner import NativePooledRunner, PooledExecutor
 from chairlift.kernels.cpu.library import (
     BUILD_ALL,
     ISA_NAMES,
-    Pool,
+    ThreadPool,
     best_isa,
     built_isas,
     default_threads,
@@ -144,8 +144,8 @@ def why_not_isa(kernels: str) -> str:
     )
 
 
-def _pool(config: EngineConfig) -> Pool:
+def _pool(config: EngineConfig) -> ThreadPool:
     try:
-        return Pool(config.model.threads)
+        return ThreadPool(config.model.threads)
     except OSError as error:
         raise ConfigError(f"threads is {config.model.threads}: {error}") from None

@@ -23,7 +23,7 @@ from chairlift.executor.image_bank import ImageBank
 from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.sampling.apart import sample_rows
 from chairlift.kernels import ops
-from chairlift.kernels.cpu.library import Memory, Pool
+from chairlift.kernels.cpu.library import Memory, ThreadPool
 from chairlift.kernels.cpu.packing import PANEL, PackedMatrix
 from chairlift.kernels.cpu.program import SPARE_ROWS, StepProgram
 from chairlift.kernels.recording import Recorder, Value
@@ -54,7 +54,7 @@ class NativeModelRunner:
         model: CausalLM,
         plan: KVPlan,
         dtype: torch.dtype,
-        pool: Pool,
+        pool: ThreadPool,
         *,
         isa: str,
         max_tokens: int,

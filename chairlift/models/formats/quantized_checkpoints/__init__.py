@@ -15,12 +15,12 @@ from typing import Any, Final
 from chairlift.errors import ModelLoadError
 from chairlift.models.formats.quantized_checkpoints import awq, compressed_tensors, fp8, gptq, mxfp4
 from chairlift.models.formats.quantized_checkpoints.layer import Method, StoredLayer
-from chairlift.models.formats.quantized_checkpoints.settings import CheckpointSettings
+from chairlift.models.formats.quantized_checkpoints.settings import QuantizationSettings
 from chairlift.models.hf_config import read_json
 
 __all__ = ["with_whole_weights"]
 
-_METHODS: Final[Mapping[str, Callable[[CheckpointSettings], Method]]] = {
+_METHODS: Final[Mapping[str, Callable[[QuantizationSettings], Method]]] = {
     "awq": awq.method,
     "compressed-tensors": compressed_tensors.method,
     "fp8": fp8.method,
@@ -48,7 +48,7 @@ def with_whole_weights(tensors: dict[str, Any], model_dir: Path) -> dict[str, An
     if not isinstance(raw, Mapping):
         given = type(raw).__name__
         raise ModelLoadError(f"{path}: quantization_config must be an object, not a {given}; download it again")
-    settings = CheckpointSettings(raw, f"{path}: quantization_config")
+    settings = QuantizationSettings(raw, f"{path}: quantization_config")
     name_of_method = settings.one_of("quant_method", tuple(_METHODS))
     method, (separator, original) = _METHODS[name_of_method](settings), _NAMES.get(name_of_method, (".", ".weight"))
     layers: dict[str, dict[str, Any]] = {}

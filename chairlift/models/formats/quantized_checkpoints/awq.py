@@ -17,7 +17,7 @@ from chairlift.models.formats.quantized_checkpoints.layer import (
     group_of_rows,
     unpacked,
 )
-from chairlift.models.formats.quantized_checkpoints.settings import CheckpointSettings
+from chairlift.models.formats.quantized_checkpoints.settings import QuantizationSettings
 
 __all__ = ["method"]
 
@@ -57,7 +57,7 @@ def _outputs(words: StoredTensor, first: int, last: int) -> Tensor:
     return outputs[first - 8 * begin : last - 8 * begin]
 
 
-def method(settings: CheckpointSettings) -> _Awq:
+def method(settings: QuantizationSettings) -> _Awq:
     """Read the settings of awq. Raises ModelLoadError for other versions of the format and other numbers of bits."""
     settings.one_of("bits", (4,), 4)
     settings.one_of("zero_point", (True,), True)

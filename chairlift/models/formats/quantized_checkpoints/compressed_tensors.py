@@ -25,7 +25,7 @@ from chairlift.models.formats.quantized_checkpoints.layer import (
     group_of_rows,
     unpacked,
 )
-from chairlift.models.formats.quantized_checkpoints.settings import CheckpointSettings
+from chairlift.models.formats.quantized_checkpoints.settings import QuantizationSettings
 
 __all__ = ["method"]
 
@@ -159,7 +159,7 @@ _FORMATS: Final[Mapping[str, tuple[type[Any], str, tuple[int, ...], tuple[str, .
 strategies)."""
 
 
-def method(settings: CheckpointSettings) -> Method:
+def method(settings: QuantizationSettings) -> Method:
     """Read the settings of compressed-tensors. Raises ModelLoadError for settings that this package cannot compute
     correctly."""
     settings.absent("kv_cache_scheme", "transform_config")
@@ -186,13 +186,13 @@ def method(settings: CheckpointSettings) -> Method:
     return made
 
 
-def _check_activations(group: CheckpointSettings) -> None:
+def _check_activations(group: QuantizationSettings) -> None:
     group.absent("output_activations")
     if (inputs := group.part("input_activations")) is not None:
         inputs.one_of("dynamic", (True,), False)  # scales in the file would be ignored
 
 
-def _read_weights(weights: CheckpointSettings, name: str) -> _Weights:
+def _read_weights(weights: QuantizationSettings, name: str) -> _Weights:
     _, kind, widths, strategies = _FORMATS[name]
     weights.one_of("type", (kind,), "int")
     weights.absent("dynamic")

@@ -6,7 +6,7 @@ import dataclasses
 
 from chairlift.models.formats.quantized_checkpoints.float8 import float8_rows
 from chairlift.models.formats.quantized_checkpoints.layer import FloatRows, StoredLayer
-from chairlift.models.formats.quantized_checkpoints.settings import CheckpointSettings
+from chairlift.models.formats.quantized_checkpoints.settings import QuantizationSettings
 
 __all__ = ["method"]
 
@@ -26,7 +26,7 @@ class _Fp8:
         return float8_rows(layer, _INVERSE if _INVERSE in layer else "weight_scale", self.block)
 
 
-def method(settings: CheckpointSettings) -> _Fp8:
+def method(settings: QuantizationSettings) -> _Fp8:
     """Read the settings of fp8. Raises ModelLoadError if the file contains scales for activations."""
     settings.one_of("activation_scheme", ("dynamic",), "dynamic")
     return _Fp8(settings.block("weight_block_size"))

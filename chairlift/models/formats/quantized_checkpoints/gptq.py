@@ -17,7 +17,7 @@ from chairlift.models.formats.quantized_checkpoints.layer import (
     group_of_rows,
     unpacked,
 )
-from chairlift.models.formats.quantized_checkpoints.settings import CheckpointSettings
+from chairlift.models.formats.quantized_checkpoints.settings import QuantizationSettings
 from chairlift.models.formats.stored_rows import StoredRows
 
 __all__ = ["method"]
@@ -86,7 +86,7 @@ class _Gptq:
         return None if torch.equal(order, torch.arange(k) // group) else order
 
 
-def method(settings: CheckpointSettings) -> _Gptq:
+def method(settings: QuantizationSettings) -> _Gptq:
     """Read the settings of gptq. Raises ModelLoadError for other numbers of bits and other formats, and for settings
     per layer."""
     settings.absent("dynamic", "is_marlin_format")

@@ -10,7 +10,7 @@ from torch import Tensor
 from chairlift.kernels.cpu.packing import by_slices
 from chairlift.kernels.grouped import GROUP, GroupedRows, GroupKind, dequantized
 from chairlift.models.formats.quantized_checkpoints.layer import StoredLayer, StoredTensor
-from chairlift.models.formats.quantized_checkpoints.settings import CheckpointSettings
+from chairlift.models.formats.quantized_checkpoints.settings import QuantizationSettings
 from chairlift.models.formats.stored_rows import StoredRows
 
 __all__ = ["method"]
@@ -65,7 +65,7 @@ class _MXFP4:
         return _Stack(blocks, layer.take("scales", ("U8",), blocks.shape[:3]))
 
 
-def method(settings: CheckpointSettings) -> _MXFP4:
+def method(settings: QuantizationSettings) -> _MXFP4:
     """Return the reader of this method. It reads no settings: layers in ``modules_to_not_convert`` are recognised
     because they are not quantised in the file."""
     return _MXFP4()

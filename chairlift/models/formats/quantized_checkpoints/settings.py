@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 
 from chairlift.errors import ModelLoadError
 
-__all__ = ["CheckpointSettings"]
+__all__ = ["QuantizationSettings"]
 
 
-class CheckpointSettings:
+class QuantizationSettings:
     """A JSON object with settings. ``where`` names the object in messages. Every failure raises ModelLoadError."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
@@ -67,12 +67,12 @@ class CheckpointSettings:
             return int(sides[0]), int(sides[1])
         self.refuse(key, "two numbers above 0, such as [128, 128]")
 
-    def part(self, key: str) -> CheckpointSettings | None:
+    def part(self, key: str) -> QuantizationSettings | None:
         """The settings in the nested object ``key``; None if it is missing."""
         value = self.get(key)
         if value is not None and not isinstance(value, Mapping):
             self.refuse(key, "an object, or null")
-        return None if value is None else CheckpointSettings(value, f"{self.where}.{key}")
+        return None if value is None else QuantizationSettings(value, f"{self.where}.{key}")
 
     def __contains__(self, key: str) -> bool:
         return self.get(key) is not None

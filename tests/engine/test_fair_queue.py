@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from chairlift.engine.turns import Turns
+from chairlift.engine.fair_queue import FairQueue
 
 
-def _order(turns: Turns[str], seconds: float = 1.0) -> list[str]:
+def _order(turns: FairQueue[str], seconds: float = 1.0) -> list[str]:
     found: list[str] = []
     while (taken := turns.take()) is not None:
         turns.took(taken[0], seconds)
@@ -14,7 +14,7 @@ def _order(turns: Turns[str], seconds: float = 1.0) -> list[str]:
 
 
 def test_a_tenant_with_much_work_lets_others_go_between() -> None:
-    turns: Turns[str] = Turns()
+    turns: FairQueue[str] = FairQueue()
     for tenant, work in (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1")):
         turns.add(tenant, work)
     assert _order(turns) == ["a1", "b1", "a2", "a3"]
@@ -22,7 +22,7 @@ def test_a_tenant_with_much_work_lets_others_go_between() -> None:
 
 
 def test_the_time_of_work_counts_and_not_its_number() -> None:
-    turns: Turns[str] = Turns()
+    turns: FairQueue[str] = FairQueue()
     for tenant in "aaabbb":
         turns.add(tenant, tenant)
     order: list[str] = []
@@ -33,7 +33,7 @@ def test_the_time_of_work_counts_and_not_its_number() -> None:
 
 
 def test_a_tenant_that_comes_later_begins_with_the_least_time_of_the_others() -> None:
-    turns: Turns[str] = Turns()
+    turns: FairQueue[str] = FairQueue()
     turns.add("a", "a1")
     turns.add("a", "a2")
     turns.take()

@@ -6,12 +6,12 @@ import threading
 from collections import deque
 from typing import Generic, TypeVar
 
-__all__ = ["Turns"]
+__all__ = ["FairQueue"]
 
 T = TypeVar("T")
 
 
-class Turns(Generic[T]):
+class FairQueue(Generic[T]):
     """Work that was not begun, per tenant. Several threads may use the object."""
 
     def __init__(self) -> None:
