@@ -17,7 +17,7 @@ from chairlift_lab.sim.world import make_world
 from tests.simulation.mutants import MUTANTS
 
 FAILED_ONCE = (1502, 2286, 3728, 4096, 5666, 11950, 14738, 15549, 33268, 42650, 53414, 56820, 65585, 72243, 97234)
-FAILED_ONCE += (180875, 838835, 63874, 27945, 32965)
+FAILED_ONCE += (180875, 838835, 63874, 27945, 32965, 404813)
 """Seeds that found a bug: drafts for which the cache refused blocks, computed all the same; a group that was short, so
 that the next one did not give back what its window had left behind; a request that was swapped out and came back before
 smaller ones; blocks that a window gave back, taken by others though they were promised; a failed step whose prompt KV
@@ -26,7 +26,8 @@ row short of blocks that held the whole budget, and so up the row whose window w
 again before the answer under it was delivered (static batch, abort); an answer delivered after its request's abort;
 reserved step tokens of a class taken by a running request that comes after the first waiting one; a request preempted
 between two steps that the watch of fair shares kept watching with its old size; a prompt that reads images, which the
-same watch measured by tokens that only texts could have; KV that was saved from a row which had just failed."""
+same watch measured by tokens that only texts could have; KV that was saved from a row which had just failed; a request
+behind a preempted one in the line, which a smaller prompt kept from its part of the budget."""
 
 
 NAMES = ("preempted", "cached", "forked", "late", "held", "failed", "text", "passed", "swapped", "tails", "dropped")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 
 from chairlift.base.image_spans import cut_by
-from chairlift.core.request import Request
+from chairlift.core.request import Request, RequestStatus
 from chairlift.core.scheduler.batch import Batch
 from chairlift.core.scheduler.output import Chunk
 from chairlift.core.scheduler.preemptor import Preemptor
@@ -78,14 +78,23 @@ class PromptBudget:
     def _split_at_first_waiting(self, rows: list[Request]) -> tuple[list[Request], list[Request]]:
         """(running requests before the first waiting request in policy order, running requests after it). Requests of
         the second list joined early because they are small."""
-        head = next(self.waiting.line(self.batch.now)) if self.waiting and rows else None
-        if head is None:
+        if not (self.waiting and rows):
             return rows, []
-        order, head_order = self.policy.order, self.policy.order(head)
-        younger = [r for r in rows if r.num_computed_tokens < r.progress_mark and order(r) > head_order]
+        order, first_order = self.policy.order, self._first_waiting_order()
+        younger = [r for r in rows if r.num_computed_tokens < r.progress_mark and order(r) > first_order]
         if not younger:
             return rows, []
         return [r for r in rows if r not in younger], sorted(younger, key=order)
+
+    def _first_waiting_order(self) -> tuple[float, ...]:
+        """The smallest key in policy order among the waiting requests. Preempted requests are first in the line, also
+        those whose keys are larger than the first newcomer's."""
+        orders = []
+        for request in self.waiting.line(self.batch.now):
+            orders.append(self.policy.order(request))
+            if request.status is RequestStatus.WAITING:
+                break
+        return min(orders)
 
     @staticmethod
     def _needs(rows: Iterable[Request]) -> list[tuple[Request, int]]:
@@ -213,7 +222,7 @@ class PromptBudget:
     def _admit(self, step: Step, budget: int, before: Request | None = None) -> int:
         """Admit waiting requests in policy order while there are tokens, rows and blocks. Returns the remaining budget.
 
-        With ``before``, only requests before this running request in policy order are admitted.
+        With ``before``, only preempted requests and those before this running request in policy order are admitted.
         """
         out = step.out
         waiting = self.waiting
@@ -235,7 +244,11 @@ class PromptBudget:
             self.membership.prepare(batch, min(self.max_model_len - 1, self.kv.capacity_tokens))
         passed, step.blocked = step.passed, []
         for request in batch:
-            if before is not None and self.policy.order(request) > self.policy.order(before):
+            if (
+                before is not None
+                and request.status is RequestStatus.WAITING
+                and self.policy.order(request) > self.policy.order(before)
+            ):
                 break
             if request in passed:
                 continue

@@ -149,3 +149,13 @@ def test_tokens_reserved_for_a_class_are_not_taken_by_requests_before_it() -> No
     driver.add(request("waiting", 100, priority=-4))
     for _ in range(3):
         assert given(driver.step()) == {"first": 56, "reserving": 8}
+
+
+def test_a_preempted_request_at_the_head_of_the_line_holds_up_no_earlier_one() -> None:
+    """It is first in the line, but not first in policy order. A small prompt between the two gets no tokens of the part
+    in policy order before the earlier one."""
+    driver = Driver(num_blocks=300, max_model_len=256, max_num_batched_tokens=16, policy_share=0.5)
+    driver.add(request("first", 8, max_tokens=1), request("second", 60), request("small", 30), request("late", 2))
+    assert given(driver.step()) == {"first": 8, "late": 2, "small": 6}
+    driver.scheduler.preempt("late")
+    assert given(driver.step())["second"] >= 4
