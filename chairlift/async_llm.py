@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -57,7 +58,10 @@ class AsyncLLM:
         if self._engine is None:
             self._loop = asyncio.get_running_loop()
             self._engine = AsyncEngine.start(
-                self.config, read_tokenizer=read_tokenizer, read_images=read_images, on_progress=self._progress
+                self.config,
+                read_tokenizer=read_tokenizer,
+                read_images=functools.partial(read_images, self.config),
+                on_progress=self._progress,
             )
             try:
                 await self._engine.wait_ready()

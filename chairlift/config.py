@@ -21,6 +21,7 @@ from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from chairlift.base.draft_methods import DRAFT_METHODS
 from chairlift.base.foreign_names import answer_to
+from chairlift.base.plugins import is_plugin
 from chairlift.base.presets import PRESETS, with_preset
 from chairlift.base.quantities import reader_of
 from chairlift.base.rerankers import RERANKERS
@@ -56,7 +57,6 @@ BUNDLED_MODEL = "bundled"
 
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "model_impl": ("auto", "native", "transformers"),
     "runner": ("auto", "generate", "pooling"),
     "pooling_type": ("LAST", "CLS", "MEAN"),
     "reranker": tuple(RERANKERS),
@@ -73,9 +73,15 @@ _CHOICES = {
     "metrics_prefix": ("chairlift", "vllm"),
     "routing": ("rr", "p2c", "least", "prefix", "forecast"),
     "log_format": ("text", "json"),
-    "tool_call_parser": ("auto", *TOOL_FORMATS, NONE),
-    "reasoning_parser": ("auto", *REASONING_FORMATS, NONE),
 }
+_EXTENSIBLE = {
+    "model_impl": (("auto", "native", "transformers"), "module:FAMILY"),
+    "scheduling_policy": (("fcfs", "priority"), "module:Class"),
+    "governor": (("off", "rules"), "module:Class"),
+    "tool_call_parser": (("auto", *TOOL_FORMATS, NONE), "module:FORMAT"),
+    "reasoning_parser": (("auto", *REASONING_FORMATS, NONE), "module:FORMAT"),
+}
+"""Setting -> (its values, form of further values). A value of this form names code outside the package."""
 _RANGES: dict[str, tuple[float, float]] = {
     "threads": (1, 256),
     "max_model_len": (2, 2**24),
@@ -164,8 +170,8 @@ class ModelConfig:
     """CPU threads. None: all processors that this process may use."""
     model_impl: str = "auto"
     """Implementation of the layers: native (Chairlift's own), transformers (the class in transformers, run by PyTorch
-    with Chairlift's attention, several times slower: docs/models.md), or auto: native if there is one, otherwise
-    transformers if the family was checked."""
+    with Chairlift's attention, several times slower: docs/models.md), auto (native if there is one, otherwise
+    transformers if the family was checked), or module:FAMILY, a family of your own (docs/adding-a-model.md)."""
     kernels: str = "auto"
     """Implementation of the kernels. auto: the best for this processor or GPU. A name forces one: triton needs a GPU,
     torch is the reference."""
@@ -425,6 +431,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         model, cache, scheduler, lora = self.model, self.cache, self.scheduler, self.lora
+        if scheduler.governor == "shadow":
+            raise ConfigError(
+                "governor shadow was removed; write rules (its changes stay within the settings, and each is logged)"
+                " or off. docs/governor.md has a command that simulates the rules"
+            )
         for part in (model, cache, scheduler, lora):
             _check(part)
         if lora.num_cpu_loras < lora.max_loras:
@@ -436,12 +447,6 @@ class EngineConfig:
             raise ConfigError(f"device must be cpu, cuda or cuda:N, got {model.device!r}")
         if cache.block_size & (cache.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 256, got {cache.block_size!r}")
-        if scheduler.governor == "shadow":
-            raise ConfigError(
-                "governor shadow was removed; write rules (its changes stay within the settings, and each is logged)"
-                " or off. docs/governor.md has a command that simulates the rules"
-            )
-        _known_or_class("governor", scheduler.governor, ("off", "rules"))
         _policy(scheduler)
         if scheduler.batch_sizes and scheduler.batching == "continuous":
             raise ConfigError("preferred_batch_sizes are for batching static or dynamic; continuous never waits")
@@ -535,11 +540,11 @@ class ServerConfig:
     chat_template: str | None = None
     """File with a chat template, instead of the model's own."""
     tool_call_parser: str = "auto"
-    """Format of the model's tool calls. auto: the format that its chat template prints. none: requests with tools are
-    refused."""
+    """Format of the model's tool calls: a name in docs/tools.md, or module:FORMAT, a format of your own. auto: the
+    format that its chat template prints. none: requests with tools are refused."""
     reasoning_parser: str = "auto"
-    """Format of the model's reasoning. auto: the format that its chat template prints. none: reasoning stays in the
-    answer."""
+    """Format of the model's reasoning: a name in docs/tools.md, or module:FORMAT, a format of your own. auto: the
+    format that its chat template prints. none: reasoning stays in the answer."""
     lora_modules: tuple[str, ...] = ()
     """Adapter to serve from the start: name=path, name=Hub id, or {"name": ..., "path": ...}; may be repeated."""
     lora_dir: str | None = None
@@ -747,6 +752,9 @@ def _check(settings: Any) -> None:
             continue
         if name in _CHOICES and value not in _CHOICES[name]:
             raise ConfigError(f"{name} must be one of {', '.join(_CHOICES[name])}; got {value!r}")
+        known, form = _EXTENSIBLE.get(name, ((), ""))
+        if known and value not in known and not is_plugin(value):
+            raise ConfigError(f"{name} must be {', '.join(known)} or {form}; got {value!r}")
         if isinstance(field.default, bool) and not isinstance(value, bool):
             raise ConfigError(f"{name} must be true or false, got {value!r}")
         if field.default == () and (isinstance(value, str) or not all(isinstance(x, str) and x for x in value)):
@@ -771,11 +779,6 @@ def _check_draft_files(method: str, model: Any) -> None:
         )
 
 
-def _known_or_class(name: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known and not (isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value)):
-        raise ConfigError(f"{name} must be {', '.join(known)} or module:Class; got {value!r}")
-
-
 def _check_text(name: str, value: Any) -> None:
     if not isinstance(value, (str, os.PathLike)):
         raise ConfigError(f"{name} must be text, got {value!r}")
@@ -791,7 +794,6 @@ def _check_range(name: str, value: Any, whole: bool) -> None:
 
 def _policy(scheduler: SchedulerConfig) -> None:
     name = scheduler.scheduling_policy
-    _known_or_class("scheduling_policy", name, ("fcfs", "priority"))
     classes = parse_service_classes(scheduler.service_classes)
     weights = parse_tenant_weights(scheduler.tenant_weights)
     if name == "fcfs" and (scheduler.service_classes or weights):

@@ -86,7 +86,7 @@ class LLM:
             self.tokenizer = read_tokenizer(self.config, loaded.model_dir)
         self.max_model_len, self.memory_plan = loaded.max_model_len, loaded.memory_plan
         eos = set(loaded.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
-        reader = None if self.tokenizer is None else read_images(loaded.model_dir, self.tokenizer)
+        reader = None if self.tokenizer is None else read_images(self.config, loaded.model_dir, self.tokenizer)
         self._images = reader if loaded.takes_images else None
         self._engine = Engine(
             loaded.executor,

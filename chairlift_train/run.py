@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from chairlift.base.plugins import load_plugin
 from chairlift.base.writing import replacing
 from chairlift.errors import ConfigError
 from chairlift.kernels.weights import PLAIN
@@ -375,16 +374,9 @@ def _mixed(config: TrainConfig, sources: Mapping[str, Any]) -> Any:
 
 
 def _import_source(data: DataSettings) -> Callable[[], Any]:
-    module_name, _, class_name = (data.source or "").partition(":")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # the installed command does not search the current directory
-    try:
-        made: Any = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:
-        raise ConfigError(f"data.source {data.source!r} cannot be imported: {type(error).__name__}: {error}") from error
-    missing = [name for name in ("__iter__", "state_dict", "load_state_dict") if not hasattr(made, name)]
-    if missing:
-        raise ConfigError(f"data.source {data.source!r} has no {', '.join(missing)}, so a run could not be resumed")
+    members = ("__iter__", "state_dict", "load_state_dict")
+    example = "a class with these methods, so that a run can be resumed (docs/training.md)"
+    made = load_plugin("data.source", data.source or "", lambda found: found, members, example)
 
     def make() -> Any:
         try:

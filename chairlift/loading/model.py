@@ -207,10 +207,12 @@ def read_tokenizer(config: EngineConfig, model_dir: str) -> Tokenizer:
     return Tokenizer.from_dir(config.model.tokenizer or model_dir)
 
 
-def read_images(model_dir: str, tokenizer: Tokenizer) -> ImageProcessor | None:
+def read_images(config: EngineConfig, model_dir: str, tokenizer: Tokenizer) -> ImageProcessor | None:
     """The image reader of a model; None for a model that reads only texts. Raises ModelLoadError."""
+    from chairlift.models.registry import named_family
     from chairlift.models.vision.vision_files import read_processor
 
+    named_family(config.model.model_impl)  # this process may know the family only by the setting
     return read_processor(Path(model_dir), tokenizer) if model_dir else None
 
 
@@ -532,8 +534,8 @@ def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:
         raise ConfigError("kv_cache_dtype is 'int8', but HashLM's cache holds no K and V; leave kv_cache_dtype out")
     if config.lora.enable_lora:
         raise ConfigError("enable_lora is on, but HashLM has no weights to adapt; leave enable_lora out")
-    if config.model.model_impl == "transformers":
-        raise ConfigError("model_impl is 'transformers', but HashLM has no layers; leave model_impl out")
+    if config.model.model_impl not in ("auto", "native"):
+        raise ConfigError(f"model_impl is {config.model.model_impl!r}, but HashLM has no layers; leave model_impl out")
     from chairlift.executor.host_memory import host_memory
     from chairlift.executor.local import LocalExecutor
     from chairlift.models.hashlm_served import hashlm_runner

@@ -68,7 +68,9 @@ def is_pooling(config: EngineConfig) -> bool:
             raise ConfigError("runner is 'pooling', but HashLM only generates; leave runner and reranker out")
         return False
     from chairlift.models.pooling import pools
+    from chairlift.models.registry import named_family
 
+    named_family(config.model.model_impl)
     return pools(model_directory(config), config.model.runner, config.model.reranker)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+from chairlift.base.plugins import is_plugin, load_value
+from chairlift.errors import ConfigError
 from chairlift.models.families.arcee import ARCEE
 from chairlift.models.families.cohere2 import COHERE2
 from chairlift.models.families.cwm import CWM
@@ -55,7 +59,7 @@ from chairlift.models.families.stablelm import STABLELM
 from chairlift.models.families.starcoder2 import STARCODER2
 from chairlift.models.family import Family
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "named_family"]
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -119,3 +123,24 @@ FAMILIES: dict[str, Family] = {
         STARCODER2,
     )
 }
+"""``model_type`` -> family. :func:`named_family` adds families from outside the package."""
+_OWN: Final = frozenset(FAMILIES)
+
+
+def named_family(model_impl: str) -> Family | None:
+    """The family that the setting ``model_impl`` names as ``module:FAMILY``, which joins :data:`FAMILIES`. None for the
+    other values of the setting.
+
+    Raises ConfigError if the value cannot be imported, is not a :class:`Family`, or has the ``model_type`` of a family
+    of this package.
+    """
+    if not is_plugin(model_impl):
+        return None
+    family = load_value("model_impl", model_impl, Family, "a file in chairlift/models/families")
+    if family.model_type in _OWN:
+        raise ConfigError(
+            f"model_impl {model_impl!r} is for model_type {family.model_type!r}, which Chairlift has itself; use the"
+            " setting 'native', or give the family and the model's config.json another model_type"
+        )
+    FAMILIES[family.model_type] = family
+    return family

@@ -7,6 +7,7 @@ import logging
 import math
 from collections import deque
 
+from chairlift.base.plugins import load_plugin
 from chairlift.config import SchedulerConfig
 from chairlift.core.scheduler.costs import Costs
 from chairlift.core.scheduler.governor import (
@@ -21,7 +22,6 @@ from chairlift.core.scheduler.governor import (
 )
 from chairlift.core.scheduler.guard_rails import GuardRails
 from chairlift.core.scheduler.output import SchedulerOutput, StepResult
-from chairlift.core.scheduler.policies import load_plugin
 from chairlift.core.scheduler.scheduler import Scheduler
 
 __all__ = ["Decision", "GovernorLoop", "Window", "governor_from_config"]

@@ -1,20 +1,17 @@
-"""Makes the policy from the settings, and loads custom classes."""
+"""Makes the policy from the settings."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
+from chairlift.base.plugins import load_plugin
 from chairlift.base.service_class import parse_service_classes, parse_tenant_weights
 from chairlift.config import SchedulerConfig
 from chairlift.core.scheduler.deadlines import EstimateOf
 from chairlift.core.scheduler.policy import FCFS, Policy
 from chairlift.core.scheduler.precedence import Precedence
-from chairlift.errors import ConfigError
 
-__all__ = ["load_plugin", "load_policy", "policy_from_config"]
+__all__ = ["load_policy", "policy_from_config"]
 
 
 def policy_from_config(config: SchedulerConfig, estimate: EstimateOf | None = None) -> Policy:
@@ -38,21 +35,3 @@ def load_policy(path: str) -> Policy:
     members = [name for name in dir(type(FCFS)) if not name.startswith("_")]
     base = "chairlift.core.scheduler.policy.FirstComeFirstServed"
     return cast(Policy, load_plugin("scheduling_policy", path, lambda owner: owner(), members, base))
-
-
-def load_plugin(setting: str, path: str, make: Callable[[Any], Any], members: list[str], example: str) -> Any:
-    """Import the class ``module:Class`` and return ``make(class)``.
-
-    Raises ConfigError if this fails, or if the result lacks one of ``members``.
-    """
-    module_name, _, class_name = path.partition(":")
-    if "" not in sys.path:
-        sys.path.append("")  # search the current directory too; the installed command does not by itself
-    try:
-        plugin = make(getattr(importlib.import_module(module_name), class_name))
-    except Exception as error:
-        raise ConfigError(f"{setting} {path!r} cannot be made: {type(error).__name__}: {error}") from error
-    missing = [name for name in members if not hasattr(plugin, name)]
-    if missing:
-        raise ConfigError(f"{setting} {path!r} has no {', '.join(missing)}; start from {example}")
-    return plugin

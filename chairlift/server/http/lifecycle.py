@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import functools
 import logging
 import os
 import resource
@@ -39,6 +40,7 @@ from chairlift.server.operations.idle_settings import check_adapter_settings, id
 from chairlift.server.operations.status_line import PreemptionAlarm, StatusLine
 from chairlift.server.operations.tracing import RequestTracer, otlp_exporter
 from chairlift.text.tokenizer.chat_template import ChatTemplate
+from chairlift.text.tool_calls import named_reasoning_format, named_tool_format
 
 __all__ = ["ExitCode", "Stop", "banner", "bind", "drain", "serve", "served_names", "start_engine"]
 
@@ -92,6 +94,8 @@ class Stop:
 
 def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress: Progress) -> AsyncEngine:
     """Create the engine with the server's settings; it begins to load the model. Raises ConfigError."""
+    named_tool_format(config.tool_call_parser)  # refuses a format that cannot be used
+    named_reasoning_format(config.reasoning_parser)
     template = None
     if config.chat_template is not None:
         try:
@@ -120,7 +124,7 @@ def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress:
     return AsyncEngine.start(
         engine_config,
         read_tokenizer=read_tokenizer,
-        read_images=read_images,
+        read_images=functools.partial(read_images, engine_config),
         on_progress=on_progress,
         restart=config.restart,
         chat_template=template,

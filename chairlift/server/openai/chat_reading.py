@@ -19,22 +19,23 @@ from chairlift.server.openai.structured import naming
 from chairlift.text.tokenizer.tokenizer import Tokenizer
 from chairlift.text.tool_calls import (
     NONE,
-    REASONING_FORMATS,
-    TOOL_FORMATS,
     AnswerReader,
     Broken,
     Call,
     Event,
+    ReasoningFormat,
     Thinking,
+    ToolFormat,
     Tools,
     check_tools,
     holds_calls,
+    named_reasoning_format,
+    named_tool_format,
     output_constraint,
     reasoning_format_of,
     thinking_of,
     tool_format_of,
 )
-from chairlift.text.tool_calls.formats import ReasoningFormat, ToolFormat
 
 __all__ = ["AnswerReading", "ChatPlan", "chat_plan", "constrained", "limited_params", "opened_by", "plan_prompt"]
 
@@ -118,11 +119,10 @@ def chat_plan(state: ServerState, chat: ChatRequest, ignored: list[str]) -> Chat
     template, config = state.engine.chat_template, state.config
     reasoning = None
     if chat.separate_reasoning is not False and config.reasoning_parser != NONE:
-        chosen = REASONING_FORMATS.get(config.reasoning_parser)
-        reasoning = reasoning_format_of(template) if chosen is None else chosen
+        reasoning = named_reasoning_format(config.reasoning_parser) or reasoning_format_of(template)
     tool_format = None
     if plan.tools.offered:
-        tool_format = TOOL_FORMATS.get(config.tool_call_parser) or tool_format_of(template)
+        tool_format = named_tool_format(config.tool_call_parser) or tool_format_of(template)
         if config.tool_call_parser == NONE or tool_format is None:
             why = "the server was started with --tool-call-parser none"
             if config.tool_call_parser != NONE:

@@ -12,6 +12,8 @@ import enum
 from collections.abc import Sequence
 from typing import Final
 
+from chairlift.base.plugins import is_plugin, load_value
+
 __all__ = [
     "NONE",
     "REASONING_FORMATS",
@@ -19,6 +21,8 @@ __all__ = [
     "Body",
     "ReasoningFormat",
     "ToolFormat",
+    "named_reasoning_format",
+    "named_tool_format",
     "reasoning_format_of",
     "tool_format_of",
 ]
@@ -372,6 +376,22 @@ _REASONING_ROWS: Final = (
 
 REASONING_FORMATS: Final = {row.name: row for row in _REASONING_ROWS}
 """Name -> format. A chat template has the first format whose ``signs`` it contains."""
+
+
+def named_tool_format(name: str) -> ToolFormat | None:
+    """The format that ``--tool-call-parser`` names: a row of :data:`TOOL_FORMATS`, or the value ``module:FORMAT``. None
+    for ``auto`` and ``none``. Raises ConfigError for a value that cannot be used."""
+    if is_plugin(name):
+        return load_value("tool_call_parser", name, ToolFormat, "a row of chairlift.text.tool_calls.TOOL_FORMATS")
+    return TOOL_FORMATS.get(name)
+
+
+def named_reasoning_format(name: str) -> ReasoningFormat | None:
+    """The format that ``--reasoning-parser`` names, like :func:`named_tool_format`. Raises ConfigError."""
+    if is_plugin(name):
+        rows = "a row of chairlift.text.tool_calls.REASONING_FORMATS"
+        return load_value("reasoning_parser", name, ReasoningFormat, rows)
+    return REASONING_FORMATS.get(name)
 
 
 def tool_format_of(template: str | None) -> ToolFormat | None:
