@@ -38,9 +38,12 @@ def megatron_batch(pack: Pack, *, context_parallel: int = 1, pad_id: int = 0) ->
     multiple = 2 * context_parallel if context_parallel > 1 else 1
     arrays = PackCollator(keys=("input_ids", "loss_weight")).arrays(pack)
     padded_lengths = [-(-length // multiple) * multiple for length in pack.lengths]
-    real, padded = Layout.of(pack.lengths), Layout.of(padded_lengths)
+    real = Layout.of(pack.lengths)
+    padded = Layout.of(padded_lengths)
     total = padded.num_tokens
-    tokens, labels, mask = np.full(total, pad_id, np.int64), np.zeros(total, np.int64), np.zeros(total, np.float32)
+    tokens = np.full(total, pad_id, np.int64)
+    labels = np.zeros(total, np.int64)
+    mask = np.zeros(total, np.float32)
     for length, start, target_start in zip(pack.lengths, real.cu_seqlens, padded.cu_seqlens, strict=False):
         ids, weights = (arrays[name][0][start : start + length] for name in ("input_ids", "loss_weight"))
         tokens[target_start : target_start + length] = ids

@@ -70,7 +70,9 @@ def write_whole(template: ChatTemplate, chat: Chat, notes: list[str]) -> Written
     """Convert a chat to one training example whose targets are all characters, except those of answers that a mark such
     as ``weight: 0`` excludes. Raises the errors of :func:`write_chat`."""
     pages = _pages(template, chat, notes)
-    text, begin, spans = pages.first(len(pages.messages)), 0, []
+    text = pages.first(len(pages.messages))
+    begin = 0
+    spans = []
     for index in (index for index, is_excluded in enumerate(chat.excluded) if is_excluded):
         before = pages.first(index + 1)
         if pages.messages[index]["role"] != "assistant" or not text.startswith(before):
@@ -190,7 +192,8 @@ def _border(pages: _Pages, index: int, text: str) -> tuple[int, bool]:
     opened = pages.first(index, opens=True)
     if text.startswith(opened):
         return len(opened), True
-    before, common = pages.first(index), _common(opened, text)
+    before = pages.first(index)
+    common = _common(opened, text)
     common = common[: len(common) - len(match.group())] if (match := _OPEN_TAG.search(common)) else common
     if not text.startswith(before) or len(common) < len(before):
         raise ConfigError(

@@ -162,7 +162,8 @@ class CheckpointStore:
 
     def point_to_best(self) -> None:
         """Make the link ``best`` point to the best checkpoint, if there is one. The link changes atomically."""
-        best, link = self.root / f"step-{self.best or 0:08d}", self.root / "best"
+        best = self.root / f"step-{self.best or 0:08d}"
+        link = self.root / "best"
         if self.best is None or not best.is_dir() or (link.is_symlink() and link.readlink() == Path(best.name)):
             return
         if link.exists() and not link.is_symlink():

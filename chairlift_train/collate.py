@@ -115,7 +115,9 @@ class PackCollator:
         optimiser steps.
         """
         pack = _join([packs] if isinstance(packs, Pack) else packs)
-        tokens, weights, lengths = pack.tokens.astype(np.int64), pack.weights.astype(np.float32), pack.lengths
+        tokens = pack.tokens.astype(np.int64)
+        weights = pack.weights.astype(np.float32)
+        lengths = pack.lengths
         padding = -len(tokens) % self.pad_to
         if padding:
             tokens = np.concatenate([tokens, np.full(padding, self.pad_id, np.int64)])
@@ -159,7 +161,8 @@ def trl_columns(pack: Pack) -> dict[str, Any]:
 
 def packed_seq_params(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of Megatron-Core's ``PackedSeqParams``, for attention over tensors [T, heads, dim]."""
-    offsets, longest = batch["cu_seqlens"], batch["max_seqlen"]
+    offsets = batch["cu_seqlens"]
+    longest = batch["max_seqlen"]
     return {
         "qkv_format": "thd",
         "cu_seqlens_q": offsets,

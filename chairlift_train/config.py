@@ -605,7 +605,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     """
     if hint is Any:
         return value
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None

@@ -57,13 +57,17 @@ class PageHinkley:
                 "PageHinkley needs delta >= 0, threshold > 0 and warmup >= 2, "
                 f"got delta={delta}, threshold={threshold}, warmup={warmup}"
             )
-        self.delta, self.threshold, self.warmup = delta, threshold, warmup
+        self.delta = delta
+        self.threshold = threshold
+        self.warmup = warmup
         self.before = self.after = 0.0
         self.recent = 0
         self._restart()
 
     def _restart(self) -> None:
-        self._count, self._mean, self._squares = 0, 0.0, 0.0
+        self._count = 0
+        self._mean = 0.0
+        self._squares = 0.0
         # For each direction (up, down): [cumulative sum of deviations, number of values since this sum was last 0, sum
         # of these values].
         self._runs: list[list[float]] = [[0.0, 0, 0.0], [0.0, 0, 0.0]]
@@ -90,7 +94,8 @@ class PageHinkley:
         if largest[0] <= self.threshold:
             return False
         _, recent, total = largest
-        self.recent, self.after = int(recent), total / recent
+        self.recent = int(recent)
+        self.after = total / recent
         self.before = (self._mean * self._count - total) / (self._count - recent)
         self._restart()
         return True
@@ -130,7 +135,10 @@ class Adwin:
                 "Adwin needs 0 < delta < 1, clock >= 1, buckets >= 2 and min_side >= 1, "
                 f"got delta={delta}, clock={clock}, buckets={buckets}, min_side={min_side}"
             )
-        self.delta, self.clock, self.buckets, self.min_side = delta, clock, buckets, min_side
+        self.delta = delta
+        self.clock = clock
+        self.buckets = buckets
+        self.min_side = min_side
         self.before = self.after = 0.0
         self.recent = 0
         self._ticks = 0
@@ -165,7 +173,11 @@ class Adwin:
         centre = total / count
         variance = sum(squares + size * (mean - centre) ** 2 for size, mean, squares in window) / count
         confidence = math.log(2 * math.log(count) / self.delta)
-        found, cut, best, older, older_total = False, 0, 0.0, 0, 0.0
+        found = False
+        cut = 0
+        best = 0.0
+        older = 0
+        older_total = 0.0
         for index, (size, mean, _) in enumerate(window[:-1], start=1):
             older += size
             older_total += size * mean
@@ -180,7 +192,9 @@ class Adwin:
                 found = found or abs(after - before) > bound
             likelihood = older * newer * (after - before) ** 2
             if likelihood > best:
-                best, cut, last = likelihood, index, (before, after, newer)
+                best = likelihood
+                cut = index
+                last = (before, after, newer)
         if found:
             self.before, self.after, self.recent = last
             self._drop(cut)

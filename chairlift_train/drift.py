@@ -47,7 +47,8 @@ class Reservoir:
     """A uniform sample of the items offered to it: algorithm R (Vitter, 1985)."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity, self.seen = capacity, 0
+        self.capacity = capacity
+        self.seen = 0
         self.items: list[tuple[int, Mapping[str, Any]]] = []
         """Items of the sample: (number of the item in its source, item)."""
 
@@ -170,8 +171,12 @@ class DriftSampler:
             **{"importance": importance, "mixing": mixing, "smoothing": smoothing, "seed": seed},
             "weights": {name: weights[name] / total for name in sources},
         }
-        self._signal, self._replay, self._capacity = signal, replay, reservoir
-        self._importance, self._mixing, self._smoothing = importance, mixing, smoothing
+        self._signal = signal
+        self._replay = replay
+        self._capacity = reservoir
+        self._importance = importance
+        self._mixing = mixing
+        self._smoothing = smoothing
         self._make_detector = make
         self._sources = {
             name: _Source(SourceCursor(source), weights[name] / total, make(), Reservoir(reservoir // len(sources)))
@@ -332,7 +337,9 @@ class DriftSampler:
             raise ConfigError(f"there is no source {name!r}; there are {list(self._sources)}")
         source = self._sources[name]
         self._change(name, source.drawn, math.nan, math.nan)
-        source.detector, source.observations, source.seen_until = self._make_detector(), 0, source.drawn
+        source.detector = self._make_detector()
+        source.observations = 0
+        source.seen_until = source.drawn
 
     def _change(self, name: str, since: int, before: float, after: float) -> None:
         """Treat the items of source ``name`` before item ``since`` as old data, which is replayed from now on."""
@@ -417,7 +424,8 @@ class DriftSampler:
             for field in _NUMBERS:
                 setattr(source, field, saved[field])
         self._old = {name: Reservoir.from_state(saved) for name, saved in state["old"].items()}
-        self._names, self._losses = list(state["names"]), dict(state["losses"])
+        self._names = list(state["names"])
+        self._losses = dict(state["losses"])
         self._drawn, self._replayed, self._observed = state["counts"]
         self._recent[: len(state["recent"])] = state["recent"]
         self.events = [DriftEvent(**event) for event in state["events"]]

@@ -135,7 +135,9 @@ class Encoder:
         Raises ModelLoadError for a directory without a readable tokenizer, and ConfigError for a template file that
         cannot be read.
         """
-        self._text_field, self._train_on, self._add_eos = text_field, train_on, add_eos
+        self._text_field = text_field
+        self._train_on = train_on
+        self._add_eos = add_eos
         self._answers: Answers = answers
         self._columns = dict(columns or {})
         self._text: _Text | None = None
@@ -210,7 +212,8 @@ class Encoder:
                 return [], chat.fields
             return self._chat(chat, notes), chat.fields
         if "prompt" in record and "completion" in record:
-            prompt, completion = _string(record, "prompt"), _string(record, "completion")
+            prompt = _string(record, "prompt")
+            completion = _string(record, "completion")
             answer = [(len(prompt), len(prompt) + len(completion))]
             spans = answer if self._train_on == "answers" else None
             return [self._encode(prompt + completion, spans, notes, special=True)], {"prompt", "completion"}
@@ -270,7 +273,8 @@ class Encoder:
         elif spans and not special and self._train_on == "answers" and not _ends(text, tokens, spans, tools.endings):
             notes.append(_NO_END)
         if special and self._add_eos and tools.eos is not None and ids[-1:] != [tools.eos]:
-            ids, weights = [*ids, tools.eos], np.append(weights, np.float32(1))
+            ids = [*ids, tools.eos]
+            weights = np.append(weights, np.float32(1))
         if len(ids) < 2:
             raise ConfigError(f"the text {text[:40]!r} has only {len(ids)} tokens, so there is nothing to predict")
         return {"input_ids": np.array(ids, np.int32), "loss_weight": weights}

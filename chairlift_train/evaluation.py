@@ -78,7 +78,9 @@ class Evaluation:
 
         The function returns a source for :class:`PackStream`.
         """
-        self._sources, self._capacity, self._overflow = dict(sources), capacity, overflow
+        self._sources = dict(sources)
+        self._capacity = capacity
+        self._overflow = overflow
         self._ranks = ranks or Ranks()
 
     def check(self) -> None:
@@ -118,7 +120,9 @@ class Evaluation:
         stream = PackStream(
             source, self._capacity, overflow=self._overflow, ranks=self._ranks.size, rank=self._ranks.rank
         )
-        losses, weights, targets = [], [], 0
+        losses = []
+        weights = []
+        targets = 0
         with _evaluating(trainer):
             for pack in stream:
                 count = int((pack.weights != 0).sum())

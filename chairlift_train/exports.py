@@ -66,7 +66,8 @@ class _Indexed:
     the end."""
 
     def __init__(self, data: Any, dtype: str) -> None:
-        self._data, self._dtype = data, np.dtype(dtype)
+        self._data = data
+        self._dtype = np.dtype(dtype)
         self._lengths: list[int] = []
         self._documents = [0]
 
@@ -98,7 +99,8 @@ def megatron_writer(files: list[Path], vocab_size: int = 0) -> Iterator[Write]:
         data, index = (stack.enter_context(replacing(file)) for file in files[:2])
         tokens = _Indexed(data, dtype)
         mask_data, mask_index = (stack.enter_context(_optional_file(file)) for file in files[2:])
-        masks, is_needed = _Indexed(mask_data.file, "uint8"), False
+        masks = _Indexed(mask_data.file, "uint8")
+        is_needed = False
 
         def write(pack: Pack) -> None:
             nonlocal is_needed
@@ -119,7 +121,8 @@ class _OptionalFile:
     """An open file that is deleted at the end unless ``keep`` is set."""
 
     def __init__(self, file: Any) -> None:
-        self.file, self.keep = file, False
+        self.file = file
+        self.keep = False
 
 
 @contextlib.contextmanager

@@ -78,7 +78,9 @@ class TrainerLoss:
         # With this setting, the trainer itself multiplies the loss by the number of ranks.
         self.loss.gradients = "sum" if trainer.args.average_tokens_across_devices else "mean"
         self._attached = True
-        take, predict, loop = trainer.get_batch_samples, trainer.prediction_step, trainer.evaluation_loop
+        take = trainer.get_batch_samples
+        predict = trainer.prediction_step
+        loop = trainer.evaluation_loop
 
         def get_batch_samples(batches: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
             samples, num_items = take(batches, num_batches, device)
@@ -100,7 +102,8 @@ class TrainerLoss:
                 output.metrics[f"{prefix}_loss"] = total / count
             return output
 
-        trainer.get_batch_samples, trainer.prediction_step = get_batch_samples, prediction_step
+        trainer.get_batch_samples = get_batch_samples
+        trainer.prediction_step = prediction_step
         trainer.evaluation_loop = evaluation_loop
         return self
 

@@ -236,7 +236,8 @@ class _Probe:
         if not leaks:
             return False
         self.extra = {"use_cache": False}
-        base, after = self._logits(self.tokens), self._logits(self._with_change(leaks[0].source))
+        base = self._logits(self.tokens)
+        after = self._logits(self._with_change(leaks[0].source))
         self.extra = {}
         return _distance(base[leaks[0].victim], after[leaks[0].victim]) <= threshold
 

@@ -110,7 +110,9 @@ class Lanes:
                 f"got lanes={lanes}, chunk={chunk}, refill={refill!r}"
             )
         self._settings = {"lanes": lanes, "chunk": chunk, "refill": refill}
-        self.lanes, self.chunk, self.refill = lanes, chunk, refill
+        self.lanes = lanes
+        self.chunk = chunk
+        self.refill = refill
         self._cursor = SourceCursor(source)
         self._slots: list[_Document | None] = [None] * lanes
         self._ahead: collections.deque[_Document] = collections.deque()
@@ -160,9 +162,12 @@ class Lanes:
 
     def _fill(self, row: int, batch: LaneBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Write the next chunk of lane ``row`` into ``batch``. Returns (segment offsets, segment ids)."""
-        bounds, ids = [0], []
+        bounds = [0]
+        ids = []
         while (start := bounds[-1]) < self.chunk:
-            document, done, take = self._slots[row], 0, self.chunk - start
+            document = self._slots[row]
+            done = 0
+            take = self.chunk - start
             if document is None and self._ahead and (start == 0 or self.refill == "now"):
                 document = self._slots[row] = self._ahead.popleft()
                 self._documents += 1

@@ -61,7 +61,8 @@ def lightning_module(
             super().__init__()
             self.automatic_optimization = False
             self.model = model
-            self._loss, self._collate = StepLoss(reduce), PackCollator(keys=_KEYS)
+            self._loss = StepLoss(reduce)
+            self._collate = PackCollator(keys=_KEYS)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer(self.model.parameters())

@@ -283,7 +283,8 @@ class ExpertCounts:
         probabilities = torch.stack([share.to(shares[0].device) for share in shares]) / self._num_tokens
         fractions = (self._counts / max(1.0, self._counted)).to(probabilities)
         if not self.per_layer:
-            probabilities, fractions = probabilities.mean(0), fractions.mean(0)
+            probabilities = probabilities.mean(0)
+            fractions = fractions.mean(0)
         part = self.num_experts * (fractions * probabilities).sum() / (len(router_logits) if self.per_layer else 1)
         return part * num_ranks(self.group) if self.gradients == "mean" else part
 

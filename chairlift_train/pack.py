@@ -105,18 +105,19 @@ class LookaheadPacker:
         does not limit the delay and is meant for a complete data set. Raises ConfigError for numbers below 1, and for a
         capacity that is not a multiple of ``align``.
         """
-        capacity, pool, align = (
-            operator.index(capacity),
-            operator.index(pool),
-            operator.index(align),
-        )  # also of NumPy
+        # also of NumPy
+        capacity = operator.index(capacity)
+        pool = operator.index(pool)
+        align = operator.index(align)
         smallest = min(capacity, pool, align, 1 if max_sequences is None else max_sequences)
         if smallest < 1 or capacity % align:
             raise ConfigError(
                 f"capacity, pool, align and max_sequences must be at least 1, and capacity a multiple of align; got "
                 f"capacity {capacity}, pool {pool}, align {align}, max_sequences {max_sequences}"
             )
-        self.capacity, self.pool, self.align = capacity, pool, align
+        self.capacity = capacity
+        self.pool = pool
+        self.align = align
         self._room = capacity // align
         self._max_sequences = self._room if max_sequences is None else max_sequences
         self._opens = opens
@@ -193,7 +194,8 @@ def pack_indices(
     only. Raises ConfigError for numbers below 1, and for lengths that are not whole numbers from 1 to ``capacity``.
     """
     try:
-        lengths, capacity = [operator.index(length) for length in lengths], operator.index(capacity)
+        lengths = [operator.index(length) for length in lengths]
+        capacity = operator.index(capacity)
     except TypeError as error:
         raise ConfigError(f"lengths and capacity must be whole numbers of tokens: {error}") from None
     if pool is not None:
@@ -244,7 +246,8 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int, align: int, max_
             if not by_room[room]:
                 rooms ^= 1 << room
         else:
-            room, pack = capacity // align, len(packs)
+            room = capacity // align
+            pack = len(packs)
             packs.append([])
         packs[pack].append(index)
         remaining = room - size

@@ -148,7 +148,8 @@ def join_over_ranks(values: Sequence[float]) -> list[float]:
     function."""
     if num_ranks() == 1:
         return list(values)
-    rank, size = distributed.get_rank(), distributed.get_world_size()
+    rank = distributed.get_rank()
+    size = distributed.get_world_size()
     counts = [int(count) for count in sum_over_ranks([len(values) * (each == rank) for each in range(size)])]
     return sum_over_ranks([*[0.0] * sum(counts[:rank]), *values, *[0.0] * sum(counts[rank + 1 :])])
 
@@ -217,7 +218,8 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
 
     Returns the exit code of the first process that failed, or 0.
     """
-    waiting, code = list(children), 0
+    waiting = list(children)
+    code = 0
     while waiting:
         for child in list(waiting):
             try:

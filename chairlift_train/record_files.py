@@ -396,7 +396,8 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        record, problem = None, f"not JSON ({error}):"
+        record = None
+        problem = f"not JSON ({error}):"
     if isinstance(record, dict):
         return {
             name: value for name, value in record.items() if value is not None

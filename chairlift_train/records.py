@@ -128,7 +128,8 @@ def _message(given: Any, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} must have role and content, or from and value; got {str(given)[:60]!r}")
     message = dict(given)
     if "from" in message and "value" in message and "role" not in message:
-        speaker, message["content"] = message.pop("from"), message.pop("value")
+        speaker = message.pop("from")
+        message["content"] = message.pop("value")
         message["role"] = _ROLES.get(str(speaker).lower())
         if message["role"] is None:
             raise ConfigError(f"{where}.from must be one of {', '.join(sorted(_ROLES))}; got {str(speaker)[:60]!r}")

@@ -40,7 +40,8 @@ class RolloutGenerator:
 
     def submit(self, ticket: int, prompt: Sequence[int]) -> None:
         """Queue a prompt. If it cannot be served, the next :meth:`poll` reports it with the reason."""
-        seed, first = None, self._params.seed
+        seed = None
+        first = self._params.seed
         if first is not None:
             seed = first + ticket + (first < 0 <= first + ticket + 1)  # skip -1, which means "no seed"
         try:
@@ -53,7 +54,8 @@ class RolloutGenerator:
 
     def poll(self, *, wait: bool) -> list[Rollout]:
         """Rollouts that have ended. With ``wait``, compute until at least one rollout has ended."""
-        ended, self._refused = self._refused, []
+        ended = self._refused
+        self._refused = []
         while wait and self._running and not ended:
             ended = [self._rollout(output) for output in self._llm.step_for(self._running)]
         return ended

@@ -299,13 +299,16 @@ def _model_files(config: TrainConfig) -> tuple[NetworkConfig | TransformersShape
             )
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model.path {folder} is no model directory: it has no config.json")
-        raw, where = read_json(folder / "config.json"), str(folder / "config.json")
+        raw = read_json(folder / "config.json")
+        where = str(folder / "config.json")
         if generation is None and (folder / "generation_config.json").is_file():
             generation = read_json(folder / "generation_config.json")
     elif isinstance(settings.config, str):
-        raw, where = read_json(Path(settings.config)), settings.config
+        raw = read_json(Path(settings.config))
+        where = settings.config
     else:
-        raw, where = dict(settings.config or {}), "model.config"
+        raw = dict(settings.config or {})
+        where = "model.config"
     network = _network(config, raw, generation, where)
     tokenizer_dir = settings.tokenizer_dir
     if tokenizer_dir is not None and not (tokenizer_dir / "tokenizer.json").is_file():
@@ -408,7 +411,9 @@ def _stream(config: TrainConfig, network: NetworkConfig | TransformersShape, sou
 def _make_network(prepared: Prepared) -> Network:
     """Create the model to train on its device. Raises ConfigError for a model of transformers whose packed sequences
     affect each other."""
-    config, shape, device = prepared.config, prepared.network, device_of(prepared.config)
+    config = prepared.config
+    shape = prepared.network
+    device = device_of(prepared.config)
     path = None if config.model.path is None else Path(config.model.path)
     if isinstance(shape, TransformersShape):
         return TransformersNetwork(load_for_training(shape, path).to(device))
@@ -521,7 +526,8 @@ def train(
         if config.tensorboard and ranks.rank == 0:
             board = Board(prepared.store.root / "tensorboard", after=trainer.num_steps)
             stack.callback(board.close)
-            on_step, on_evaluation = _both(board.step, on_step), _both(board.evaluation, on_evaluation)
+            on_step = _both(board.step, on_step)
+            on_evaluation = _both(board.evaluation, on_evaluation)
         run = _Run(prepared, ranks, trainer, on_step, on_evaluation, _evaluation(prepared, ranks))
         if state is not None:
             run.remember(state.get("best"))
@@ -558,8 +564,10 @@ class _Run:
                 store.point_to_best()
 
     def go(self) -> Outcome:
-        trainer, every = self.trainer, self.prepared.config.checkpoints.every
-        last, stopped = None, False
+        trainer = self.trainer
+        every = self.prepared.config.checkpoints.every
+        last = None
+        stopped = False
         # A custom source that has ended is not read again, because it might begin again. Files are read again: they may
         # have grown, or the number of epochs may be larger now.
         is_over = self.prepared.config.data.source is not None and trainer.stream is not None and trainer.stream.ended
@@ -598,7 +606,8 @@ class _Run:
                 file.write("".join(line + "\n" for line in [*lines, json.dumps(result.as_dict())]))
 
     def save(self, *, evaluates: bool = True) -> Path:
-        step, store = self.trainer.num_steps, self.prepared.store
+        step = self.trainer.num_steps
+        store = self.prepared.store
         if evaluates and self.saved != step:
             self._evaluate()
         if self.saved != step:
@@ -608,7 +617,8 @@ class _Run:
 
     def _write(self, step: int) -> None:
         """Write a checkpoint. Sharded weights are gathered for it."""
-        trainer, is_writer = self.trainer, self.ranks.rank == 0
+        trainer = self.trainer
+        is_writer = self.ranks.rank == 0
         if not is_writer and not trainer.is_sharded:
             return
         state = {

@@ -140,7 +140,8 @@ def read_sample(item: Any, position: int = 0, key: str | Callable[[Any], Key] | 
     if item.get("attention_mask") is not None:
         real = _vector(item["attention_mask"], "attention_mask", len(tokens), position) != 0
         if not real.all():
-            tokens, weights = tokens[real], None if weights is None else weights[real]
+            tokens = tokens[real]
+            weights = None if weights is None else weights[real]
             if not tokens.size:
                 raise _wrong(position, "is nothing but padding", "leave it out")
     if weights is not None:
@@ -322,8 +323,11 @@ class SourceCursor:
 
     def _go_to(self, epoch: int, position: int, checksums: dict[int, int]) -> None:
         """Set epoch and position. A source with ``set_epoch``, which shuffles, is told the epoch."""
-        self.position, self._iterator, self._checksums = position, None, checksums
-        self._block, self._single_until = [], 0
+        self.position = position
+        self._iterator = None
+        self._checksums = checksums
+        self._block = []
+        self._single_until = 0
         if epoch != self.epoch and hasattr(self.source, "set_epoch"):
             self.source.set_epoch(epoch)
         self.epoch = epoch

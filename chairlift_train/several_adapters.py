@@ -121,7 +121,8 @@ class AdapterLosses:
             for name, parts in own.items()
         ]
         flat = sum_over_ranks([value for row in counts for value in row])
-        self._totals, self._counts = {}, {}
+        self._totals = {}
+        self._counts = {}
         with contextlib.ExitStack() as stack:
             for index, name in enumerate(own):
                 normaliser, tokens, targets = flat[3 * index : 3 * index + 3]
@@ -140,7 +141,8 @@ class AdapterLosses:
         """
         ends = torch.tensor(self._sequences).cumsum(0).to(chosen["segment_ids"].device)
         bounds = [0, *torch.searchsorted(chosen["segment_ids"][0].contiguous(), ends.int()).tolist()]
-        total, losses = logits[:1].sum() * 0.0, []
+        total = logits[:1].sum() * 0.0
+        losses = []
         for name, (start, end) in zip(self._adapters.names, itertools.pairwise(bounds), strict=True):
             if name not in self._totals:
                 losses.append(logits.new_zeros(end - start, dtype=torch.float32))
@@ -163,7 +165,8 @@ class AdapterLosses:
         totals = sum_over_ranks([float(self._totals.get(name, 0.0)) for name in self._adapters.names])
         results = {}
         for (name, counts), loss in zip(self._counts.items(), totals, strict=True):
-            norm, parameters = 0.0, self._adapters.parameters_of(name)
+            norm = 0.0
+            parameters = self._adapters.parameters_of(name)
             if name in self._totals:
                 norm = float(nn.utils.clip_grad_norm_(parameters, max_grad_norm))
             else:

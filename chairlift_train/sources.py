@@ -123,7 +123,10 @@ class RecordSource:
     ) -> None:
         self._files = [open_file(file, whole=shuffle) for file in expand(files)]
         self._starts = np.cumsum([0, *(len(file) for file in self._files)])
-        self._encode, self._shuffle, self._epochs, self._seed = encode, shuffle, epochs, seed
+        self._encode = encode
+        self._shuffle = shuffle
+        self._epochs = epochs
+        self._seed = seed
         self._on_error = on_error
         self.skipped = 0
         """Number of records that were skipped. Only the first epoch is counted."""
@@ -150,12 +153,16 @@ class RecordSource:
                     return self._rest.pop()
                 index = int(self._order[self._position])
                 self._position += 1
-                self._rest, self._given = self._examples(index)[::-1], 0
+                self._rest = self._examples(index)[::-1]
+                self._given = 0
                 self._found_in_epoch += bool(self._rest)
             if not self._found_in_epoch:
                 names = ", ".join(str(file.path) for file in self._files)[:200]
                 raise ConfigError(f"no record of {names} can be used ({self.skipped} were skipped)")
-            self._epoch, self._position, self._found_in_epoch, self._order = self._epoch + 1, 0, 0, None
+            self._epoch = self._epoch + 1
+            self._position = 0
+            self._found_in_epoch = 0
+            self._order = None
         raise StopIteration
 
     def _order_of_epoch(self) -> npt.NDArray[np.int64]:
@@ -167,7 +174,8 @@ class RecordSource:
     def _examples(self, index: int, *, again: bool = False) -> list[Mapping[str, Any]]:
         """Examples of record number ``index``. ``again``: whether the notes of the record were counted already."""
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
-        file, row = self._files[number], index - int(self._starts[number])
+        file = self._files[number]
+        row = index - int(self._starts[number])
         try:
             record = file.read(row)
             if record is None:
@@ -206,8 +214,10 @@ class RecordSource:
                 f"the run was begun with [shuffle, seed] {list(state['order'])}, now they are "
                 f"{[self._shuffle, self._seed]}; go on with the same"
             )
-        self._epoch, self._position = int(state["epoch"]), int(state["position"])
-        self._found_in_epoch, self.skipped = int(state["found"]), int(state["skipped"])
+        self._epoch = int(state["epoch"])
+        self._position = int(state["position"])
+        self._found_in_epoch = int(state["found"])
+        self.skipped = int(state["skipped"])
         self.notes = Notes.from_state(state)
         self._order, self._rest, self._given = None, [], int(state.get("given", 0))
         if self._given:  # the state is inside a record with several examples
@@ -240,7 +250,9 @@ class FollowedLines:
         for path in self._paths:
             if not path.is_file() or (not path.stat().st_size and not (follow and path == self._paths[-1])):
                 raise ConfigError(f"{path} is {'empty' if path.is_file() else 'not a file'}; give one with JSON lines")
-        self._encode, self._follow, self._on_error = encode, follow, on_error
+        self._encode = encode
+        self._follow = follow
+        self._on_error = on_error
         self._wait = wait or _sleep
         self.skipped = 0
         self.notes = Notes()
@@ -248,7 +260,9 @@ class FollowedLines:
         self._rest: list[Mapping[str, Any]] = []  # remaining examples of the current line, in reverse order
         self._given = 0  # number of examples of the current line that were returned
         self._begin = 0  # offset of the current line in bytes
-        self._file, self._offset, self._line = 0, 0, 0
+        self._file = 0
+        self._offset = 0
+        self._line = 0
         self._checksum = 0
         """CRC-32 checksum of the current file's bytes before ``_offset``."""
         self._open: BinaryIO | None = None
@@ -271,13 +285,17 @@ class FollowedLines:
                 self._offset += len(line)
                 self._line += 1
                 self._checksum = zlib.crc32(line, self._checksum)
-                self._rest, self._given = self._examples(line, f"{path}, line {self._line}", self.notes)[::-1], 0
+                self._rest = self._examples(line, f"{path}, line {self._line}", self.notes)[::-1]
+                self._given = 0
                 if self._rest:
                     self._given = 1
                     return self._rest.pop()
             self._open.close()
             self._open = None
-            self._file, self._offset, self._line, self._checksum = self._file + 1, 0, 0, 0
+            self._file = self._file + 1
+            self._offset = 0
+            self._line = 0
+            self._checksum = 0
         raise StopIteration
 
     def _opened(self, path: Path, offset: int) -> BinaryIO:
@@ -288,7 +306,8 @@ class FollowedLines:
         return file
 
     def _next_line(self, file: BinaryIO) -> bytes | None:
-        path, growing = self._paths[self._file], self._follow and self._file == len(self._paths) - 1
+        path = self._paths[self._file]
+        growing = self._follow and self._file == len(self._paths) - 1
         if is_compressed(path):
             try:
                 return file.readline() or None
@@ -340,14 +359,18 @@ class FollowedLines:
         has changed.
         """
         _compare([path.name for path in self._paths], state["names"])
-        number, offset = int(state["file"]), int(state["offset"])
+        number = int(state["file"])
+        offset = int(state["offset"])
         if offset and _checksum(self._paths[number], offset) != state["checksum"]:
             raise ConfigError(
                 f"{self._paths[number]} has changed in the part that was already read (its first {offset:,} bytes); "
                 "continue with the same file, to which lines may have been appended, or start a new run"
             )
-        self._file, self._offset, self._line = number, offset, int(state["line"])
-        self._checksum, self.skipped = int(state["checksum"]), int(state["skipped"])
+        self._file = number
+        self._offset = offset
+        self._line = int(state["line"])
+        self._checksum = int(state["checksum"])
+        self.skipped = int(state["skipped"])
         self.notes = Notes.from_state(state)
         self._open, self._rest, self._given = None, [], int(state.get("given", 0))
         self._begin = int(state.get("begin", 0))
@@ -389,7 +412,8 @@ def _encoded(encode: Encode, record: Mapping[str, Any], where: str, counts: Note
 
 
 def _compare(mine: Sequence[Any], saved: Sequence[Any]) -> None:
-    found, wanted = [list(x) if isinstance(x, list) else x for x in mine], list(saved)
+    found = [list(x) if isinstance(x, list) else x for x in mine]
+    wanted = list(saved)
     if found != wanted:
         changed = [str(w) for w, f in zip(wanted, found, strict=False) if w != f] or [f"{len(wanted)} files"]
         raise ConfigError(

@@ -199,7 +199,8 @@ class StalenessGate:
             raise ConfigError(f"select takes a number of at least 1, got {k}")
         if len(self._waiting) < k or (self.policy == "wait" and not self._can_keep_up(self._waiting[k:], k)):
             return Selection()
-        rollouts, self._waiting = tuple(self._waiting[:k]), self._waiting[k:]
+        rollouts = tuple(self._waiting[:k])
+        self._waiting = self._waiting[k:]
         staleness = tuple(self.version - rollout.version for rollout in rollouts)
         self._consume(rollouts, staleness, 1)
         weights = tuple(map(self._weight, staleness)) if self.policy == "reweight" else (1.0,) * k
@@ -209,7 +210,8 @@ class StalenessGate:
     def put_back(self, selection: Selection) -> None:
         """Return samples that :meth:`select` gave at this version, if they were not trained on. They wait again."""
         self._consume(selection.rollouts, selection.staleness, -1)
-        self._staleness, self._lengths["consumed"] = +self._staleness, +self._lengths["consumed"]
+        self._staleness = +self._staleness
+        self._lengths["consumed"] = +self._lengths["consumed"]
         self._waiting = sorted([*self._waiting, *selection.rollouts])
 
     def publish(self, version: int | None = None) -> None:
@@ -284,7 +286,8 @@ class StalenessGate:
         settings = [self.bound, self.batch, self.policy]
         if list(state["settings"]) != settings:
             raise ConfigError(f"the state is of a gate with {state['settings']}, but this one has {settings}")
-        self.version, self._taken = state["version"], state["taken"]
+        self.version = state["version"]
+        self._taken = state["taken"]
         self._running = dict(state["running"])
         self._waiting = [Finished(*each) for each in state["waiting"]]
         self._num_tickets, self._num_consumed, self._num_dropped, self._num_cancelled, self._num_refused = state[

@@ -181,7 +181,8 @@ class PackStream:
 
     async def __aiter__(self) -> AsyncIterator[Pack]:
         """Iterate the packs of a source that is an asyncio queue, until the queue gives None."""
-        queue, clock = self._cursor.source, asyncio.get_running_loop().time
+        queue = self._cursor.source
+        clock = asyncio.get_running_loop().time
         if self._cursor.kind != "queue":
             raise ConfigError("only an asyncio queue is read with 'async for'; use 'for pack in stream'")
         # (source index, time of arrival) of the waiting sequences, oldest first
@@ -203,7 +204,8 @@ class PackStream:
             if item is None:
                 self._finish()
             else:
-                sample, serial = self._cursor.take(item), self._serial
+                sample = self._cursor.take(item)
+                serial = self._serial
                 self._push(sample)
                 if self._flush_after is not None and self._serial > serial:
                     came.append((sample.id, clock()))
@@ -273,13 +275,16 @@ class PackStream:
 
     def _push(self, sample: Sample, fits: bool = False) -> None:
         """Add a sequence to the pending sequences. If it is too long, its pieces are added instead."""
-        settings, length = self._settings, len(sample.tokens)
+        settings = self._settings
+        length = len(sample.tokens)
         if not fits and (length > settings.capacity or settings.align > 1):
             for piece in (sample,) if length <= settings.capacity else self._fitting(sample):
                 self._push(piece.padded(settings.align, settings.pad_id), fits=True)
             return
-        serial, meter = self._serial, self._meter
-        self._serial, self._left_out = serial + 1, 0
+        serial = self._serial
+        meter = self._meter
+        self._serial = serial + 1
+        self._left_out = 0
         meter.on_read(length)
         sample.born = meter.packs
         if length > settings.capacity:
@@ -292,7 +297,9 @@ class PackStream:
 
     def _fitting(self, sample: Sample) -> Iterator[Sample]:
         """Pieces of a sequence that is too long. Pieces without a target are left out."""
-        truncates, kept, targets = self._settings.overflow == "truncate", 0, 0
+        truncates = self._settings.overflow == "truncate"
+        kept = 0
+        targets = 0
         for piece in self._fit(sample):
             if piece.weights is None or piece.has_target:
                 kept += len(piece.tokens)
@@ -311,7 +318,8 @@ class PackStream:
 
     def _fit(self, sample: Sample) -> Iterable[Sample]:
         """Pieces that replace a sequence that is too long, by the setting ``overflow``."""
-        length, capacity = len(sample.tokens), self._settings.capacity
+        length = len(sample.tokens)
+        capacity = self._settings.capacity
         if self._settings.overflow == "own_pack":
             return (sample,)
         if self._settings.overflow == "drop":
@@ -333,7 +341,9 @@ class PackStream:
         self._close([self._pending.pop(serial) for serial in serials], serials)
 
     def _close(self, samples: list[Sample], serials: Sequence[int]) -> None:
-        plan, last, packs = _Plan(samples), self._serial - 1, self._meter.packs
+        plan = _Plan(samples)
+        last = self._serial - 1
+        packs = self._meter.packs
         waited = [packs - sample.born for sample in samples], [last - serial for serial in serials]
         filled = sum([sample.filled for sample in samples])
         self._meter.on_pack(plan.lengths, *waited, self._cost.of(plan.lengths), filled)
@@ -344,7 +354,8 @@ class PackStream:
     def _deal(self) -> None:
         """Divide the collected packs (``_window``) into rows with one pack per rank, and close the steps that are
         complete."""
-        settings, plans = self._settings, self._window
+        settings = self._settings
+        plans = self._window
         self._window = []
         self._windows += 1
         fillers = -len(plans) % settings.ranks
@@ -379,7 +390,8 @@ class PackStream:
 
     def _close_step(self) -> None:
         """Assign the packs of the open step to ranks, and compute the constants that its losses are divided by."""
-        rows, self._open = self._open, []
+        rows = self._open
+        self._open = []
         if self._settings.ranks == 1:  # no other rank waits, so costs do not matter
             self._meter.steps += 1
         else:
@@ -425,7 +437,8 @@ class PackStream:
             plan = _Plan([Sample(-1, np.full(1, self._settings.pad_id, np.int32))])
         tokens = np.concatenate([sample.tokens for sample in plan.samples])
         weights = np.ones(len(tokens), np.float32)
-        described, start = False, 0
+        described = False
+        start = 0
         for sample, length in zip(plan.samples, plan.lengths, strict=True):
             if sample.weights is None:
                 weights[start] = 0
@@ -490,7 +503,8 @@ class PackStream:
         if state.get("version") != 1:
             raise ConfigError(f"the state has version {state.get('version')}, but this release reads version 1")
         self._settings.check_same(state["settings"])
-        ranks, mine = int(state["settings"]["ranks"]), self._settings.ranks
+        ranks = int(state["settings"]["ranks"])
+        mine = self._settings.ranks
         if ranks != mine and state.get("inside"):
             raise ConfigError(
                 f"the state was saved inside a step of {ranks} ranks, whose packs are divided already; continue with "
@@ -498,8 +512,10 @@ class PackStream:
             )
         self._cursor.load_state_dict(state["source"], int(state["epoch"]))
         self._reset()
-        self._ended, self._serial = bool(state["ended"]), int(state["serial"])
-        self._windows, self._progress = int(state["windows"]), int(state["progress"])
+        self._ended = bool(state["ended"])
+        self._serial = int(state["serial"])
+        self._windows = int(state["windows"])
+        self._progress = int(state["progress"])
         self._step, self._inside = int(state["step"]), bool(state.get("inside"))
         self._meter = StreamMeter.from_state(state["stats"])
         samples = unpack_samples(state["samples"])
@@ -526,7 +542,8 @@ class PackStream:
         plans = [plan for row in [*rows, self._window] for plan in row if plan.samples]
         self._meter.fillers -= sum(not plan.samples for row in rows for plan in row)
         self._ready.clear()
-        self._open, self._window = [], []
+        self._open = []
+        self._window = []
         for plan in plans:
             self._window.append(plan)
             if len(self._window) >= self._settings.gathered:

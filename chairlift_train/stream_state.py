@@ -117,7 +117,8 @@ def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
 def unpack_samples(columns: Mapping[str, Any]) -> Iterator[Sample]:
     """Restore the sequences from the columns of :func:`pack_samples`."""
     start = weight_start = 0
-    tokens, weights = np.asarray(columns["tokens"], np.int32), np.asarray(columns["weights"], np.float32)
+    tokens = np.asarray(columns["tokens"], np.int32)
+    weights = np.asarray(columns["weights"], np.float32)
     columns = {
         "filled": np.zeros(len(columns["ids"]), np.int64),
         **columns,
@@ -125,7 +126,9 @@ def unpack_samples(columns: Mapping[str, Any]) -> Iterator[Sample]:
     names = ("ids", "lengths", "born", "filled", "weighted", "keys", "meta")
     rows = zip(*(columns[name] for name in names), strict=True)
     for position, length, born, filled, weighted, key, meta in rows:
-        end, weight_end = start + int(length), weight_start + (int(length) if weighted else 0)
+        end = start + int(length)
+        weight_end = weight_start + (int(length) if weighted else 0)
         own = weights[weight_start:weight_end].copy() if weighted else None
         yield Sample(int(position), tokens[start:end].copy(), own, meta, key, int(born), int(filled))
-        start, weight_start = end, weight_end
+        start = end
+        weight_start = weight_end

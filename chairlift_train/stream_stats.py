@@ -260,9 +260,12 @@ def _fade(recent: list[float], sequences: int, tokens: int) -> None:
 
 
 def _delay(histogram: Mapping[int, int], longest: int) -> Delay:
-    total, seen, marks = sum(histogram.values()), 0, {0.5: 0, 0.99: 0}
+    total = sum(histogram.values())
+    seen = 0
+    marks = {0.5: 0, 0.99: 0}
     for delay in sorted(histogram):
-        before, seen = seen, seen + histogram[delay]
+        before = seen
+        seen = seen + histogram[delay]
         for mark in marks:
             if before < mark * total <= seen:
                 marks[mark] = delay

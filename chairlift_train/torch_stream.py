@@ -34,7 +34,8 @@ class TorchPackStream(IterableDataset[Pack]):
     def __iter__(self) -> Iterator[Pack]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        resumes, self._resumes = self._resumes, False
+        resumes = self._resumes
+        self._resumes = False
         if resumes and workers > 1 and self.stream.ended:
             return iter(())  # this epoch has ended, and the other loader processes have no more packs of it either
         # The count of returned packs continues if the number of loader processes is unchanged. Otherwise it begins
@@ -60,4 +61,6 @@ class TorchPackStream(IterableDataset[Pack]):
         Raises ConfigError for the same errors as :meth:`~chairlift_train.stream.PackStream.load_state_dict`.
         """
         self.stream.load_state_dict(state["stream"])
-        self._passed, self._workers, self._resumes = int(state["passed"]), int(state["workers"]), True
+        self._passed = int(state["passed"])
+        self._workers = int(state["workers"])
+        self._resumes = True

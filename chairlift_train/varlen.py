@@ -249,7 +249,8 @@ class HFPatch:
         if not self._copied:
             AttentionInterface._global_mapping.pop(self.name, None)
             AttentionMaskInterface._global_mapping.pop(self.name, None)
-        self._hooks, self._before = [], []
+        self._hooks = []
+        self._before = []
 
     def __deepcopy__(self, memo: Any) -> Self:
         """Return this object itself: the hooks of a copied model use the same patch as the original model."""
@@ -266,8 +267,10 @@ class HFPatch:
         """Hook before a forward pass: determine the layout of the packed sequences, once for all layers."""
         names, takes_more = self._parameters
         self.layout = _layout_of({**dict(zip(names, args, strict=False)), **kwargs})
-        self._running, self._calls = True, 0
-        self._windows, self._mask_windows = set(), set()
+        self._running = True
+        self._calls = 0
+        self._windows = set()
+        self._mask_windows = set()
         if takes_more:
             # The layout is passed to the layers as an argument. With gradient checkpointing, a layer is computed again
             # in the backward pass, and must see the layout of its own forward pass, not of a later one.
@@ -277,7 +280,8 @@ class HFPatch:
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Hook after a forward pass: check that :func:`attend` computed the attention of every layer."""
         packed = self.layout is not None and output is not None  # the output is None if the forward pass raised
-        self.layout, self._running = None, False
+        self.layout = None
+        self._running = False
         name = type(module).__name__
         if packed and not self._calls:
             raise ConfigError(f"no layer of {name} used its attention interface, so its sequences may not be separated")

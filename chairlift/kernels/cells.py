@@ -87,7 +87,8 @@ class GRU:
         for token in given.float().unbind(1):
             r, z, n = token.chunk(3, dim=-1)
             from_r, from_z, from_n = (_product(hidden.to(given.dtype), self.weight) + added).chunk(3, dim=-1)
-            r, z = _exact(torch.sigmoid, r + from_r), _exact(torch.sigmoid, z + from_z)
+            r = _exact(torch.sigmoid, r + from_r)
+            z = _exact(torch.sigmoid, z + from_z)
             hidden = (1 - z) * _exact(torch.tanh, n + r * from_n) + z * hidden
             outputs.append(hidden.to(given.dtype))
         return torch.stack(outputs, dim=1), (hidden,)

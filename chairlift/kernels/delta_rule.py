@@ -81,7 +81,8 @@ class DeltaRule:
     def scan(self, inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         (rows, rates), (tail, memory) = inputs, state
         batch, count = rows.shape[:2]
-        mixed, gate = rows[..., : self.channels], rows[..., self.channels :]
+        mixed = rows[..., : self.channels]
+        gate = rows[..., self.channels :]
         q, k, v, tail = self._convolved(mixed, tail)
         rate, decay = self._rates(rates)
         memory = memory.transpose(2, 3).reshape(batch, self.value_heads, self.key_dim, self.value_dim)
@@ -101,16 +102,20 @@ class DeltaRule:
     def _convolved(self, mixed: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(q [B, n, value_heads, key_dim], k of the same shape, v [B, n, value_heads, value_dim], convolution state
         after these tokens)."""
-        count, whole = mixed.shape[1], torch.cat((tail.to(mixed.dtype), mixed), dim=1)
+        count = mixed.shape[1]
+        whole = torch.cat((tail.to(mixed.dtype), mixed), dim=1)
         taps = self.conv.float()
         y = whole[:, :count].float() * taps[:, 0, 0]
         for tap in range(1, self.taps):
             y = y + whole[:, tap : tap + count].float() * taps[:, 0, tap]
         y = torch.nn.functional.silu(y)
         keys = self.key_heads * self.key_dim
-        q, k, v = y[..., :keys], y[..., keys : 2 * keys], y[..., 2 * keys :]
+        q = y[..., :keys]
+        k = y[..., keys : 2 * keys]
+        v = y[..., 2 * keys :]
         heads = (*y.shape[:2], self.key_heads, self.key_dim)
-        q, k = _unit(q.reshape(heads)), _unit(k.reshape(heads))
+        q = _unit(q.reshape(heads))
+        k = _unit(k.reshape(heads))
         q = q * self.key_dim**-0.5
         q, k = (each.repeat_interleave(self.value_heads // self.key_heads, dim=2) for each in (q, k))
         return q, k, v.reshape(*y.shape[:2], self.value_heads, self.value_dim), whole[:, count:]

@@ -231,10 +231,12 @@ class _Experts(NamedTuple):
 
 def _chosen_rows(x: Tensor, layer: _Experts, chosen: Tensor, product: _Product) -> Tensor:
     """Results [T, k, D] of the k experts that each token chose. Each expert computes only its own tokens."""
-    top_k, flat = chosen.shape[1], chosen.flatten()
+    top_k = chosen.shape[1]
+    flat = chosen.flatten()
     order = flat.argsort(stable=True)
     counts = flat.bincount(minlength=len(layer.downs)).tolist()
-    parts, start = [], 0
+    parts = []
+    start = 0
     for expert, count in enumerate(counts):
         if count:
             tokens = order[start : start + count] // top_k

@@ -78,7 +78,8 @@ class Mamba2:
     def parts(self) -> tuple[StatePart, ...]:
         """Parts of the recurrent state: the last inputs of the convolution, and the matrix S of each head, in panels of
         columns."""
-        shape, panel = self.shape, panel_width(self.shape.head_dim)
+        shape = self.shape
+        panel = panel_width(self.shape.head_dim)
         states = (shape.heads, shape.head_dim // panel, shape.state_size, panel)
         return (*self.conv.parts, StatePart(states, torch.float32))
 
@@ -91,7 +92,8 @@ class Mamba2:
         shape, (given,), (tail, kept) = self.shape, inputs, state
         gate, mixed, steps = torch.split(given, [shape.inner, shape.channels, shape.heads], dim=-1)
         mixed, (tail,) = self.conv.scan((mixed,), (tail,))
-        lead, wide = mixed.shape[:2], shape.groups * shape.state_size
+        lead = mixed.shape[:2]
+        wide = shape.groups * shape.state_size
         x, b, c = torch.split(mixed.float(), [shape.inner, wide, wide], dim=-1)
         x = x.view(*lead, shape.groups, -1, shape.head_dim)
         b, c = (each.view(*lead, shape.groups, shape.state_size) for each in (b, c))

@@ -299,7 +299,8 @@ def rotary_heads(
     q = _normed(heads[:, :num_heads], q_norm, eps, norm_offset)
     k = _normed(heads[:, num_heads:split], k_norm, eps, norm_offset)
     if rotary is not None:
-        q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        q = apply_rotary(q, *rotary)
+        k = apply_rotary(k, *rotary)
     return q, k, v
 
 
@@ -317,8 +318,10 @@ def norm_all_heads(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float, norm
 
     ``q_norm`` is [Hq Dh], ``k_norm`` [Hkv Dh]. ``norm_offset`` is added to both.
     """
-    split, both = len(q_norm), len(q_norm) + len(k_norm)
-    q, k = _normed(qkv[:, :split], q_norm, eps, norm_offset), _normed(qkv[:, split:both], k_norm, eps, norm_offset)
+    split = len(q_norm)
+    both = len(q_norm) + len(k_norm)
+    q = _normed(qkv[:, :split], q_norm, eps, norm_offset)
+    k = _normed(qkv[:, split:both], k_norm, eps, norm_offset)
     return torch.cat((q, k, qkv[:, both:]), dim=-1)
 
 

@@ -22,8 +22,11 @@ GPU: Final = "gpu"
 
 ASSUMED_L3: Final = 64 << 20
 """Size of the L3 cache in bytes that is assumed if the system does not report it."""
-_CACHES, _MAX_BUFFER, _MIN_BUFFER = 3, 512 << 20, 64 << 20
-_TRIALS, _MOMENT = 3, 0.002
+_CACHES = 3
+_MAX_BUFFER = 512 << 20
+_MIN_BUFFER = 64 << 20
+_TRIALS = 3
+_MOMENT = 0.002
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +79,9 @@ def quick_roof(pool: ThreadPool, isa: str, dtype: torch.dtype) -> Roof:
     cache = l3_bytes(Path("/sys/devices/system/cpu"), allowed) or ASSUMED_L3
     memory = Memory(min(max(_CACHES * cache, _MIN_BUFFER), _MAX_BUFFER))
     memory.tensor(torch.uint8, (memory.nbytes,)).fill_(1)  # unwritten pages are all the same physical page
-    library, path, product = require(), ISA_NAMES.index(isa), PRODUCTS.index(product_kind(isa, dtype))
+    library = require()
+    path = ISA_NAMES.index(isa)
+    product = PRODUCTS.index(product_kind(isa, dtype))
     read = max(library.cl_measure_read(pool.handle, memory.address, memory.nbytes) for _ in range(_TRIALS))
     peak = max(library.cl_measure_peak(pool.handle, path, product, _MOMENT) for _ in range(_TRIALS))
     return Roof(read, peak)

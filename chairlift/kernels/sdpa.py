@@ -98,11 +98,13 @@ def paged_attention(
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, value_dim = value_cache.shape[2:]
     group = num_heads // num_kv_heads
-    width, value_width = num_kv_heads * head_dim, num_kv_heads * value_dim
+    width = num_kv_heads * head_dim
+    value_width = num_kv_heads * value_dim
     # A query row is viewed as [1, Hkv, group, Dh]: the query heads that share a KV head are the rows of one small
     # matmul.
     decode_rows = q.reshape(-1, 1, num_kv_heads, group, head_dim)
-    strides, value_strides = (0, head_dim, width, 1), (0, value_dim, value_width, 1)
+    strides = (0, head_dim, width, 1)
+    value_strides = (0, value_dim, value_width, 1)
     outputs: list[Tensor] = []
     for row in rows:
         # The gathered keys are newly allocated, contiguous memory, so that a single as_strided can view, slice and
@@ -222,7 +224,8 @@ def _plan(cu_seqlens: tuple[int, ...], window: int | None, device: torch.device)
     def kind(span: tuple[int, int], step: int) -> tuple[int, int]:
         """Key of a segment; segments with equal keys may share a call. A segment longer than the window needs a mask,
         and gets a call of its own."""
-        start, length = span[0], span[1] - span[0]
+        start = span[0]
+        length = span[1] - span[0]
         if window is not None and length > window:
             return length, start
         return (length if length > SHORT else -(-length // step)), -1
@@ -302,7 +305,8 @@ class _Shape:
 def _attend_written_out(queries: Tensor, keys: Tensor, values: Tensor, shape: _Shape, dropout: float) -> Tensor:
     """Attention in plain torch: the newest queries [Hkv, group, n, Dh] over keys and values [Hkv, m, Dh] -> [Hkv,
     group, n, Dh], in float32."""
-    rows, num_keys = queries.shape[2], keys.shape[1]
+    rows = queries.shape[2]
+    num_keys = keys.shape[1]
     scores = queries.float() @ keys.float().unsqueeze(1).mT * shape.scale
     if shape.cap is not None:
         scores = shape.cap * torch.tanh(scores / shape.cap)
@@ -317,10 +321,13 @@ def _attend_written_out(queries: Tensor, keys: Tensor, values: Tensor, shape: _S
 def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, shape: _Shape, dropout: float = 0.0) -> Tensor:
     """Attention of queries [n, Hq, Dh], the newest tokens of ``keys`` and ``values`` [1, Hkv, m, Dh] -> [n, Hq, Dh],
     contiguous."""
-    scale, window = shape.scale, shape.window
+    scale = shape.scale
+    window = shape.window
     num_queries, num_heads = q.shape[:2]
-    num_kv_heads, num_keys = keys.shape[1], keys.shape[2]
-    group, head_dim = num_heads // num_kv_heads, values.shape[3]
+    num_kv_heads = keys.shape[1]
+    num_keys = keys.shape[2]
+    group = num_heads // num_kv_heads
+    head_dim = values.shape[3]
     if group == 1 and shape.plain:  # in their layout, so that the output has the required layout
         queries = q.transpose(0, 1).unsqueeze(0)
     else:  # The batch dimension is the KV heads. A group of query heads reads the same keys through a zero stride.

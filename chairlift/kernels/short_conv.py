@@ -63,8 +63,10 @@ class ShortConv:
         if self.gated:
             b, gate, x = x.chunk(3, dim=-1)
             x = b * x
-        count, whole = x.shape[1], torch.cat((before.to(x.dtype), x), dim=1)
-        taps, factors = self.weight.float(), self.channel_factors(x.device)
+        count = x.shape[1]
+        whole = torch.cat((before.to(x.dtype), x), dim=1)
+        taps = self.weight.float()
+        factors = self.channel_factors(x.device)
         if factors is not None:
             taps = taps * factors[:, None, None]
         y = whole[:, :count].float() * taps[:, 0, 0]

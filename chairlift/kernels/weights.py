@@ -112,7 +112,8 @@ class Plain(WeightFormat):
         return [nn.Parameter(tensor, requires_grad=False) for tensor in tensors]
 
     def write(self, weight: Tensor, start: int, rows: Tensor | GroupedRows, *, mapped: bool) -> None:
-        place, rows = weight.detach()[start : start + len(rows)], dequantized(rows)
+        place = weight.detach()[start : start + len(rows)]
+        rows = dequantized(rows)
         if mapped:
             copy_rows(place, rows)
         else:
@@ -167,7 +168,8 @@ class OneDnn(WeightFormat):
     def finish(self, weight: _OneDnnWeight, bias: Tensor | None) -> None:
         if weight.rows is None or (packed := ops.pack_weight(weight.rows)) is None:
             raise InvariantError("oneDNN packs no weight that has no rows")
-        weight.packed, weight.rows = packed, None
+        weight.packed = packed
+        weight.rows = None
 
     def linear(self, x: Tensor, weight: _OneDnnWeight, bias: Tensor | None) -> Tensor:
         return ops.packed_linear(x, weight.packed, bias)
@@ -199,7 +201,8 @@ class Native(WeightFormat):
         return self
 
     def nbytes(self, shape: MatrixShape, dtype: torch.dtype) -> int:
-        sizes, kind = (shape.out_features, shape.in_features), self._kind_of(shape)
+        sizes = (shape.out_features, shape.in_features)
+        kind = self._kind_of(shape)
         if kind is None:
             return packed_bytes(*sizes, dtype, interleaved=shape.interleaved, stack=shape.stack)
         return packed_code_bytes(*sizes, kind, interleaved=shape.interleaved, stack=shape.stack)
@@ -208,7 +211,9 @@ class Native(WeightFormat):
         """Allocate all weights in one block of memory that begins on a huge page. Separate blocks would each waste the
         rest of their last huge page."""
         sizes = [self.nbytes(shape, dtype) for shape in shapes]
-        memory, offset, weights = Memory(sum(sizes)), 0, list[PackedMatrix]()
+        memory = Memory(sum(sizes))
+        offset = 0
+        weights = list[PackedMatrix]()
         for shape, size in zip(shapes, sizes, strict=True):
             (n, k), kind = shape[:2], self._kind_of(shape)
             layout: dict[str, Any] = {"interleaved": shape.interleaved, "stack": shape.stack}

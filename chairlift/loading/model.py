@@ -133,7 +133,8 @@ class LoadedExecutor:
     def info(self, config: EngineConfig, capacity_tokens: int) -> EngineInfo:
         """Facts about the model and its engine, for other processes. ``capacity_tokens`` comes from the engine, because
         it depends on how long a sliding window keeps its blocks."""
-        groups, size = self.executor.cache_groups, self.executor.block_size
+        groups = self.executor.cache_groups
+        size = self.executor.block_size
         approximations = self.approximations()
         how = ["batch_invariant"] if config.model.batch_invariant and not self.equal_bits else []
         how += [self.quantization] if self.quantization else []
@@ -368,13 +369,15 @@ def _check_sizes(
     from chairlift.models.causal_lm import CausalLM
     from chairlift.models.hf_config import NetworkConfig
 
-    memory, num_blocks = config.cache.kv_cache_memory_bytes, config.cache.num_kv_blocks
+    memory = config.cache.kv_cache_memory_bytes
+    num_blocks = config.cache.num_kv_blocks
     if memory is None and num_blocks is None and device.type != "cpu":
         _cache_memory(config, network, dtype, device)  # even without weights, a step must leave memory for the KV cache
     else:
         scheduler = config.scheduler
         logits = 0 if backend.abilities.fused_head else network.vocab_size * (dtype.itemsize + 4)
-        tokens, token_bytes = scheduler.max_num_batched_tokens, network.step_bytes(dtype.itemsize)
+        tokens = scheduler.max_num_batched_tokens
+        token_bytes = network.step_bytes(dtype.itemsize)
         check_step_fits(scheduler, tokens, token_bytes, logits, device, "max_num_batched_tokens")
     if (memory is None and num_blocks is None) or not isinstance(network, NetworkConfig):
         return
@@ -401,7 +404,8 @@ def _make_executor(
     from chairlift.executor.local import LocalExecutor
 
     scheduler = config.scheduler
-    rows, max_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    rows = scheduler.max_num_seqs
+    max_tokens = scheduler.max_num_batched_tokens
     try:
         runner = backend.make_runner(model, plan, config, dtype, device, max_model_len, drafting, images)
     except (MemoryError, torch.OutOfMemoryError):
@@ -584,7 +588,8 @@ def _cache_memory(
     token = network.step_bytes(dtype.itemsize)
     if config.model.batch_invariant:  # float32 parts of a split sum, for as many programs as there are multiprocessors
         token += num_multiprocessors(device) * ANY_ROWS_BLOCK * 4
-    rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+    rows = config.scheduler.max_num_seqs
+    tokens = config.scheduler.max_num_batched_tokens
     step = (tokens + max(rows, min(tokens, MAX_RECORDED_TOKENS))) * token + 2 * rows * network.vocab_size * (
         dtype.itemsize + 4
     )
@@ -617,7 +622,8 @@ def device_name(device: torch.device) -> str:
 def _thread_notes(config: EngineConfig) -> list[str]:
     from chairlift.kernels.cpu.library import default_threads
 
-    threads, processors = config.model.threads, default_threads()
+    threads = config.model.threads
+    processors = default_threads()
     if threads is None or threads <= processors or config.model.device != "cpu":
         return []
     return [

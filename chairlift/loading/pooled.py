@@ -91,7 +91,8 @@ def read_pooled(config: EngineConfig, model_dir: Path) -> PooledConfig:
         raise ConfigError("pooling_type, pooling_normalize and is_matryoshka are for embeddings; a reranker has none")
     if settings.skip_tokenizer_init:
         raise ConfigError("a reranker needs the tokenizer, to know its answers; leave skip_tokenizer_init out")
-    tokenizer, answers = read_tokenizer(config, str(model_dir)), RERANKERS[settings.reranker].answers
+    tokenizer = read_tokenizer(config, str(model_dir))
+    answers = RERANKERS[settings.reranker].answers
     ids = [tokenizer.token_to_id(answer) for answer in answers]
     if None in ids:
         missing = answers[ids.index(None)]
@@ -106,7 +107,8 @@ def load_pooling(config: EngineConfig, progress: Progress | None = None) -> Load
     from chairlift.models.approximations import approximations_of
     from chairlift.models.loader import load_pooled
 
-    settings, scheduler = config.model, config.scheduler
+    settings = config.model
+    scheduler = config.scheduler
     if config.lora.enable_lora:
         raise ConfigError("enable_lora is on, but models for embeddings or classes take no adapters; leave it out")
     model_dir = model_directory(config)
@@ -158,7 +160,8 @@ def _engine_info(
     backend: Backend,
     approximations: tuple[str, ...],
 ) -> EngineInfo:
-    settings, scheduler = config.model, config.scheduler
+    settings = config.model
+    scheduler = config.scheduler
     max_model_len = _max_model_len(settings.max_model_len, pooled)
     how: tuple[str, ...] = (dtype, backend.kernels, pooled.pooling, str(pooled.normalize), str(settings.quantization))
     how += (*filter(None, (settings.reranker, settings.reranker_instruction)), *approximations)
@@ -189,7 +192,8 @@ def _engine_info(
 
 
 def _pair_texts(config: EngineConfig) -> PairTexts | None:
-    reranker, instruction = RERANKERS.get(config.model.reranker or ""), config.model.reranker_instruction
+    reranker = RERANKERS.get(config.model.reranker or "")
+    instruction = config.model.reranker_instruction
     if reranker is None:
         return None
     task = reranker.default if instruction is None else instruction

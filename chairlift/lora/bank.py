@@ -25,7 +25,10 @@ class _Held:
     """An adapter as :meth:`TorchAdapters.put` or :meth:`NativeAdapters.put` takes it, with the digest of its files."""
 
     def __init__(self, adapter: Adapter, held: Any, nbytes: int) -> None:
-        self.digest, self.rank, self.held, self.nbytes = adapter.digest, adapter.rank, held, nbytes
+        self.digest = adapter.digest
+        self.rank = adapter.rank
+        self.held = held
+        self.nbytes = nbytes
 
 
 def _finite(adapter: Adapter, dtype: torch.dtype, path: Path) -> None:
@@ -43,7 +46,10 @@ class TorchAdapters:
     """Adapters for a model that PyTorch runs. :meth:`begin` sets the adapter of each token before a step."""
 
     def __init__(self, model: CausalLM, dtype: torch.dtype, device: torch.device, *, max_rank: int) -> None:
-        self._sites, self._dtype, self._device, self._max_rank = sites_of(model), dtype, device, max_rank
+        self._sites = sites_of(model)
+        self._dtype = dtype
+        self._device = device
+        self._max_rank = max_rank
         self._tokens: list[tuple[int, Tensor]] = []
         self._layers: dict[str, _AdaptedLayer] = {}
         for name in self._sites.layers:
@@ -110,13 +116,16 @@ class NativeAdapters:
     """
 
     def __init__(self, model: CausalLM, dtype: torch.dtype, *, max_rank: int, capacity: int, max_tokens: int) -> None:
-        self._sites, self._dtype, self._max_rank = sites_of(model), dtype, max_rank
+        self._sites = sites_of(model)
+        self._dtype = dtype
+        self._max_rank = max_rank
         self._weights: dict[str, PackedMatrix] = {}
         for site, name in enumerate(self._sites.layers, 1):
             weight = model.get_submodule(name).weight
             if not isinstance(weight, PackedMatrix):
                 raise ConfigError(f"{name} is not in the layout of the native kernels; leave enable_lora out")
-            weight.site, self._weights[name] = site, weight
+            weight.site = site
+            self._weights[name] = weight
         self.table = LowRankTable(len(self._weights), capacity, _most_parts(self._sites) * max_rank, max_tokens)
 
     def read(self, path: Path, root: Path | None) -> _Held:

@@ -194,7 +194,8 @@ def _check_pair(file: Any, pair: _Pair, settings: AdapterSettings, max_rank: int
         )
     for name, expected in ((pair.a, (rank, pair.part.shape[1])), (pair.b, (pair.part.shape[0], rank))):
         view = file.get_slice(name)
-        shape, dtype = tuple(view.get_shape()), view.get_dtype()
+        shape = tuple(view.get_shape())
+        dtype = view.get_dtype()
         if shape != expected:
             raise ModelLoadError(
                 f"{where}: tensor {name} has shape {list(shape)}, but the model and {CONFIG_NAME} ask for"

@@ -69,7 +69,8 @@ class AdapterSettings:
     def scale_of(self, module: str) -> float:
         """Factor by which the low-rank term of ``module`` is multiplied: alpha / r, or alpha / sqrt(r) with rsLoRA
         (Kalajdzievski, 2023)."""
-        rank, alpha = self.rank_of(module), _matching(self.alpha_pattern, module, self.alpha)
+        rank = self.rank_of(module)
+        alpha = _matching(self.alpha_pattern, module, self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
 

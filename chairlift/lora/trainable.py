@@ -100,8 +100,13 @@ class TrainableAdapter:
         attached: bool = True,
     ) -> None:
         self._sites = sites_in(model.config)
-        self._model, self._config, self._base = model, model.config, base
-        self.r, self.alpha, self.rslora, self.dropout = r, alpha, rslora, dropout
+        self._model = model
+        self._config = model.config
+        self._base = base
+        self.r = r
+        self.alpha = alpha
+        self.rslora = rslora
+        self.dropout = dropout
         self._parts = target_parts(self._sites, targets)
         self.parameters: dict[str, nn.Parameter] = {}
         """PEFT's name of each matrix -> float32 parameter: A [r, in], and B [out, r] with the rows in the order of
@@ -204,10 +209,14 @@ class _AdaptedLayer:
     def __init__(
         self, layer: nn.Module, parts: list[tuple[int, nn.Parameter, nn.Parameter]], scale: float, dropout: float
     ) -> None:
-        self._layer, self._parts, self._scale, self._dropout = layer, parts, scale, dropout
+        self._layer = layer
+        self._parts = parts
+        self._scale = scale
+        self._dropout = dropout
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        pieces, at = [], 0
+        pieces = []
+        at = 0
         for start, a, b in self._parts:
             end = start + len(b)
             dropped = functional.dropout(x, self._dropout, self._layer.training)

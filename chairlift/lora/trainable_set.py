@@ -82,7 +82,8 @@ class _SharedLayer:
     """Computes one layer's result plus the low-rank terms of several adapters, each for its own rows."""
 
     def __init__(self, products: Sequence[Adapted | None], rows: Sequence[int]) -> None:
-        self._products, self._rows = products, rows
+        self._products = products
+        self._rows = rows
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         if sum(self._rows) != len(x):

@@ -457,7 +457,8 @@ def _resident_memory(pid: int | None) -> float | None:
 def _memory_pressure(names: _Names, stats: RequestStats, info: CacheInfo | None) -> Iterator[Metric]:
     """Metrics that show a lack of KV memory: preemptions and evictions."""
     engine = stats.engine
-    swaps, tails = engine.num_swap_preemptions, engine.num_tail_preemptions
+    swaps = engine.num_swap_preemptions
+    tails = engine.num_tail_preemptions
     methods = {"recompute": engine.num_preemptions - swaps - tails, "swap": swaps, "tail": tails}
     text = "Preemptions: all KV dropped and computed again, kept in host memory, or only its end dropped."
     by_method = {(method,): count for method, count in methods.items()}
@@ -553,7 +554,8 @@ def _governor(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
 
 def _deadlines(names: _Names, stats: RequestStats, classes: Mapping[str, int], up: bool) -> Iterator[Metric]:
     """Metrics of requests with deadlines: how many there were, and how many met them."""
-    engine, known = stats.engine, tuple(classes)
+    engine = stats.engine
+    known = tuple(classes)
     for name, text, values in (
         ("requests_by_class", "Requests that have ended, by class of service.", stats.classes),
         ("requests_with_deadline", "Of those, the ones that had a deadline.", stats.with_deadline),

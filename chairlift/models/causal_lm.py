@@ -41,7 +41,8 @@ class Decoder(nn.Module):
         self.first_row = config.first_position_row
         rows = context + self.first_row
         self.embed_positions = TokenEmbedding(rows, config.hidden_size) if config.learned_positions else None
-        self.embedding_scale, self.logit_scale = config.embedding_scale, config.logit_scale
+        self.embedding_scale = config.embedding_scale
+        self.logit_scale = config.logit_scale
         self.rounds_scale = config.rounds_embedding_scale
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -113,7 +114,8 @@ class CausalLM(nn.Module):
         maps parameter name -> kind of integer groups; it lists the parameters that will be written as integers in
         groups.
         """
-        head, embedding = self.lm_head, self.model.embed_tokens
+        head = self.lm_head
+        embedding = self.model.embed_tokens
         for name, layer in self.named_modules():
             if isinstance(layer, Matrix):
                 layer.shape = layer.shape._replace(kind=(kinds or {}).get(f"{name}.weight"))
@@ -162,7 +164,8 @@ class CausalLM(nn.Module):
     def kv_cache_spec(self) -> list[LayerCache | LayerState]:
         """Shapes of the caches, in layer order: a LayerCache for a layer with attention, a LayerState for a recurrent
         layer. A layer with both has first a LayerCache, then a LayerState."""
-        heads, size = self.config.num_key_value_heads, self.config.head_dim
+        heads = self.config.num_key_value_heads
+        size = self.config.head_dim
         kept: list[LayerCache | LayerState] = []
         layers: list[Any] = list(self.model.layers)
         for layer, window in zip(layers, self.config.layer_windows, strict=True):

@@ -138,7 +138,8 @@ class PagedContext:
         key_cache, value_cache = self.kv_caches[layer]
         plan = self._plans.get((group, window))
         if plan is None:
-            table, block_size = self.block_tables[group], key_cache.shape[1]
+            table = self.block_tables[group]
+            block_size = key_cache.shape[1]
             plan = ops.plan_rows(self.cu_seqlens, self.seq_lens, table, block_size, window)
             self._plans[(group, window)] = plan
         ops.write_kv(key_cache, value_cache, self.slot_mapping[group], k, v)
@@ -148,7 +149,8 @@ class PagedContext:
         """Run ``cell`` from each row's cached state, and write the newest state to the row's block. See
         :class:`AttentionContext`."""
         group = self.layer_groups[layer]
-        pieces, span = self._pieces.get(group), self.state_spans[group]
+        pieces = self._pieces.get(group)
+        span = self.state_spans[group]
         if span is None:
             raise InvariantError(f"layer {layer} is recurrent, but its cache group {group} holds no states")
         if pieces is None:

@@ -180,12 +180,14 @@ class Eagle3(nn.Module):
         super().__init__()
         layer = config.layer
         self.config = config
-        hidden, eps = layer.hidden_size, layer.norm_eps
+        hidden = layer.hidden_size
+        eps = layer.norm_eps
         fed = len(config.taps) * config.target_hidden_size
         self.input_norm = RMSNorm(fed, eps) if config.norm_before_fc else None
         self.fc = Linear(fed, hidden)
         self.embed_tokens = TokenEmbedding(layer.vocab_size, hidden) if own_embedding else None
-        self.input_layernorm, self.hidden_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.hidden_norm = RMSNorm(hidden, eps)
         self.self_attn = _PairAttention(layer)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = MLP(layer)
@@ -286,9 +288,13 @@ class _Piece(NamedTuple):
 
 def _pieces(network: Eagle3) -> dict[str, list[_Piece]]:
     """Name of a stored matrix -> its parts. The parts are adjacent ranges of columns of the matrix."""
-    layer, attention, mlp = network.config.layer, network.self_attn, network.mlp
-    hidden, inner = layer.hidden_size, layer.intermediate_size
-    kv, width = layer.num_key_value_heads * layer.head_dim, layer.num_attention_heads * layer.head_dim
+    layer = network.config.layer
+    attention = network.self_attn
+    mlp = network.mlp
+    hidden = layer.hidden_size
+    inner = layer.intermediate_size
+    kv = layer.num_key_value_heads * layer.head_dim
+    width = layer.num_attention_heads * layer.head_dim
     found: dict[str, list[_Piece]] = {}
     for name, row, rows in (("q", 0, width), ("k", width, kv), ("v", width + kv, kv)):
         both = (attention.qkv_proj, attention.feature_proj)

@@ -34,7 +34,8 @@ class EncoderBatch:
 
     def begin(self, cu_seqlens: list[int], token_types: Tensor | None) -> None:
         """Set the texts that the next forward pass computes."""
-        self.cu_seqlens, self.token_types = cu_seqlens, token_types
+        self.cu_seqlens = cu_seqlens
+        self.token_types = token_types
         self._tables.clear()
 
     def rotation(self, positions: Tensor, theta: float, head_dim: int, dtype: torch.dtype) -> ops.Rotary:
@@ -56,11 +57,13 @@ class _Embeddings(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.words = TokenEmbedding(config.vocab_size, config.hidden_size)
-        learned, types = config.num_positions, config.num_token_types
+        learned = config.num_positions
+        types = config.num_token_types
         self.positions = TokenEmbedding(learned, config.hidden_size) if learned else None
         self.types = TokenEmbedding(types, config.hidden_size) if types else None
         self.norm = LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
-        self.offset, self.width = config.position_offset, config.hidden_size
+        self.offset = config.position_offset
+        self.width = config.hidden_size
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: EncoderBatch) -> Tensor:
         def encoder_embeddings(ids: Tensor, places: Tensor) -> Tensor:
@@ -79,18 +82,21 @@ class _Layer(nn.Module):
 
     def __init__(self, config: EncoderConfig, layer: int) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
+        inner = config.intermediate_size
         self.qkv = Linear(hidden, 3 * hidden, bias=config.attention_bias)
         self.out = Linear(hidden, hidden, bias=config.attention_bias)
         self.up = Linear(hidden, 2 * inner if config.gated else inner, bias=config.mlp_bias)
         self.down = Linear(inner, hidden, bias=config.mlp_bias)
-        self.pre_norm, self.gated = config.pre_norm, config.gated
+        self.pre_norm = config.pre_norm
+        self.gated = config.gated
         # The first layer of ModernBERT has no norm of its own: its input already passed the norm of the embeddings.
         self.attention_norm = None if config.pre_norm and layer == 0 else _norm(config)
         self.mlp_norm = _norm(config)
         self.window = config.layer_windows[layer]
         self.theta = config.layer_thetas[layer] if config.layer_thetas else None
-        self.head_dim, self.width = config.head_dim, hidden
+        self.head_dim = config.head_dim
+        self.width = hidden
         self.in_kernels = kernel_attention_cache(config) is not None
 
     def forward(self, x: Tensor, positions: Tensor, batch: EncoderBatch) -> Tensor:
@@ -120,7 +126,8 @@ class _Layer(nn.Module):
             q, k, v = rows.reshape(len(rows), 3, -1, self.head_dim).unbind(1)
             if self.theta is not None:
                 rotary = batch.rotation(places, self.theta, self.head_dim, rows.dtype)
-                q, k = ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary)
+                q = ops.apply_rotary(q, *rotary)
+                k = ops.apply_rotary(k, *rotary)
             scale = self.head_dim**-0.5
             return ops.bidirectional_attention(q, k, v, batch.cu_seqlens, scale=scale, window=self.window).flatten(1)
 

@@ -31,7 +31,9 @@ HASHLM_POSITION_BYTES = 16
 STATE = 0
 """Entry in a list of windows, one per cache group, for a group that stores recurrent states."""
 _BASE = 0x9E3779B97F4A7C15  # odd, so that its powers never vanish modulo 2**64
-_TOKEN, _PLACE, _TAG = 0xD6E8FEB86659FD93, 0xA0761D6478BD642F, 0xE7037ED1A0B428DB
+_TOKEN = 0xD6E8FEB86659FD93
+_PLACE = 0xA0761D6478BD642F
+_TAG = 0xE7037ED1A0B428DB
 _STATE = 0x8EBC6AF09C88C6E3
 
 
@@ -149,7 +151,9 @@ class HashLM:
     def _advance(self, batch: StepBatch, group: int, row: int, layer: int, words: _Words) -> _Words:
         """Mix ``words``, one per token of the row, into the row's state. Returns the state after each token."""
         start, end = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
-        states, begin, state = self._words[group], int(batch.positions[start]), 0
+        states = self._words[group]
+        begin = int(batch.positions[start])
+        state = 0
         if begin:
             entry = (begin - 1) // (self.cache_groups[group].state_span or 1)
             state = int(states[layer, batch.block_tables[group][row, entry]])

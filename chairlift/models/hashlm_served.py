@@ -126,7 +126,8 @@ def hashlm_runner(
     """HashLM for the given settings. The defaults of ``max_model_len`` and ``num_kv_blocks`` are 4,096, and swap space
     has a tenth as many blocks, rounded up. ``host_memory`` is that of :class:`~chairlift.models.hashlm.HashLM`."""
     length = config.model.max_model_len or _MAX_MODEL_LEN
-    blocks, size = config.cache.num_kv_blocks or _NUM_BLOCKS, config.cache.block_size
+    blocks = config.cache.num_kv_blocks or _NUM_BLOCKS
+    size = config.cache.block_size
     tokens = (blocks - 1) * size
     chats = tokens // min(2048, length)
     swap = config.cache.swap_space_bytes

@@ -399,7 +399,8 @@ def parse_config(
     ``where`` names the source in error messages. With ``pooled`` the network computes embeddings or classes, so it need
     not be able to generate text. Raises :class:`~chairlift.errors.ModelLoadError`.
     """
-    model_type, family = raw.get("model_type"), _family(raw.get("model_type"), where)
+    model_type = raw.get("model_type")
+    family = _family(raw.get("model_type"), where)
     raw = _text_part(whole := raw, family, where)
     fields = Fields(raw, where, family.defaults, family.keys)
     _refuse_foreign(fields, raw, family, where, pooled)
@@ -460,7 +461,8 @@ def _text_part(raw: Mapping[str, Any], family: Family, where: str) -> Mapping[st
     if not family.text_type:
         return raw
     usual = family.defaults.get("tie_word_embeddings", False)
-    inner, tied = raw.get("text_config"), raw.get("tie_word_embeddings", usual)
+    inner = raw.get("text_config")
+    tied = raw.get("tie_word_embeddings", usual)
     if inner is None and family.flat_text:
         inner = {key: value for key, value in raw.items() if key != "vision_config"}
     if not isinstance(inner, Mapping) or inner.get("model_type", family.text_type) not in (

@@ -70,7 +70,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
 _STORED_AS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _PIECE_BYTES = 64 << 20
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
 """Names of the output head and of the embedding in this package. A checkpoint may have another name for the
 embedding."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -84,7 +85,8 @@ def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> 
     Only the files that are read are downloaded, never pickled ones. Raises :class:`~chairlift.errors.ModelLoadError`
     when ``name_or_path`` is neither a local model nor available from the Hub or its local cache.
     """
-    name, path = str(name_or_path), Path(name_or_path).expanduser()
+    name = str(name_or_path)
+    path = Path(name_or_path).expanduser()
     if name and path.exists() and (model := find_gguf(path)) is not None:
         return model
     if name and path.is_dir():
@@ -123,7 +125,8 @@ def load_model(
     of the model has surplus tensors. Raises :class:`~chairlift.errors.ConfigError` when the format is not possible; see
     :meth:`~chairlift.kernels.weights.WeightFormat.fitting`.
     """
-    torch_dtype, device = resolve_dtype(config, dtype), torch.device(device)
+    torch_dtype = resolve_dtype(config, dtype)
+    device = torch.device(device)
     weight_format = weight_format.fitting(torch_dtype, device)
     with torch.device("meta"):
         model = CausalLM(config)
@@ -355,7 +358,8 @@ def _write(
 ) -> None:
     """Write all weights, piece by piece. Pages of memory-mapped files are released after use. Tensors in memory belong
     to the caller and are not released."""
-    total, done = sum(math.prod(part.shape) for part in parts), 0
+    total = sum(math.prod(part.shape) for part in parts)
+    done = 0
     model.rounds_floats = False
     for name, group in _by_layer(parts).items():
         layer = model.get_submodule(name)
@@ -364,7 +368,8 @@ def _write(
             used: WeightFormat = PLAIN
             kind: GroupKind | None = None
             if isinstance(layer, Matrix) and attribute == "weight":
-                used, kind = layer.format, layer.shape.kind
+                used = layer.format
+                kind = layer.shape.kind
             target = getattr(layer, attribute)
             used.write(target, start, _of_kind(rows, kind), mapped=_is_mapped(tensors, part))
             if used.name(target) is None and not holds_exactly(target.dtype, _stored_dtype(tensors, part)):
@@ -428,7 +433,8 @@ class _RowsInMemory(StoredRows):
     """Integers in groups in memory, wrapped so that they look like a tensor in a safetensors file."""
 
     def __init__(self, rows: GroupedRows) -> None:
-        self._rows, self.kind = rows, rows.kind
+        self._rows = rows
+        self.kind = rows.kind
 
     def get_shape(self) -> list[int]:
         return list(self._rows.shape)
@@ -448,7 +454,8 @@ def _in_memory(name: str, value: Any) -> _InMemory | _RowsInMemory:
 
 
 def _check_grouped(name: str, rows: GroupedRows) -> None:
-    kind, codes = rows.kind, rows.codes
+    kind = rows.kind
+    codes = rows.codes
     fits = codes.dim() == 2 and codes.dtype == torch.uint8 and (rows.minimums is not None) == kind.minimum
     if fits:
         groups = (len(codes), -(-codes.shape[1] // kind.group))
@@ -552,7 +559,9 @@ def _checked_parts(
 ) -> list[CheckpointPart]:
     """Compare stored names, shapes and dtypes with what the model needs, before memory is allocated for them; see
     :func:`_compare_parts`."""
-    tied, parts, family = model.config.tie_word_embeddings, checkpoint_layout(model), FAMILIES[model.config.model_type]
+    tied = model.config.tie_word_embeddings
+    parts = checkpoint_layout(model)
+    family = FAMILIES[model.config.model_type]
     embedding_name = next(part.name for part in parts if part.parameter == _EMBEDDING)
     prefix = embedding_name.partition(".")[0] + "."
     if not any(name.startswith(prefix) for name in tensors):  # saved by the class without a head (...Model)
@@ -610,7 +619,8 @@ def _compare_parts(
         _log.warning("%s: the model does not use %d of its tensors (%s)", model_dir, len(unused), _few(unused))
     for name, part in wanted.items():
         view = tensors[name].get_slice(name)
-        shape, dtype = tuple(view.get_shape()), view.get_dtype()
+        shape = tuple(view.get_shape())
+        dtype = view.get_dtype()
         expected = part.stored_shape
         if shape != expected:
             raise ModelLoadError(

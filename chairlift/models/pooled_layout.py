@@ -68,7 +68,8 @@ def _encoder_layout(model: PooledNetwork, stored: Container[str]) -> PooledLayou
             )
         count = tensor.shape[0] // len(names)
         for index, name in enumerate(names):
-            whole, old = f"{name}.{attribute}", f"{name}.{_OLD_NAMES.get(attribute, '')}"
+            whole = f"{name}.{attribute}"
+            old = f"{name}.{_OLD_NAMES.get(attribute, '')}"
             stored_as = old if whole not in stored and old in stored else whole
             parts.append(CheckpointPart(stored_as, parameter, index * count, (count, *tensor.shape[1:])))
     return PooledLayout(parts, family.ignored_tensors)

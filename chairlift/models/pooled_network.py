@@ -33,13 +33,16 @@ class _Head(nn.Module):
 
     def __init__(self, config: PooledConfig) -> None:
         super().__init__()
-        network, labels = config.network, len(config.labels)
+        network = config.network
+        labels = len(config.labels)
         self.dense: Linear | None = None
         self.norm: LayerNorm | None = None
-        self.activation, self.eps = "", 0.0
+        self.activation = ""
+        self.eps = 0.0
         if isinstance(network, EncoderConfig):
             self.dense = Linear(network.hidden_size, network.hidden_size, bias=network.head_bias)
-            self.activation, self.eps = network.head_activation, network.norm_eps
+            self.activation = network.head_activation
+            self.eps = network.norm_eps
             if network.head_norm:
                 self.norm = LayerNorm(network.hidden_size, network.norm_eps, bias=network.norm_bias)
         self.out = Linear(network.hidden_size, labels, bias=isinstance(network, EncoderConfig))

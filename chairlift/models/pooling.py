@@ -205,7 +205,8 @@ def parse_encoder(raw: Mapping[str, Any], *, where: str = "config") -> EncoderCo
     """Turn the content of an encoder's ``config.json`` into a checked EncoderConfig. Raises ModelLoadError."""
     family = ENCODERS[str(raw.get("model_type"))]
     fields = Fields(raw, where, family.defaults, family.keys)
-    hidden, heads = fields.integer("hidden_size", 1, 65_536), fields.integer("num_attention_heads", 1, 1_024)
+    hidden = fields.integer("hidden_size", 1, 65_536)
+    heads = fields.integer("num_attention_heads", 1, 1_024)
     if hidden % heads or hidden // heads % 2:
         fields.fail(f"hidden_size {hidden} is not an even multiple of num_attention_heads {heads}")
     activation = fields.get("hidden_act")
@@ -313,7 +314,8 @@ def _sentence_files(path: Path) -> dict[str, Any]:
     file = path / "config_sentence_transformers.json"
     if file.is_file():
         raw = read_json(file)
-        prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name")
+        prompts = raw.get("prompts") or {}
+        default = raw.get("default_prompt_name")
         if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
             raise ModelLoadError(f"{file}: prompts must be texts by name, got {prompts!r:.80}")
         if default is not None and default not in prompts:

@@ -79,7 +79,8 @@ def read_ropes(fields: Fields, family: Family, context: int, head_dim: int) -> d
     """Read the rotations of q and k. Returns name of a field of ModelConfig -> rotation."""
     if not family.rotary:
         return {"rope": None}
-    scaling, given = fields.raw.get("rope_scaling"), fields.raw.get("rope_parameters")
+    scaling = fields.raw.get("rope_scaling")
+    given = fields.raw.get("rope_parameters")
     if not family.window_rope:
         given = scaling or given or family.defaults.get("rope_parameters") or {}
         return {"rope": _rope(fields, family, given, context, head_dim)}
@@ -107,7 +108,8 @@ def _nested(fields: Fields, kinds: tuple[str, str], given: Any, scaling: Any) ->
         fields.fail(f"rope_parameters {given!r:.160} must have {' and '.join(kinds)}, and nothing else")
     whole = given.get(kinds[0]) or {"rope_type": "default"}
     if scaling and isinstance(scaling, Mapping) and isinstance(whole, Mapping):
-        named, used = scaling.get("type"), scaling.get("rope_type", whole.get("rope_type", "default"))
+        named = scaling.get("type")
+        used = scaling.get("rope_type", whole.get("rope_type", "default"))
         if named is not None and named != used:
             fields.fail(
                 f"rope_scaling has the type {named!r:.80} under the key 'type', {ignored}: it takes {used!r:.80};"
@@ -140,14 +142,17 @@ def _rope(outer: Fields, family: Family, given: Any, context: int, head_dim: int
     parameters.update({key: value for key, value in beside.items() if value is not None})
     parameters.update({key: value for key, value in given.items() if key not in absent})
     fields = Fields(parameters, f"{where}: rope parameters")
-    dim, theta = _rotated(fields, family, head_dim), fields.number("rope_theta", 1.0, 1e15)
+    dim = _rotated(fields, family, head_dim)
+    theta = fields.number("rope_theta", 1.0, 1e15)
     common: dict[str, Any] = {"dim": None if dim == head_dim else dim, "interleaved": family.interleaved}
     if family.rope_sections:
         common["axes"] = _axes(fields, family, dim // 2)
     if rope_type == "dynamic" and dim == 2:
         fields.fail("rope_type 'dynamic' needs a head_dim above 2")
     if rope_type == "dynamic" and (alpha := fields.optional_number("alpha", 0.0, 1e6)) is not None:
-        rope_type, theta = "default", theta * alpha ** (dim / (dim - 2))  # the scaling is static, whatever its name is
+        # the scaling is static, whatever its name is
+        rope_type = "default"
+        theta = theta * alpha ** (dim / (dim - 2))
     if rope_type == "default":
         return RopeConfig(theta=theta, original_max_position_embeddings=context, **common)
     original = original_length(outer, fields, context) if rope_type in WITH_ORIGINAL else context

@@ -79,7 +79,8 @@ class ModelCost:
     ) -> ModelCost:
         """Cost of a network in ``dtype``. ``quantization`` is the format of quantised weights, if any; ``kv_dtype`` is
         the dtype of K and V, if it differs from ``dtype``."""
-        hidden, layers = network.hidden_size, range(network.num_hidden_layers)
+        hidden = network.hidden_size
+        layers = range(network.num_hidden_layers)
         norm = 2 * hidden if network.norm == "layer" else hidden
         norms = {"parallel": 1, "both": 4, "chain": 0}.get(network.block, 2)
         final_norm = norm if network.block != "chain" else 0
@@ -99,7 +100,8 @@ class ModelCost:
             each = [_saved(_mlp_shapes(network, number), small, dtype) for number in layers]
             head = MatrixShape(network.vocab_size, hidden)
             head_saved = PLAIN.nbytes(head, dtype) - small.head.nbytes(head, dtype)
-            saved, tail_saved = _saved(products, small, dtype) + sum(each), behind + each[-1]
+            saved = _saved(products, small, dtype) + sum(each)
+            tail_saved = behind + each[-1]
         attending = [window for number, window in enumerate(network.layer_windows) if network.attends_in(number)]
         cached = LayerCache(network.num_key_value_heads, network.head_dim, None).token_bytes(kv_dtype or dtype)
         read = [(window, cached * count) for window, count in collections.Counter(attending).items()]
@@ -179,7 +181,8 @@ def _recurrence(network: NetworkConfig, mixer: MixerConfig) -> _Mixing:
 
 def _attention(network: NetworkConfig) -> _Mixing:
     hidden = network.hidden_size
-    q_width, kv_width = network.num_attention_heads * network.head_dim, network.num_key_value_heads * network.head_dim
+    q_width = network.num_attention_heads * network.head_dim
+    kv_width = network.num_key_value_heads * network.head_dim
     q_norm, k_norm = {None: (0, 0), "all": (q_width, kv_width)}.get(network.qk_norm, (network.head_dim,) * 2)
     gates = q_width if network.output_gate else 0
     params = hidden * (gates + q_width + 2 * kv_width) + q_width * hidden
@@ -201,7 +204,9 @@ def _mlp_params(network: NetworkConfig, layer: int) -> int:
     shared expert. Norms are not counted."""
     if not network.has_mlp(layer):
         return 0
-    hidden, inner, products = network.hidden_size, network.intermediate_size, 3 if network.gated else 2
+    hidden = network.hidden_size
+    inner = network.intermediate_size
+    products = 3 if network.gated else 2
     if (found := network.experts) is None or not network.has_experts(layer):
         return products * hidden * inner + ((products - 1) * inner + hidden) * network.mlp_bias
     router = (hidden + found.correction) * found.routing.num_experts + hidden * found.shared_gate
@@ -216,7 +221,9 @@ def _mlp_shapes(network: NetworkConfig, layer: int) -> list[MatrixShape]:
     """Shapes of the linear layers that :func:`_mlp_params` counts, which a quantised format can make smaller."""
     if not network.has_mlp(layer):
         return []
-    hidden, inner, products = network.hidden_size, network.intermediate_size, 3 if network.gated else 2
+    hidden = network.hidden_size
+    inner = network.intermediate_size
+    products = 3 if network.gated else 2
     if network.experts is not None and network.has_experts(layer):
         inner = network.experts.shared_size
     shapes = [MatrixShape((products - 1) * inner, hidden), MatrixShape(hidden, inner)] if inner else []
@@ -232,7 +239,9 @@ def _expert_costs(network: NetworkConfig, small: WeightFormat, dtype: torch.dtyp
     found = network.experts
     if found is None:
         return ()
-    width, inner, count = found.latent_size or network.hidden_size, found.intermediate_size, found.routing.num_experts
+    width = found.latent_size or network.hidden_size
+    inner = found.intermediate_size
+    count = found.routing.num_experts
     first = 1 + network.gated  # matrices before the activation
     shapes = [MatrixShape(count * first * inner, width, stack=count), MatrixShape(count * width, inner, stack=count)]
     nbytes = sum(small.stacked.nbytes(shape, dtype) for shape in shapes) // count

@@ -147,7 +147,8 @@ def _rows(panel: Panel, top: int, scale: float) -> Iterator[str]:
         if span.kind == "decode":  # two requests that follow each other in a row differ in their shade
             look = f"decode{answers[span.slot] % 2}"
             answers[span.slot] += 1
-        left, width = _LEFT + span.begin * scale, max(0.5, (span.end - span.begin) * scale)
+        left = _LEFT + span.begin * scale
+        width = max(0.5, (span.end - span.begin) * scale)
         box = f"M{left:.1f} {top + span.slot * _ROW + 1}h{width:.1f}v{_ROW - 2}h-{width:.1f}z"
         paths.setdefault(look, []).append(box)
     for look, boxes in paths.items():

@@ -47,7 +47,9 @@ class DeviceKernels:
         if device.index is not None:
             torch.cuda.set_device(device)  # Triton launches kernels on the current device of the thread
         cache = torch.cuda.get_device_properties(device).L2_cache_size if cuda else _INTERPRETED_CACHE
-        self._device, self._dtype, self._is_fp8 = device, dtype, dtype == torch.float8_e4m3fn
+        self._device = device
+        self._dtype = dtype
+        self._is_fp8 = dtype == torch.float8_e4m3fn
         if self._is_fp8:
             self._dtype = torch.bfloat16 if cuda else torch.float32
         self._graphs: GraphMaker = CudaGraphs(device) if cuda else EagerSteps()
@@ -64,7 +66,8 @@ class DeviceKernels:
         kernel -> prepared run. The kernel that the engine would choose comes first. With fp8, ``library`` rounds the
         rows to fp8 first, and k and n must be multiples of 16.
         """
-        x, weights = self._normal(rows, k), self._weights(n, k, count)
+        x = self._normal(rows, k)
+        weights = self._weights(n, k, count)
         streamed: dict[str, Callable[..., Tensor]] = {"streamed": self._streamed(n, k, rows)}
         library: dict[str, Callable[..., Tensor]] = {"library": ops.linear}
         if self._is_fp8:
@@ -79,7 +82,8 @@ class DeviceKernels:
     ) -> Prepare:
         """Prepare the attention of ``count`` layers, as :meth:`chairlift_lab.bench.programs.Kernels.attention`
         does."""
-        blocks, tokens = -(-context // BLOCK_SIZE), batch * queries
+        blocks = -(-context // BLOCK_SIZE)
+        tokens = batch * queries
         order = torch.arange(batch * blocks, dtype=torch.int32, device=self._device)
         if shuffled:
             order = order[torch.randperm(len(order), generator=self._generator, device=self._device)]

@@ -69,7 +69,8 @@ def _walk(lengths: Sequence[tuple[int, int]], cost: ModelCost, roof: Roof, max_n
     waiting = collections.deque(_Sequence(prompt, output) for prompt, output in lengths)
     prefilling: collections.deque[_Sequence] = collections.deque()
     decoding: list[_Sequence] = []
-    seconds, steps = 0.0, 0
+    seconds = 0.0
+    steps = 0
     while waiting or prefilling or decoding:
         kv_bytes = sum(cost.kv_read(sequence.context) for sequence in decoding)
         tokens = sampled = len(decoding)

@@ -66,12 +66,15 @@ def kernel_table(measurements: Sequence[Measurement]) -> Table:
     shares = [each.main.share for each in measurements]
     match kind:
         case "product":
-            headers, cells = ["shape", "k", "n", "rows", *_PRODUCT], _product_cells
+            headers = ["shape", "k", "n", "rows", *_PRODUCT]
+            cells = _product_cells
             headers += [] if "all" in measurements[0].timings else ["streaming costs"]
         case "experts":
-            headers, cells = ["shape", "rows", "touched", *_PRODUCT], _expert_cells
+            headers = ["shape", "rows", "touched", *_PRODUCT]
+            cells = _expert_cells
         case "head":
-            headers, cells = ["shape", "n", "rows", *_PRODUCT, "drawn us", "drawing costs"], _head_cells
+            headers = ["shape", "n", "rows", *_PRODUCT, "drawn us", "drawing costs"]
+            cells = _head_cells
         case _:
             rate = "GB/s" if kind == "decode" else "TFLOP/s"
             headers = ["shape", "heads", "batch", "context", "us", rate, "of floor", "in order", "paging costs"]
@@ -100,7 +103,9 @@ def _head_cells(each: Measurement) -> list[str]:
 
 
 def _attention_cells(each: Measurement) -> list[str]:
-    names, paged, in_order = each.labels, each.timings["paged"], each.timings["in order"]
+    names = each.labels
+    paged = each.timings["paged"]
+    in_order = each.timings["in order"]
     heads = f"{names['heads']}/{names['kv_heads']}x{names['head_dim']}"
     of = each.nbytes / 1e9 if each.kind == "decode" else each.operations / 1e12
     digits = 1 if each.kind == "decode" else 3

@@ -171,7 +171,8 @@ def measure_kernels(
 def _products(settings: KernelSettings) -> Iterator[_Case]:
     itemsize = settings.dtype.itemsize
     for shape, rows in itertools.product(settings.shapes.products, settings.rows):
-        k, n = shape.k, shape.n
+        k = shape.k
+        n = shape.n
 
         def variants(kernels: AnyKernels, count: int, k: int = k, n: int = n, rows: int = rows) -> dict[str, Prepare]:
             return kernels.products(k, n, rows, count)
@@ -183,7 +184,8 @@ def _products(settings: KernelSettings) -> Iterator[_Case]:
 
 
 def _experts(settings: KernelSettings) -> Iterator[_Case]:
-    dtype, kind = settings.dtype, settings.kind
+    dtype = settings.dtype
+    kind = settings.kind
     for layer, rows in itertools.product(settings.shapes.experts, settings.rows):
         tokens = ExpertTokens(layer, rows, dtype)
 
@@ -230,7 +232,8 @@ def _heads(settings: KernelSettings) -> Iterator[_Case]:
     for model, rows in itertools.product(settings.shapes.models, settings.rows):
         if rows > _MOST_HEAD_ROWS:
             continue
-        k, vocab = model.hidden, model.vocab_size
+        k = model.hidden
+        vocab = model.vocab_size
 
         def variants(
             kernels: AnyKernels, count: int, k: int = k, vocab: int = vocab, rows: int = rows

@@ -109,7 +109,8 @@ def measure_limits(machine: HostMachine, threads: int, *, quick: bool = False) -
         pool = ThreadPool(count)
         read[count] = _rate(partial(library.cl_measure_read, pool.handle, memory.address, nbytes), trials)
         for isa, kind in product(machine.isas if count in (1, threads) else (), PRODUCTS):
-            path, number = ISA_NAMES.index(isa), PRODUCTS.index(kind)
+            path = ISA_NAMES.index(isa)
+            number = PRODUCTS.index(kind)
             rate = _rate(partial(library.cl_measure_peak, pool.handle, path, number, seconds), trials)
             if rate.best > 0:  # 0: the path has no such instruction
                 peaks.append(Peak(isa, kind, count, rate))
@@ -125,13 +126,15 @@ class LimitsNow:
     """
 
     def __init__(self, pool: ThreadPool, machine: HostMachine, isa: str, dtype: torch.dtype) -> None:
-        self._pool, self._path = pool, ISA_NAMES.index(isa)
+        self._pool = pool
+        self._path = ISA_NAMES.index(isa)
         self._product = PRODUCTS.index(product_kind(isa, dtype))
         self._memory = Memory(min(max(_CACHES * machine.l3_bytes, _LEAST_BUFFER // 4), beyond_cache(machine)))
         self._memory.tensor(torch.uint8, (self._memory.nbytes,)).fill_(1)
 
     def __call__(self) -> Roof:
-        library, pool = require(), self._pool.handle
+        library = require()
+        pool = self._pool.handle
         read = partial(library.cl_measure_read, pool, self._memory.address, self._memory.nbytes)
         multiply = partial(library.cl_measure_peak, pool, self._path, self._product, _MOMENT)
         return Roof(_rate(read, 2).best, _rate(multiply, 2).best)

@@ -86,8 +86,10 @@ def run_offline(llm: LLM, requests: Requests) -> OfflineRun:
     shortened = [(prompt[-_WARM_UP_TOKENS:], min(count, _WARM_UP_TOKENS)) for prompt, count in requests[:4]]
     llm.generate([prompt for prompt, _ in shortened], [_greedy(count) for _, count in shortened])
     gc.collect()
-    scheduler, log = llm.engine.scheduler, llm.engine.step_log
-    preempted, last = scheduler.num_preemptions, scheduler.step
+    scheduler = llm.engine.scheduler
+    log = llm.engine.step_log
+    preempted = scheduler.num_preemptions
+    last = scheduler.step
     held = padding = steps = 0
     begin = time.perf_counter()
     wanted = {llm.engine.add_request(prompt, _greedy(count), stream=False): count for prompt, count in requests}
@@ -182,7 +184,9 @@ def run_here(
 
     interrupted = False
     serve_trace(core, WARM_UP, limits)
-    date, begin, other_load = datetime.datetime.now(), core.clock.now(), OtherLoad()
+    date = datetime.datetime.now()
+    begin = core.clock.now()
+    other_load = OtherLoad()
     with quiet_collector():
         try:
             serve_trace(core, load.requests, limits, max_concurrency=load.max_concurrency, watch=watch)
@@ -203,7 +207,8 @@ def run_here(
 
 
 def _outcome(timing: RequestTiming, now: float) -> LoadOutcome:
-    request, whole = timing.request, timing.tokens > 1 and timing.first == timing.last
+    request = timing.request
+    whole = timing.tokens > 1 and timing.first == timing.last
     found = LoadOutcome(
         index=timing.index,
         scheduled=request.arrival,
@@ -219,7 +224,8 @@ def _outcome(timing: RequestTiming, now: float) -> LoadOutcome:
         preempted=timing.preempted,
     )
     if timing.ended:
-        found.status, found.finish_reason = "completed", "length"
+        found.status = "completed"
+        found.finish_reason = "length"
     elif timing.cancelled:
         found.status = "cancelled"
     elif timing.dropped:

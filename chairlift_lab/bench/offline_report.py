@@ -78,7 +78,9 @@ def _runs(record: Record) -> Iterator[tuple[str, Record]]:
 
 
 def _lead(record: Record) -> str:
-    result, baseline, share = record["result"], record["baseline"], record["floor"].get("share")
+    result = record["result"]
+    baseline = record["baseline"]
+    share = record["floor"].get("share")
     parts = [f"{result['output_tokens_per_second']:,.1f} output tokens per second"]
     if baseline is not None:
         parts.append(f"{baseline['seconds'] / result['seconds']:.2f} times the rate of static batches in one run each")
@@ -88,7 +90,8 @@ def _lead(record: Record) -> str:
 
 
 def _result(record: Record, runs: Mapping[str, Record]) -> Iterator[Block]:
-    floor, tokens = record["floor"], record["result"]["output_tokens"]
+    floor = record["floor"]
+    tokens = record["result"]["output_tokens"]
     rates = {name: float(run["output_tokens_per_second"]) for name, run in runs.items()}
     rows = [[name, *_row(run)] for name, run in runs.items()]
     if "seconds" in floor:

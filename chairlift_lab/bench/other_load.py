@@ -17,7 +17,8 @@ class OtherLoad:
         self, stat: Path = Path("/proc/stat"), own_seconds: Callable[[], float] = time.process_time, hertz: int = 0
     ) -> None:
         """Begin to measure. ``hertz`` is the number of ticks of ``stat`` in a second. 0: as the system says."""
-        self._stat, self._own_seconds = stat, own_seconds
+        self._stat = stat
+        self._own_seconds = own_seconds
         self._hertz = hertz or (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
         self._names = _processor_names()
         self._before = self._read()
@@ -27,7 +28,8 @@ class OtherLoad:
 
         Only the processors that this process may use count. The time of this process itself does not count.
         """
-        before, self._before = self._before, self._read()
+        before = self._before
+        self._before = self._read()
         idle, total, own = (after - value for after, value in zip(self._before, before, strict=True))
         return min(1.0, max(0.0, 1 - (idle + own) / total)) if total > 0 else 0.0
 
@@ -41,7 +43,8 @@ class OtherLoad:
         for name, *fields in (line.split() for line in lines if line.startswith("cpu")):
             if name in self._names:
                 ticks = [int(field) for field in fields[:8]]
-                idle, total = idle + sum(ticks[3:5]), total + sum(ticks)
+                idle = idle + sum(ticks[3:5])
+                total = total + sum(ticks)
         return idle, total, self._own_seconds() * self._hertz
 
 

@@ -51,7 +51,9 @@ _LARGEST: Final = sys.float_info.max
 _HEIGHT: Final = 250
 _MOST_POINTS: Final = 400
 _MOST_LABELS: Final = 24
-_FAR, _FAR_BAR, _MANY = 4.0, 6.0, 20
+_FAR = 4.0
+_FAR_BAR = 6.0
+_MANY = 20
 """An axis ends before outliers: values that are ``_FAR`` times (in bar charts ``_FAR_BAR`` times) as large as the next
 smaller value. ``_MANY`` is the minimum number of values for this rule, except in bar charts. See
 :func:`_end_of_axis`."""
@@ -61,7 +63,8 @@ class Figure:
     """A chart with a title."""
 
     def __init__(self, title: str, axes: Axes) -> None:
-        self.title, self.axes = _printable(title), axes
+        self.title = _printable(title)
+        self.axes = axes
 
     def svg(self) -> str:
         """An ``<svg>`` element for an HTML page, as wide as its container. The title is not visible in the chart.
@@ -95,7 +98,8 @@ def write_svg(path: Path, figures: Sequence[Figure], columns: int = 1) -> None:
     Raises ConfigError when ``path`` cannot be written.
     """
     parts = list[str]()
-    gap, y = 20.0, 20.0
+    gap = 20.0
+    y = 20.0
     for first in range(0, len(figures), columns):
         row = figures[first : first + columns]
         drawn = [figure.placed(gap + place * (WIDTH + gap), y) for place, figure in enumerate(row)]
@@ -133,7 +137,8 @@ def cdf(samples: Mapping[str, Sequence[float]], *, title: str, x_label: str, log
     """
     data = {name: np.sort(_finite(values)) for name, values in samples.items()}
     axes = _axes(x_label, "at or below, % (dots: median and p99)")
-    axes.y, axes.y_ticks = Scale(0.0, 103.0), (0, 25, 50, 75, 100)
+    axes.y = Scale(0.0, 103.0)
+    axes.y_ticks = (0, 25, 50, 75, 100)
     axes.x = _scale(np.concatenate([np.empty(0), *data.values()]), log_x)
     for name, values, look in _series(data):
         ranks = _ranks(len(values))
@@ -368,7 +373,8 @@ def _end_of_axis(values: Values, far: float, fewest: int) -> float:
         return 0.0
     few = max(1, len(ordered) // 20) if len(ordered) >= fewest else 0
     for count in range(few, 0, -1):
-        last, first_beyond = float(ordered[-count - 1]), float(ordered[-count])
+        last = float(ordered[-count - 1])
+        first_beyond = float(ordered[-count])
         if last > 0 and first_beyond > far * last:
             return last
     return float(ordered[-1])

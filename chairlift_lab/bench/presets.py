@@ -60,7 +60,8 @@ class PresetRun:
     def of(cls, figures: Figures, steps: Sequence[StepRecord]) -> PresetRun:
         """Results of a run with the measured ``figures`` and the records of its steps."""
         decodes = sum(len(record.decodes) for record in steps)
-        ttft, whole = figures.times["ttft"], figures.times["e2el"]
+        ttft = figures.times["ttft"]
+        whole = figures.times["e2el"]
         return cls(
             output_throughput=figures.output_throughput,
             seconds=figures.seconds,

@@ -98,7 +98,8 @@ class Kernels:
         self._kind = kind
         self._library = lib.require()
         self._pool = pool
-        self._isa, self._dtype = isa, dtype
+        self._isa = isa
+        self._dtype = dtype
         self._region = lib.Memory(region_bytes)
         self._generator = torch.Generator().manual_seed(0)
         pattern = self._normal(min(_PATTERN, region_bytes // dtype.itemsize)) * WEIGHT_STD
@@ -203,8 +204,10 @@ class Kernels:
         The tokens choose other experts in each layer, so that a layer does not read the same part of its weights as the
         layer before it.
         """
-        rows, number = len(tokens.x), layer.num_experts
-        x, out = self._buffer(rows, layer.k), self._buffer(rows, layer.k)
+        rows = len(tokens.x)
+        number = layer.num_experts
+        x = self._buffer(rows, layer.k)
+        out = self._buffer(rows, layer.k)
         x[:rows, : layer.k] = tokens.x
         gate_up, down = expert_bytes(layer, self._dtype, self._kind)
         routers = []
@@ -212,7 +215,8 @@ class Kernels:
             padded = torch.zeros(number, -(-layer.k // PANEL) * PANEL, dtype=self._dtype)
             padded[:, : layer.k] = tokens.router.roll(turn * max(1, number // _ROUTERS), 0)
             routers.append(padded)
-        batch, code = _Batch([rows], [rows]), self._format
+        batch = _Batch([rows], [rows])
+        code = self._format
         sizes = {"num_experts": number, "top_k": layer.chosen, "inner": layer.inner, "groups": 1, "kept_groups": 1}
         sizes |= {"scoring": SCORINGS.index(tokens.routing.scoring), "normalise": tokens.routing.normalise}
         sizes |= {f"down_{name}": value for name, value in code.items()}
@@ -221,7 +225,8 @@ class Kernels:
         scratch: list[lib.Memory] = []
 
         def prepare() -> Callable[[], None]:
-            ops, structs = [], []
+            ops = []
+            structs = []
             for turn in range(count):
                 weight = self._take(gate_up + down)
                 router = routers[turn % len(routers)].data_ptr()

@@ -101,7 +101,8 @@ async def _learn(server: Server, plan: Plan) -> None:
 
     Raises ConfigError when the server cannot be measured, or is not ready in time.
     """
-    end, said = clock() + plan.ready_timeout, False
+    end = clock() + plan.ready_timeout
+    said = False
     while True:
         try:
             await server.learn(plan.model, chat=plan.chat, ignore_eos=plan.ignore_eos)
@@ -157,7 +158,9 @@ class _Sender:
         self._begin = 0.0
 
     async def run(self) -> ServeRun:
-        date, cpu, interrupted = datetime.datetime.now(), time.process_time(), False
+        date = datetime.datetime.now()
+        cpu = time.process_time()
+        interrupted = False
         self._begin = clock()
         try:
             await self._dispatch()
@@ -199,7 +202,8 @@ class _Sender:
                 index=index, scheduled=due, wanted_tokens=request.output_tokens, prompt_tokens=request.prompt_tokens
             )
             self._outcomes.append(outcome)
-            before, ended = self._turns.get(request.session), asyncio.Event()
+            before = self._turns.get(request.session)
+            ended = asyncio.Event()
             if request.session:
                 self._turns[request.session] = ended
             task = asyncio.create_task(self._one(outcome, body, request.cancel_ms, before, ended))

@@ -161,7 +161,8 @@ class Server(Target):
     async def _models(self, model: str | None) -> None:
         try:
             async with asyncio.timeout(self._timeout), self._session.get(f"{self._root}/models") as reply:
-                status, text = reply.status, await reply.content.read(_MAX_BYTES)
+                status = reply.status
+                text = await reply.content.read(_MAX_BYTES)
         except TimeoutError:
             raise ConfigError(f"{self.url} has not answered for {self._timeout:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -412,7 +413,8 @@ class EventReader:
             self._outcome.fail("error in the stream", _message_of({"error": event.error}) or "without a message")
             self.done = True
             return
-        outcome, choices = self._outcome, event.choices or []
+        outcome = self._outcome
+        choices = event.choices or []
         self._count(event.usage, choices, now)
         if choices:
             outcome.end = now

@@ -149,7 +149,8 @@ def _run_facts(figures: Figures, slo: Mapping[str, float]) -> Iterator[tuple[str
         limits = ", ".join(f"{name.upper()} {limit:g} ms" for name, limit in slo.items())
         share = f"{figures.good / sent:.1%} of the requests" if sent else "no request"
         yield "goodput", f"{figures.goodput:.2f} requests/s: {share} met {limits}"
-    requests, tokens = figures.max_concurrent_requests, figures.max_output_tokens_per_s
+    requests = figures.max_concurrent_requests
+    tokens = figures.max_output_tokens_per_s
     yield "at its peak", f"{requests:,} concurrent requests, {tokens:,.0f} output tokens in one second"
     if figures.preemption_rate is not None:
         yield "preempted", f"{figures.preemption_rate:.1%} of the requests"
@@ -175,7 +176,8 @@ def sweep_table(runs: Iterable[tuple[str, Figures]]) -> Table:
     """Table with one row for each request rate. ``runs`` has one entry per rate: (label of the rate, results of the
     run)."""
     times = ("TTFT p50", "p99", "TPOT p50", "p99")
-    header, rows = ["rate", "requests/s", "output tokens/s", "goodput", *times, "preempted", "failed"], []
+    header = ["rate", "requests/s", "output tokens/s", "goodput", *times, "preempted", "failed"]
+    rows = []
     for label, figures in runs:
         row = [label, f"{figures.request_throughput:.2f}", f"{figures.output_throughput:,.1f}"]
         row.append("" if figures.goodput is None else f"{figures.goodput:.2f}")
@@ -297,7 +299,8 @@ def _latency(results: Results) -> Iterator[Block]:
 
 
 def _over_time(results: Results) -> Iterator[Block]:
-    tokens, requests = {}, {}
+    tokens = {}
+    requests = {}
     for label, pairs in results.items():
         run = pairs[0][0]
         bins = tokens_per_second(run)

@@ -124,7 +124,8 @@ class Figures:
 
     def doubts(self, run: ServeRun) -> Iterator[str]:
         """Reasons why the measured values may be misleading, as sentences for the user."""
-        late, paced = self.lateness, bool(run.load.requests) and run.load.requests[-1].arrival > 0
+        late = self.lateness
+        paced = bool(run.load.requests) and run.load.requests[-1].arrival > 0
         if paced and late is not None and late.p99 > _LATE_MS:
             yield (
                 f"the client was late: 1 % of the requests left {late.p99:.0f} ms or more after they were due; "
@@ -167,9 +168,11 @@ def latencies(run: ServeRun) -> dict[str, list[float]]:
 def figures_of(run: ServeRun, slo: Mapping[str, float]) -> Figures:
     """Compute the measured values of a run. ``slo``: limits from :func:`parse_goodput`; if it is empty, goodput is
     None."""
-    done, seconds = _completed(run), run.seconds
+    done = _completed(run)
+    seconds = run.seconds
     status = Counter(each.status for each in run.outcomes)
-    read, written = sum(each.prompt_tokens for each in done), sum(each.output_tokens for each in done)
+    read = sum(each.prompt_tokens for each in done)
+    written = sum(each.output_tokens for each in done)
     cached = [each.cached_tokens for each in done if each.cached_tokens is not None]
     preempted = [each.preempted for each in done if each.preempted is not None]
     good = sum(is_good(each, slo) for each in done)

@@ -73,14 +73,17 @@ class PromptDialect:
         if self.vocab_size:
             return ids
         fixed, per_word = self.words
-        size, last = request.prefix_block, len(ids) - 1
+        size = request.prefix_block
+        last = len(ids) - 1
         words: list[str] = []
-        block, first = 0, 0
+        block = 0
+        first = 0
         for number in range(max(1, round((request.prompt_tokens - fixed) / per_word))):
             # Within a block, the words repeat the block's first few token ids, because a word may have several tokens.
             at = min(int(number * per_word) // size, len(request.prefix_ids)) * size
             if at != block:
-                block, first = at, number
+                block = at
+                first = number
             words.append(_SYLLABLES[ids[min(block + (number - first) % _PERIOD, last)] % len(_SYLLABLES)])
         return " ".join(words)
 

@@ -57,7 +57,8 @@ class LayerShapes:
 
     def products(self) -> list[MatmulShape]:
         """The linear layers of one decoder layer, fused as in the engine: four, or only two if the MLP is experts."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
         attention = [
             MatmulShape(f"{self.name} qkv", self.hidden, q + 2 * kv),
             MatmulShape(f"{self.name} o", q, self.hidden),

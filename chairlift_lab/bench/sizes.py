@@ -81,7 +81,8 @@ def sizes_table(sizes: Sequence[Size]) -> Table:
 def best_words(sizes: Sequence[Size]) -> str:
     """Text that names the fastest size of each batching mode, the ratio of their throughputs, and the load of other
     programs. A size is called the best only if this may be claimed."""
-    static, other = _best(sizes, "static"), _best(sizes, "continuous")
+    static = _best(sizes, "static")
+    other = _best(sizes, "continuous")
     words = [_named(size, sizes) for size in (static, other) if size is not None]
     if static is not None and other is not None and len(static.runs) == len(other.runs):
         rivals = sum(size.batching == "continuous" for size in sizes)

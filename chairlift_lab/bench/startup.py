@@ -78,7 +78,8 @@ def _in_python(settings: Mapping[str, Any]) -> dict[str, float]:
 
 def _as_server(settings: Mapping[str, Any]) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="chairlift-startup-") as folder:
-        config, log = Path(folder, "settings.json"), Path(folder, "log")
+        config = Path(folder, "settings.json")
+        log = Path(folder, "log")
         config.write_text(json.dumps(dict(settings)))
         port = _free_port()
         command = [sys.executable, "-m", "chairlift", "serve", "--port", str(port), "--config", str(config)]

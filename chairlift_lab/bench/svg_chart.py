@@ -54,11 +54,14 @@ SERIES_COLOURS: Final = (
 )
 """(colour on a light background, colour on a dark background) of each series. The colours can be told apart with
 red-green colour blindness."""
-FRONT, SOFT, FAINT = "currentColor", "var(--soft, #62676c)", "var(--line, #dedbd6)"
+FRONT = "currentColor"
+SOFT = "var(--soft, #62676c)"
+FAINT = "var(--line, #dedbd6)"
 WIDTH: Final = 380
 """Width of every chart in units. The page scales a chart to the width of its column."""
 _DASHES: Final = ("", "5 2", "1.2 1.4", "6 2 1.2 2", "9 3", "3 1.5")
-_LARGEST, _SMALLEST = sys.float_info.max, 5e-324
+_LARGEST = sys.float_info.max
+_SMALLEST = 5e-324
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -359,7 +362,8 @@ class Axes:
             if (room >= 0).all():
                 break
         else:
-            ticks, texts = ticks[-1:], texts[-1:]
+            ticks = ticks[-1:]
+            texts = texts[-1:]
         return ticks, texts
 
     # -- marks

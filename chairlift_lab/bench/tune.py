@@ -37,7 +37,11 @@ SEARCHED: Final = tuple(field.name for field in dataclasses.fields(Setting) if f
 
 _MOST_SIMULATED: Final = 2000
 _LEAST_PACED: Final = 100
-_LEARN_UNTIL, _SEARCH_UNTIL, _ROUNDS_UNTIL, _PACE_UNTIL, _ONE_PACED = 0.12, 0.35, 0.65, 0.96, 0.1
+_LEARN_UNTIL = 0.12
+_SEARCH_UNTIL = 0.35
+_ROUNDS_UNTIL = 0.65
+_PACE_UNTIL = 0.96
+_ONE_PACED = 0.1
 """Fractions of the time limit: the end of each part of the search, and the maximum length of one run at a given
 rate."""
 _ROUNDS: Final = 8
@@ -51,7 +55,8 @@ _OFF: Final = 0.2
 _ALIKE: Final = 1.02
 _SLACK: Final = 1.15
 _MOST_RATES: Final = 6
-_DOWN, _BELOW = 0.85, 0.95
+_DOWN = 0.85
+_BELOW = 0.95
 """Factors that give the next rate after a real run failed: (factor of the failed rate, factor of the throughput of the
 failed run). The smaller product is tried next."""
 _CHECKED: Final = 32
@@ -180,7 +185,10 @@ class _Timer:
     """Measures the time since the start of the tuning. It reports the stage and the seconds left to ``say``."""
 
     def __init__(self, clock: Clock, limit: float, say: Callable[[str], None]) -> None:
-        self._clock, self._begin, self.limit, self._say = clock, clock.now(), limit, say
+        self._clock = clock
+        self._begin = clock.now()
+        self.limit = limit
+        self._say = say
         self._stage = ""
 
     def spent(self) -> float:
@@ -247,8 +255,10 @@ def tune(
         _learn(findings, lab, timer)
     elif state.fit_error is None:
         lab.check(defaults, min(findings.count, _CHECKED))
-    findings.trusted, findings.fit_error = lab.trusted, state.fit_error
-    judge, space = Judge(lab, findings.count, by_rate=findings.by_rate), _space(pinned, max_rows)
+    findings.trusted = lab.trusted
+    findings.fit_error = state.fit_error
+    judge = Judge(lab, findings.count, by_rate=findings.by_rate)
+    space = _space(pinned, max_rows)
     candidates = _search(findings, lab, judge, space, timer) if lab.trusted else _look(findings, lab, space, timer)
     _rounds(findings, lab, candidates, timer)
     if not lab.trusted:
@@ -257,7 +267,8 @@ def tune(
                 lab.measure(setting, None, min(findings.count, _CHECKED), FIRST_LOOK)
     _best_static(findings, lab)
     _choose(findings, lab, candidates, timer)
-    findings.trusted, findings.fit_error = lab.trusted, state.fit_error
+    findings.trusted = lab.trusted
+    findings.fit_error = state.fit_error
     if not lab.trusted:
         findings.scores = {role: measured_score(lab, setting) for role, setting in findings.settings.items()}
     _by_slots(findings, lab, _space({}, max_rows).rows)
@@ -319,7 +330,8 @@ def _space(pinned: Mapping[str, Any], max_rows: int) -> Space:
 
 def _search(findings: Findings, lab: Lab, judge: Judge, space: Space, timer: _Timer) -> list[Setting]:
     """Find the best one or two settings by simulation. The best setting comes first."""
-    settings, count = findings.settings, findings.count
+    settings = findings.settings
+    count = findings.count
     timer.stage("2 of 5, static batches in the simulator")
     static_judge = Judge(lab, count, by_rate=findings.by_rate)
     static_judge.score(settings["static"], exact=True)
@@ -333,7 +345,8 @@ def _search(findings: Findings, lab: Lab, judge: Judge, space: Space, timer: _Ti
     findings.tight = lab.simulate(widest, None, count).preemption_rate > 0
     if not findings.tight:
         space = dataclasses.replace(space, watermarks=space.watermarks[:1], preemption_modes=("auto",))
-    start, deadline = settings["default"], _SEARCH_UNTIL
+    start = settings["default"]
+    deadline = _SEARCH_UNTIL
     if not search(space, judge, start, lambda: timer.left_until(deadline) <= 0):
         findings.notes.append(
             "The time limit ended the search before it was done; a longer one may find better settings."
@@ -478,7 +491,8 @@ def _best_static(findings: Findings, lab: Lab) -> None:
 
 def _choose(findings: Findings, lab: Lab, candidates: list[Setting], timer: _Timer) -> None:
     """Choose between the candidates and the defaults by real runs, then make the runs that measure latencies."""
-    settings, default = findings.settings, findings.settings["default"]
+    settings = findings.settings
+    default = findings.settings["default"]
     timer.stage("5 of 5, real runs at a given rate")
     rated = list(dict.fromkeys([*candidates, default]))
     if findings.by_rate and findings.drafts and findings.rounds:
@@ -602,7 +616,8 @@ def _first_rate(findings: Findings, lab: Lab, setting: Setting) -> float | None:
         runs = [each for each in lab.state if each.setting == setting and each.rate is None and each.round is not None]
         highest = max((each.figures.requests_per_second for each in runs), default=None)
         return None if highest is None else _BELOW * highest
-    rate, capacity = _score(findings, lab, setting).rate, capacity_of(lab.state, setting)
+    rate = _score(findings, lab, setting).rate
+    capacity = capacity_of(lab.state, setting)
     if rate is None:
         findings.notes.append("No setting meets the targets for 99 of 100 requests, even at a low rate.")
         return None
@@ -715,7 +730,8 @@ def _latency(findings: Findings, lab: Lab) -> Ratio | None:
 
 
 def _conclude(findings: Findings, lab: Lab) -> None:
-    settings, notes = findings.settings, findings.notes
+    settings = findings.settings
+    notes = findings.notes
     if findings.cut:
         notes.append(f"{findings.cut:,} requests are too long for the model or its KV cache; they were shortened.")
     if findings.count < len(findings.traffic.requests):

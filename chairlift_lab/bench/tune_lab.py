@@ -146,9 +146,13 @@ class Lab:
         ``on_trial`` is called after each new run. ``other_load`` returns the share of the machine that other programs
         used since the previous call.
         """
-        self.state, self.deployment = state, state.deployment
+        self.state = state
+        self.deployment = state.deployment
         self._other_load = other_load
-        self._make_core, self._fixed, self._max_rows, self._on_trial = make_core, dict(fixed), max_rows, on_trial
+        self._make_core = make_core
+        self._fixed = dict(fixed)
+        self._max_rows = max_rows
+        self._on_trial = on_trial
         self.traffic = LabTraffic([])
         self.simulations = self.runs = 0
         self._config = EngineConfig.from_flat(fixed)
@@ -160,7 +164,8 @@ class Lab:
         """Measure the durations of steps of many sizes on the real engine, and fit a first cost model to them."""
         core, limits = self._make_core({**self._fixed, "max_num_seqs": self._max_rows})
         self.deployment, times = fit_core(core, limits, machine, shape)
-        self._steps, self._shape = times.steps, shape
+        self._steps = times.steps
+        self._shape = shape
         core.shutdown()
 
     def learn(self, settings: Sequence[Setting], count: int) -> None:
@@ -275,7 +280,9 @@ class Lab:
     ) -> Trial:
         timings: list[RequestTiming] = []
         requests = self.traffic.at(rate, count)
-        before, passes, seconds = _drafted(core), list[StoredFigures](), 0.0
+        before = _drafted(core)
+        passes = list[StoredFigures]()
+        seconds = 0.0
         if round_ is not None:
             self._other_load()
         while not passes or (seconds < shortest and len(passes) < _MOST_PASSES):

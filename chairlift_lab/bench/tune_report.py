@@ -121,7 +121,8 @@ def columns(answer: TuneAnswer) -> list[Column]:
 
 
 def _column(answer: TuneAnswer, role: str, setting: Setting) -> Column:
-    findings, state = answer.findings, answer.state
+    findings = answer.findings
+    state = answer.state
     found = [state.find(setting, None, findings.full_count, number) for number in range(findings.rounds)]
     runs = [trial for trial in found if trial is not None]
     single = longest_run(state, setting)
@@ -160,7 +161,8 @@ def _column(answer: TuneAnswer, role: str, setting: Setting) -> Column:
 
 def _rate_of(answer: TuneAnswer, role: str, setting: Setting) -> tuple[float | None, bool, float | None]:
     """(highest rate that meets the targets, whether a real run confirmed it, output tokens per second at this rate)."""
-    findings, state = answer.findings, answer.state
+    findings = answer.findings
+    state = answer.state
     claim = claimed_rate(state, findings.traffic, setting)
     if claim is not None and (role == "chosen" or not findings.trusted):
         runs = [each for each in state if (each.setting, each.rate) == (setting, claim.arrivals)]
@@ -222,7 +224,8 @@ def serve_command(answer: TuneAnswer) -> str:
 
 def verdict(answer: TuneAnswer) -> str:
     """Recommended command with the reasons, in a few sentences. Results that were not measured are called simulated."""
-    findings, sides = answer.findings, {column.role: column for column in columns(answer)}
+    findings = answer.findings
+    sides = {column.role: column for column in columns(answer)}
     chosen = sides["chosen"]
     statics = [sides[role] for role in ("static", "static_best") if role in sides]
     static = max(statics, key=lambda side: (side.full_measured, side.full.output_tokens_per_second))
@@ -252,7 +255,8 @@ def verdict(answer: TuneAnswer) -> str:
 def _gain_sentences(answer: TuneAnswer, chosen: Column, static: Column, theirs: Column) -> list[str]:
     """Sentences that compare the chosen settings with static batches. ``static`` has the highest throughput of the
     static settings, and ``theirs`` meets the latency targets at the highest rate."""
-    findings, command = answer.findings, serve_command(answer)
+    findings = answer.findings
+    command = serve_command(answer)
     gain = findings.ratios.get("static_best")
     if gain is None:
         value = chosen.full.output_tokens_per_second / static.full.output_tokens_per_second
@@ -261,7 +265,8 @@ def _gain_sentences(answer: TuneAnswer, chosen: Column, static: Column, theirs: 
         return [f"Run `{command}`: {words} the throughput of static batches. No real runs side by side confirm it."]
     more = chosen.rate / theirs.rate if chosen.rate and theirs.rate else math.inf if chosen.rate else 1.0
     better = (static.waits.goodput or 0.0) < GOODPUT <= (chosen.waits.goodput or 0.0) or more >= _SMALL
-    latency, preempted = _latency_words(findings), _preempted(answer, chosen)
+    latency = _latency_words(findings)
+    preempted = _preempted(answer, chosen)
     if gain.doubt:
         words = f"it had {times(gain)} the throughput of static batches at their best, which is no claim: {gain.doubt}"
         return [f"Run `{command}`: {'; '.join(filter(None, [words, latency, preempted]))}."]
@@ -340,7 +345,8 @@ def _promise_sentences(answer: TuneAnswer, chosen: Column, static: Column, their
 
 def _draft_sentences(findings: Findings) -> list[str]:
     """Sentences about the gain of drafts (speculative decoding), if the user gave a drafter and runs were compared."""
-    ratio, static = findings.ratios.get("drafts"), findings.ratios.get("static_drafts")
+    ratio = findings.ratios.get("drafts")
+    static = findings.ratios.get("static_drafts")
     if ratio is None or static is None:
         return []
     off = not findings.settings["chosen"].drafts
@@ -385,7 +391,8 @@ def printed(answer: TuneAnswer) -> Iterator[Text | Table]:
 
 def _comparison(answer: TuneAnswer, sides: Sequence[Column]) -> Table:
     """Table that compares the settings, one column per setting."""
-    findings, pace = answer.findings, answer.findings.pace
+    findings = answer.findings
+    pace = answer.findings.pace
 
     def row(name: str, cell: Any, *, of_pace: bool = False) -> list[str]:
         cells = []
@@ -450,7 +457,8 @@ def _mark(answer: TuneAnswer, side: Column) -> str:
 
 
 def _both(p50: float, p99: float) -> str:
-    one, other = _duration(p50), _duration(p99)
+    one = _duration(p50)
+    other = _duration(p99)
     return f"{one.split()[0] if one.split()[1] == other.split()[1] else one} / {other}"
 
 
@@ -611,7 +619,8 @@ def _front(points: Sequence[tuple[float, float, str]]) -> list[tuple[float, floa
 
 
 def _preemption(answer: TuneAnswer) -> Iterator[Block]:
-    findings, chosen = answer.findings, answer.findings.settings["chosen"]
+    findings = answer.findings
+    chosen = answer.findings.settings["chosen"]
     how = "simulated" if findings.trusted else "measured"
     rows = [float(slots) for slots, _ in findings.by_slots]
     preempted = [100 * figures.preemption_rate for _, figures in findings.by_slots]
@@ -666,7 +675,8 @@ def _tried(answer: TuneAnswer) -> Block:
 
 
 def _tried_row(answer: TuneAnswer, trial: Trial) -> list[str]:
-    figures, mark = trial.figures, "~" if trial.round is None else ""
+    figures = trial.figures
+    mark = "~" if trial.round is None else ""
     tpot = "-" if trial.setting.batching == "static" else mark + _duration(figures.tpot_p99)
     return [
         trial.setting.describe(),
@@ -686,7 +696,8 @@ def _rank(trial: Trial) -> tuple[bool, float]:
 
 
 def _trust(answer: TuneAnswer) -> Iterator[Block]:
-    findings, machine = answer.findings, answer.machine
+    findings = answer.findings
+    machine = answer.machine
     traffic = findings.traffic
     pace = traffic.crowd if traffic.rate is None else f"{traffic.rate:.3g} requests per second"
     facts = {
@@ -719,7 +730,8 @@ def _trust(answer: TuneAnswer) -> Iterator[Block]:
 
 def _simulator(answer: TuneAnswer) -> str:
     """Text about the accuracy of the simulator's cost model."""
-    deployment, error = answer.state.deployment, answer.findings.fit_error
+    deployment = answer.state.deployment
+    error = answer.findings.fit_error
     words = deployment.validity if deployment is not None else "not fitted"
     words += "" if error is None else f"; on this traffic half of the steps are within {error:.0%}"
     return words + ("" if answer.findings.trusted else ", so it was not used")
@@ -730,7 +742,8 @@ def _simulator(answer: TuneAnswer) -> str:
 
 def config_lines(answer: TuneAnswer) -> list[str]:
     """Lines of chairlift.yaml: the chosen settings as YAML, with the reasons as comments."""
-    findings, setting = answer.findings, answer.findings.settings["chosen"]
+    findings = answer.findings
+    setting = answer.findings.settings["chosen"]
     chosen = _column(answer, "chosen", setting)
     given = set(answer.fixed)
     reasons = {

@@ -26,7 +26,10 @@ PREEMPTED: Final = 0.02
 _MARGIN: Final = 0.75
 """Fraction of PREEMPTED that is allowed in a simulation. The rest is a margin for the simulator's errors."""
 _BETTER: Final = 1.01
-_STEP_DOWN, _STEP_UP, _MOST_DOWN, _BISECTIONS = 1.7, 1.12, 64.0, 3
+_STEP_DOWN = 1.7
+_STEP_UP = 1.12
+_MOST_DOWN = 64.0
+_BISECTIONS = 3
 
 
 class SettingScore(NamedTuple):
@@ -57,7 +60,9 @@ class Judge:
 
     def __init__(self, lab: Lab, count: int, *, by_rate: bool) -> None:
         """Simulate ``count`` requests per setting. ``by_rate``: compare by capacity, not with all requests at once."""
-        self._lab, self._count, self._by_rate = lab, count, by_rate
+        self._lab = lab
+        self._count = count
+        self._by_rate = by_rate
         self._scores: dict[Setting, SettingScore] = {}
         self.best = SettingScore(False, -math.inf)
         self._hopeless: float | None = None
@@ -93,7 +98,8 @@ class Judge:
 
         floor = self.best.rate if self.best.keeps and not exact else None
         if floor is not None:
-            low, figures = floor * _BETTER, at(floor * _BETTER)
+            low = floor * _BETTER
+            figures = at(floor * _BETTER)
             if missing := shortfall(figures):
                 return SettingScore(True, self.best.value * max(0.0, 1 - missing) / _BETTER, floor, exact=False)
         if floor is None and self._hopeless is not None and (missing := shortfall(at(self._hopeless))):
@@ -108,20 +114,23 @@ class Judge:
                 if low < highest / _MOST_DOWN:
                     self._hopeless = low
                     return SettingScore(False, -missing)
-        high, best = low, figures
+        high = low
+        best = figures
         while high < highest:
             high = min(high * _STEP_UP, highest)
             figures = at(high)
             if shortfall(figures):
                 break
-            low, best = high, figures
+            low = high
+            best = figures
         for _ in range(_BISECTIONS if low < high else 0):
             middle = math.sqrt(low * high)
             figures = at(middle)
             if shortfall(figures):
                 high = middle
             else:
-                low, best = middle, figures
+                low = middle
+                best = figures
         return SettingScore(True, best.output_tokens_per_second, low)
 
 

@@ -109,7 +109,8 @@ class StoredFigures:
         results are medians over the passes."""
         if len(passes) == 1:
             return passes[0]
-        seconds, requests = sum(each.seconds for each in passes), sum(each.requests for each in passes)
+        seconds = sum(each.seconds for each in passes)
+        requests = sum(each.requests for each in passes)
         tokens = sum(each.output_tokens_per_second * each.seconds for each in passes)
         return dataclasses.replace(
             cls.medians(passes),
@@ -184,7 +185,8 @@ class State:
 
         Raises ConfigError when the file has other ``inputs``, or is not a file of ``chairlift tune``.
         """
-        self.path, self.inputs = path, dict(inputs)
+        self.path = path
+        self.inputs = dict(inputs)
         self.deployment: Deployment | None = None
         self.fit_error: float | None = None
         """Median relative error of the cost model on real steps of this traffic. None: not known yet."""
@@ -233,7 +235,9 @@ class State:
         way_out = f"give another --output, or remove {self.path}"
         try:
             record = json.loads(self.path.read_text(encoding="utf-8"))
-            inputs, trials, deployment = dict(record["inputs"]), record["trials"], record["deployment"]
+            inputs = dict(record["inputs"])
+            trials = record["trials"]
+            deployment = record["deployment"]
             known = record["format"] == _FORMAT
         except OSError as error:
             raise ConfigError(f"cannot read {self.path}: {error.strerror}; {way_out}") from None

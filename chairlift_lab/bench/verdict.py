@@ -139,7 +139,8 @@ def disturbance(busy: Sequence[float]) -> str:
     """Sentence about the share of the machine that other programs used, for each run."""
     if not busy:
         return ""
-    middle, most = statistics.median(busy), max(busy)
+    middle = statistics.median(busy)
+    most = max(busy)
     if most < 0.005:
         return "No other program used this machine during the runs."
     return f"Other programs used {middle:.0%} of this machine during the runs, at most {most:.0%}."
@@ -149,7 +150,8 @@ def share_interval(count: int, total: int) -> tuple[float, float]:
     """Interval (Wilson's, of :data:`LEVEL`) of the true share, if ``count`` of ``total`` requests were counted."""
     if not total:
         return 0.0, 1.0
-    share, square = count / total, _Z**2 / total
+    share = count / total
+    square = _Z**2 / total
     middle = (share + square / 2) / (1 + square)
     half = _Z * math.sqrt(share * (1 - share) / total + square / (4 * total)) / (1 + square)
     return max(0.0, middle - half), min(1.0, middle + half)
@@ -157,7 +159,8 @@ def share_interval(count: int, total: int) -> tuple[float, float]:
 
 def _skipped(rounds: int, comparisons: int) -> int | None:
     """Number of smallest and of largest values that lie outside of the interval. None: there are too few rounds."""
-    limit, tail = (1 - LEVEL) / comparisons, 0.0
+    limit = (1 - LEVEL) / comparisons
+    tail = 0.0
     found = None
     for outside in range(rounds):
         tail += 2 * math.comb(rounds, outside) / 2**rounds

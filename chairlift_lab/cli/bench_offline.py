@@ -218,7 +218,8 @@ def _run_sizes(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[R
     found: list[list[tuple[ServeRun, Any, dict[str, Any]]]] = [[] for _ in names]
     for index, place, _, run in measure_sides(name, sides, loads):
         batching, slots = names[place]
-        figures, about = figures_of(run, slo), records[index] | {"benchmark": "offline", "machine": machine.cpu}
+        figures = figures_of(run, slo)
+        about = records[index] | {"benchmark": "offline", "machine": machine.cpu}
         found[place].append((run, figures, serve_record(run, figures, about)))
         _print(
             f"round {records[index]['round']}: {batching}, {slots} slots:"
@@ -275,7 +276,8 @@ def _run_speculation(args: argparse.Namespace, settings: Mapping[str, Any]) -> t
     for index, place, llm, run in measure_sides(name, [side for _, _, side in sides], loads):
         drafts, (kind, slots, _) = llm.engine.scheduler.drafts, sides[place]
         counts = (0, 0, 0) if drafts is None else (drafts.num_verified, drafts.num_drafts, drafts.num_accepted)
-        drafted, figures = Drafted(*counts), figures_of(run, slo)
+        drafted = Drafted(*counts)
+        figures = figures_of(run, slo)
         record = serve_record(run, figures, records[index] | {"benchmark": "offline", "machine": machine.cpu})
         found[place].append((run, figures, drafted, record | {"drafts": dataclasses.asdict(drafted)}))
         _print(
@@ -347,7 +349,8 @@ def measure_sides(
         turn = list(enumerate(sides))
         for place, side in reversed(turn) if index % 2 else turn:
             llm = load_llm(side, quiet=bool(index or rooms))
-            room, limits = min(rooms or [room_of(llm)]), llm.engine.limits
+            room = min(rooms or [room_of(llm)])
+            limits = llm.engine.limits
             requests, shortened = fit(load.requests, room)
             dialect = PromptDialect(chat=False, vocab_size=limits.vocab_size, ignore_eos=True)
             target = Target(model=name, owner="chairlift", max_model_len=room, dialect=dialect)
@@ -433,7 +436,8 @@ def _floor(
     except ConfigError:
         _print(*text(Facts({"floor": "not measured: no compiled kernels ran this model"})))
         return {"limits": None, "floor": {"not_measured": path.reason}}
-    floor, record = floor_of(requests, llm, network, path, limits), limits_record(limits)
+    floor = floor_of(requests, llm, network, path, limits)
+    record = limits_record(limits)
     share = floor.seconds / result.seconds
     facts = {
         "floor": f"{floor.seconds:.2f} s in {floor.steps:,} steps of up to {floor.token_budget} tokens",

@@ -152,7 +152,8 @@ def _conditions(requests: Sequence[TracedRequest], config: EngineConfig) -> str:
     """What all runs have in common, for the table's caption."""
     prompt = sum(request.prompt_tokens for request in requests)
     output = sum(request.output_tokens for request in requests)
-    memory, blocks = config.cache.kv_cache_memory_bytes, config.cache.num_kv_blocks
+    memory = config.cache.kv_cache_memory_bytes
+    blocks = config.cache.num_kv_blocks
     room = f"{blocks:,} KV blocks" if blocks is not None else f"{memory:,} bytes of KV cache"
     what = f"{len(requests):,} requests at once with {prompt:,} prompt tokens and {output:,} output tokens"
     return f"{what}; {config.scheduler.max_num_seqs:,} rows, {room}"

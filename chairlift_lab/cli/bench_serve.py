@@ -267,7 +267,8 @@ def loads_of(
         source = _source(args)
     else:
         source, said = _texts(args)
-    loads, facts = [], []
+    loads = []
+    facts = []
     salt = random.SystemRandom().getrandbits(58)
     for number, rate in enumerate(rates * (args.rounds if args.compare is not None else 1)):
         requests, users, arrivals = source(rate)
@@ -311,7 +312,8 @@ def _source(args: argparse.Namespace) -> Source:
             if not span:
                 raise ConfigError(f"all requests of {args.trace} have one time; give --arrivals poisson:{rate:g}")
             factor = (len(recorded) - 1) / span / rate
-            times, users = [each.arrival * factor for each in recorded], None
+            times = [each.arrival * factor for each in recorded]
+            users = None
             words = f"the trace's own, stretched to {rate:g} requests/s"
         return [dataclasses.replace(r, arrival=t) for r, t in zip(recorded, times, strict=True)], users, words
 
@@ -324,7 +326,8 @@ def _texts(args: argparse.Namespace) -> tuple[Source, Sequence[Said]]:
     from chairlift_lab.workload.formats import load_texts
 
     loaded = load_texts(args.dataset, AllAtOnce(), args.seed)
-    requests, said = loaded.requests[: args.num_prompts], loaded.said[: args.num_prompts]
+    requests = loaded.requests[: args.num_prompts]
+    said = loaded.said[: args.num_prompts]
     if args.output_len is not None:
         num_tokens = max(1, int(args.output_len))
         requests = [dataclasses.replace(each, output_tokens=num_tokens) for each in requests]
@@ -352,7 +355,8 @@ def _drawn(args: argparse.Namespace, rate: float | None) -> tuple[Sequence[Trace
     if args.input_len is None:
         return draw_trace(args.workload or "chat", arrivals, count, args.seed), users, words
     rng = np.random.default_rng(args.seed)
-    prompts, outputs = _lengths(args.input_len).draw(rng, count), _lengths(args.output_len, "output").draw(rng, count)
+    prompts = _lengths(args.input_len).draw(rng, count)
+    outputs = _lengths(args.output_len, "output").draw(rng, count)
     requests = [
         TracedRequest(arrival=time, prompt_tokens=prompt, output_tokens=output)
         for time, prompt, output in zip(arrivals.times(count, args.seed), prompts, outputs, strict=True)
@@ -497,7 +501,8 @@ def results(cells: Sequence[TableCell], names: Sequence[str]) -> tuple[Report, i
     from chairlift_lab.bench.serve_report import COMPARED, compared_words, serve_report, sweep_table
 
     ratios: dict[str, Ratio] = {}
-    compared, record = None, cells[0].record
+    compared = None
+    record = cells[0].record
     if names:
         record, ratios, compared = _compared(cells, names)
         words = Text(compared_words(ratios, [cell.run.busy for cell in cells]))
@@ -535,7 +540,8 @@ def _compared(cells: Sequence[TableCell], names: Sequence[str]) -> tuple[dict[st
 
 def _facts(cell: TableCell, names: Sequence[str]) -> dict[str, str]:
     """Settings of the benchmark for the HTML page: name -> value."""
-    load, settings = cell.run.load, cell.settings
+    load = cell.run.load
+    settings = cell.settings
     facts = {SIDES[place]: name for place, name in enumerate(names)}
     facts |= {
         name.replace("_", " "): _value_text(value)

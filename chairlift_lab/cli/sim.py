@@ -132,7 +132,8 @@ def run(args: argparse.Namespace) -> int:
         if not chosen:
             raise ConfigError(f"--seeds must be at least 1, got {args.seeds}")
         return run_gate(args.policy, chosen) if args.simulation == "gate" else run_seeds(chosen)
-    read, written = ("trace", "cost_model", "step_log", "config"), ("save", "save_steps", "json")
+    read = ("trace", "cost_model", "step_log", "config")
+    written = ("save", "save_steps", "json")
     for flag in written:
         others = [getattr(args, other, None) for other in (*read, *written) if other != flag]
         check_writable(getattr(args, flag), flag.replace("_", "-"), *others)
@@ -264,7 +265,8 @@ def read_traffic(args: argparse.Namespace) -> tuple[list[TracedRequest], int | N
             )
         trace = read_trace(args.trace)[: args.num_prompts]
         return trace, None, f"trace {args.trace}, {len(trace):,} requests"
-    count, form = args.num_prompts or args.usual_count, "all" if args.arrivals is None else args.arrivals
+    count = args.num_prompts or args.usual_count
+    form = "all" if args.arrivals is None else args.arrivals
     arrivals = parse_arrivals(form)
     trace = draw_trace(args.workload, arrivals, count, args.seed)
     users = arrivals.users if isinstance(arrivals, ClosedLoop) else None
@@ -321,7 +323,9 @@ def _fitted_on_log(args: argparse.Namespace, config: EngineConfig) -> Deployment
     from chairlift_lab.replay.calibrate import fit_deployment, read_steps
     from chairlift_lab.replay.machines import shape_from_name
 
-    steps, shape, memory = read_steps(args.step_log), shape_from_name(args.model), config.cache.kv_cache_memory_bytes
+    steps = read_steps(args.step_log)
+    shape = shape_from_name(args.model)
+    memory = config.cache.kv_cache_memory_bytes
     if memory is None and config.cache.num_kv_blocks is None:
         raise ConfigError("a step log does not say how much memory there is; give --kv-cache-memory-bytes")
     return fit_deployment(f"the machine of {args.step_log}", shape, steps, memory or 1 << 30, shape.max_model_len)

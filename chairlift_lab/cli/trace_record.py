@@ -36,7 +36,8 @@ _SILENCE_SECONDS: Final = 60.0
 """Seconds without data after which the connection counts as broken. The server sends something every 15 s."""
 _KEPT_SECONDS: Final = 60.0
 """Seconds for which a server keeps a recording after the recording client has disconnected."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
+_FIRST_PAUSE = 0.5
+_LONGEST_PAUSE = 15.0
 _LOOK_SECONDS: Final = 0.25
 _UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -223,7 +224,9 @@ class _Feed(threading.Thread):
                 except NotThereError as error:
                     if not self._recording:
                         raise NotThereError(f"{self._server.url} cannot be recorded: {error}") from None
-                    self._recording, self._num_restarts, broke = "", self._num_restarts + 1, str(error)
+                    self._recording = ""
+                    self._num_restarts = self._num_restarts + 1
+                    broke = str(error)
                 except ChairliftError as error:
                     if self._began_unix is None:
                         raise
@@ -301,11 +304,13 @@ class _Feed(threading.Thread):
                 raise EngineDeadError("the server's recording begins in an unknown way")
             self._began_unix = began if self._began_unix is None else self._began_unix
             if data["recording"] != self._recording:
-                self._recording, self._last = data["recording"], 0
+                self._recording = data["recording"]
+                self._last = 0
                 self._offset = max(0.0, began - self._began_unix)
             if self._away_since:
                 self._seconds_away += time.monotonic() - self._away_since
-            self.state, self._away_since = "", 0.0
+            self.state = ""
+            self._away_since = 0.0
         elif not name and re.fullmatch("[0-9]{1,15}", number):
             self._num_lost += int(number) - self._last - 1
             self._last = int(number)

@@ -112,7 +112,8 @@ def replay(args: argparse.Namespace) -> int:
     settings, _ = read_settings(args, sampling=False)
     if refused := sorted(_NOT_CHANGED & settings.keys()):
         raise ConfigError(f"{refused[0]} in {args.config} means nothing to a simulation; leave it out")
-    trace, deployment = recorded_trace(recording), recorded_deployment(recording)
+    trace = recorded_trace(recording)
+    deployment = recorded_deployment(recording)
     config = recorded_config(recording, **settings)
     report = simulate(trace, config, deployment)
     print(f"{args.file}: {len(trace):,} requests, {len(recording.steps):,} steps")

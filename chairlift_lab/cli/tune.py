@@ -266,15 +266,18 @@ class _Progress:
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
-        self._shown, self._stage = -_EVERY, ""
+        self._shown = -_EVERY
+        self._stage = ""
 
     def update(self, text: str) -> None:
-        stage, now = text[:1], time.monotonic()
+        stage = text[:1]
+        now = time.monotonic()
         if self._terminal:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         elif stage != self._stage or now >= self._shown + _EVERY:
             print(text, file=sys.stderr, flush=True)
-            self._shown, self._stage = now, stage
+            self._shown = now
+            self._stage = stage
 
     def line(self, text: str) -> None:
         self.end()

@@ -113,7 +113,8 @@ def fleet_size_lines(found: FleetSize, target: float, price: float) -> list[str]
     lines = fleet_lines(found.tried, None, None)
     if found.parts > 1:
         lines.insert(0, f"one of {found.parts} equal parts of the traffic:")
-    chosen, count = found.chosen, found.replicas
+    chosen = found.chosen
+    count = found.replicas
     if chosen is None or count is None:
         best = max(each.served.goodput or 0.0 for each in found.tried)
         return [

@@ -59,7 +59,8 @@ def calibrate(core: EngineCore, limits: ModelLimits, max_rows: int) -> StepTimes
     # Batches with short and with long contexts, so that the fit can separate the cost of a row from the cost of its
     # context.
     batches += [[(16, _ANSWER)] * min(max_rows, 24), [(900, _ANSWER)] * min(max_rows, 4)]
-    times, serial = StepTimes(), 0
+    times = StepTimes()
+    serial = 0
     try:
         for index, batch in enumerate([[(16, 4)], *batches, *batches[::-1]]):
             if index == 1:  # the first batch is warm-up
@@ -95,7 +96,8 @@ def fit_steps(steps: list[tuple[StepFeatures, float]], shape: ModelShape | None 
 def describe_fit(model: CostModel, steps: list[tuple[StepFeatures, float]]) -> str:
     """Text that says how well a cost model predicts the durations of ``steps``."""
     errors = model.errors(steps)
-    p50, p90 = errors[len(errors) // 2], errors[int(0.9 * len(errors))]
+    p50 = errors[len(errors) // 2]
+    p90 = errors[int(0.9 * len(errors))]
     return f"fitted on {len(errors):,} real steps, half of them within {p50:.0%} and nine of ten within {p90:.0%}"
 
 

@@ -26,7 +26,8 @@ class Clients:
     """
 
     def __init__(self, trace: Sequence[TracedRequest], begin: float, max_concurrency: int | None) -> None:
-        self._trace, self._begin = trace, begin
+        self._trace = trace
+        self._begin = begin
         self._idle_users = None if max_concurrency is None else deque([begin] * max_concurrency)
         """One entry per user without a request in flight: the time at which the user's last request ended."""
         self._later: dict[str, deque[int]] = {}
@@ -108,7 +109,8 @@ def enter(
         fields = {name: getattr(request, name) or None for name in names}
     params = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True, seed=0, **fields)
     prompt = prompt_token_ids(request, index, inputs.limits.vocab_size)
-    name, timing = str(index), RequestTiming(dataclasses.replace(request, arrival=arrival), index)
+    name = str(index)
+    timing = RequestTiming(dataclasses.replace(request, arrival=arrival), index)
     if collector.watch is not None:
         collector.watch(timing)
     try:

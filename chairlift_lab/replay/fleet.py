@@ -124,10 +124,12 @@ class _Simulated:
     """A simulated replica: an engine core with its own clock, and the router's record of this replica (``view``)."""
 
     def __init__(self, view: Replica, make: Callable[[VirtualClock], EngineCore], timings: dict[str, Any]) -> None:
-        self.view, self._make = view, make
+        self.view = view
+        self._make = make
         self.life = 0
         """Number of restarts. Events that were scheduled before the last restart are ignored."""
-        self.clock, self.idle = VirtualClock(), True
+        self.clock = VirtualClock()
+        self.idle = True
         self.core = make(self.clock)
         self.collector = Collector(None, self.core.scheduler.membership.held)
         self.collector.timings = timings
@@ -139,14 +141,16 @@ class _Simulated:
 
     def switch_off(self, now: float) -> None:
         self.on_seconds += now - (now if self.on_since is None else self.on_since)
-        self.on_since, self.leaving = None, False
+        self.on_since = None
+        self.leaving = False
 
     def restart(self) -> None:
         """Replace the core by a new core with an empty cache."""
         self.life += 1
         self.num_preemptions += self.core.scheduler.num_preemptions
         self.core.shutdown()
-        self.clock, self.idle = VirtualClock(), True
+        self.clock = VirtualClock()
+        self.idle = True
         self.core = self._make(self.clock)
         self.collector.begin_again()
 
@@ -168,7 +172,8 @@ class _Fleet:
         first, limits = simulated_core(deployment, config)
         self._inputs = InputProcessor(limits, None, first.kv, seed=0)
         pace = pace_of(deployment.cost, config.scheduler.max_num_batched_tokens)
-        rows, tokens = config.scheduler.max_running, first.kv.capacity_tokens
+        rows = config.scheduler.max_running
+        tokens = first.kv.capacity_tokens
         cached = tokens if config.cache.enable_prefix_caching else 0
 
         def make(clock: VirtualClock) -> EngineCore:
@@ -180,7 +185,8 @@ class _Fleet:
         ]
         self.replicas = [_Simulated(view, make, self.timings) for view in views]
         whole = dataclasses.replace(config.scheduler, max_num_seqs=config.scheduler.max_num_seqs * plan.replicas)
-        self._rows, self.peak = rows, plan.replicas
+        self._rows = rows
+        self.peak = plan.replicas
         self.scaler = Autoscaler(plan.least or plan.replicas, plan.replicas, calm=plan.calm_seconds)
         self.forecast = DoorForecast({"": _LOWEST})
         self.door = Door(views[: plan.least], router_from_name(plan.routing), policy_from_config(whole))
@@ -204,7 +210,8 @@ class _Fleet:
     def run(self) -> None:
         """Handle events until no event is left."""
         for replica in self.replicas[: self.plan.least]:
-            replica.view.accepting, replica.on_since = True, self.now
+            replica.view.accepting = True
+            replica.on_since = self.now
         self.peak = len(self.replicas[: self.plan.least])
         if self.plan.least is not None:
             self.at(SCALE_SECONDS, self._scale)
@@ -287,7 +294,8 @@ class _Fleet:
     def _wake(self, replica: _Simulated) -> None:
         """Schedule the next step of a replica that is idle and has requests."""
         if replica.idle and replica.core.has_work:
-            replica.idle, life = False, replica.life
+            replica.idle = False
+            life = replica.life
             self.at(max(self.now, replica.clock.now()), lambda: self._step(replica, life))
 
     def _step(self, replica: _Simulated, life: int) -> None:
@@ -388,7 +396,8 @@ class _Fleet:
         """Let a replica that is being drained accept requests again. If there is none, start a replica."""
         back = next((each for each in self.replicas if each.leaving), None)
         if back is not None:
-            back.leaving, back.view.accepting = False, True
+            back.leaving = False
+            back.view.accepting = True
             return
         off = next((each for each in self.replicas if each.on_since is None), None)
         if off is not None:
@@ -398,7 +407,8 @@ class _Fleet:
 
     def _shrink(self, replica: _Simulated) -> None:
         """Drain a replica, and switch it off when its last request has ended."""
-        replica.view.accepting, replica.leaving = False, True
+        replica.view.accepting = False
+        replica.leaving = True
         if replica.idle and not replica.core.has_work:
             self._stop(replica)
 
@@ -412,7 +422,8 @@ class _Fleet:
     def _drain(self, index: int) -> None:
         """Send no more requests to a replica, and update it when its last request has ended."""
         replica = self.replicas[index]
-        replica.view.accepting, replica.draining = False, True
+        replica.view.accepting = False
+        replica.draining = True
         if replica.idle and not replica.core.has_work:
             self._update(replica)
 

@@ -82,7 +82,8 @@ def smallest_fleet(
     span = trace[-1].arrival - trace[0].arrival
     rate = (len(trace) - 1) / span if span > 0 and max_concurrency is None else None
     common = {"routing": routing, "start_seconds": start_seconds}
-    parts, best = 1, -1.0
+    parts = 1
+    best = -1.0
     while True:
         search = _Search(part_of(trace, parts), parts, config, deployment, target, max_concurrency, common)
         low, high = 0, 1
@@ -93,7 +94,8 @@ def smallest_fleet(
         goodput = search.tried[high].served.goodput or 0.0
         if goodput <= best:  # a smaller part did not help, so the targets cannot be met with any number of replicas
             return FleetSize(parts=parts, rate=rate, tried=search.by_size(), chosen=None, failing=None, halved=None)
-        best, parts = goodput, 2 * parts
+        best = goodput
+        parts = 2 * parts
         if len(part_of(trace, 2 * parts)) < _LEAST_REQUESTS:
             raise ConfigError(
                 f"{most} replicas are too few, and the traffic of {len(trace)} requests is too short to be divided into"

@@ -94,7 +94,10 @@ class _FlowReplica:
 
     def __init__(self, view: Replica, cost: CostModel, *, budget: int, rows: int, capacity: int, cached: int) -> None:
         self.view = view
-        self._cost, self._budget, self._rows, self._capacity = cost, budget, rows, capacity
+        self._cost = cost
+        self._budget = budget
+        self._rows = rows
+        self._capacity = capacity
         self._prefixes = PrefixIndex(max(1, cached // PREFIX_BLOCK))
         self.waiting: deque[_Job] = deque()
         self._prefilling: deque[_Job] = deque()
@@ -112,7 +115,9 @@ class _FlowReplica:
         """Number of token positions in the KV cache that are used by a single request."""
         self._chunks: list[tuple[_Job, int]] = []
         """One entry per prompt in the running step: (request, number of prompt tokens that the step computes)."""
-        self._begun, self._count, self._seconds = 0.0, 0, 0.0
+        self._begun = 0.0
+        self._count = 0
+        self._seconds = 0.0
         """Start, number and total time of the steps that now run as one event. The number is 0 while the replica is
         idle."""
         self.version = 0
@@ -130,7 +135,9 @@ class _FlowReplica:
         tokens) of each request that gets a row)."""
         joined = self._admit()
         rows = len(self._decoding)
-        room, self._chunks, pairs = self._budget - rows, [], 0.0
+        room = self._budget - rows
+        self._chunks = []
+        pairs = 0.0
         for job in self._prefilling:
             if room <= 0:
                 break
@@ -140,7 +147,8 @@ class _FlowReplica:
             self._chunks.append((job, take))
             room -= take
         self.version += 1
-        self._begun, self._count = now, 0
+        self._begun = now
+        self._count = 0
         if self._chunks:
             tokens = sum(take for _, take in self._chunks)
             self._count = 1
@@ -193,7 +201,9 @@ class _FlowReplica:
         self.num_steps += self._count
         self.rows += (rows + len(self._chunks)) * self._count
         self.busy += now - self._begun
-        self._count, begun, ended = 0, [], []
+        self._count = 0
+        begun = []
+        ended = []
         while self._decoding and self._decoding[0][0] <= self._step:
             job = heapq.heappop(self._decoding)[2]
             self._context -= job.prompt + job.output
@@ -257,10 +267,12 @@ class _FlowFleet:
     ) -> None:
         core, limits = simulated_core(deployment, config)
         self._inputs = InputProcessor(limits, None, core.kv, seed=0)
-        scheduler, capacity = config.scheduler, core.kv.capacity_tokens
+        scheduler = config.scheduler
+        capacity = core.kv.capacity_tokens
         pace = pace_of(deployment.cost, scheduler.max_num_batched_tokens)
         self._cached = capacity if config.cache.enable_prefix_caching else 0
-        most, share = scheduler.max_running, scheduler.open_policy_share
+        most = scheduler.max_running
+        share = scheduler.open_policy_share
         views = [
             Replica(index, pace, max_num_seqs=most, cache_tokens=self._cached, policy_share=share)
             for index in range(plan.replicas)
@@ -324,7 +336,8 @@ class _FlowFleet:
             end, joined = replica.begin(self.now)
             for name, cached in joined:
                 timing = self.collector.timings[name]
-                timing.started, timing.cached_tokens = self.now, cached
+                timing.started = self.now
+                timing.cached_tokens = cached
         if end is not None:
             heapq.heappush(self._events, (end, next(self._order), replica, replica.version))
 
@@ -338,7 +351,8 @@ class _FlowFleet:
         for job in ended:
             timing = self.collector.timings[job.name]
             timing.times = np.linspace(timing.first, self.now, job.output).tolist()
-            timing.ended, timing.left = True, self.now
+            timing.ended = True
+            timing.left = self.now
             self._over(job.name, job.output)
 
     def _leave(self) -> None:
@@ -346,7 +360,8 @@ class _FlowFleet:
             timing = self.collector.timings.get(str(index))
             if timing is None or timing.left >= 0:
                 continue
-            timing.cancelled, timing.left = True, self.now
+            timing.cancelled = True
+            timing.left = self.now
             view = self.door.replica_of(str(index))
             if view is not None:
                 self.replicas[view.index].abort(str(index))

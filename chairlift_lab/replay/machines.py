@@ -123,13 +123,19 @@ class ModelShape:
     @classmethod
     def of(cls, name: str, network: NetworkConfig, itemsize: int = 2) -> ModelShape:
         """Shape of a model from its configuration. Sliding windows are ignored: every layer has full attention."""
-        hidden, layers = network.hidden_size, network.num_hidden_layers
-        q, kv = network.num_attention_heads * network.head_dim, network.num_key_value_heads * network.head_dim
-        attention, head = hidden * (q + 2 * kv) + q * hidden, hidden * network.vocab_size
-        dense, apart = 3 * hidden * network.intermediate_size * layers, 0
+        hidden = network.hidden_size
+        layers = network.num_hidden_layers
+        q = network.num_attention_heads * network.head_dim
+        kv = network.num_key_value_heads * network.head_dim
+        attention = hidden * (q + 2 * kv) + q * hidden
+        head = hidden * network.vocab_size
+        dense = 3 * hidden * network.intermediate_size * layers
+        apart = 0
         if (experts := network.experts) is not None:
-            one, count = 3 * hidden * experts.intermediate_size, experts.routing.num_experts
-            with_experts, chosen = sum(experts.layers), experts.routing.top_k
+            one = 3 * hidden * experts.intermediate_size
+            count = experts.routing.num_experts
+            with_experts = sum(experts.layers)
+            chosen = experts.routing.top_k
             every = hidden * (3 * experts.shared_size + count) + chosen * one
             dense = dense // layers * (layers - with_experts) + every * with_experts
             apart = (count - chosen) * one * with_experts
@@ -176,7 +182,9 @@ def _known(
     name: str, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], vocab: int, tied: bool, length: int
 ) -> ModelShape:
     """Shape of a known model. ``heads`` is (number of query heads, number of KV heads, size of a head)."""
-    q, kv, head = heads[0] * heads[2], heads[1] * heads[2], hidden * vocab
+    q = heads[0] * heads[2]
+    kv = heads[1] * heads[2]
+    head = hidden * vocab
     return ModelShape(
         name=name,
         body_params=layers * (hidden * (2 * q + 2 * kv) + 3 * hidden * inner),
@@ -243,10 +251,8 @@ class Deployment:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Deployment:
         """Create a deployment from the data of :meth:`to_dict`. Raises ConfigError for other data."""
-        texts, numbers = (
-            ("machine", "model", "validity"),
-            ("kv_bytes_per_token", "kv_memory_bytes", "max_model_len"),
-        )
+        texts = ("machine", "model", "validity")
+        numbers = ("kv_bytes_per_token", "kv_memory_bytes", "max_model_len")
         for name in texts + numbers:
             value = fields.get(name)
             if type(value) is not (str if name in texts else int) or (name in numbers and not 0 < int(value) < 2**60):

@@ -40,7 +40,9 @@ class _Pending:
     __slots__ = ("_clock", "_ready_at", "_tokens")
 
     def __init__(self, tokens: SampledTokens, clock: Clock, ready_at: float) -> None:
-        self._tokens, self._clock, self._ready_at = tokens, clock, ready_at
+        self._tokens = tokens
+        self._clock = clock
+        self._ready_at = ready_at
 
     def result(self) -> SampledTokens:
         self._clock.wait_until(self._ready_at)
@@ -121,9 +123,11 @@ def serve_trace(
     Requests that are refused, or dropped at their deadline, are counted in the result. Raises RequestError when an
     admitted request fails and there is no ``watch``.
     """
-    clock, inputs = core.clock, InputProcessor(limits, None, core.kv, seed=0)
+    clock = core.clock
+    inputs = InputProcessor(limits, None, core.kv, seed=0)
     collector = Collector(watch, core.scheduler.membership.held)
-    refused, preemptions = 0, core.scheduler.num_preemptions
+    refused = 0
+    preemptions = core.scheduler.num_preemptions
     clients = Clients(trace, clock.now(), max_concurrency)
     while core.has_work or not clients.done:
         now = clock.now()
@@ -178,7 +182,8 @@ def simulated_core(
     Its steps also take the time to read the ``adapters`` of their rows, by their ``nbytes``. Raises ConfigError for
     settings that need more memory or context length than the deployment has.
     """
-    cache, scheduler = config.cache, config.scheduler
+    cache = config.cache
+    scheduler = config.scheduler
     longest = config.model.max_model_len or deployment.max_model_len
     if longest > deployment.max_model_len:
         raise ConfigError(
@@ -192,7 +197,8 @@ def simulated_core(
     if num_blocks < 2:
         raise ConfigError("the KV cache has no room for two blocks; raise kv_cache_memory_bytes or lower block_size")
     clock = clock or VirtualClock()
-    host_bytes, block_bytes = cache.swap_space_bytes, deployment.kv_bytes_per_token * cache.block_size
+    host_bytes = cache.swap_space_bytes
+    block_bytes = deployment.kv_bytes_per_token * cache.block_size
     host_blocks = -(-num_blocks // 10) if host_bytes is None else host_bytes // block_bytes
     if host_blocks > _MAX_HOST_BLOCKS:
         raise ConfigError(

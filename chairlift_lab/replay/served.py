@@ -32,7 +32,8 @@ def kept_up(pairs: Sequence[tuple[float, float]]) -> float:
     arrivals = sorted(arrival for arrival, _ in pairs)
     if len(arrivals) < 2 or arrivals[0] == arrivals[-1]:
         return 1.0
-    middle, last = arrivals[len(arrivals) // 2], arrivals[-1]
+    middle = arrivals[len(arrivals) // 2]
+    last = arrivals[-1]
     came = sum(middle < arrival <= last for arrival in arrivals)
     ended = sum(middle < over <= last for _, over in pairs)
     return ended / came if came else 1.0
@@ -144,7 +145,8 @@ class RequestTiming:
         """Whether the request met its latency targets. None if it has no targets."""
         if self.dropped:
             return False
-        request, arrival = self.request, self.request.arrival
+        request = self.request
+        arrival = self.request.arrival
         targets = [
             (request.ttft_ms, self.first - arrival),
             (request.tpot_ms, self.tpot),
@@ -166,7 +168,8 @@ class Collector:
         """Create a collector. ``held``: whether batches are static, so that all tokens are delivered at the end of a
         batch."""
         self.timings: dict[str, RequestTiming] = {}
-        self.watch, self._held = watch, held
+        self.watch = watch
+        self._held = held
         self.steps = self.rows = 0
         self.busy = self.busy_until = 0.0
         self._last_step = 0
@@ -174,7 +177,8 @@ class Collector:
     def take(self, outputs: CoreOutputs, now: float) -> None:
         timings = self.timings
         for name, cached, when in outputs.joined:
-            timings[name].started, timings[name].cached_tokens = when, cached
+            timings[name].started = when
+            timings[name].cached_tokens = cached
         for name in outputs.sequence_ids:
             timings[name].times.append(now)
         self.end(outputs.finished, now)

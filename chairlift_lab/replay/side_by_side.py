@@ -125,7 +125,9 @@ def recorded_trace(recording: Recording) -> list[TracedRequest]:
 
 def recorded_config(recording: Recording, **changes: Any) -> EngineConfig:
     """Settings of the recorded engine, as far as a simulation uses them, with ``changes``."""
-    about, changes = recording.about, with_preset(changes)  # a preset wins over recorded settings
+    # a preset wins over recorded settings
+    about = recording.about
+    changes = with_preset(changes)
     settings = {name: value for name, value in about["settings"].items() if name not in _DROPPED}
     if (settings | changes).get("batching", "continuous") == "continuous":
         settings.pop("preferred_batch_sizes", None)  # not a setting of continuous batching
@@ -181,7 +183,8 @@ def compare_sides(recording: Recording, upper: Side, lower: Side) -> tuple[dict[
 
     Raises ConfigError if no comparison is possible.
     """
-    trace, deployment = recorded_trace(recording), recorded_deployment(recording)
+    trace = recorded_trace(recording)
+    deployment = recorded_deployment(recording)
     _check_fit(recording, deployment)
     recorded = recorded_config(recording)
     measured = _measured(recording, len(trace))
@@ -341,7 +344,8 @@ def _ratio_words(name: str, one: _Result, other: _Result, error: float) -> str:
     shortest = min(one.seconds, other.seconds)
     if shortest < _MIN_SECONDS or other.tokens_per_second <= 0:
         return f"No ratio is claimed from {_seconds(shortest)}; record at least {_seconds(_MIN_SECONDS)} of work."
-    ratio, least = one.tokens_per_second / other.tokens_per_second, max(_SAME, error)
+    ratio = one.tokens_per_second / other.tokens_per_second
+    least = max(_SAME, error)
     if 1 / (1 + least) < ratio < 1 + least:
         return f"They do not differ by more than the error of the simulation ({least:.0%})."
     return f"With {name} this is {ratio:.2f} times as much; the simulation is right within {least:.0%}."
@@ -366,7 +370,8 @@ def demo() -> bytes:
     """Create a recording of an example: the real scheduler runs on a simulated machine with a small KV cache. The
     traffic has bursts, and short and long answers."""
     rng = np.random.default_rng(7)
-    trace, now = [], 0.0
+    trace = []
+    now = 0.0
     for burst in range(7):
         for _ in range(int(rng.integers(8, 15))):
             now += float(rng.exponential(0.06))

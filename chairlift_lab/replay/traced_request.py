@@ -91,7 +91,8 @@ def prompt_token_ids(request: TracedRequest, index: int, vocab_size: int) -> lis
     prefix id in base ``vocab_size - 10``, so different blocks have different first tokens. Raises ConfigError when the
     vocabulary has fewer than two ids for prompts.
     """
-    base, size = vocab_size - _FIRST_ID, request.prefix_block
+    base = vocab_size - _FIRST_ID
+    size = request.prefix_block
     if base < 2:
         raise ConfigError(f"prompts are made of ids from {_FIRST_ID} on, but vocab_size is {vocab_size}")
     digits = 1

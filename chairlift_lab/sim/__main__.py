@@ -36,7 +36,8 @@ def report(seed: int) -> str | None:
 
 def run_seeds(seeds: Sequence[int]) -> int:
     """Run the worlds of ``seeds`` up to the first failure, and print a report. Returns 1 for a failure, otherwise 0."""
-    start, steps = time.perf_counter(), 0
+    start = time.perf_counter()
+    steps = 0
     for seed in seeds:
         try:
             steps += run_world(make_world(seed)).num_steps

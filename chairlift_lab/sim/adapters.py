@@ -79,7 +79,8 @@ class ScriptedAdapters(Adapters):
         config = LoRAConfig(enable_lora=True, max_loras=max_loras, max_cpu_loras=max_cpu_loras)
         super().__init__(files, config, self._later)
         self._due: list[tuple[int, Callable[[], Any], Future[Any]]] = []
-        self._delay, self._tick = delay, 0
+        self._delay = delay
+        self._tick = 0
 
     def tick(self) -> None:
         """Advance the simulated time by one step, and load the adapters whose delay has passed."""

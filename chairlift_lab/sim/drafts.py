@@ -33,11 +33,14 @@ class ScriptedDrafts:
         vocab_size: int = VOCAB_SIZE,
         eos: int = EOS,
     ) -> None:
-        self._seed, self._answer_of = seed, answer_of
-        self._vocab_size, self._eos = vocab_size, eos
+        self._seed = seed
+        self._answer_of = answer_of
+        self._vocab_size = vocab_size
+        self._eos = eos
         self.num_forgotten = 0
         self.most = 128
-        self.drafting_seconds, self.measures = 0.0, False
+        self.drafting_seconds = 0.0
+        self.measures = False
         self.only_known = False
         """Whether drafts come only from a request's ``prediction`` or grammar. Scripted drafts do not."""
 
@@ -59,7 +62,8 @@ class ScriptedDrafts:
 
     def _draft(self, request: Request, limit: int) -> list[int]:
         rng = random.Random(f"{self._seed} {request.request_id} {len(request.token_ids)}")
-        kind, count = rng.choice(_KINDS), rng.randint(1, 6)
+        kind = rng.choice(_KINDS)
+        count = rng.randint(1, 6)
         answer = self._answer_of(request)
         if kind == "none" or answer is None:
             return []

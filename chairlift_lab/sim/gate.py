@@ -87,7 +87,8 @@ def check_policy(make_policy: MakePolicy, seeds: Sequence[int], *, path: str = "
 
 def _run(make_policy: MakePolicy, world: World, checked: Counter[str]) -> tuple[Violation | None, int]:
     """Run a world twice. Returns (violation or None, number of steps of both runs)."""
-    traces, steps = [], 0
+    traces = []
+    steps = 0
     for _ in range(2):
         try:
             simulation = Simulation(world, make_policy())

@@ -71,7 +71,8 @@ class GrammarScript:
 class _Matcher:
     def __init__(self, script: GrammarScript, stop_token_ids: Sequence[int]) -> None:
         self.error = ""
-        self._script, self._stops = script, stop_token_ids
+        self._script = script
+        self._stops = stop_token_ids
         self._tokens: list[int] = []
 
     @property
@@ -145,8 +146,11 @@ class LateMasks(MaskWork):
 
     def __init__(self, seed: int, probability: float, most: int, seconds: float = 0.0) -> None:
         super().__init__(beside=False)
-        self._rng, self._probability, self._most = random.Random(seed), probability, most
-        self._prices, self._seconds = random.Random(seed ^ 0x11E5), seconds
+        self._rng = random.Random(seed)
+        self._probability = probability
+        self._most = most
+        self._prices = random.Random(seed ^ 0x11E5)
+        self._seconds = seconds
         self._tick = self.num_late = 0
         self._jobs: list[tuple[int, MaskJob]] = []
         self.charged: Callable[[MaskPlace, float], None] = lambda place, seconds: None

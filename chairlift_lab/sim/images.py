@@ -39,7 +39,9 @@ def input_words(args: dict[str, Any]) -> list[int]:
 
 def markers_of(args: dict[str, Any]) -> dict[str, Any]:
     """Fields of a request as a client sends it: a prompt with one marker per image, and the images."""
-    prompt, found, begin = args["prompt"], list[int](), 0
+    prompt = args["prompt"]
+    found = list[int]()
+    begin = 0
     for position, length, _ in args["images"]:
         found += [*prompt[begin:position], IMAGE_TOKEN]
         begin = position + length

@@ -20,7 +20,8 @@ class MaskWatch:
     """Knows the time of all masks, by a second way of counting. ``is_alive`` says whether a request has not ended."""
 
     def __init__(self, limits: MaskLimits, is_alive: Callable[[str], bool]) -> None:
-        self._limits, self._is_alive = limits, is_alive
+        self._limits = limits
+        self._is_alive = is_alive
         self._seconds: defaultdict[str, dict[str, float]] = defaultdict(dict)
         """Tenant -> request -> seconds."""
         self.over: set[str] = set()

@@ -22,13 +22,15 @@ def failure_of(world: World) -> str | None:
 
 def minimise(world: World, fails: Callable[[World], object | None] = failure_of) -> World:
     """Reduce a failing world: the returned world still fails, but passes if any one of its events is removed."""
-    events, parts = list(world.events), 2
+    events = list(world.events)
+    parts = 2
     while len(events) >= 2:
         size = max(1, len(events) // parts)
         for start in range(0, len(events), size):
             fewer = events[:start] + events[start + size :]
             if fewer and fails(_with(world, fewer)):
-                events, parts = fewer, max(parts - 1, 2)
+                events = fewer
+                parts = max(parts - 1, 2)
                 break
         else:
             if size == 1:

@@ -169,7 +169,8 @@ class PolicyWatch:
         begun: set[Hashable] = set()
         heads: set[Hashable] = set()
         for request in waiting:
-            lane, order = self.lane(request), self.order(request)
+            lane = self.lane(request)
+            order = self.order(request)
             before = self._places.setdefault(request.request_id, (lane, order))
             self._expect("order", order == before[1], "order() of {!r} went from {} to {}", request, before[1], order)
             self._expect("lane", lane == before[0], "lane() of {!r} went from {!r} to {!r}", request, before[0], lane)

@@ -24,7 +24,8 @@ class Scripts:
 
     def __init__(self, core: EngineCore, windows: Sequence[int | None]) -> None:
         self.num_masks = self.num_checked = 0
-        self._scheduler, self._update = core.scheduler, core.scheduler.update
+        self._scheduler = core.scheduler
+        self._update = core.scheduler.update
         self._windows = windows
         self._args: dict[Request, dict[str, Any]] = {}
         self._extra: dict[int, list[tuple[int, Request, int]]] = {}
@@ -65,7 +66,8 @@ class Scripts:
         return self._update(out, tokens, now)
 
     def _check(self, request: Request, length: int, token: int) -> None:
-        prefix, args = request.token_ids[:length], self._args[request]
+        prefix = request.token_ids[:length]
+        args = self._args[request]
         served_alone = (request.sampling, self._windows, VOCAB_SIZE, 1, lambda position: allowed_at(args, position))
         expected = reference_tokens(prefix, *served_alone)[0]
         if len(prefix) != length or token != expected:

@@ -193,7 +193,8 @@ class ShareWatch:
 
     def _check(self, prompt: _Prompt) -> None:
         """Raise Violation if the prompt is not computed although a bound has passed."""
-        f, name = self._fraction, prompt.request.request_id
+        f = self._fraction
+        name = prompt.request.request_id
         if prompt.handed_out > prompt.before / f + self._slack:
             raise Violation(
                 f"{name} is not computed after {prompt.handed_out} tokens of prompts, although only {prompt.before}"

@@ -216,7 +216,9 @@ class Simulation:
     """
 
     def __init__(self, world: World, policy: Policy | None = None) -> None:
-        self.world, self.clock, self.faults = world, VirtualClock(), _Faults()
+        self.world = world
+        self.clock = VirtualClock()
+        self.faults = _Faults()
         groups = [_cache_group(world, window) for window in world.windows]
         config = SchedulerConfig(**world.scheduler)
         self.policy = PolicyWatch(policy or policy_from_config(config))
@@ -297,7 +299,8 @@ class Simulation:
         """Watch the limits on the time of masks, in worlds in which masks take time."""
         if self.world.mask_limits is None:
             return None
-        grammars, scheduler = self.engine.core.grammars, self.engine.scheduler
+        grammars = self.engine.core.grammars
+        scheduler = self.engine.scheduler
         watch = MaskWatch(
             grammars.ledger.limits, lambda name: any(each.partition("#")[0] == name for each in scheduler.requests)
         )
@@ -325,14 +328,16 @@ class Simulation:
         return self._trace.hexdigest()
 
     def _set_bounds(self) -> None:
-        scheduler, bounds = self.engine.scheduler, self.world.bounds
+        scheduler = self.engine.scheduler
+        bounds = self.world.bounds
         scheduler.waiting.look_ahead = bounds["look_ahead"]
         scheduler.waiting.max_times_passed = bounds["max_times_passed"]
         scheduler.batch.max_preemptions = min(
             scheduler.batch.max_preemptions, bounds["max_preemptions"]
         )  # 0: no request is preempted
         if self.world.images is not None:
-            images, most = self.engine.core.images, self.world.max_tiles
+            images = self.engine.core.images
+            most = self.world.max_tiles
             images.kept_bytes = self.world.images[2]
             images.limit = None if most is None else most * TILE_BYTES
 
@@ -428,8 +433,10 @@ class Simulation:
         elif event.kind == "evict":
             self._evict(event.target)
         elif event.kind == "limits":
-            scheduler, args = self.engine.scheduler, event.args
-            scheduler.batch.running_limit, scheduler.batch.token_budget = args["running"], args["tokens"]
+            scheduler = self.engine.scheduler
+            args = event.args
+            scheduler.batch.running_limit = args["running"]
+            scheduler.batch.token_budget = args["tokens"]
             scheduler.batch.watermark = args["watermark"]
             self.num_limits += 1
         elif event.kind in ("reload", "unload", "rewrite"):
@@ -496,7 +503,8 @@ class Simulation:
         need = len(args["prompt"]) + args["max_tokens"] - 1
         args = dict(args)
         adapter = self._adapter_for(args)
-        fits, known = self.engine.kv.fits_when_empty(need), set(self.engine.scheduler.requests.values())
+        fits = self.engine.kv.fits_when_empty(need)
+        known = set(self.engine.scheduler.requests.values())
         try:
             self.engine.add_request(
                 markers_of(args) if args.get("images") else args["prompt"],
@@ -517,7 +525,8 @@ class Simulation:
         if self.scripts is not None:
             for request in [each for each in self.engine.scheduler.requests.values() if each not in known]:
                 self.scripts.follow(request, args)
-        windows, with_text = self.world.windows, self.world.with_text
+        windows = self.world.windows
+        with_text = self.world.with_text
         expected = [expected_answer(args, params, index, windows, with_text) for index in range(params.n)]
         self.pending[name] = _Submitted(args, expected, [0] * params.n)
 
@@ -534,7 +543,8 @@ class Simulation:
     def _step(self) -> None:
         self.num_steps += 1
         scheduler = self.engine.scheduler
-        grammars, adapters = self.engine.core.grammars, self.engine.core.adapters
+        grammars = self.engine.core.grammars
+        adapters = self.engine.core.adapters
         if isinstance(adapters, ScriptedAdapters):
             adapters.tick()
         stuck = {
@@ -581,7 +591,8 @@ class Simulation:
             )
         if self.model.missing_adapters:
             raise Violation(f"step {self.num_steps}: adapters {self.model.missing_adapters} were not in memory")
-        encoder, most = self.model.images, self.world.max_tiles
+        encoder = self.model.images
+        most = self.world.max_tiles
         if encoder is not None and encoder.flaws:
             raise Violation(f"step {self.num_steps}: {encoder.flaws[0]}")
         if encoder is not None and most is not None and encoder.most > most:
@@ -601,11 +612,13 @@ class Simulation:
                     raise Violation(f"step {self.num_steps}: blocks {free} are free, but a step in flight uses them")
 
     def _check_records(self) -> None:
-        log, scheduler = self.engine.step_log, self.world.scheduler
+        log = self.engine.step_log
+        scheduler = self.world.scheduler
         for record in [record for record in log if record.step > self._records]:
             self._records = record.step
             rows = record.rows
-            budget, most = self._budgets.pop(record.step), scheduler["max_num_batched_tokens"]
+            budget = self._budgets.pop(record.step)
+            most = scheduler["max_num_batched_tokens"]
             if self._whole_images:
                 budget = most  # an image that must be computed in one step may exceed a lowered budget
             if record.num_tokens > min(budget, most):
@@ -647,7 +660,8 @@ class Simulation:
         metrics = output.metrics
         if metrics is None or metrics.causes is None or metrics.finished_time is None:
             raise Violation(f"{output.request_id} has ended, but its output does not say how its time was spent")
-        unknown, spent = set(metrics.causes) - set(CAUSES), metrics.finished_time - metrics.arrival_time
+        unknown = set(metrics.causes) - set(CAUSES)
+        spent = metrics.finished_time - metrics.arrival_time
         if unknown or min(metrics.causes.values()) < 0 or abs(sum(metrics.causes.values()) - spent) > 1e-6:
             raise Violation(f"{output.request_id} took {spent} s, but was charged {metrics.causes}")
         away = metrics.preempted_during
@@ -704,7 +718,8 @@ class Simulation:
 
     def _check_drained(self) -> None:
         """Check that no part of the engine keeps a request or a block after all requests have ended."""
-        kv, scheduler = self.engine.kv, self.engine.scheduler
+        kv = self.engine.kv
+        scheduler = self.engine.scheduler
         self.policy.check_drained()
         if scheduler.has_unfinished or scheduler.running or len(scheduler.waiting):
             raise Violation("the scheduler still has requests after all of them ended")

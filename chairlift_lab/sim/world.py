@@ -130,11 +130,13 @@ def make_world(seed: int) -> World:
     horizon = max(event.at for event in events) + 20
     if later.random() < 0.3:
         events += _limits(later, scheduler, horizon)
-    num_blocks, enable_prefix_caching = 1 + maybe(tight, roomy), maybe(True, False)
+    num_blocks = 1 + maybe(tight, roomy)
+    enable_prefix_caching = maybe(True, False)
     hash_bits = maybe(None, rng.choice([3, 8]))
     prefix_offload = seed % 5 == 1  # not drawn: a draw would change the worlds of all seeds
     if prefix_offload:
-        enable_prefix_caching, num_host_blocks = True, later.choice([3, 16, 64])
+        enable_prefix_caching = True
+        num_host_blocks = later.choice([3, 16, 64])
         _come_again(later, [event for event in events if event.kind == "arrive"], block_size, max_model_len)
         events += [Event(later.randrange(horizon), "raise", 0) for _ in range(later.choice([0, 0, 3, 9]))]
     if seed % 10 == 8:
@@ -142,7 +144,8 @@ def make_world(seed: int) -> World:
         windows, num_blocks = _cramped(later, scheduler, block_size, max_model_len)
     if seed % 10 == 3:
         crowded = random.Random(seed ^ 0x5A1E)
-        windows, num_blocks = (None,), _crowded(crowded, scheduler, events, block_size, max_model_len)
+        windows = (None,)
+        num_blocks = _crowded(crowded, scheduler, events, block_size, max_model_len)
     scripted = seed % 10 == 7
     if scripted:
         _script(random.Random(seed ^ 0x3A5C), [event for event in events if event.kind == "arrive"])
@@ -222,7 +225,9 @@ def _picture(rng: random.Random, world: World) -> World:
                 _insert_image(rng, args, rng.choice(edges), rng.choice(contents), world.max_model_len)
         args["max_tokens"] = min(args["max_tokens"], world.max_model_len - len(args["prompt"]))
     encoder = rng.choice([1, 1, 2, 4]), rng.choice([0.0, 0.001, 0.01]), rng.choice([0, 150, 10_000])
-    caching, whole, scheduler = world.enable_prefix_caching or rng.random() < 0.5, rng.random() < 0.5, world.scheduler
+    caching = world.enable_prefix_caching or rng.random() < 0.5
+    whole = rng.random() < 0.5
+    scheduler = world.scheduler
     if whole:  # a step must have room for the largest image beside all decode rows
         longest = max((image[1] for event in arrivals for image in event.args.get("images", ())), default=0)
         most = max(scheduler["max_num_batched_tokens"], longest + scheduler["max_num_seqs"])
@@ -237,7 +242,8 @@ def _picture(rng: random.Random, world: World) -> World:
 
 def _insert_image(rng: random.Random, args: dict[str, Any], length: int, content: int, max_model_len: int) -> None:
     """Insert an image into the prompt of an arrival, after its other images, if there is room."""
-    prompt, images = args["prompt"], args["images"]
+    prompt = args["prompt"]
+    images = args["images"]
     if len(prompt) + length >= max_model_len:
         return
     position = rng.randint(sum(images[-1][:2]) if images else 0, len(prompt))
@@ -267,7 +273,8 @@ def _adapt(rng: random.Random, events: list[Event], horizon: int) -> tuple[list[
 
     There are often more adapters than a step or the memory may have. Returns the events and ``World.adapters``.
     """
-    count, max_in_step = rng.choice([2, 3, 5, 9]), rng.choice([1, 1, 2, 3])
+    count = rng.choice([2, 3, 5, 9])
+    max_in_step = rng.choice([1, 1, 2, 3])
     for event in events:
         if event.kind == "arrive" and rng.random() < 0.8:
             event.args["adapter"] = 1 + min(int(rng.paretovariate(0.8)) - 1, count - 1)
@@ -352,7 +359,8 @@ def _cramped(
 
     The memory is little more than one request needs. Few requests, or none, can be preempted.
     """
-    window, step = rng.choice([1, 3, 7, 16]), scheduler["max_num_batched_tokens"]
+    window = rng.choice([1, 3, 7, 16])
+    step = scheduler["max_num_batched_tokens"]
     scheduler["preemption_mode"] = rng.choice(["none", scheduler["preemption_mode"]])
     scheduler["batching"] = rng.choice(["static", scheduler["batching"]])
     per_request = min(-(-(window + 4 + step) // block_size) + 1, -(-max_model_len // block_size))
@@ -414,7 +422,8 @@ def _promise(rng: random.Random, tiers: list[str | None]) -> dict[str, Any]:
 def _arrivals(rng: random.Random, block_size: int, max_model_len: int, with_text: bool) -> list[Event]:
     stems = [[rng.randrange(VOCAB_SIZE - 1) for _ in range(max_model_len)] for _ in range(3)]
     shared, salted, sampled = (rng.random() < 0.5 for _ in range(3))
-    at, events = 0, []
+    at = 0
+    events = []
     for number in range(rng.choice([1, 2, 4, 8, 12, 20])):
         at += rng.choice([0, 0, 1, 3, 9])
         edges = [1, 2, block_size - 1, block_size, block_size + 1, 2 * block_size, max_model_len - 1]

@@ -177,7 +177,9 @@ def _row(source: TraceSource, values: dict[str, Any], columns: Mapping[str, str]
                 values_by_field[field] = FIELDS[field](value)
             except (ValueError, TypeError, OverflowError) as error:
                 raise ConfigError(f"{source.where}: {columns[field]} {error}, got {value!r:.60}") from None
-    time, prompt, output = values_by_field.pop("time"), values_by_field.pop("input"), values_by_field.pop("output")
+    time = values_by_field.pop("time")
+    prompt = values_by_field.pop("input")
+    output = values_by_field.pop("output")
     if not prompt or not output:
         source.left_out["requests without a prompt or an answer"] += 1
         return None

@@ -246,7 +246,8 @@ def _read_jsonl(source: TraceSource, bailian: bool) -> Iterator[Row]:
                     " time=NAME,input=NAME,output=NAME"
                 )
         own = {name: value for name, value in fields.items() if name in _OWN_FIELDS and value is not None}
-        time, hash_ids = fields["timestamp"], fields["hash_ids"] if fields.get("hash_ids") is not None else []
+        time = fields["timestamp"]
+        hash_ids = fields["hash_ids"] if fields.get("hash_ids") is not None else []
         if not isinstance(hash_ids, list):
             raise ConfigError(f"{source.where}: hash_ids must be a list, got {hash_ids!r:.40}")
         if hash_ids:
@@ -269,7 +270,8 @@ def _place_in_chat(source: TraceSource, chats: dict[Any, tuple[str, int]], field
     The first request that names a previous request continues the session of that request. A second request that names
     the same previous request is a branch: it begins a session of its own, and shares the earlier text by prefix ids.
     """
-    name, parent = fields.get("chat_id"), fields.get("parent_chat_id")
+    name = fields.get("chat_id")
+    parent = fields.get("parent_chat_id")
     if type(name) not in (int, str) or type(parent) not in (int, str):
         raise ConfigError(f"{source.where}: chat_id and parent_chat_id must be numbers or text")
     before = chats.get(parent)

@@ -184,7 +184,8 @@ class Workload:
         if self.vocab_size <= _FIRST_ID:
             raise ConfigError(f"prompts are drawn from ids {_FIRST_ID} and above, but vocab_size is {self.vocab_size}")
         rng = np.random.default_rng(self.seed)
-        prompts, outputs = self.prompt.draw(rng, self.count), self.output.draw(rng, self.count)
+        prompts = self.prompt.draw(rng, self.count)
+        outputs = self.output.draw(rng, self.count)
         return [
             (rng.integers(_FIRST_ID, self.vocab_size, length).tolist(), count)
             for length, count in zip(prompts, outputs, strict=True)

@@ -91,7 +91,8 @@ def _repeated(trace: Sequence[TracedRequest]) -> float | None:
     filled: dict[int, int] = collections.defaultdict(int)
     repeated = 0
     for request in trace:
-        node, remaining = -request.prefix_block, request.prompt_tokens
+        node = -request.prefix_block
+        remaining = request.prompt_tokens
         for number in request.prefix_ids:
             node = nodes.setdefault((node, number), len(nodes) + 1)
             block_tokens = min(remaining, request.prefix_block)

@@ -145,7 +145,9 @@ def _chat(where: str, chat: Any, count: Callable[[str], int]) -> list[Said]:
     images = len(chat["image"]) if isinstance(chat.get("image"), list) else int("image" in chat)
     turns: list[Said] = []
     said: list[Mapping[str, Any]] = []
-    tokens, has_question, marked = 0, False, 0
+    tokens = 0
+    has_question = False
+    marked = 0
     for message in found:
         author, text, pictures, content = _message(where, message, shared)
         length = max(1, count(text))
@@ -175,7 +177,8 @@ def _message(where: str, message: Any, shared: bool) -> tuple[str, str, int, Any
     parts = content if isinstance(content, list) and not shared else [{"type": "text", "text": content}]
     if content is None and not shared and isinstance(author, str) and message.get("tool_calls"):
         return author, "", 0, None
-    texts, images = [], 0
+    texts = []
+    images = 0
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("text") if isinstance(part, dict) else None
@@ -241,8 +244,14 @@ def _line_items(source: TraceSource) -> Iterable[tuple[int, Any]]:
 
 def list_items(source: TraceSource) -> Iterator[tuple[int, Any]]:
     """(line number, item) of each item of a JSON list, without reading the whole list into memory."""
-    decoder, pieces = json.JSONDecoder(), source.pieces()
-    text, place, line, inside, more, wanted = "", 0, 1, False, True, 0
+    decoder = json.JSONDecoder()
+    pieces = source.pieces()
+    text = ""
+    place = 0
+    line = 1
+    inside = False
+    more = True
+    wanted = 0
     while True:
         while place < len(text) and (text[place].isspace() or (inside and text[place] == ",")):
             line += text[place] == "\n"
@@ -251,7 +260,8 @@ def list_items(source: TraceSource) -> Iterator[tuple[int, Any]]:
         if there and not inside:
             if text[place] != "[":
                 raise ConfigError(f"line {line} of {source.path} is not the beginning of a JSON list")
-            inside, place = True, place + 1
+            inside = True
+            place = place + 1
             continue
         if there and text[place] == "]":
             return
@@ -265,7 +275,10 @@ def list_items(source: TraceSource) -> Iterator[tuple[int, Any]]:
             else:
                 yield line, item
                 line += text.count("\n", place, end)
-                place, wanted = end, 0
+                place = end
+                wanted = 0
                 continue
         piece = next(pieces, "")
-        text, place, more = text[place:] + piece, 0, bool(piece)
+        text = text[place:] + piece
+        place = 0
+        more = bool(piece)

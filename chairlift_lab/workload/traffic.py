@@ -140,7 +140,8 @@ class Traffic:
         one of them leaves the others unchanged.
         """
         rng = np.random.default_rng(seed)
-        prompts, outputs = self.prompt.draw(rng, count), self.output.draw(rng, count)
+        prompts = self.prompt.draw(rng, count)
+        outputs = self.output.draw(rng, count)
         times = (arrivals or AllAtOnce()).times(count, seed)
         chats = self._chats(prompts, outputs, seed)
         own = self._own_fields(len(chats), seed)
@@ -152,7 +153,8 @@ class Traffic:
         for number, (first, turns) in enumerate(chats):
             shared = prefixes[number]
             # A chat with n turns uses n arrival times, so that the rate of ``arrivals`` counts requests, not chats.
-            time, chat_tokens = times[first], len(shared) * self.prefix_block
+            time = times[first]
+            chat_tokens = len(shared) * self.prefix_block
             for turn in range(turns):
                 index = first + turn
                 chat_tokens += prompts[index]
@@ -188,7 +190,8 @@ class Traffic:
         chats: list[tuple[int, int]] = []
         first = 0
         while first < count:
-            turns, tokens = 0, before
+            turns = 0
+            tokens = before
             while turns < lengths[len(chats)] and first + turns < count:
                 tokens += prompts[first + turns] + outputs[first + turns]
                 if tokens > self.chats.most_tokens and turns:
@@ -202,7 +205,8 @@ class Traffic:
         """Prefix ids of the shared prefix of each chat; empty for a chat without a shared prefix."""
         if self.prefixes is None:
             return [()] * chats
-        rng, blocks = _stream(seed, 4), self.prefixes.tokens // self.prefix_block
+        rng = _stream(seed, 4)
+        blocks = self.prefixes.tokens // self.prefix_block
         has = rng.random(chats) < self.prefixes.share
         which = Zipf(self.prefixes.alpha, 1, self.prefixes.distinct).draw(rng, chats)
         return [

@@ -235,7 +235,8 @@ def _counted(
 ) -> Iterator[Mapping[str, Any]]:
     """Yield the items of ``source``, and add the lengths of their sequences, as they will be packed, to ``tally``."""
     for item in source:
-        length, capacity = len(item["input_ids"]), args.capacity
+        length = len(item["input_ids"])
+        capacity = args.capacity
         pieces = [min(capacity, length - start) for start in range(0, length, capacity)] if capacity > 0 else []
         if length > capacity:
             pieces = {"split": pieces, "truncate": pieces[:1]}.get(args.overflow, [])
@@ -273,7 +274,8 @@ def _lines(stats: StreamStats, tally: _Tally, args: argparse.Namespace) -> list[
     too_long = ", ".join(f"{count:,} {what}" for what, count in handled if count) or "none"
     lost = sum(cut.tokens for cut in stats.cut.values())
     too_long += f", {lost:,} tokens cut" if lost else ""
-    delay, waited = stats.delay_packs, stats.delay_arrivals
+    delay = stats.delay_packs
+    waited = stats.delay_arrivals
     lines = [
         f"sequences     {stats.sequences:,} of {stats.tokens / max(1, stats.sequences):,.1f} tokens on average",
         f"tokens        {stats.tokens:,}",
@@ -301,7 +303,8 @@ def _length_bins(tally: _Tally) -> list[tuple[int, int, int]]:
     counts: dict[int, int] = {}
     for length, count in tally.lengths.items():
         counts[length.bit_length()] = counts.get(length.bit_length(), 0) + count
-    every, longest = range(min(counts, default=1), max(counts, default=0) + 1), max(tally.lengths, default=0)
+    every = range(min(counts, default=1), max(counts, default=0) + 1)
+    longest = max(tally.lengths, default=0)
     return [(1 << bits - 1, min(longest, (1 << bits) - 1), counts.get(bits, 0)) for bits in every]
 
 

@@ -176,7 +176,8 @@ class Speed:
         """Count a step of ``num_tokens`` tokens that has just ended."""
         self._num_steps += 1
         if self._num_steps == 2:
-            self._since, self._tokens = self._last, 0
+            self._since = self._last
+            self._tokens = 0
         self._last = (self._clock(), step)
         self._tokens += num_tokens
 
@@ -192,7 +193,8 @@ class _Progress:
     at intervals."""
 
     def __init__(self, steps: int, *, shown: bool) -> None:
-        self._steps, self._shown = steps, shown
+        self._steps = steps
+        self._shown = shown
         self._bar: Any = None
         self._speed = Speed()
         self._is_first = True

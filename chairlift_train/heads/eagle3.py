@@ -65,8 +65,11 @@ class Eagle3Network(HeadsNetwork):
         base: str = "",
     ) -> None:
         super().__init__(model, base=base)
-        target, output = model.config, model.lm_head.weight.detach()
-        self.num_steps, self.taps, self.distribution = num_steps, taps, distribution
+        target = model.config
+        output = model.lm_head.weight.detach()
+        self.num_steps = num_steps
+        self.taps = taps
+        self.distribution = distribution
         rows = None if not own_output_head else target.vocab_size if target_ids is None else len(target_ids)
         self._config = _layer_config(target, taps, intermediate_size, rows)
         config = parse_eagle3_config(self._config, target, Path("config.json"))

@@ -38,7 +38,9 @@ class MedusaNetwork(HeadsNetwork):
         self, model: CausalLM, *, num_heads: int, num_layers: int, own_output_heads: bool = False, base: str = ""
     ) -> None:
         super().__init__(model, base=base)
-        self.num_heads, self.num_layers, self.own_output_heads = num_heads, num_layers, own_output_heads
+        self.num_heads = num_heads
+        self.num_layers = num_layers
+        self.own_output_heads = own_output_heads
         parameters: dict[str, nn.Parameter] = {}
         output = model.lm_head.weight.detach()
         for head in range(num_heads):

@@ -86,7 +86,8 @@ class HeadsTrainer(Trainer):
 
     def __init__(self, heads: HeadsNetwork, *given: Any, decay: float = 0.8, **others: Any) -> None:
         super().__init__(heads, *given, **others)
-        self.heads, self.decay = heads, decay
+        self.heads = heads
+        self.decay = decay
 
     def pack_loss(self, pack: Pack, loss: StepLoss | AdapterLosses) -> Tensor:
         """Loss of one pack over all heads, as a scalar. Call it inside ``loss.step``."""
@@ -99,7 +100,8 @@ class HeadsTrainer(Trainer):
         """Add the gradient of a pack. The backward pass of each head's logits runs at once, so that only the logits of
         one head are in memory at a time. The gradients of the states follow at the end, because later states can depend
         on earlier ones."""
-        batch, total = self._batch(pack), torch.zeros(())
+        batch = self._batch(pack)
+        total = torch.zeros(())
         found: list[tuple[Tensor, Tensor]] = []
         for head, state in enumerate(self._states(batch, pack)):
             leaf = state.detach().requires_grad_(state.requires_grad)
@@ -128,7 +130,8 @@ class HeadsTrainer(Trainer):
         shifted["labels"] = self.heads.head_labels(shifted["labels"])
         rows, chosen = predictions({**batch, **shifted})
         with self._cast(batch):
-            logits, teacher = self.heads.head_logits(state[rows], head), self.heads.teacher(rows, head)
+            logits = self.heads.head_logits(state[rows], head)
+            teacher = self.heads.teacher(rows, head)
         part = loss(logits, chosen) if teacher is None else loss(logits, chosen, teacher)  # type: ignore[call-arg]
         return self.decay ** (head + 1) * part
 
@@ -144,7 +147,8 @@ def ahead(batch: Mapping[str, Tensor], distance: int) -> dict[str, Tensor]:
     labels, weights, segments = (batch[name][0] for name in ("labels", "loss_weight", "segment_ids"))
     count = max(0, len(labels) - distance)
     is_target = (segments[:count] == segments[distance:]) & (labels[:count] != IGNORED) & (labels[distance:] != IGNORED)
-    found, weighed = torch.full_like(labels, IGNORED), torch.zeros_like(weights)
+    found = torch.full_like(labels, IGNORED)
+    weighed = torch.zeros_like(weights)
     found[:count] = labels[distance:].where(is_target, found[:count])
     weighed[:count] = weights[distance:].where(is_target, weighed[:count])
     return {"labels": found[None], "loss_weight": weighed[None]}

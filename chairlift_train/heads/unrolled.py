@@ -80,7 +80,8 @@ def unrolled_attention(
         cu_seqlens: [N + 1] offsets of the sequences.
         scale: Factor of the scores.
     """
-    num_heads, num_kv_heads = q.shape[1], first[0].shape[1]
+    num_heads = q.shape[1]
+    num_kv_heads = first[0].shape[1]
     queries = q.float().view(len(q), num_kv_heads, num_heads // num_kv_heads, q.shape[2])
     keys, values = (each.float() for each in first)
     own_keys, own_values = (torch.stack([pair[at] for pair in later], dim=1).float() for at in range(2))

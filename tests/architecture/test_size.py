@@ -8,7 +8,7 @@ import pytest
 
 from tests.architecture.source import modules, tree
 
-MOST_LINES_OF_A_FUNCTION = 60
+MOST_LINES_OF_A_FUNCTION = 70
 MOST_LINES_OF_SCHEDULE = 100
 LONGER = {
     "chairlift_lab.cli.tune.run",
@@ -18,7 +18,7 @@ LONGER = {
     "chairlift_lab.sim.world.make_world",
     "chairlift_train.drift.__init__",
 }
-"""Functions that are still longer, at most 80 lines. Split them; add none."""
+"""Functions that are still longer, at most 90 lines. Split them; add none."""
 
 
 @pytest.mark.parametrize("module", sorted(modules()))
@@ -28,7 +28,7 @@ def test_functions_are_short(module: str) -> None:
             length = node.end_lineno - node.lineno + 1 - _docstring_lines(node)
             is_schedule = (module, node.name) == ("chairlift.core.scheduler.scheduler", "schedule")
             most = MOST_LINES_OF_SCHEDULE if is_schedule else MOST_LINES_OF_A_FUNCTION
-            most = 80 if f"{module}.{node.name}" in LONGER else most
+            most = 90 if f"{module}.{node.name}" in LONGER else most
             assert length <= most, f"{module}.{node.name} has {length} lines"
 
 

@@ -124,7 +124,8 @@ class DecodeState:
     ) -> None:  # fmt: skip
         self.num_slots = num_slots
         self._block_size = block_size
-        starts, length = {}, 0
+        starts = {}
+        length = 0
         for name in (*_NAMES_64, *_NAMES_32, *(f"table{group}" for group in range(num_groups))):
             starts[name] = length
             length += num_slots * (2 if name in _NAMES_64 else max_blocks if name.startswith("table") else 1)
@@ -133,7 +134,8 @@ class DecodeState:
         self._starts = starts
         self._memory = torch.zeros(length, dtype=torch.int32, device=device)
         fields = {name: self._view(name) for name in (*_NAMES_64, *_NAMES_32)}
-        self.tokens, self.num_computed = fields["tokens"], fields["num_computed"]
+        self.tokens = fields["tokens"]
+        self.num_computed = fields["num_computed"]
         self.slots = fields["slots"]
         self.slots.fill_(-1)
         self.block_tables = [self._view(f"table{group}").view(num_slots, -1) for group in range(num_groups)]

@@ -118,7 +118,8 @@ def attention_launch(
     block_n = 64 if head_dim <= 128 else 32
     block_m = 64
     if itemsize == 4:
-        block_n, block_m = block_n // 2, 16
+        block_n = block_n // 2
+        block_m = 16
     # With fewer than 5 stages, the compiler does not load the next keys while the current keys are processed, because
     # their address comes from a table. With wide heads, five stages of wide tiles would not fit into the shared memory
     # of all GPUs.
@@ -152,7 +153,8 @@ def gemm_launch(
     block_n = ANY_ROWS_BLOCK if is_wide else _BLOCK_N
     max_k = 64 if any_rows or (not few and itemsize == 4) else 128
     block_k = min(max_k, max(16, power_of_2(in_features)))
-    columns, steps = -(-out_features // block_n), -(-in_features // block_k)
+    columns = -(-out_features // block_n)
+    steps = -(-in_features // block_k)
     num_splits = max(1, min(MAX_GEMM_SPLITS, num_multiprocessors // columns, steps // 2))
     stages = 3 if block_n == ANY_ROWS_BLOCK and block_k == 128 else 4
     return GemmLaunch(block_m, block_n, block_k, num_splits, num_warps=4, num_stages=stages)

@@ -115,7 +115,9 @@ def linear_small(
     Raises:
         InvariantError: the shapes do not fit together.
     """
-    num_rows, num_out, splits = len(x), weight.shape[0], launch.num_splits
+    num_rows = len(x)
+    num_out = weight.shape[0]
+    splits = launch.num_splits
     if gated and num_out % 2:
         raise InvariantError(f"a gated layer has one gate for each output, so an even number of both; got {num_out}")
     width = num_out // 2 if gated else num_out

@@ -101,7 +101,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """SwiGLU (Shazeer, 2020): [T, 2 I], rows contiguous, the gate first -> silu(gate) * up, [T, I]."""
-    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    num_rows = gate_up.shape[0]
+    width = gate_up.shape[1] // 2
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, power_of_2(width))
     if num_rows:

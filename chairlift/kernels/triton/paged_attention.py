@@ -97,8 +97,12 @@ def _attend(
     query."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     # The KV heads of a tile are neighbouring programs, because all heads of a token are side by side in the cache.
-    row, kv_head, split = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS, tl.program_id(1)
-    start, first_query, num_queries = row, 0, 1
+    row = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    split = tl.program_id(1)
+    start = row
+    first_query = 0
+    num_queries = 1
     wait_for_inputs(PDL)
     if cu_seqlens_ptr is not None:
         block = row
@@ -114,8 +118,10 @@ def _attend(
     if table_rows_ptr is not None:
         table_row = tl.load(table_rows_ptr + row)
 
-    m, d = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_PAD)
-    query, head = first_query + m // GROUP, kv_head * GROUP + m % GROUP
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, HEAD_PAD)
+    query = first_query + m // GROUP
+    head = kv_head * GROUP + m % GROUP
     real = (m < BLOCK_Q * GROUP) & (query < num_queries)
     token = (start + query).to(tl.int64)
     inside = real[:, None] & (d < HEAD_DIM)[None, :]
@@ -126,7 +132,8 @@ def _attend(
     low = 0
     if WINDOW is not None:
         low = tl.maximum(cached + first_query - WINDOW + 1, 0)
-    first_tile, end_tile = low // BLOCK_N, tl.cdiv(end, BLOCK_N)
+    first_tile = low // BLOCK_N
+    end_tile = tl.cdiv(end, BLOCK_N)
     if NUM_SPLITS > 1:
         share = tl.cdiv(end_tile - first_tile, NUM_SPLITS)
         first_tile += split * share
@@ -156,7 +163,8 @@ def _combine(
 ) -> None:  # fmt: skip
     """Kernel that combines splits: scale them by their maxima and add them. One program per token and query head. An
     empty split is not read."""
-    token, head = tl.program_id(0), tl.program_id(1)
+    token = tl.program_id(0)
+    head = tl.program_id(1)
     wait_for_inputs(PDL)
     if cu_seqlens_ptr is not None:
         if token >= tl.load(cu_seqlens_ptr + num_rows):
@@ -165,7 +173,8 @@ def _combine(
         if tl.load(seq_lens_ptr + token) <= 0:
             return
     place = token.to(tl.int64) * tl.num_programs(1) + head
-    s, d = tl.arange(0, SPLITS_PAD), tl.arange(0, HEAD_PAD)
+    s = tl.arange(0, SPLITS_PAD)
+    d = tl.arange(0, HEAD_PAD)
     stats = stats_ptr + 2 * (place * NUM_SPLITS + s)
     best = tl.load(stats, mask=s < NUM_SPLITS, other=float("-inf"))
     total = tl.load(stats + 1, mask=s < NUM_SPLITS, other=0.0)
@@ -212,13 +221,15 @@ def paged_attention(
         InvariantError: the shapes do not fit together.
     """
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, num_rows = key_cache.shape[2], seq_lens.shape[0]
+    num_kv_heads = key_cache.shape[2]
+    num_rows = seq_lens.shape[0]
     group = num_heads // num_kv_heads
     _check(q, key_cache, value_cache, block_table, launch)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if num_tokens == 0 or num_rows == 0:
         return out
-    splits, dependent = launch.num_splits, dependent_launch(q.device)
+    splits = launch.num_splits
+    dependent = dependent_launch(q.device)
     # With splits, a tile stores its sums for the second launch. Without splits these arguments are unused.
     partial = (
         torch.empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)

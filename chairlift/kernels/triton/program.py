@@ -122,7 +122,8 @@ class TritonProgram:
     ) -> Tensor:
         """``output`` [T, width], computed from the values in ``given``. ``step`` and ``launch`` are needed for
         attention."""
-        values, i = dict(given), 0
+        values = dict(given)
+        i = 0
         while i < len(self._nodes):
             node = self._nodes[i]
             count, compute = self._fused.get(i, (1, None))
@@ -216,9 +217,11 @@ class TritonProgram:
         a split sum."""
         if step is None:
             raise InvariantError("heads need a step, whose cache they are written to")
-        layer, attributes = self._layer_of[node.out], node.attributes
+        layer = self._layer_of[node.out]
+        attributes = node.attributes
         keys, entries = self._kv.caches[layer]
-        q_norm, k_norm = attributes.get("q_norm"), attributes.get("k_norm")
+        q_norm = attributes.get("q_norm")
+        k_norm = attributes.get("k_norm")
         if offset := attributes.get("norm_offset", 0.0):
             q_norm, k_norm = (None if norm is None else norm.float() + offset for norm in (q_norm, k_norm))
         return rope_and_cache(
@@ -241,7 +244,8 @@ class TritonProgram:
     def _gemm_launch(self, x: Tensor, weight: Tensor | Fp8Weight) -> GemmLaunch | None:
         """Launch configuration with which the matmul kernel for few rows multiplies ``x`` by ``weight``; None if
         torch's library does it."""
-        any_rows, values = self._batch_invariant, weight if isinstance(weight, Tensor) else weight.values
+        any_rows = self._batch_invariant
+        values = weight if isinstance(weight, Tensor) else weight.values
         if not any_rows and len(x) > SMALL_ROWS:
             if isinstance(weight, Tensor) or not any(size % 16 for size in values.shape):
                 return None

@@ -34,7 +34,8 @@ def _normalise(
 ) -> tl.tensor:  # fmt: skip
     """RMSNorm of the heads for which ``selected`` [H] is true. Other heads are returned unchanged. The heads are given
     as two halves [H, Dh / 2]."""
-    a, b = first.to(tl.float32), second.to(tl.float32)
+    a = first.to(tl.float32)
+    b = second.to(tl.float32)
     mean = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF)
     factor = tl.rsqrt(mean + eps)[:, None]
     weight_1 = tl.load(weight_ptr + i, mask=i < HALF, other=0.0)
@@ -57,7 +58,8 @@ def _rope_and_cache(
     K: tl.constexpr = NUM_HEADS
     V: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
     token = tl.program_id(0).to(tl.int64)
-    h, i = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, HALF_PAD)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    i = tl.arange(0, HALF_PAD)
     inside = (h < V + NUM_KV_HEADS)[:, None] & (i < HALF)[None, :]
     n = (h * 2 * HALF)[:, None] + i[None, :]
     wait_for_inputs(PDL)
@@ -102,10 +104,12 @@ def _rotary_table(
     HALF: tl.constexpr, HALF_PAD: tl.constexpr,
 ) -> None:  # fmt: skip
     """Kernel of :func:`rotary_table`. One program per token."""
-    token, i = tl.program_id(0), tl.arange(0, HALF_PAD)
+    token = tl.program_id(0)
+    i = tl.arange(0, HALF_PAD)
     frequencies = tl.load(frequencies_ptr + i, mask=i < HALF, other=0.0)
     angles = tl.load(positions_ptr + token).to(tl.float32) * frequencies
-    out, factors = out_ptr + token * HALF + i, tl.where(frequencies == 0.0, 1.0, factor)
+    out = out_ptr + token * HALF + i
+    factors = tl.where(frequencies == 0.0, 1.0, factor)
     tl.store(out, (tl.cos(angles) * factors).to(out_ptr.dtype.element_ty), mask=i < HALF)
     sines = (tl.sin(angles) * factors).to(out_ptr.dtype.element_ty)
     tl.store(out + tl.num_programs(0) * HALF, sines, mask=i < HALF)

@@ -181,10 +181,13 @@ def _kept_ids(
     log_min_p = tl.load(log_min_p_ptr + slot, mask=slot >= 0, other=0.0)
     top_k = tl.load(top_k_ptr + slot, mask=slot >= 0, other=0)
     top_p = tl.load(top_p_ptr + slot, mask=slot >= 0, other=1.0)
-    row_ptr, size = logits_ptr + row.to(tl.int64) * logits_stride, vocab
+    row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+    size = vocab
     kept = tl.full([], 0, dtype=tl.uint32)
     last_id = tl.full([], _ALL_IDS, dtype=tl.int32)
-    with_min_p, with_top_k, with_top_p = log_min_p > float("-inf"), (top_k > 0) & (top_k < vocab), top_p < 1.0
+    with_min_p = log_min_p > float("-inf")
+    with_top_k = (top_k > 0) & (top_k < vocab)
+    with_top_p = top_p < 1.0
     if (temperature > 0.0) & (with_min_p | with_top_k | with_top_p):
         peaks = tl.full([BLOCK], 0, dtype=tl.uint32)
         for at in range(0, vocab, BLOCK):
@@ -195,7 +198,8 @@ def _kept_ids(
             bar = best + log_min_p
             kept = _order(tl.where(bar == 0.0, 0.0, bar))
         if with_top_k | with_top_p:
-            few_ptr, few_ids_ptr = few_ptr + row * ROOM, few_ids_ptr + row * ROOM
+            few_ptr = few_ptr + row * ROOM
+            few_ids_ptr = few_ids_ptr + row * ROOM
             wanted = tl.where(with_top_k, tl.minimum(top_k, BLOCK * 63 // 64), BLOCK * 63 // 64)
             peak = tl.full([], 0, dtype=tl.uint32)
             for bit in range(32):
@@ -211,7 +215,9 @@ def _kept_ids(
                 held = _weight_from(kept, few_ptr, read, temperature, kept, last_id, best, True, BLOCK)
                 enough = (few <= ROOM) & (held >= goal)
             if enough:
-                row_ptr, size = few_ptr, few  # from here on ids are indices into the copy
+                # from here on ids are indices into the copy
+                row_ptr = few_ptr
+                size = few
             if with_top_k:
                 zero = tl.full([], 0, dtype=tl.uint32)
                 last, end = _beginning(goal, row_ptr, size, temperature, zero, last_id, best, False, BLOCK)
@@ -287,7 +293,8 @@ def _choose(
 ) -> None:  # fmt: skip
     """Kernel for one row and one chunk of ids per program. It finds the chunk's best id, and its highest raw logit (NaN
     if a logit is NaN)."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
     slot = tl.load(slots_ptr + row)
     if slot < 0:
         return
@@ -303,7 +310,8 @@ def _choose(
     if temperature > 0.0:
         scores = _scores(raw, temperature)
         if bar_ptr is not None:
-            bar, last_id = tl.load(bar_ptr + row), tl.load(last_id_ptr + row)
+            bar = tl.load(bar_ptr + row)
+            last_id = tl.load(last_id_ptr + row)
             scores = tl.where((scores > bar) | ((scores == bar) & (ids <= last_id)), scores, float("-inf"))
         best, best_id = _draw(scores, ids, first_id, tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), CHUNK)
         tl.store(value_ptr + place, best)
@@ -326,7 +334,8 @@ def _settle(
         tl.store(failing_ptr + 2 * row + tl.arange(0, 2), tl.zeros([2], dtype=tl.float32))
         return
     c = tl.arange(0, PAD)
-    place, inside = row * NUM_CHUNKS + c, c < NUM_CHUNKS
+    place = row * NUM_CHUNKS + c
+    inside = c < NUM_CHUNKS
     highest = tl.load(highest_ptr + place, mask=inside, other=float("-inf"))
     broken = tl.max((highest != highest).to(tl.int32), axis=0) > 0
     raw = tl.where(broken, float("nan"), tl.max(highest, axis=0))
@@ -356,7 +365,8 @@ def kept_ids(logits: Tensor, settings: SamplingSettings, slots: Tensor, *, block
     bar = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     last_id = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     room = SEARCH_ROOM * block
-    few, few_ids = logits.new_empty((num_rows, room)), last_id.new_empty((num_rows, room))
+    few = logits.new_empty((num_rows, room))
+    few_ids = last_id.new_empty((num_rows, room))
     if num_rows:
         _kept_ids[(num_rows,)](
             bar, last_id, few, few_ids, logits, settings.temperature, settings.log_min_p, settings.top_k,

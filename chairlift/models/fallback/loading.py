@@ -134,7 +134,8 @@ def _build(
     import transformers
 
     register_attention()
-    done, lock = 0, threading.Lock()
+    done = 0
+    lock = threading.Lock()
     total = max(sum(_numel(name, source) for name, source in tensors.items()), 1)
 
     def report(count: int) -> None:
@@ -195,7 +196,8 @@ def quiet() -> Iterator[None]:
     """Suppress transformers' progress bars and reports. Chairlift's own error messages contain the same information."""
     from transformers.utils import logging as hf_logging
 
-    shown, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    shown = hf_logging.is_progress_bar_enabled()
+    level = hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     hf_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:

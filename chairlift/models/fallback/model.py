@@ -102,7 +102,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [1, Hq, T, Dk], key [1, Hkv, T, Dk], value [1, Hkv, T, Dv] -> [1, T, Hq,
     Dv]. Raises ModelLoadError for arguments that it does not support."""
-    who, name = _NOW.get(), type(module).__name__
+    who = _NOW.get()
+    name = type(module).__name__
     if who is None or isinstance(who, Tensor):
         raise InvariantError(f"{name} attends outside a step")
     unknown = sorted(key for key, given in kwargs.items() if given is not None and key not in _HARMLESS)

@@ -57,7 +57,9 @@ class _Probe:
     def mask(self, *args: Any, **kwargs: Any) -> Tensor:
         """Replacement for transformers' mask function. It records the mask, from which the visible keys of each query
         are read."""
-        length, device, given = kwargs["q_length"], kwargs.get("device", torch.device("cpu")), kwargs["attention_mask"]
+        length = kwargs["q_length"]
+        device = kwargs.get("device", torch.device("cpu"))
+        given = kwargs["attention_mask"]
         window: int | str | None = _MORE
         if not kwargs.get("use_vmap") and (given is None or bool(given.all())):
             window = _window_of(kwargs["mask_function"], self._positions, device)
@@ -81,8 +83,12 @@ class _Probe:
             )
         self.calls.append(call)
         self.windows.append(window)
-        q, k, v = call.q, call.k, call.v
-        segment, scale, cap = (0, len(q)), call.scale, call.softcap
+        q = call.q
+        k = call.k
+        v = call.v
+        segment = (0, len(q))
+        scale = call.scale
+        cap = call.softcap
         return packed_attention(q, k, v, segment, scale=scale, window=window, cap=cap, sinks=call.sinks)
 
 
@@ -162,18 +168,24 @@ def compare_with_eager(model: TransformersLM) -> Comparison:
     much as a prompt of 100 tokens, in six passes, and needs no second copy of the weights. Raises ModelLoadError if
     rounding does not explain the difference.
     """
-    start, hf = time.monotonic(), model.hf
-    vocab, device = model.config.vocab_size, hf.device
+    start = time.monotonic()
+    hf = model.hf
+    vocab = model.config.vocab_size
+    device = hf.device
     ids = (torch.arange(2 * _LENGTHS[0], device=device) * 7919 + 13).remainder(vocab).view(2, -1)
     use_attention(hf, "eager")
     try:
-        expected, shaken = _eager(hf, ids), _shaken(hf, ids)
+        expected = _eager(hf, ids)
+        shaken = _shaken(hf, ids)
     finally:
         use_attention(hf, ATTENTION)
     found = _paged(model, ids)
-    firsts, laters, noises = [], [], []
+    firsts = []
+    laters = []
+    noises = []
     for row, length in enumerate(_LENGTHS):
-        reference, first = expected[row, :length].float(), _STEPS[0][row][1]
+        reference = expected[row, :length].float()
+        first = _STEPS[0][row][1]
         spread = reference.std(-1).clamp_min(1e-30)
         away, noise = (_distance(each.float() - reference, spread) for each in (found[row], shaken[row, :length]))
         firsts.append(away[:first])
@@ -227,7 +239,8 @@ def _shaken(hf: Any, ids: Tensor) -> Tensor:
 
 def _paged(model: TransformersLM, ids: Tensor) -> list[Tensor]:
     """Logits of both requests, computed in flat batches whose KV blocks are not contiguous."""
-    spec, device = model.kv_cache_spec(), ids.device
+    spec = model.kv_cache_spec()
+    device = ids.device
     blocks = -(-_LENGTHS[0] // _BLOCK)
     table = torch.arange(2 * blocks, device=device).view(blocks, 2).t().flip(1)
     caches = []

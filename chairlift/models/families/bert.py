@@ -29,7 +29,8 @@ def read_bert(fields: Fields, layers: int, offset: int = 0) -> dict[str, Any]:
     }
 
 
-_LAYER, _THEIRS = "layers.*", "encoder.layer.*"
+_LAYER = "layers.*"
+_THEIRS = "encoder.layer.*"
 BERT_TENSORS = {
     "embeddings.words": ("embeddings.word_embeddings",),
     "embeddings.positions": ("embeddings.position_embeddings",),

@@ -10,10 +10,12 @@ __all__ = ["COHERE2"]
 
 
 def _read(fields: Fields, layers: int) -> dict[str, Any]:
-    hidden, heads = fields.integer("hidden_size", 1, 65_536), fields.integer("num_attention_heads", 1, 1_024)
+    hidden = fields.integer("hidden_size", 1, 65_536)
+    heads = fields.integer("num_attention_heads", 1, 1_024)
     if fields.get("head_dim") not in (None, hidden // heads):
         fields.fail(f"head_dim {fields.get('head_dim')} must be hidden_size / num_attention_heads, {hidden // heads}")
-    window, biased = fields.optional_integer("sliding_window", 1, MAX_CONTEXT), fields.boolean("attention_bias", False)
+    window = fields.optional_integer("sliding_window", 1, MAX_CONTEXT)
+    biased = fields.boolean("attention_bias", False)
     windows = pattern_windows(fields, layers, window, every_nth(fields, layers))
     return {
         "qkv_bias": biased,

@@ -11,7 +11,9 @@ from chairlift.models.families.gemma3_text import GEMMA3_TEXT
 
 __all__ = ["GEMMA3"]
 
-_TEXT, _TOWER, _PROJECTOR = "model.", "vision_tower.", "multi_modal_projector."
+_TEXT = "model."
+_TOWER = "vision_tower."
+_PROJECTOR = "multi_modal_projector."
 
 GEMMA3 = dataclasses.replace(
     GEMMA3_TEXT,

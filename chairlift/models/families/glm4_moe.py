@@ -10,7 +10,8 @@ from chairlift.models.family import EXPERT_NAMES, Family, Fields, read_experts
 __all__ = ["GLM4_MOE"]
 
 _KEYS = ("n_routed_experts", "num_local_experts", "num_experts_per_tok")
-_OURS, _THEIRS = "model.layers.*.mlp.shared_expert", "model.layers.*.mlp.shared_experts"
+_OURS = "model.layers.*.mlp.shared_expert"
+_THEIRS = "model.layers.*.mlp.shared_experts"
 
 
 def _read(fields: Fields, layers: int) -> dict[str, Any]:

@@ -24,7 +24,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
     }
 
 
-_LAYER, _THEIRS = "model.layers.*", "transformer.h.*"
+_LAYER = "model.layers.*"
+_THEIRS = "transformer.h.*"
 
 GPT2 = Family(
     model_type="gpt2",

@@ -22,7 +22,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
     }
 
 
-_LAYER, _THEIRS = "model.layers.*", "gpt_neox.layers.*"
+_LAYER = "model.layers.*"
+_THEIRS = "gpt_neox.layers.*"
 
 GPT_NEOX = Family(
     model_type="gpt_neox",

@@ -9,7 +9,8 @@ from chairlift.models.family import EXPERT_KEYS, SPLIT_NAMES, Family, Fields, re
 
 __all__ = ["GRANITEMOE"]
 
-_OURS, _THEIRS = "model.layers.*.mlp", "model.layers.*.block_sparse_moe"
+_OURS = "model.layers.*.mlp"
+_THEIRS = "model.layers.*.block_sparse_moe"
 
 
 def _read(fields: Fields, layers: int) -> dict[str, Any]:

@@ -31,7 +31,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
     kinds = fields.get("layer_types") or fields.get("layers_block_type") or ["mamba"] * layers
     if not isinstance(kinds, list) or len(kinds) != layers or not _KINDS.keys() >= set(map(str, kinds)):
         fields.fail(f"layer_types must name mamba or attention for each of {layers} layers, got {kinds!r:.160}")
-    mixer, shared = read_mamba2(fields, HYBRID_KEYS), fields.integer("shared_intermediate_size", 1, 2**20)
+    mixer = read_mamba2(fields, HYBRID_KEYS)
+    shared = fields.integer("shared_intermediate_size", 1, 2**20)
     rotated = fields.get("position_embedding_type")
     if rotated not in (None, "nope", "rope"):
         fields.fail(f"position_embedding_type must be rope, nope or null, got {rotated!r:.80}")

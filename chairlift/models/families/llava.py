@@ -9,7 +9,9 @@ from chairlift.models.family import inner_names
 
 __all__ = ["LLAVA"]
 
-_TEXT, _TOWER, _PROJECTOR = "language_model.model.", "vision_tower.", "multi_modal_projector."
+_TEXT = "language_model.model."
+_TOWER = "vision_tower."
+_PROJECTOR = "multi_modal_projector."
 
 LLAVA = dataclasses.replace(
     LLAMA,

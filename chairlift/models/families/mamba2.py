@@ -10,7 +10,8 @@ from chairlift.models.mixers import Mamba2Config
 
 __all__ = ["MAMBA2", "Mamba2Keys", "read_mamba2"]
 
-_OURS, _THEIRS = "model.layers.*", "backbone.layers.*"
+_OURS = "model.layers.*"
+_THEIRS = "backbone.layers.*"
 _MOST_TAPS = 64
 
 

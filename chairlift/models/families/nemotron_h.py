@@ -10,7 +10,8 @@ from chairlift.models.family import ExpertLayers, Family, Fields, read_experts
 
 __all__ = ["NEMOTRON_H"]
 
-_OURS, _THEIRS = "model.layers.*", "backbone.layers.*"
+_OURS = "model.layers.*"
+_THEIRS = "backbone.layers.*"
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Letter of ``hybrid_override_pattern`` in ``config.json`` -> type of layer."""
 _KINDS = {**{name: name for name in _LETTERS.values()}, "mamba": "linear_attention", "attention": "full_attention"}
@@ -77,7 +78,8 @@ def _read_experts(fields: Fields, kinds: list[str]) -> ExpertLayers:
 
 def _kinds(fields: Fields) -> list[str]:
     """One entry per layer: the type of the layer, such as ``moe``."""
-    listed, pattern = fields.get("layers_block_type"), fields.get("hybrid_override_pattern")
+    listed = fields.get("layers_block_type")
+    pattern = fields.get("hybrid_override_pattern")
     listed = fields.get("layer_types") if listed is None else listed
     if listed is None and pattern is None:
         return _DEFAULT

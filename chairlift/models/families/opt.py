@@ -29,7 +29,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
     }
 
 
-_LAYER, _THEIRS = "model.layers.*", "model.decoder.layers.*"
+_LAYER = "model.layers.*"
+_THEIRS = "model.decoder.layers.*"
 
 OPT = Family(
     model_type="opt",

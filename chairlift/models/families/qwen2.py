@@ -21,7 +21,8 @@ QWEN2_DEFAULTS = {
 def qwen2_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     """Per layer, its window; None for full attention. All layers have full attention unless ``use_sliding_window`` is
     true; then layers from ``max_window_layers`` on have a window, or the layers that ``layer_types`` names."""
-    window, first = None, 0
+    window = None
+    first = 0
     if fields.boolean("use_sliding_window", False):
         window = fields.optional_integer("sliding_window", 1, MAX_CONTEXT)
     if window is not None and fields.get("layer_types") is None:

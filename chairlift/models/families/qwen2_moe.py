@@ -36,7 +36,8 @@ def read_qwen_experts(fields: Fields, layers: int, *, shared: bool, normalise: b
 
 
 def _read(fields: Fields, layers: int) -> dict[str, Any]:
-    window, last = None, 0
+    window = None
+    last = 0
     if fields.boolean("use_sliding_window", False):
         window = fields.optional_integer("sliding_window", 1, MAX_CONTEXT)
         last = fields.integer("max_window_layers", 0, 1_024)

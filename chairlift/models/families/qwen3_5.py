@@ -10,7 +10,8 @@ from chairlift.models.family import SPLIT_NAMES, Fields, read_experts
 
 __all__ = ["QWEN3_5", "QWEN3_5_MOE", "QWEN3_5_MOE_TEXT", "QWEN3_5_TEXT"]
 
-_MIXER, _STORED = "model.layers.*.mixer", "model.layers.*.linear_attn"
+_MIXER = "model.layers.*.mixer"
+_STORED = "model.layers.*.linear_attn"
 
 _AXES = ("mrope_section", "mrope_interleaved")
 """Keys that say which rotary frequencies encode positions in time, height and width. They are ignored, because the

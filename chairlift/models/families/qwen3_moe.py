@@ -19,7 +19,8 @@ __all__ = ["QWEN3_MOE"]
 
 
 def _read(fields: Fields, layers: int) -> dict[str, Any]:
-    biased, window = fields.boolean("attention_bias", False), None
+    biased = fields.boolean("attention_bias", False)
+    window = None
     if fields.boolean("use_sliding_window", False):
         window = fields.optional_integer("sliding_window", 1, MAX_CONTEXT)
     return {

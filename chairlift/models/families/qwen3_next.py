@@ -13,7 +13,9 @@ __all__ = ["DELTA_NET_DEFAULTS", "DELTA_NET_RENAMED", "QWEN3_NEXT", "read_delta_
 
 _LAYER = "model.layers.*"
 _SHARED = f"{_LAYER}.mlp.shared_expert"
-_MOST_HEADS, _WIDEST, _MOST_TAPS = 1_024, 1_024, 64
+_MOST_HEADS = 1_024
+_WIDEST = 1_024
+_MOST_TAPS = 64
 
 DELTA_NET_DEFAULTS = {
     "head_dim": 256,

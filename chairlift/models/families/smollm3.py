@@ -10,7 +10,8 @@ __all__ = ["SMOLLM3"]
 
 
 def _read(fields: Fields, layers: int) -> dict[str, Any]:
-    biased, given = fields.boolean("attention_bias", False), fields.get("no_rope_layers")
+    biased = fields.boolean("attention_bias", False)
+    given = fields.get("no_rope_layers")
     interval = fields.integer("no_rope_layer_interval", 1, 1_024, default=4)
     rotated = [int((layer + 1) % interval != 0) for layer in range(layers)] if given is None else given
     if not isinstance(rotated, list) or len(rotated) != layers or any(each not in (0, 1) for each in rotated):

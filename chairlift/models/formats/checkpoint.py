@@ -92,7 +92,8 @@ def decoder_layout(model: nn.Module, config: NetworkConfig, left_out: str = "") 
     """
     family = FAMILIES[config.model_type]
     width, kv_width = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    order, gates = _head_order(config), width if config.output_gate else 0
+    order = _head_order(config)
+    gates = width if config.output_gate else 0
     by_head = _by_head(order or tuple(range(config.head_dim)), config.num_attention_heads)
     gated = _behind_gates(order or tuple(range(config.head_dim)), config.num_attention_heads)
     turned = {"qkv_proj": gates + width + kv_width, "q_norm": width, "k_norm": kv_width} if order else {}
@@ -101,9 +102,11 @@ def decoder_layout(model: nn.Module, config: NetworkConfig, left_out: str = "") 
         if left_out and parameter.startswith(left_out):
             continue
         layer, _, attribute = parameter.rpartition(".")
-        kind, last = re.sub(r"\.\d+\.", ".*.", layer), layer.rpartition(".")[2]
+        kind = re.sub(r"\.\d+\.", ".*.", layer)
+        last = layer.rpartition(".")[2]
         number = re.search(r"\d+", layer)
-        names, module = family.tensors.get(kind, (kind,)), model.get_submodule(layer)
+        names = family.tensors.get(kind, (kind,))
+        module = model.get_submodule(layer)
         stack = module.shape.stack if isinstance(module, Stack) else 1
         stored = _stored_rows(config, layer)
         if stored:
@@ -114,14 +117,16 @@ def decoder_layout(model: nn.Module, config: NetworkConfig, left_out: str = "") 
             counts = (len(tensor) // stack // len(names),) * len(names)
         if "#" in names[0]:
             names = tuple(name.replace("#", str(member)) for member in range(stack) for name in names)
-            counts, stack = counts * stack, 1
+            counts = counts * stack
+            stack = 1
         counts = counts if len(names) > 1 else (len(tensor),)
         transposed = tensor.dim() == 2 and last in family.transposed
         start = 0
         for place, (name, count) in enumerate(zip(names, counts, strict=True)):
             whole = family.renamed.get(f"{kind}.{attribute}", f"{name}.{attribute}")
             whole = whole.replace("*", number.group() if number else "")
-            shape, ordered = (count, *tensor.shape[1:]), min(count, max(turned.get(last, 0) - start, 0))
+            shape = (count, *tensor.shape[1:])
+            ordered = min(count, max(turned.get(last, 0) - start, 0))
             how = (order, ordered) if ordered else ((), 0)
             if last == "qkv_proj" and family.qkv_by_head:
                 how = (by_head, len(by_head))
@@ -149,7 +154,8 @@ def _head_order(config: NetworkConfig) -> tuple[int, ...]:
     if rope is None:
         return ()
     dim = rope.dim or config.head_dim
-    half, rest = dim // 2, tuple(range(dim, config.head_dim))
+    half = dim // 2
+    rest = tuple(range(dim, config.head_dim))
     if rope.interleaved:
         first, second = tuple(range(0, dim, 2)), tuple(range(1, dim, 2))
     else:

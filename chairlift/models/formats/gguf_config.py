@@ -74,7 +74,8 @@ def gguf_config_json(model: GGUFModel) -> dict[str, Any]:
             " config.json cannot say; use the original model's safetensors"
         )
     raw = _as_config_json(_Metadata(model), model.metadata["general.architecture"])
-    ends, first = end_tokens(model.metadata), special_ids(model.metadata).get("bos_token_id")
+    ends = end_tokens(model.metadata)
+    first = special_ids(model.metadata).get("bos_token_id")
     found = {"architectures": [FAMILIES[raw["model_type"]].architecture], **raw}
     if ends:
         found["eos_token_id"] = ends[0] if len(ends) == 1 else ends
@@ -150,8 +151,10 @@ class _Metadata:
 
 def _as_config_json(metadata: _Metadata, architecture: str) -> dict[str, Any]:
     """The ``config.json`` of the original model."""
-    model, family = metadata.model, GGUF_FAMILIES[architecture]
-    heads, hidden = metadata.need("attention.head_count"), metadata.need("embedding_length")
+    model = metadata.model
+    family = GGUF_FAMILIES[architecture]
+    heads = metadata.need("attention.head_count")
+    hidden = metadata.need("embedding_length")
     _refuse_unread(metadata, architecture)
     raw: dict[str, Any] = {
         "model_type": family.model_type,

@@ -98,7 +98,8 @@ def _gemma2(metadata: GGUFMetadata, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3(metadata: GGUFMetadata, raw: Mapping[str, Any]) -> dict[str, Any]:
-    found, layers = _scored(raw, 62), raw["num_hidden_layers"]
+    found = _scored(raw, 62)
+    layers = raw["num_hidden_layers"]
     if window := metadata.number("attention.sliding_window", 0):
         found |= {"sliding_window": window, "layer_types": metadata.windowed(layers, 6)}
     else:  # a file without windows has one kind of layers

@@ -46,7 +46,10 @@ class GGUFTensor(StoredRows):
     """
 
     def __init__(self, model: GGUFModel, name: str, order: npt.NDArray[np.intp] | None, offset: float = 0.0) -> None:
-        self._model, self._name, self._order, self._offset = model, name, order, offset
+        self._model = model
+        self._name = name
+        self._order = order
+        self._offset = offset
         info = model.info(name)
         self._type = info.type
         self._exact = self._type.group == GROUP
@@ -100,7 +103,8 @@ def _half_by_half(heads: int, head_dim: int) -> npt.NDArray[np.intp]:
 
 
 def _hf_name(name: str, model: GGUFModel, family: GGUFFamily) -> str:
-    parts, layer_names = name.split("."), {**_LAYER_NAMES, **family.layer_names}
+    parts = name.split(".")
+    layer_names = {**_LAYER_NAMES, **family.layer_names}
     if len(parts) == 2 and parts[0] in _OUTER_NAMES:
         return f"{_OUTER_NAMES[parts[0]]}.{parts[1]}"
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in layer_names:

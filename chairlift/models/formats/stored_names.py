@@ -35,7 +35,8 @@ def with_usual_names(tensors: Mapping[str, Any], other_names: Mapping[str, str],
 
 def _by_expert(file: Any, stored: str, prefix: str, parts: tuple[str, ...]) -> dict[str, Any]:
     whole = file.get_slice(stored)
-    shape, dtype = list(whole.get_shape()), whole.get_dtype()
+    shape = list(whole.get_shape())
+    dtype = whole.get_dtype()
     if len(shape) != 3 or shape[1] % len(parts):
         return {prefix + stored.rpartition(".")[2]: file}  # its name will be reported as unexpected
     rows = shape[1] // len(parts)
@@ -50,7 +51,8 @@ class _Renamed:
     """A tensor whose name in the file differs from its usual name."""
 
     def __init__(self, file: Any, name: str) -> None:
-        self._file, self._name = file, name
+        self._file = file
+        self._name = name
 
     def get_tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(self._name)
@@ -64,8 +66,12 @@ class _Rows:
     """Rows of one expert in a stack, with the interface of a tensor in a safetensors file."""
 
     def __init__(self, file: Any, name: str, expert: int, first: int, shape: list[int], dtype: str) -> None:
-        self._file, self._name, self._expert, self._first = file, name, expert, first
-        self._shape, self._dtype = shape, dtype
+        self._file = file
+        self._name = name
+        self._expert = expert
+        self._first = first
+        self._shape = shape
+        self._dtype = dtype
 
     def get_tensor(self, name: str) -> Tensor:
         rows: Tensor = self._file.get_tensor(self._name)[self._expert, self._first : self._first + self._shape[0]]

@@ -37,7 +37,8 @@ class Attention(nn.Module):
         self.eps = config.norm_eps
         width = self.num_heads * self.head_dim
         kv_width = self.num_kv_heads * self.head_dim
-        self.width, self.gate_width = width + 2 * kv_width, width if config.output_gate else 0
+        self.width = width + 2 * kv_width
+        self.gate_width = width if config.output_gate else 0
         self.qkv_proj = Linear(config.hidden_size, self.gate_width + self.width, bias=config.qkv_bias)
         self.o_proj = Linear(width, config.hidden_size, bias=config.o_bias)
         self.qk_norm = config.qk_norm
@@ -46,7 +47,8 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (
             RMSNorm(n, config.norm_eps, offset=self.norm_offset) if config.qk_norm else None for n in sizes
         )
-        self.query_scaling, self.clip = config.query_scaling, config.qkv_clip
+        self.query_scaling = config.query_scaling
+        self.clip = config.qkv_clip
         self.cap = config.score_cap
         self.sinks = nn.Parameter(torch.zeros(self.num_heads)) if config.sinks else None
         rope = config.layer_ropes[layer]
@@ -65,7 +67,8 @@ class Attention(nn.Module):
         if self.clip is not None:  # no family has both a clip and norms per head
             qkv = ops.clip(qkv, self.clip)
         if self.rotary is not None:
-            frequencies, factor = self.rotary.frequencies(positions.device), self.rotary.attention_factor
+            frequencies = self.rotary.frequencies(positions.device)
+            factor = self.rotary.attention_factor
             qkv = ops.rotate_and_norm(
                 qkv, positions, frequencies, factor, *heads, q_norm, k_norm, self.eps, self.norm_offset
             )

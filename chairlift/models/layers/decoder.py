@@ -32,7 +32,8 @@ class DecoderLayer(nn.Module):
         self.sums_first = config.block == "post_sum"
         self.parallel = config.block in ("parallel", "parallel_two")
         self.residual_scale = config.residual_scale
-        self.attention_scales, self.mixer_scales = config.attention_scales, config.mixer_scales
+        self.attention_scales = config.attention_scales
+        self.mixer_scales = config.mixer_scales
         self.mixer = make_mixer(config, layer)
         self.self_attn = Attention(config, layer) if config.attends_in(layer) else None
         self.mixes = self.mixer is not None or self.self_attn is not None

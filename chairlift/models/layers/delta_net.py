@@ -23,7 +23,9 @@ class DeltaNetMixer(nn.Module):
 
     def __init__(self, config: NetworkConfig, mixer: DeltaNetConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.sizes, self.eps = layer, mixer, config.norm_eps
+        self.layer = layer
+        self.sizes = mixer
+        self.eps = config.norm_eps
         (qkvz, hidden), (rates, _) = mixer.products(config.hidden_size)[0]
         self.in_proj = Linear(hidden, qkvz)
         self.rates_proj = Linear(hidden, rates)
@@ -47,6 +49,7 @@ class DeltaNetMixer(nn.Module):
         return out
 
     def _cell(self) -> DeltaRule:
-        sizes, weights = self.sizes, (self.conv, self.decay_log, self.step_bias, self.norm.weight)
+        sizes = self.sizes
+        weights = (self.conv, self.decay_log, self.step_bias, self.norm.weight)
         heads = (sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim)
         return DeltaRule(*weights, self.eps, *heads)

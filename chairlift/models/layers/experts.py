@@ -72,10 +72,14 @@ class MixtureOfExperts(nn.Module):
             raise InvariantError(f"the config of this {config.model_type} model has no experts")
         if config.mlp not in ("swiglu", "relu2"):
             raise InvariantError(f"experts have gates or a squared ReLU, not {config.mlp}")
-        found, hidden = config.experts, config.hidden_size
-        self.routing, self.clamp, count = found.routing, found.clamp, found.routing.num_experts
+        found = config.experts
+        hidden = config.hidden_size
+        self.routing = found.routing
+        self.clamp = found.clamp
+        count = found.routing.num_experts
         self.gate = _Gate(count, hidden, biased=found.bias, corrected=found.correction)
-        self.gated, latent = config.gated, found.latent_size
+        self.gated = config.gated
+        latent = found.latent_size
         width = latent or hidden
         self.experts = _Experts(count, width, found.intermediate_size, biased=found.bias, gated=config.gated)
         self.latent_in = Linear(hidden, latent, bias=config.mlp_bias) if latent else None
@@ -84,7 +88,9 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert_gate = _Gate(1, hidden) if found.shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up, down, gate = self.experts.first.weight, self.experts.down_proj.weight, self.gate
+        gate_up = self.experts.first.weight
+        down = self.experts.down_proj.weight
+        gate = self.gate
         shared = None if self.shared_expert is None else self.shared_expert(x)
         shared_gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
         if self.latent_in is not None and self.latent_out is not None:

@@ -36,7 +36,8 @@ class Matrix(nn.Module):
         """Replace the layer's weight by ``weight``, which has the format ``weight_format``."""
         if not isinstance(weight, nn.Parameter):
             del self.weight  # a module stores parameters apart from other attributes
-        self.format, self.weight = weight_format, weight
+        self.format = weight_format
+        self.weight = weight
 
     def finish(self) -> None:
         """Complete the weight's format. Call it after every row of weight and bias has been written."""

@@ -125,7 +125,8 @@ class CellMixer(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         self.layer = config.cache_number(layer, state=True)
-        self.kind, width = mixer.kind, mixer.gates * hidden
+        self.kind = mixer.kind
+        width = mixer.gates * hidden
         self.in_proj = Linear(hidden, width, bias=mixer.bias)
         self.recurrent = nn.Parameter(torch.empty(width, hidden))
         self.register_parameter("bias", nn.Parameter(torch.zeros(width)) if mixer.bias else None)

@@ -33,7 +33,9 @@ class MLP(nn.Module):
     def __init__(self, config: NetworkConfig, inner: int | None = None) -> None:
         """Create the layers. ``inner`` is the inner width; None means ``config.intermediate_size``."""
         super().__init__()
-        hidden, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
+        hidden = config.hidden_size
+        inner = inner or config.intermediate_size
+        bias = config.mlp_bias
         self.activation = _ACTIVATIONS[config.mlp]
         self.gated = config.gated
         self.gate_factor, self.factor = config.mlp_scales

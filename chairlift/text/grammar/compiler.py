@@ -184,7 +184,9 @@ class _CompiledGrammar:
         """Processor seconds of the newest mask that any matcher of this grammar computed."""
         self._base = base
         self._lock = threading.Lock()
-        self.width, self.vocab_size, self.eos = width, vocab_size, eos
+        self.width = width
+        self.vocab_size = vocab_size
+        self.eos = eos
 
     def matcher(self, stop_token_ids: Sequence[int] = ()) -> Matcher:
         """A matcher at the beginning of an output. ``stop_token_ids`` are allowed wherever the output may end."""
@@ -256,7 +258,8 @@ class _LLMatcher:
         """Ask llguidance for the tokens of the text that must come next."""
         found = list(self._matcher.compute_ff_tokens())
         ends = [index for index, token_id in enumerate(found) if token_id in self._eos]
-        self._run, self._run_at = found[: ends[0]] if ends else found, self.num_consumed
+        self._run = found[: ends[0]] if ends else found
+        self._run_at = self.num_consumed
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
         if self.error:

@@ -61,7 +61,8 @@ def _inside(name: str, value: Any) -> Any:
 
 
 def _check_properties(schema: dict[str, Any]) -> None:
-    given, required = schema.get("properties"), schema.get("required")
+    given = schema.get("properties")
+    required = schema.get("required")
     names = {each for each in required if isinstance(each, str)} if isinstance(required, list) else set()
     num_optional = len(given.keys() - names) if isinstance(given, dict) else 0
     if num_optional > MAX_OPTIONAL_PROPERTIES:

@@ -181,7 +181,8 @@ class _Writer:
         self._tags += 1
         if self._tags > _MAX_TAGS:
             raise _wrong(where, f"is one tag too many; {_MAX_TAGS} are allowed")
-        begin, close = _text(given, "begin", where, empty=True), _text(given, "end", where, empty=True)
+        begin = _text(given, "begin", where, empty=True)
+        close = _text(given, "end", where, empty=True)
         content = given.get("content")
         opening = _quoted(self._literal(begin[skip:]))
         ending = self._literal(close)
@@ -205,7 +206,8 @@ class _Writer:
         return f"t{number}"
 
     def _triggered(self, given: Mapping[str, Any], where: str, end: str | None, depth: int) -> str:
-        tags, used = _items(given, "tags", where), [0]
+        tags = _items(given, "tags", where)
+        used = [0]
         branches = []
         for index, trigger in enumerate(_items(given, "triggers", where)):
             if not isinstance(trigger, str) or not trigger:

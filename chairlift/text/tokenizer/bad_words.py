@@ -23,7 +23,8 @@ def word_ids(words: Sequence[str], token_ids: Sequence[Sequence[int]]) -> tuple[
 
     A spelling is dropped if it changes the tokens of the text before the word.
     """
-    befores, rest = [(), *token_ids[: len(_BEFORE) - 1]], iter(token_ids[len(_BEFORE) - 1 :])
+    befores = [(), *token_ids[: len(_BEFORE) - 1]]
+    rest = iter(token_ids[len(_BEFORE) - 1 :])
     ways = [
         tuple(ids[len(before) :])
         for _ in range(2 * len(words))

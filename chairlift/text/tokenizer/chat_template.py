@@ -33,7 +33,8 @@ English text have about five million characters."""
 _INPUTS: Final = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 _OPTIONAL_INPUTS: Final = ("tools", "documents", "chat_template")
 _PROBE: Final = "probe_function"
-_BEGIN_MARK, _END_MARK = "chairlift_generation_begins", "chairlift_generation_ends"
+_BEGIN_MARK = "chairlift_generation_begins"
+_END_MARK = "chairlift_generation_ends"
 _HAS_MARKS: Final = re.compile(r"\{%[-+]?\s*generation\b")
 _END_OF_FINAL_MESSAGE: Final = "CHAIRLIFT_END_OF_FINAL_MESSAGE"
 
@@ -170,7 +171,9 @@ class ChatTemplate:
         word = secrets.token_hex(8)  # nobody can write it into a message
         marks = {_BEGIN_MARK: f"\x02{word}", _END_MARK: f"\x03{word}"}
         text = self.render(messages, False, tools=tools, **{**scalars, **marks})
-        plain, spans, begin = "", [], 0
+        plain = ""
+        spans = []
+        begin = 0
         for piece in re.split(f"([\x02\x03]{word})", text):
             if piece == marks[_BEGIN_MARK]:
                 begin = len(plain)
@@ -313,7 +316,8 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
     for key in ("tool_calls", "function_call"):
         if message.get(key):
             raise RequestError(_cannot_continue(f"the final message has {key}, which follow its content"))
-    content, mark = message["content"], f"{_END_OF_FINAL_MESSAGE} "
+    content = message["content"]
+    mark = f"{_END_OF_FINAL_MESSAGE} "
     if isinstance(content, str):
         return {**message, "content": content + mark}
     return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]}

@@ -141,7 +141,8 @@ class PromptEncoder:
             return [await self._texts.encode(text, add_special_tokens) for text in texts]
         if total <= _AT_ONCE:
             return _encode(tokenizer, texts, add_special_tokens)
-        line, found = self._threads if total > _LONG_TEXT else self._short_texts, list[list[int]]()
+        line = self._threads if total > _LONG_TEXT else self._short_texts
+        found = list[list[int]]()
         for group in _groups(texts, lengths):
             found += await _on_thread(line, functools.partial(_encode, tokenizer, group, add_special_tokens))
         return found

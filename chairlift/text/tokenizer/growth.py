@@ -119,7 +119,8 @@ def _pattern_doubt(step: Mapping[str, Any]) -> str:
 
 def _factor(part: Any) -> float:
     """Maximum factor by which this part of the tokenizer can lengthen any text, in bytes."""
-    factor, seen = 1.0, set()
+    factor = 1.0
+    seen = set()
     for step in _flat(part):
         name = str(step.get("type"))
         if name == "Replace":

@@ -104,9 +104,11 @@ def _min_chars(row: _Row) -> int:
 
 def _run(row: _Row) -> tuple[str, str] | None:
     """(P, X) of an alternative that begins with ``P?X*`` or ``P?X+``; None for another alternative."""
-    before, rest = "", row
+    before = ""
+    rest = row
     if row and row[0].plain and row[0].times in ("?", "?+"):
-        before, rest = row[0].atom, row[1:]
+        before = row[0].atom
+        rest = row[1:]
     if rest and rest[0].plain and rest[0].times in _RUNS:
         return before, rest[0].atom
     return None
@@ -188,7 +190,8 @@ def _rows(text: str, at: int, depth: int) -> tuple[tuple[_Row, ...], int]:
 def _part(text: str, at: int, depth: int) -> tuple[_Part, int]:
     start = at
     if anchor := _ANCHOR.match(text, at):
-        part, at = _Part(anchor[0], empty=True), anchor.end()
+        part = _Part(anchor[0], empty=True)
+        at = anchor.end()
     elif group := _GROUP.match(text, at):
         inner, at = _rows(text, group.end(), depth + 1)
         if not text.startswith(")", at):
@@ -199,7 +202,8 @@ def _part(text: str, at: int, depth: int) -> tuple[_Part, int]:
         at = _class_end(text, at)
         part = _Part(text[start:at])
     elif atom := _ATOM.match(text, at):
-        part, at = _Part(atom[0]), atom.end()
+        part = _Part(atom[0])
+        at = atom.end()
     else:
         raise ValueError(text)
     if part.empty and any(each.endless for row in part.inner for each in row):
@@ -208,7 +212,8 @@ def _part(text: str, at: int, depth: int) -> tuple[_Part, int]:
     if times is not None:
         if part.empty:
             raise ValueError(text)
-        part, at = _repeated(part, times), times.end()
+        part = _repeated(part, times)
+        at = times.end()
     if text[at : at + 1] in ("?", "*", "+", "{"):  # "" is in no tuple
         raise ValueError(text)
     return part, at

@@ -86,9 +86,11 @@ class PlainTextEncoder:
     def _renamed_ids(self, covered: str, written: Sequence[Span], plain: Mapping[int, str]) -> list[int]:
         """Token ids of a text by the copy of the tokenizer. The control tokens in ``written`` get their names there;
         ``plain`` (as for ``str.translate``) is applied to the text between them."""
-        pieces, end = list[str](), 0
+        pieces = list[str]()
+        end = 0
         for span in written:
-            given, name = covered[span.start : span.end], self._names[span.token_id]
+            given = covered[span.start : span.end]
+            name = self._names[span.token_id]
             content = self._texts[span.token_id]
             # A span also has the white space that the token takes from its neighbours.
             pieces += [covered[end : span.start].translate(plain), given.replace(content, name, 1)]

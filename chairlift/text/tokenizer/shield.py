@@ -223,7 +223,10 @@ class Cover:
         return text if at is None else text[:at] + self._symbol(text[at]) + text[at + 1 :]
 
     def _disarm(self, text: str, in_answer: bool) -> str:
-        shield, pieces, done, start = self._shield, list[str](), 0, 0
+        shield = self._shield
+        pieces = list[str]()
+        done = 0
+        start = 0
         while (found := shield.first.search(text, start)) is not None:
             at = found.start()
             spelled = next((text[at : at + size] for size in shield.sizes if shield.spells(text[at : at + size])), "")

@@ -230,7 +230,8 @@ class TemplateForms:
         """Whether the template accepts only ids of nine letters or digits."""
         if self._short is None:
             calling = _calling({"place": "x"} if self._takes_arguments() == "object" else '{"place": "x"}')
-            user, renders = {"role": "user", "content": self._fitted("user", "x")}, list[bool]()
+            user = {"role": "user", "content": self._fitted("user", "x")}
+            renders = list[bool]()
             for call_id in ("call12345", "call_0123456789abcdefghij"):
                 calls = [{**calling["tool_calls"][0], "id": call_id}]
                 result = {"role": "tool", "tool_call_id": call_id, "name": "look", "content": "x"}
@@ -331,7 +332,9 @@ def _chats(role: str, first: bool, wrapped: bool) -> Iterator[Callable[[Any], li
     def other(name: str) -> dict[str, Any]:
         return {"role": name, "content": [{"type": "text", "text": "x"}] if wrapped else "x"}
 
-    user, assistant, calling = other("user"), other("assistant"), _calling({"place": "x"})
+    user = other("user")
+    assistant = other("assistant")
+    calling = _calling({"place": "x"})
     around: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]
     if role in _INSTRUCTIONS:
         around = [([], [user])] if first else [([user, assistant], [user]), ([user], [user]), ([other(role)], [user])]

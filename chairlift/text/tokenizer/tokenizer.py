@@ -196,7 +196,8 @@ class Tokenizer:
         _add_tokens(backend, config, list(named.values()))
         backend.encode_special_tokens = config.get("split_special_tokens") is True
         tokenizer = cls(backend, named, _chat_template(folder, config))
-        tokenizer.folder, tokenizer.doubt = folder, doubt
+        tokenizer.folder = folder
+        tokenizer.doubt = doubt
         if config.get("add_bos_token") is True and tokenizer.bos_token_id not in tokenizer.encode(""):
             _log.warning(
                 "%s: add_bos_token is true, but tokenizer.json adds no bos_token, and so prompts get none (as in "
@@ -345,7 +346,8 @@ class Tokenizer:
         A token that has only a part of a character gets the offset of the character. Raises the errors of ``encode``.
         """
         encoding = self._encoding(text, add_special_tokens, with_offsets=True)
-        found, end = [], 0
+        found = []
+        end = 0
         for token_id, added, span in zip(encoding.ids, encoding.special_tokens_mask, encoding.offsets, strict=True):
             start = end if added else span[0]
             own = self.token_text(token_id)

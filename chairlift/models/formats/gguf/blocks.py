@@ -59,8 +59,10 @@ class BlockType:
     def groups(self, raw: _Raw) -> Groups:
         """Codes in rows of blocks, uint8 [rows, row bytes]. The type must be an integer type (``bits`` is not 0)."""
         blocks = raw.shape[1] // self.bytes
-        shape, scales_shape = (len(raw), blocks * self.weights), (len(raw), blocks * self.weights // self.group)
-        codes, scales = np.empty(shape, dtype=np.uint8), np.empty(scales_shape, dtype=np.float32)
+        shape = (len(raw), blocks * self.weights)
+        scales_shape = (len(raw), blocks * self.weights // self.group)
+        codes = np.empty(shape, dtype=np.uint8)
+        scales = np.empty(scales_shape, dtype=np.float32)
         minimums = np.empty_like(scales) if self.minimum else None
         for rows, found in self._pieces(raw):
             codes[rows] = found.codes.reshape(-1, shape[1])
@@ -143,14 +145,20 @@ def _by_shift(raw: _Raw, groups: int, shifts: list[int], mask: int) -> _Raw:
 
 
 def _q2_k(raw: _Raw) -> Groups:
-    scales, quants = raw[:, :16], raw[:, 16:80]
-    d, dmin = _half(raw[:, 80:]), _half(raw[:, 82:])
-    factors, offsets = d * (scales & 15).astype(np.float32), dmin * (scales >> 4).astype(np.float32)
+    scales = raw[:, :16]
+    quants = raw[:, 16:80]
+    d = _half(raw[:, 80:])
+    dmin = _half(raw[:, 82:])
+    factors = d * (scales & 15).astype(np.float32)
+    offsets = dmin * (scales >> 4).astype(np.float32)
     return Groups(_by_shift(quants, 2, [0, 2, 4, 6], 3), factors, -offsets)
 
 
 def _q3_k(raw: _Raw) -> Groups:
-    high, quants, packed, d = raw[:, :32], raw[:, 32:96], raw[:, 96:108], _half(raw[:, 108:])
+    high = raw[:, :32]
+    quants = raw[:, 32:96]
+    packed = raw[:, 96:108]
+    d = _half(raw[:, 108:])
     low = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], axis=1)
     top = _by_shift(packed[:, 8:], 1, [0, 2, 4, 6], 3)
     scales = (low | (top << 4)).astype(np.int8) - np.int8(32)
@@ -160,7 +168,9 @@ def _q3_k(raw: _Raw) -> Groups:
 
 def _scales_of_k(packed: _Raw) -> tuple[_Raw, _Raw]:
     """(scales, minimums), each [B, 8], unpacked from 12 bytes with 6 bits per number."""
-    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    first = packed[:, :4]
+    second = packed[:, 4:8]
+    third = packed[:, 8:]
     scales = np.concatenate([first & 63, (third & 15) | ((first >> 6) << 4)], axis=1)
     minimums = np.concatenate([second & 63, (third >> 4) | ((second >> 6) << 4)], axis=1)
     return scales, minimums
@@ -183,7 +193,10 @@ def _q5_k(raw: _Raw) -> Groups:
 
 
 def _q6_k(raw: _Raw) -> Groups:
-    low, high, scales, d = raw[:, :128], raw[:, 128:192], raw[:, 192:208], _half(raw[:, 208:])
+    low = raw[:, :128]
+    high = raw[:, 128:192]
+    scales = raw[:, 192:208]
+    d = _half(raw[:, 208:])
     values = _by_shift(low, 2, [0, 4], 15) | (_by_shift(high, 2, [0, 2, 4, 6], 3) << np.uint8(4))
     return Groups(values + np.uint8(128 - 32), d * scales.view(np.int8).astype(np.float32), None)
 

@@ -19,7 +19,8 @@ def parts_of(path: Path) -> list[Path]:
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None:
         return [path]
-    stem, count = match[1], int(match[3])
+    stem = match[1]
+    count = int(match[3])
     parts = [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing or not parts:

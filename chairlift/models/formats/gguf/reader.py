@@ -36,7 +36,9 @@ _MOST_ITEMS: Final = 1 << 24
 """Maximum number of items in one array."""
 _MOST_NAME: Final = 256
 _MOST_SIDE: Final = 1 << 32
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_STRING = 8
+_ARRAY = 9
+_BOOL = 7
 _NUMBERS: Final = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
 
@@ -180,7 +182,8 @@ class GGUFFile:
         if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment % 8:
             self.fail(f"its alignment is {alignment!r}; a multiple of 8 is allowed")
         begin = -(-self._at // alignment) * alignment
-        infos, last = [], begin
+        infos = []
+        last = begin
         for name, shape, kind, offset in sorted(found, key=lambda entry: entry[3]):
             info = TensorInfo(name, shape, kind, begin + offset)
             if offset % alignment or info.start < last or info.start + info.nbytes > len(self.data):
@@ -230,7 +233,8 @@ class GGUFModel:
         return self._read(name, first, last, order, self.info(name).type.groups)
 
     def _read(self, name: str, first: int, last: int, order: _Order, unpack: Callable[..., _Found]) -> _Found:
-        file, info = self._file_of[name], self.info(name)
+        file = self._file_of[name]
+        info = self.info(name)
         raw = file.data[info.start : info.start + info.nbytes].reshape(info.rows, info.row_bytes)
         if order is None:
             found = unpack(raw[first:last])

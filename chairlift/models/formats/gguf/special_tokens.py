@@ -59,7 +59,8 @@ def special_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
 def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
     """Ids of the tokens that end an answer, without repetition: first those that a key names, then control tokens
     whose text says so."""
-    named, tokens = special_ids(metadata), metadata.get("tokenizer.ggml.tokens")
+    named = special_ids(metadata)
+    tokens = metadata.get("tokenizer.ggml.tokens")
     found = [named[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in named]
     types = metadata.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) >= len(tokens):

@@ -77,7 +77,8 @@ def gptq(weight: Tensor, hessian: Tensor, kind: GroupKind, dtype: torch.dtype) -
         block = columns[start:end]
         errors = torch.empty_like(block)
         for place in range(end - start):
-            column, values = start + place, block[place]
+            column = start + place
+            values = block[place]
             group, first = divmod(column, kind.group)
             if first == 0:
                 ahead = block[place : place + kind.group].t().contiguous()
@@ -101,7 +102,8 @@ def _inverse_factor(hessian: Tensor) -> Tensor:
     hessian = hessian.clone()
     diagonal = hessian.diagonal()
     diagonal[diagonal == 0] = 1.0  # an input that is always 0; the rest of its row and column is 0, too
-    mean, damping = float(diagonal.mean()), _DAMPING
+    mean = float(diagonal.mean())
+    damping = _DAMPING
     diagonal.add_(damping * mean)
     while True:
         lower, failed = torch.linalg.cholesky_ex(hessian)

@@ -65,15 +65,21 @@ def best_scales(groups: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, 
     down to 0.7 of it. That scale is tried first, so the error is never larger than with it.
     """
     full = groups.abs().amax(-1, keepdim=True) / ((1 << (bits - 1)) - 1)
-    best, least, first = full, full, full  # replaced in the first round
+    # replaced in the first round
+    best = full
+    least = full
+    first = full
     for ratio in _RATIOS:
         scales = (full * ratio).clamp_(min=_LEAST).to(dtype).float()
         error = nearest_codes(groups, scales, bits).mul_(scales).sub_(groups).square_().sum(-1, keepdim=True)
         if ratio == _RATIOS[0]:
-            best, least, first = scales, error, error
+            best = scales
+            least = error
+            first = error
         else:
             better = error < least
-            best, least = torch.where(better, scales, best), torch.where(better, error, least)
+            best = torch.where(better, scales, best)
+            least = torch.where(better, error, least)
     sums = (float(each.sum(dtype=torch.float64)) for each in (groups.square(), least, first))
     return best, Squares(*sums)
 

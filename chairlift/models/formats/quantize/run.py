@@ -67,7 +67,8 @@ def quantize_model(
     """
     kind = FORMATS[form]
     _check_empty(out)
-    network, raw = read_config(model_dir), source_config(model_dir)
+    network = read_config(model_dir)
+    raw = source_config(model_dir)
     if network.vision is not None:
         raise ConfigError(
             f"{model_dir} reads images, and its encoder cannot be written quantised yet; round its text model as it is"
@@ -92,8 +93,10 @@ def quantize_model(
                     _write_calibrated(writer, report, model_dir, network, matrices, packs, dtype, progress)
                 _write_rest(writer, report, checkpoint, [] if packs else matrices, matrices, dtype, progress)
             write_files(out, model_dir, raw, FAMILIES[network.model_type], dtype, kind)
-    report.matrices, report.weights = len(matrices), sum(part.shape[0] * part.shape[1] for part in matrices)
-    report.files, report.nbytes = writer.names, writer.nbytes
+    report.matrices = len(matrices)
+    report.weights = sum(part.shape[0] * part.shape[1] for part in matrices)
+    report.files = writer.names
+    report.nbytes = writer.nbytes
     return report
 
 
@@ -183,7 +186,8 @@ def _write_rest(
 ) -> None:
     """Write the tensors that are not quantised. Round the tensors ``to_round`` to the nearest codes, piece by piece,
     and write them."""
-    total, done = sum(_numbers(part) for part in checkpoint.parts), 0
+    total = sum(_numbers(part) for part in checkpoint.parts)
+    done = 0
     for part in checkpoint.parts:
         for first, rows in () if part in matrices and part not in to_round else checkpoint.pieces(part):
             _check_finite(part, first, rows, dtype)

@@ -69,7 +69,9 @@ def make_packs(texts: list[str], tokenizer: Tokenizer, longest: int) -> tuple[li
     """
     order = list(range(len(texts)))
     random.Random(0).shuffle(order)
-    longest, left, begin = min(longest, _LONGEST), MOST_TOKENS, tokenizer.named_tokens.get("bos_token")
+    longest = min(longest, _LONGEST)
+    left = MOST_TOKENS
+    begin = tokenizer.named_tokens.get("bos_token")
     samples: list[list[int]] = []
     for index in order:
         try:

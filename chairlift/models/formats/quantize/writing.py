@@ -102,7 +102,8 @@ class ShardWriter:
         """Write the header of a safetensors file. Tensors with wide dtypes come first, so that every tensor is
         aligned."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at, offsets = 0, {}
+        at = 0
+        offsets = {}
         for tensor in sorted(shard, key=lambda each: -each.dtype.itemsize):
             offsets[tensor.name] = at
             header[tensor.name] = {

@@ -33,7 +33,8 @@ class _Awq:
 
     def rows(self, layer: StoredLayer) -> IntegerRows:
         qweight = layer.take("qweight", ("I32",))
-        k, n = qweight.shape[0], qweight.shape[1] * 8
+        k = qweight.shape[0]
+        n = qweight.shape[1] * 8
         whole = self.group == -1
         groups = 1 if whole else -(-k // self.group)
         qzeros = layer.take("qzeros", ("I32",), (groups, n // 8))

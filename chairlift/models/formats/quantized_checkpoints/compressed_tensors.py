@@ -75,7 +75,8 @@ class _PackQuantized:
     def rows(self, layer: StoredLayer) -> IntegerRows:
         bits = self.weights.bits
         packed = layer.take("weight_packed", ("I32",))
-        n, k = packed.shape[0], self._columns(layer, packed)
+        n = packed.shape[0]
+        k = self._columns(layer, packed)
         scales, (_, *groups) = _scales(self.weights, layer, n, k)
         zeros = None
         if _has_zeros(self.weights, layer):

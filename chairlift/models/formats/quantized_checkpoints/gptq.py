@@ -39,7 +39,8 @@ class _Gptq:
     def rows(self, layer: StoredLayer) -> StoredRows:
         per_word = 32 // self.bits
         qweight = layer.take("qweight", ("I32",))
-        k, n = qweight.shape[0] * per_word, qweight.shape[1]
+        k = qweight.shape[0] * per_word
+        n = qweight.shape[1]
         whole = self.group == -1 or self.group >= k
         groups = 1 if whole else -(-k // self.group)
         scales = layer.take("scales", FLOATS, (groups, n))

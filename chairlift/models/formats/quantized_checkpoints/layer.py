@@ -110,9 +110,11 @@ class StoredLayer:
         given, one of ``shapes``."""
         if ending not in self.files:
             self.fail(ending, f"is missing beside {', '.join(sorted(self.files))}")
-        name, file = f"{self.name}{self.separator}{ending}", self.files[ending]
+        name = f"{self.name}{self.separator}{ending}"
+        file = self.files[ending]
         view = file.get_slice(name)
-        shape, dtype = tuple(view.get_shape()), view.get_dtype()
+        shape = tuple(view.get_shape())
+        dtype = view.get_dtype()
         if dtype not in dtypes:
             self.fail(ending, f"is stored as {dtype}, but quantization_config needs {' or '.join(dtypes)}")
         if (shapes and shape not in shapes) or (not shapes and (len(shape) != rank or 0 in shape)):
@@ -127,8 +129,12 @@ class IntegerRows(StoredRows):
     def __init__(self, shape: tuple[int, int], kind: GroupKind, codes: _Read, scales: _Read, zeros: _Read | None):
         """Create from functions that read rows. ``codes`` returns uint8 [rows, in]; ``scales`` and ``zeros`` return any
         dtype, [rows, groups] or [rows, 1]. Without ``zeros``, the zero point is that of ``kind``."""
-        self._shape, self._kind, self.kind = shape, kind, kind
-        self._codes, self._scales, self._zeros = codes, scales, zeros
+        self._shape = shape
+        self._kind = kind
+        self.kind = kind
+        self._codes = codes
+        self._scales = scales
+        self._zeros = zeros
 
     def get_shape(self) -> list[int]:
         return list(self._shape)
@@ -148,7 +154,8 @@ class FloatRows(StoredRows):
     """A quantised weight whose rows are converted to float32 when they are read."""
 
     def __init__(self, shape: tuple[int, int], read: _Read) -> None:
-        self._shape, self._read = shape, read
+        self._shape = shape
+        self._read = read
 
     def get_shape(self) -> list[int]:
         return list(self._shape)

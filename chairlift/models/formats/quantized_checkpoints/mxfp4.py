@@ -30,7 +30,8 @@ class _Stack(StoredRows):
     stacked = True
 
     def __init__(self, blocks: StoredTensor, scales: StoredTensor) -> None:
-        self._blocks, self._scales = blocks, scales
+        self._blocks = blocks
+        self._scales = scales
         self._count, self._rows, self._groups, _ = blocks.shape
 
     def get_shape(self) -> list[int]:
