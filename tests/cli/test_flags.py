@@ -23,14 +23,15 @@ def parse(*argv: str, sampling: bool = True) -> argparse.Namespace:
 
 def test_every_setting_has_a_flag_that_reaches_the_engine() -> None:
     values = {"bool": [], "int": ["2"], "float": ["0.25"], "str": ["text"]}
+    known = {"scheduling_policy": "priority", "governor": "rules", "model_impl": "native"}
     argv = []
     for flag in flat_fields():
         name = "--" + flag.name.replace("_", "-")
         if flag.name in ("service_classes", "tenant_weights"):
             argv += [name, "{}"]
             continue
-        if flag.name in ("scheduling_policy", "governor"):
-            argv += [name, "priority" if flag.name == "scheduling_policy" else "rules"]
+        if flag.name in known:
+            argv += [name, known[flag.name]]
             continue
         if flag.name == "preferred_batch_sizes":
             argv += [name, "2,4"]
