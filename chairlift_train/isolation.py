@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -320,5 +320,11 @@ def _rows(value: Any, tokens: int, rows: slice) -> Tensor | None:
             return None
         axis = value.shape.index(tokens)
         return value.narrow(axis, rows.start, rows.stop - rows.start).detach().double().cpu()
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    items: Iterable[Any]
+    if isinstance(value, Mapping):
+        items = value.values()
+    elif isinstance(value, (list, tuple)):
+        items = value
+    else:
+        items = ()
     return next((found for item in items if (found := _rows(item, tokens, rows)) is not None), None)

@@ -107,7 +107,15 @@ def read_sample(item: Any, position: int = 0, key: str | Callable[[Any], Key] | 
     described = not isinstance(item, (np.ndarray, list)) and isinstance(item, Mapping)
     if isinstance(key, str) and described and key not in item:
         raise _wrong(position, f"has the fields {sorted(map(str, item))}", f"give it the key {key!r}")
-    group: Any = None if key is None else key(item) if callable(key) else item[key] if described else None
+    group: Any
+    if key is None:
+        group = None
+    elif callable(key):
+        group = key(item)
+    elif described:
+        group = item[key]
+    else:
+        group = None
     if group.__hash__ is None:  # an unhashable key cannot be used
         raise _wrong(position, f"has the key {group!r:.40}", "give it a string or a whole number")
     if not described:

@@ -81,7 +81,9 @@ def attend(
         raise ConfigError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
     scale = q.shape[2] ** -0.5 if scale is None else scale
     shaped = cap is not None or sinks is not None
-    chosen = ("segments" if shaped else _choose(q, v, dropout)) if backend == "auto" else backend
+    chosen = backend
+    if backend == "auto":
+        chosen = "segments" if shaped else _choose(q, v, dropout)
     if chosen == "segments":
         given: dict[str, Any] = {"scale": scale, "window": window, "cap": cap, "sinks": sinks}
         return packed_attention(q, k, v, layout.cu_seqlens, dropout=dropout, **given)

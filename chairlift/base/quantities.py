@@ -23,8 +23,11 @@ def reader_of(name: str, kind: type) -> Callable[[str], int] | None:
 
     The function raises ConfigError for a text that it cannot read.
     """
-    read = read_bytes if name.endswith("_bytes") else read_count if kind is int else None
-    return None if read is None else lambda text: read(name, text)
+    if name.endswith("_bytes"):
+        return lambda text: read_bytes(name, text)
+    if kind is int:
+        return lambda text: read_count(name, text)
+    return None
 
 
 def read_bytes(name: str, text: str) -> int:

@@ -108,7 +108,11 @@ def run(args: argparse.Namespace) -> int:
                 print(f"chairlift: stopped with Ctrl-C; {number} prompts have no answer", file=sys.stderr)
             return _INTERRUPTED
     failed = sum(job.error is not None for job in jobs)
-    return 0 if not failed else 1 if failed < len(jobs) else 2
+    if not failed:
+        return 0
+    if failed < len(jobs):
+        return 1
+    return 2
 
 
 # --- prompts in ------------------------------------------------------------------------------------------------------

@@ -38,7 +38,11 @@ class GroupKind(NamedTuple):
     def zero(self) -> int:
         """Number that is subtracted from a code to get an integer value; 0 for kinds with a minimum. For float codes it
         is the largest of :data:`E2M1_VALUES`, so that value + zero is never negative."""
-        return E2M1_VALUES[7] if self.e2m1 else 0 if self.minimum else 1 << (self.bits - 1)
+        if self.e2m1:
+            return E2M1_VALUES[7]
+        if self.minimum:
+            return 0
+        return 1 << (self.bits - 1)
 
     @property
     def span(self) -> int:

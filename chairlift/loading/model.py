@@ -648,7 +648,11 @@ def fingerprint(model_dir: str, *parts: str) -> str:
     """Name that changes when the weights, precision, kernels or version change, because then the generated text may
     change."""
     digest = hashlib.sha256("\0".join((__version__, *parts)).encode())
-    files = [Path(model_dir)] if model_dir.endswith(".gguf") else Path(model_dir).glob("*") if model_dir else ()
+    files: list[Path] = []
+    if model_dir.endswith(".gguf"):
+        files = [Path(model_dir)]
+    elif model_dir:
+        files = list(Path(model_dir).glob("*"))
     for path in sorted(files):
         # Only regular files are read: reading a pipe or a device might never end, and a link may be broken.
         if path.suffix in (".json", ".safetensors", ".gguf") and path.is_file():

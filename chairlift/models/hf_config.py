@@ -553,7 +553,12 @@ def read_dtype(raw: Mapping[str, Any], where: str) -> str | None:
 
 
 def _token_ids(value: Any, where: str) -> tuple[int, ...]:
-    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if value is None:
+        ids = []
+    elif isinstance(value, list):
+        ids = value
+    else:
+        ids = [value]
     for item in ids:
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= _INT32_MAX:
             raise ModelLoadError(f"{where}: eos_token_id must be a token id or a list of them, got {value!r:.80}")

@@ -74,7 +74,12 @@ class DeviceKernels:
             scales = torch.full((n,), WEIGHT_STD, device=self._device)
             streamed["streamed"] = functools.partial(streamed["streamed"], scales=scales)
             library["library"] = functools.partial(scaled_linear, scales=scales)
-        kernels = streamed | library if rows <= SMALL_ROWS else library | (streamed if rows <= 2 * SMALL_ROWS else {})
+        if rows <= SMALL_ROWS:
+            kernels = streamed | library
+        elif rows <= 2 * SMALL_ROWS:
+            kernels = library | streamed
+        else:
+            kernels = library
         return {name: self._timed(functools.partial(kernel, x, bias=None), weights) for name, kernel in kernels.items()}
 
     def attention(

@@ -460,11 +460,9 @@ def _edges(values: Values, log: bool, bins: int) -> Values:
     low, high = float(values.min()), float(values.max())
     whole = bool((values == np.floor(values)).all()) and high < 2**52
     if low == high:
-        return (
-            np.array([low - 0.5, low + 0.5])
-            if whole or low == 0
-            else np.array([low * 0.9, low * 1.1])[:: 1 if low > 0 else -1]
-        )
+        if whole or low == 0:
+            return np.array([low - 0.5, low + 0.5])
+        return np.array(sorted((low * 0.9, low * 1.1)))
     positive = values[values > 0]
     if log and low >= 0 and len(positive):
         least = float(positive.min())

@@ -180,7 +180,13 @@ class Server(Target):
         named = [card for card in cards if card["id"] == model]
         if model is not None and cards and not named:
             raise ConfigError(f"{self.url} has no model {model!r}; it has {', '.join(card['id'] for card in cards)}")
-        card: dict[str, Any] = named[0] if named else cards[0] if cards else {"id": model}
+        card: dict[str, Any]
+        if named:
+            card = named[0]
+        elif cards:
+            card = cards[0]
+        else:
+            card = {"id": model}
         self.model, self.owner = str(card["id"]), str(card.get("owned_by") or "")
         self.is_ours = self.owner == "chairlift"
         room = card.get("max_model_len")
@@ -456,5 +462,14 @@ class EventReader:
 def _message_of(body: Mapping[str, Any]) -> str:
     """Message of an error response in OpenAI's or a similar format. Empty if there is none."""
     error = body.get("error", body.get("detail"))
-    message = error.get("message") if isinstance(error, dict) else error if error is not None else body.get("message")
-    return "" if message is None else message if isinstance(message, str) else json.dumps(message)
+    if isinstance(error, dict):
+        message = error.get("message")
+    elif error is not None:
+        message = error
+    else:
+        message = body.get("message")
+    if message is None:
+        return ""
+    if isinstance(message, str):
+        return message
+    return json.dumps(message)

@@ -517,9 +517,9 @@ def _choose(findings: Findings, lab: Lab, candidates: list[Setting], timer: _Tim
         settings["static_plain"] = _without(settings["static_best"])
         findings.scores |= {role: _score(findings, lab, settings[role]) for role in ("other", "static_plain")}
     confirmed = claimed_rate(lab.state, lab.traffic, chosen)
-    findings.pace = findings.traffic.rate or (
-        (confirmed.arrivals if confirmed else findings.scores["chosen"].rate) if findings.by_rate else None
-    )
+    findings.pace = findings.traffic.rate or None
+    if findings.pace is None and findings.by_rate:
+        findings.pace = confirmed.arrivals if confirmed else findings.scores["chosen"].rate
     if findings.pace is not None:
         _paced(findings, lab, findings.pace, timer)
     if findings.by_rate:
@@ -691,7 +691,9 @@ def _paced(findings: Findings, lab: Lab, pace: float, timer: _Timer) -> None:
     settings = list(dict.fromkeys(findings.settings[role] for role in roles if role in findings.settings))
     sides = list(dict.fromkeys(findings.settings[role] for role in ("chosen", "static_best")))
     for number in range(MIN_ROUNDS):
-        turn = settings if number == 0 else sides[:: 1 if number % 2 else -1]
+        turn = settings
+        if number:
+            turn = sides if number % 2 else sides[::-1]
         for setting in turn:
             expected = lab.expected_seconds(setting, pace, findings.paced_count)
             known = lab.state.find(setting, pace, findings.paced_count, number) is not None

@@ -144,6 +144,7 @@ def _column(answer: TuneAnswer, role: str, setting: Setting) -> Column:
         title = f"best static ({setting.max_num_seqs})"
     if findings.drafts:
         title += ", drafts" if setting.drafts else ", no drafts"
+    latencies = [] if findings.pace is not None else _latencies(runs)
     return Column(
         role=role,
         title=title,
@@ -155,7 +156,7 @@ def _column(answer: TuneAnswer, role: str, setting: Setting) -> Column:
         rate=rate,
         rate_measured=measured,
         tokens_per_second=(tokens if findings.by_rate else full.output_tokens_per_second) or None,
-        latencies=paced_run.latencies if paced_run else [] if findings.pace is not None else _latencies(runs),
+        latencies=paced_run.latencies if paced_run else latencies,
     )
 
 
@@ -263,7 +264,12 @@ def _gain_sentences(answer: TuneAnswer, chosen: Column, static: Column, theirs: 
         simulated = not (chosen.full_measured and static.full_measured)
         words = f"as simulated, it has {value:.2f} times" if simulated else f"in one run each, it had {value:.2f} times"
         return [f"Run `{command}`: {words} the throughput of static batches. No real runs side by side confirm it."]
-    more = chosen.rate / theirs.rate if chosen.rate and theirs.rate else math.inf if chosen.rate else 1.0
+    if chosen.rate and theirs.rate:
+        more = chosen.rate / theirs.rate
+    elif chosen.rate:
+        more = math.inf
+    else:
+        more = 1.0
     better = (static.waits.goodput or 0.0) < GOODPUT <= (chosen.waits.goodput or 0.0) or more >= _SMALL
     latency = _latency_words(findings)
     preempted = _preempted(answer, chosen)
@@ -453,7 +459,8 @@ def _comparison(answer: TuneAnswer, sides: Sequence[Column]) -> Table:
 
 def _mark(answer: TuneAnswer, side: Column) -> str:
     """``~`` if :attr:`Column.tokens_per_second` and the rate of this column are simulated, otherwise empty."""
-    return "" if (side.rate_measured if answer.findings.by_rate else side.full_measured) else "~"
+    measured = side.rate_measured if answer.findings.by_rate else side.full_measured
+    return "" if measured else "~"
 
 
 def _both(p50: float, p99: float) -> str:

@@ -204,7 +204,12 @@ def _kernel_settings(args: argparse.Namespace, machine: HostMachine) -> KernelSe
         options["shapes"] += f",{_DEFAULT_EXPERTS}"
     options |= given
     kind = None if args.dtype not in _CODES else GroupKind(*_CODES[args.dtype])
-    dtype = torch.bfloat16 if kind else torch.float8_e4m3fn if args.dtype == "fp8" else getattr(torch, args.dtype)
+    if kind:
+        dtype = torch.bfloat16
+    elif args.dtype == "fp8":
+        dtype = torch.float8_e4m3fn
+    else:
+        dtype = getattr(torch, args.dtype)
     shapes = Shapes.parse(options["shapes"])
     if args.device != "cpu" and shapes.experts:
         name = shapes.experts[0].name

@@ -385,4 +385,8 @@ def _comparison_lines(compare: str, reports: list[tuple[str, SimReport]]) -> lis
 
 def _seconds(value: float) -> str:
     """A duration as text in a suitable unit."""
-    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s" if value < 100 else f"{value:,.0f} s"
+    if value < 1:
+        return f"{value * 1000:.1f} ms"
+    if value < 100:
+        return f"{value:.2f} s"
+    return f"{value:,.0f} s"

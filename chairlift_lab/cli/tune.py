@@ -202,7 +202,12 @@ def _with_slo(request: TracedRequest, slo: Mapping[str, float]) -> TracedRequest
 def _described(requests: Sequence[TracedRequest], users: int | None, what: str) -> str:
     prompt, output = (sum(getattr(each, name) for each in requests) for name in ("prompt_tokens", "output_tokens"))
     span = requests[-1].arrival - requests[0].arrival
-    rate = f", {(len(requests) - 1) / span:.2f} requests/s" if span > 0 else ", all at once" if users is None else ""
+    if span > 0:
+        rate = f", {(len(requests) - 1) / span:.2f} requests/s"
+    elif users is None:
+        rate = ", all at once"
+    else:
+        rate = ""
     return f"{what}: {prompt:,} prompt tokens, {output:,} output tokens{rate}"
 
 

@@ -105,7 +105,11 @@ def parse_time(value: Any) -> float:
 def _parse_text(text: str) -> float:
     if "/" in text and (found := _ACCESS_LOG.fullmatch(text)):
         date, hours, minutes, seconds, sign, zone_hours, zone_minutes = found.groups()
-        east = 0 if sign is None else (int(zone_hours) * 60 + int(zone_minutes)) * (-60 if sign == "-" else 60)
+        east = 0
+        if sign is not None:
+            east = (int(zone_hours) * 60 + int(zone_minutes)) * 60
+        if sign == "-":
+            east = -east
         return _midnight(date) + int(hours) * 3600 + int(minutes) * 60 + int(seconds) - east
     if text[2:3] == "-" and (found := _NO_YEAR.fullmatch(text)):
         text = f"2024-{found[1]}"

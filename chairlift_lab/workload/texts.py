@@ -157,7 +157,12 @@ def _chat(where: str, chat: Any, count: Callable[[str], int]) -> list[Said]:
             turns.append(Said(tokens, length, None, tuple(said), max(marked, images)))
         tokens += length
         marked += pictures
-        role = "assistant" if author in _MODELS else "user" if author in _PEOPLE else author
+        if author in _MODELS:
+            role = "assistant"
+        elif author in _PEOPLE:
+            role = "user"
+        else:
+            role = author
         said.append({**_rest(message, shared), "role": role, "content": content})
         has_question = author not in _MODELS and (has_question or author in _PEOPLE)
     if has_question and not shared:

@@ -141,7 +141,12 @@ def _print_result(outcome: Outcome, args: argparse.Namespace, config: TrainConfi
     loss = "" if outcome.last is None else f", loss {outcome.last.loss:.4f}"
     before = "nothing is left to do: " if outcome.last is None else ""
     adapters = {} if config.lora is None else config.lora.by_name or {"mine": config.lora}
-    what = "model is" if config.lora is None else "adapter is" if len(adapters) == 1 else "adapters are"
+    if config.lora is None:
+        what = "model is"
+    elif len(adapters) == 1:
+        what = "adapter is"
+    else:
+        what = "adapters are"
     if config.heads is not None:
         what = "Medusa heads are" if config.heads.method == "medusa" else "EAGLE-3 layer is"
     print(f"{before}trained {outcome.steps:,} steps{loss}; the {what} in {outcome.directory}")
@@ -255,7 +260,9 @@ class _Progress:
         waste = trainer.stream.stats().waste if trainer.stream is not None else 0.0
         balance = f", balance {result.balance_loss:.3f}" if result.balance_loss else ""
         own = [f"{name} {each.loss:.4f}" for name, each in result.adapters.items() if each.num_targets]
-        some = f" ({', '.join([*own[:4], *(['...'] if len(own) > 4 else [])])})" if own else ""
+        if len(own) > 4:
+            own = [*own[:4], "..."]
+        some = f" ({', '.join(own)})" if own else ""
         self._bar.set_postfix_str(
             f"{left}, loss {result.loss:.4f}{some}{balance}, {rate:,.0f} tok/s, waste {waste:.2%}", refresh=False
         )

@@ -70,7 +70,12 @@ class Eagle3Network(HeadsNetwork):
         self.num_steps = num_steps
         self.taps = taps
         self.distribution = distribution
-        rows = None if not own_output_head else target.vocab_size if target_ids is None else len(target_ids)
+        if not own_output_head:
+            rows = None
+        elif target_ids is None:
+            rows = target.vocab_size
+        else:
+            rows = len(target_ids)
         self._config = _layer_config(target, taps, intermediate_size, rows)
         config = parse_eagle3_config(self._config, target, Path("config.json"))
         self.layer = Eagle3(config, own_embedding=False, own_head=own_output_head)

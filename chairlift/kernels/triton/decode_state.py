@@ -128,7 +128,12 @@ class DecodeState:
         length = 0
         for name in (*_NAMES_64, *_NAMES_32, *(f"table{group}" for group in range(num_groups))):
             starts[name] = length
-            length += num_slots * (2 if name in _NAMES_64 else max_blocks if name.startswith("table") else 1)
+            words = 1
+            if name in _NAMES_64:
+                words = 2
+            elif name.startswith("table"):
+                words = max_blocks
+            length += num_slots * words
         if length > 2**31 - 1:
             raise InvariantError(f"{num_slots} slots of {max_blocks} blocks need {length:,} words; 2^31 are too many")
         self._starts = starts

@@ -169,7 +169,11 @@ def num_multiprocessors(device: torch.device) -> int:
 
 def elementwise_warps(width: int) -> int:
     """Number of warps for a program that processes ``width`` elements at a time."""
-    return 4 if width <= 2048 else 8 if width <= 8192 else 16
+    if width <= 2048:
+        return 4
+    if width <= 8192:
+        return 8
+    return 16
 
 
 def power_of_2(minimum: int) -> int:

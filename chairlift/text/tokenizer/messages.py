@@ -109,7 +109,12 @@ def _content(where: str, content: Any, images: bool) -> str | list[dict[str, Any
             parts.append({"type": "image"})
             continue
         if kind != "text" or not isinstance(text, str):
-            got = "no text" if kind == "text" else repr(part)[:_LONGEST] if kind is None else f"type {str(kind)[:40]!r}"
+            if kind == "text":
+                got = "no text"
+            elif kind is None:
+                got = repr(part)[:_LONGEST]
+            else:
+                got = f"type {str(kind)[:40]!r}"
             instead = advice(kind) if isinstance(kind, str) else ""
             raise RequestError(
                 f"{where}.content[{index}] must be a text part ({{'type': 'text', 'text': '...'}}), got {got}"

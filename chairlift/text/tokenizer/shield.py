@@ -176,15 +176,16 @@ class Cover:
         messages, variables = self._given
         plain: _Change = lambda text: change(text, False)  # noqa: E731
         answer: _Change = lambda text: change(text, True)  # noqa: E731
-        changed = [
-            {
-                self._key(key, plain): self._key(value, plain)
-                if key == "role"
-                else self._walk(value, answer if key == "content" and message.get("role") == "assistant" else plain)
-                for key, value in message.items()
-            }
-            for message in messages
-        ]
+        changed = []
+        for message in messages:
+            of_content = answer if message.get("role") == "assistant" else plain
+            fields = {}
+            for key, value in message.items():
+                if key == "role":
+                    fields[self._key(key, plain)] = self._key(value, plain)
+                else:
+                    fields[self._key(key, plain)] = self._walk(value, of_content if key == "content" else plain)
+            changed.append(fields)
         return changed, {name: self._walk(value, plain) for name, value in variables.items()}
 
     def _walk(self, value: Any, change: _Change) -> Any:

@@ -76,7 +76,12 @@ class ByteDecoding:
     def of(cls, decoder: Mapping[str, Any] | None) -> ByteDecoding | None:
         """Read the ``decoder`` entry of a ``tokenizer.json``. None if the decoder needs more than one token at a
         time."""
-        parts = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        if decoder is None:
+            parts = []
+        elif decoder["type"] == "Sequence":
+            parts = decoder["decoders"]
+        else:
+            parts = [decoder]
         kinds = [part["type"] for part in parts]
         if kinds == ["ByteLevel"]:
             return cls(byte_level=True)

@@ -200,7 +200,8 @@ def _read_weights(weights: QuantizationSettings, name: str) -> _Weights:
     if weights.get("actorder") not in (None, False, "weight", "static"):
         weights.refuse("actorder", "null, weight and static")
     group = weights.group_size()
-    strategy = weights.get("strategy", "group" if group > 0 else "channel" if "group_size" in weights else "tensor")
+    default = "channel" if "group_size" in weights else "tensor"
+    strategy = weights.get("strategy", "group" if group > 0 else default)
     if strategy not in strategies:
         weights.refuse("strategy", ", ".join(strategies))
     if strategy == "group" and group == -1:
