@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chairlift.base.image_spans import ImageSpan
 from chairlift.base.outputs import FinishReason
 from chairlift.core.kv_cache.prefix_node import PrefixNode
 from chairlift.errors import InvariantError
+
+if TYPE_CHECKING:
+    from chairlift.core.rows.kind import RowKind
 
 __all__ = [
     "LEGAL_TRANSITIONS",
@@ -96,7 +99,6 @@ class Request:
         "_computed",
         "_joined_at",
         "adapter_id",
-        "adapter_passes",
         "admitted_at_step",
         "arrival_time",
         "block_ids",
@@ -108,6 +110,7 @@ class Request:
         "is_guided",
         "is_queued",
         "is_ready",
+        "kinds",
         "last_node",
         "limit",
         "mask_seconds",
@@ -134,6 +137,7 @@ class Request:
         "reserved",
         "resumed_at_step",
         "retention",
+        "row_order",
         "rows_lost_until",
         "sampling",
         "sequence",
@@ -257,8 +261,6 @@ class Request:
         not compute positions before this one."""
         self.waits_for = ""
         """The reason why the request is not ready: ``adapter`` (being read), ``image`` (being encoded) or empty."""
-        self.adapter_passes = 0
-        """Number of later requests with adapters that were admitted while this request's adapter did not fit."""
         self.num_charged_tokens = 0
         """Number of tokens computed since admission that the request's tenant was charged for."""
         self.num_accepted_predicted = self.num_rejected_predicted = 0
@@ -275,6 +277,10 @@ class Request:
         self.num_ever_computed = 0
         """Largest number of positions that were computed before a preemption discarded some of them. If the request
         computes these positions again, the tokens count as recomputed."""
+        self.kinds: tuple[RowKind, ...] = ()
+        """The request's kinds among those of the scheduler, which sets them; empty for plain text."""
+        self.row_order = 0
+        """The decode rows of a step are sorted by this number. A kind may set it when the request is added."""
         self.due_at = -1
         """Tick of the decode clock at which the request needs a new KV block or computes its last token. -1: no such
         tick is known."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 from chairlift.config import LoRAConfig
 from chairlift.core.request import Request
+from chairlift.core.rows.adapters import AdapterRows
 from chairlift.errors import ChairliftError, InvariantError, RequestError
 from chairlift.executor.executor import AdapterMemory
 
@@ -92,6 +93,8 @@ class Adapters:
         self._thread: ThreadPoolExecutor | None = None
         self.sizes: dict[int, int] = {}
         """``adapter_id`` -> bytes of the adapter, for all adapters that have been in memory and are not forgotten."""
+        self.rows = None if config is None else AdapterRows(config.max_loras, self.sizes)
+        """What the scheduler must know of requests with adapters; None if the engine serves no adapters."""
         self.num_reads = self.num_hits = self.num_evictions = 0
         """Counters: adapters read from files; requests whose adapter was in memory when they arrived; adapters evicted
         from memory."""
@@ -121,9 +124,10 @@ class Adapters:
         """``adapter_id`` of each adapter in memory, least recently used first."""
         return tuple(self._resident)
 
-    def in_use(self, running: Collection[int]) -> tuple[list[str], list[str]]:
+    def in_use(self) -> tuple[list[str], list[str]]:
         """(names of adapters with running requests, names of adapters with waiting requests only), at most 64 names
-        each. ``running`` has the ``adapter_id`` of each running request."""
+        each."""
+        running = () if self.rows is None else self.rows.running
         used = [known.load for known in self._known.values() if known.users]
         names = sorted((load.adapter_id not in running, load.name) for load in used)
         running_names, waiting = ([name for waits, name in names if waits == which] for which in (False, True))

@@ -285,7 +285,7 @@ class CauseLedger:
         num_decodes = out.num_decodes + len(out.chunks) - len(prompts)
         if not prompts or not num_decodes:
             return 0.0 if prompts else 1.0
-        adapters = out.adapter_bytes
+        adapters = out.kind_bytes
         decodes_only = self._model.step_seconds(StepFeatures(num_decodes, out.context_tokens, adapter_bytes=adapters))
         whole_step = self._model.step_seconds(StepFeatures.of(num_decodes, out.context_tokens, prompts, adapters))
         return min(1.0, decodes_only / whole_step)

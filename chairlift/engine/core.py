@@ -261,9 +261,8 @@ class EngineCore(EngineClient):
             drop_late=config.late_requests == "drop",
             speculator=speculator_from_config(config, self.costs, *drafting),
             guide=self.grammars,
-            max_loras=self.adapters.max_loras,
+            kinds=[] if self.adapters.rows is None else [self.adapters.rows],
         )
-        self.scheduler.batch.adapter_sizes = self.adapters.sizes
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
         self.masks_of: Callable[[SchedulerOutput], Masks | None] | None = None
@@ -314,7 +313,7 @@ class EngineCore(EngineClient):
         self._shares_noted = -math.inf
         self._encoder_waits = False
         """Whether the encoder had no turn before the newest step, because the step had prompt tokens of images."""
-        self._rows_by_class, self._adapters_in_use = dict[str, int](), self.adapters.in_use(())
+        self._rows_by_class, self._adapters_in_use = dict[str, int](), self.adapters.in_use()
 
     @property
     def _preparers(self) -> Sequence[Preparer]:
@@ -596,7 +595,7 @@ class EngineCore(EngineClient):
             rows = Counter(request.service.service_class for request in running.values())
             self._rows_by_class = {name: rows[name] for name in self._reserved}
         if self.adapters.max_loras:
-            self._adapters_in_use = self.adapters.in_use(self.scheduler.batch.adapters)
+            self._adapters_in_use = self.adapters.in_use()
         counters = getattr(self.scheduler.policy, "counters", None)
         if isinstance(counters, VirtualTokenCounters):
             service = [counters[tenant] for tenant in counters.active()]
@@ -762,7 +761,7 @@ class EngineCore(EngineClient):
             remaining = len(request.token_ids) - chunk.end
             each = min(remaining, size)
             context = each * (chunk.end + remaining / 2)
-            step = StepFeatures(out.num_decodes, out.context_tokens, each, context, out.adapter_bytes)
+            step = StepFeatures(out.num_decodes, out.context_tokens, each, context, out.kind_bytes)
             seconds = math.ceil(remaining / each) * self.costs.model.step_seconds(step)
             known, again = request.num_output_tokens, chunk.why != "prefill"
             self._progress.append(Progress(name, known, chunk.end, again, seconds))

@@ -94,7 +94,7 @@ class StepRecord:
             unused_slots=out.unused_slots,
             padding_avoided=out.padding_avoided,
             accepted=_accepted(out, result),
-            adapter_bytes=out.adapter_bytes,
+            adapter_bytes=out.kind_bytes,
             num_tiles_encoded=encoded,
             num_tiles_given_up=given_up,
             num_tiles_reencoded=reencoded,

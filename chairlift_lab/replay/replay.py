@@ -68,7 +68,7 @@ class SimExecutor:
         self._free_at = 0.0
 
     def execute(self, out: SchedulerOutput) -> SchedulerOutput:
-        features = StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks, out.adapter_bytes)
+        features = StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks, out.kind_bytes)
         seconds = self._cost.step_seconds(features)
         if out.swap_out or out.swap_in:
             seconds += self._cost.copy_seconds((len(out.swap_out) + len(out.swap_in)) * self.block_bytes[0])

@@ -9,9 +9,8 @@ from typing import Any
 from chairlift.base.step_batch import StepBatch
 from chairlift.core.kv_cache.prefix_cache import PrefixCache
 from chairlift.core.request import Request
-from chairlift.core.scheduler.batch import Batch
+from chairlift.core.rows.adapters import AdapterRows
 from chairlift.core.scheduler.output import NewRow, SchedulerOutput
-from chairlift.core.scheduler.prompt_budget import PromptBudget
 from chairlift.engine.adapter_names import AdapterNames
 from chairlift.engine.adapters import AdapterLoad, Adapters
 from chairlift.executor.input_batch import InputBatch
@@ -129,37 +128,37 @@ def adapters_known_by_name(patch: Patch) -> None:
 
 @mutant
 def bound_of_a_step_not_asked(patch: Patch) -> None:
-    patch(Batch, "has_adapter_room", lambda self, request: True)
+    patch(AdapterRows, "has_room", lambda self, request: True)
 
 
 @mutant
 def bound_of_a_step_one_too_high(patch: Patch) -> None:
-    room = Batch.has_adapter_room
+    room = AdapterRows.has_room
 
-    def wrong(self: Batch, request: Request) -> bool:
-        self.max_loras += 1
+    def wrong(self: AdapterRows, request: Request) -> bool:
+        self.most += 1
         try:
             return room(self, request)
         finally:
-            self.max_loras -= 1
+            self.most -= 1
 
-    patch(Batch, "has_adapter_room", wrong)
+    patch(AdapterRows, "has_room", wrong)
 
 
 @mutant
 def nobody_waits_too_long_for_an_adapter(patch: Patch) -> None:
-    patch(PromptBudget, "_adapters_must_wait", lambda self, step: False)
+    patch(AdapterRows, "_must_wait", lambda self: False)
 
 
 @mutant
 def adapters_counted_once_per_vacated_row(patch: Patch) -> None:
-    vacate = Batch.vacate
+    left = AdapterRows.left
 
-    def wrong(self: Batch, request: Request) -> None:
-        self.adapters[request.adapter_id] += 1
-        vacate(self, request)
+    def wrong(self: AdapterRows, request: Request) -> None:
+        self.running[request.adapter_id] += 1
+        left(self, request)
 
-    patch(Batch, "vacate", wrong)
+    patch(AdapterRows, "left", wrong)
 
 
 @mutant

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from chairlift.base.outputs import FinishReason
 from chairlift.core.kv_cache.manager import KVCacheManager
 from chairlift.core.kv_cache.tables import Admission
 from chairlift.core.request import SIZE_UNKNOWN, Request, RequestStatus
+from chairlift.core.rows.kind import RowKind
 from chairlift.core.scheduler.admission import WaitingQueue
 from chairlift.core.scheduler.decode_rows import DecodeRows
 from chairlift.core.scheduler.membership import Membership
@@ -43,7 +44,7 @@ class Batch:
         max_preemptions: int,
         preemption: PreemptionMode,
         policy_share: float,
-        max_loras: int = 0,
+        kinds: Sequence[RowKind] = (),
     ) -> None:
         self.kv, self.policy, self.membership, self.waiting = kv, policy, membership, waiting
         self.max_running = max_running
@@ -61,16 +62,14 @@ class Batch:
         (static batching, the baseline) uses policy order only."""
         self.preemption = preemption
         self.max_preemptions = 0 if preemption.never else max_preemptions
-        self.max_loras = max_loras
-        """Maximum number of different adapters among the running requests; 0: no limit."""
-        self.adapters: Counter[int] = Counter()
-        """``adapter_id`` -> number of running requests with this adapter."""
-        self.adapter_sizes: Mapping[int, int] = {}
-        """``adapter_id`` -> size of the adapter in bytes, set by the owner of the adapters (default: 0)."""
+        self.kinds = tuple(kinds)
+        """The kinds that requests of this batch may have."""
+        self.num_looked_past = max((kind.num_looked_past for kind in kinds), default=0)
+        """Number of additional waiting requests that a step looks at, because a kind may skip its requests."""
         self.requests: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.unready: dict[str, Request] = {}
-        """Request id -> request that waits for its grammar, adapter or images, and is not in the queue yet."""
+        """Request id -> request that is being prepared, and is not in the queue yet."""
         self.unready_rows: dict[str, Request] = {}
         """Request id -> running request that is not ready for its next step. It keeps its row and its blocks."""
         self.reserve: dict[str, Request] = {}
@@ -86,6 +85,8 @@ class Batch:
         self.stops: Counter[int] = Counter({FAILED_ROW: 1})
         """Stop token -> number of running requests that it ends."""
         self._begin_steps()
+        for kind in self.kinds:
+            kind.attach(self)
 
     def _begin_steps(self) -> None:
         """Initialise the fields that change from step to step."""
@@ -106,7 +107,7 @@ class Batch:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests without a row, also those whose grammar, adapter or images are not ready."""
+        """Number of requests without a row, also those that are being prepared."""
         return len(self.waiting) + len(self.unready)
 
     @property
@@ -213,29 +214,20 @@ class Batch:
             self.waiting.remove(request)
             self.waiting.add(request)
 
-    def adapter_bytes(self, chunks: Iterable[tuple[Request, Chunk]], *, with_decodes: bool) -> int:
-        """Number of bytes of all adapters that a step with these chunks reads, each adapter counted once.
-        ``with_decodes``: the adapters of all decode rows are included."""
-        if not self.adapters:
+    def kind_bytes(self, chunks: Iterable[tuple[Request, Chunk]], *, with_decodes: bool) -> int:
+        """Number of bytes that a step with these chunks, and perhaps all decode rows, reads because of the kinds of its
+        requests."""
+        if not self.kinds:
             return 0
-        used = {request.adapter_id for request, _ in chunks}
-        if with_decodes:
-            used |= self.decodes.adapters
-        return sum([self.adapter_sizes.get(adapter, 0) for adapter in used])
-
-    def has_adapter_room(self, request: Request) -> bool:
-        """Whether a step can use the adapter of a waiting request in addition to the adapters that it uses already.
-        True for a request without an adapter."""
-        adapter = request.adapter_id
-        if not adapter or not self.max_loras or adapter in self.adapters:
-            return True
-        return len(self.adapters) < self.max_loras
+        rows, decodes = [request for request, _ in chunks], self.decodes.requests if with_decodes else []
+        return sum([kind.bytes(rows, decodes) for kind in self.kinds])
 
     def obstacle(self, request: Request) -> str:
-        """What keeps a waiting request from the next step, whatever rows and blocks are free: ``adapter`` or ``image``;
-        empty if nothing does."""
-        if not self.has_adapter_room(request):
-            return "adapter"
+        """Name of the kind that keeps a waiting request from the next step, whatever rows and blocks are free; empty if
+        none does."""
+        for kind in request.kinds:
+            if kind.obstacle(request):
+                return kind.name
         return "image" if self.lacks_rows(request) else ""
 
     def admit(self, request: Request, out: SchedulerOutput, *, reserved: bool = False) -> bool:
@@ -277,8 +269,8 @@ class Batch:
         request.num_computed_tokens = admission.num_computed_tokens
         self.num_computed_tokens += admission.num_computed_tokens
         self.running[request.request_id] = request
-        if request.adapter_id:
-            self.adapters[request.adapter_id] += 1
+        for kind in request.kinds:
+            kind.joined(request)
         self.stops.update(request.stop_token_ids)
         if request.service.seconds_per_token < math.inf:
             self.paced[request.request_id] = request.service.seconds_per_token
@@ -287,10 +279,7 @@ class Batch:
         self.policy.joined(request)
         out.copies += admission.copies
         out.swap_in += admission.swap_in
-        tokens, tables = list(request.token_ids), [list(table) for table in request.block_ids]
-        computed, prompt = admission.num_computed_tokens, request.num_prompt_tokens
-        how = request.sampling, request.adapter_id, request.images
-        out.joined.append(NewRow(request.slot, request.request_id, tokens, prompt, computed, tables, *how))
+        out.joined.append(NewRow.of(request))
 
     def put_back(self, request: Request) -> None:
         """Undo the admission of a request for which nothing was computed yet."""
@@ -320,10 +309,8 @@ class Batch:
         self.left.append(request.slot)
         request.slot = -1
         del self.running[request.request_id]
-        if request.adapter_id:
-            self.adapters[request.adapter_id] -= 1
-            if not self.adapters[request.adapter_id]:
-                del self.adapters[request.adapter_id]
+        for kind in request.kinds:
+            kind.left(request)
         self.paced.pop(request.request_id, None)
         for token in request.stop_token_ids:
             self.stops[token] -= 1
@@ -345,6 +332,8 @@ class Batch:
         self.kv.drop_swapped(request)
         request.move_to(RequestStatus.FINISHED)
         del self.requests[request.request_id]
+        for kind in request.kinds:
+            kind.ended(request)
         self.policy.forgotten(request)
         self.release_siblings(request, now)
 

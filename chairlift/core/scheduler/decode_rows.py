@@ -53,8 +53,6 @@ class DecodeRows:
         self.slots: tuple[int, ...] = ()
         self.ids: tuple[tuple[str, int], ...] = ()
         """One entry per row: (request id, slot of the row)."""
-        self.adapters: frozenset[int] = frozenset()
-        """``adapter_id`` of every request in a row; 0 stands for no adapter."""
 
     def due(self) -> list[Request]:
         """Requests that need a new KV block, or compute their last token, at the next tick. They are removed from the
@@ -94,11 +92,7 @@ class DecodeRows:
         return [request for bucket in [self.retiring, *self._wheel.values()] for request in bucket]
 
     def rebuild(self) -> None:
-        # Rows with the same adapter are put next to each other, so that kernels read the adapter's matrices once for
-        # all of them.
-        self.requests = sorted(filter(attrgetter("decoding"), self.requests), key=attrgetter("adapter_id"))
-        any_adapter = bool(self.requests) and self.requests[-1].adapter_id
-        self.adapters = frozenset([request.adapter_id for request in self.requests]) if any_adapter else frozenset()
+        self.requests = sorted(filter(attrgetter("decoding"), self.requests), key=attrgetter("row_order"))
         self.slots = tuple([request.slot for request in self.requests])
         self.ids = tuple([(request.request_id, request.slot) for request in self.requests])
         self.sampled, self.appends = receivers(self.requests)

@@ -128,8 +128,8 @@ class Drafts:
         budget = self._batch.token_budget - num_decodes - sum(chunk.num_tokens for chunk in chunks)
         if budget <= 0:
             return
-        adapter_bytes = self._batch.adapter_bytes(step.chunks, with_decodes=True)
-        features = StepFeatures.of(num_decodes, self._batch.num_computed_tokens, chunks, adapter_bytes)
+        kind_bytes = self._batch.kind_bytes(step.chunks, with_decodes=True)
+        features = StepFeatures.of(num_decodes, self._batch.num_computed_tokens, chunks, kind_bytes)
         for request, drafts in self.speculator.choose(rows, features, budget):
             chosen = tuple(drafts[: self._num_fitting(request, min(len(drafts), self.speculator.most, budget))])
             if self._batch.membership.held:  # in a static batch the row computes on after its end

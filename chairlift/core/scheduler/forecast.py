@@ -139,7 +139,7 @@ def _forecast(
 
 
 def _seconds(seconds: StepSeconds, out: SchedulerOutput) -> float:
-    return seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks, out.adapter_bytes))
+    return seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks, out.kind_bytes))
 
 
 class _Pauses:
@@ -262,7 +262,6 @@ def _like(request: Request, lengths: AnswerLengths) -> Request:
     copy.max_total_tokens += request.num_prompt_tokens
     copy.limit = request.limit  # blocks are reserved for the longest answer, not for the expected one
     copy.num_preemptions, copy.sequence = request.num_preemptions, request.sequence
-    copy.times_passed, copy.adapter_passes = request.times_passed, request.adapter_passes
-    copy.size, copy.mask_seconds = request.size, request.mask_seconds
+    copy.times_passed, copy.size, copy.mask_seconds = request.times_passed, request.size, request.mask_seconds
     copy.finish_reason = request.finish_reason
     return copy

@@ -36,12 +36,8 @@ def check_batch(batch: Batch) -> None:
         raise InvariantError("a request that is not ready advances with the decode clock, or is lost")
     for request in batch.requests.values():
         _check_request(batch, request)
-    if batch.adapters != Counter(request.adapter_id for request in running if request.adapter_id):
-        raise InvariantError(f"{batch.adapters} are not the adapters of the running requests")
-    if batch.max_loras and len(batch.adapters) > batch.max_loras:
-        raise InvariantError(f"{len(batch.adapters)} adapters are in the steps, and {batch.max_loras} may be")
-    if any(request.adapter_passes > batch.waiting.max_times_passed for request in batch.waiting):
-        raise InvariantError("a request was passed for its adapter more often than anybody may be")
+    for kind in batch.kinds:
+        kind.check_invariants()
     computed = sum(request.num_computed_tokens for request in running)
     if computed != batch.num_computed_tokens:
         raise InvariantError(f"{computed} tokens are computed, but {batch.num_computed_tokens} are counted")

@@ -35,6 +35,21 @@ class NewRow:
     images: tuple[ImageSpan, ...] = ()
     """Spans of the prompt whose input vectors come from an encoded image instead of token embeddings."""
 
+    @classmethod
+    def of(cls, request: Request) -> NewRow:
+        """The row of a request that has just got it."""
+        return cls(
+            slot=request.slot,
+            request_id=request.request_id,
+            token_ids=list(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=request.num_computed_tokens,
+            block_ids=[list(table) for table in request.block_ids],
+            sampling=request.sampling,
+            adapter_id=request.adapter_id,
+            images=request.images,
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
@@ -123,8 +138,8 @@ class SchedulerOutput:
     """
     context_tokens: int = 0
     """Number of positions that the decode rows attend to, summed over the rows. The cost of decoding grows with it."""
-    adapter_bytes: int = 0
-    """Bytes of the adapters of all rows, each adapter counted once."""
+    kind_bytes: int = 0
+    """Bytes that the step reads because of the kinds of its rows, for example adapters, each counted once."""
     num_waiting: int = 0
     """Number of requests without a row, also those whose grammar, adapter or images are not ready."""
     num_held: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
 
 from chairlift.base.image_spans import cut_by
@@ -16,9 +16,6 @@ from chairlift.core.scheduler.prefill_mode import Turn
 from chairlift.core.scheduler.step import Step
 
 __all__ = ["PromptBudget"]
-
-_ADAPTERS_LOOKED_PAST = 64
-"""Maximum number of waiting requests per step that are skipped because the step has no room for their adapter."""
 
 
 class PromptBudget:
@@ -137,11 +134,12 @@ class PromptBudget:
         policy order; None if there is none."""
         if step.out.preempted or not self.waiting or not self.batch.free_rows:
             return None
-        may_pass, joins = self._may_pass(step), self._adapters_that_may_join(step)
+        may_pass = self._may_pass(step)
+        self._look_past()
         for request in self.waiting.smallest(self.batch.now):
-            if (request not in step.passed and joins(request)) and (
-                (self.batch.open_rows and may_pass) or self.batch.may_use_reserve(request)
-            ):
+            if request in step.passed or any(kind.skips(request) for kind in request.kinds):
+                continue
+            if (self.batch.open_rows and may_pass) or self.batch.may_use_reserve(request):
                 return request
         return None
 
@@ -165,33 +163,24 @@ class PromptBudget:
         if self.batch.open_rows and self._may_pass(step) and self.batch.admit(request, out):
             for other in step.passed:
                 other.times_passed += 1
-            self._pass_blocked(request, step)
+            for kind in request.kinds:
+                kind.passed(request)
             return True
         if self.batch.may_use_reserve(request) and self.batch.admit(request, out, reserved=True):
-            self._pass_blocked(request, step)
+            for kind in request.kinds:
+                kind.passed(request)
             return True
         return False
 
-    def _adapters_that_may_join(self, step: Step) -> Callable[[Request], bool]:
-        """Return a function that says whether a waiting request may join with its adapter. It may if the step has room
-        for the adapter, and if no other request has waited too long for such room."""
-        batch = self.batch
-        if not batch.max_loras:
-            return lambda request: True
-        first = islice(self.waiting.line(batch.now), _ADAPTERS_LOOKED_PAST)
-        step.blocked = [other for other in first if not batch.has_adapter_room(other)]
-        is_open = not self._adapters_must_wait(step)
-        return lambda request: not request.adapter_id or (is_open and batch.has_adapter_room(request))
-
-    def _adapters_must_wait(self, step: Step) -> bool:
-        """Whether other requests have passed a request too often because the step had no room for its adapter. Then no
-        later request with an adapter joins until running adapters have ended."""
-        return any(other.adapter_passes >= self.waiting.max_times_passed for other in step.blocked)
-
-    def _pass_blocked(self, request: Request, step: Step) -> None:
-        if request.adapter_id:
-            for other in step.blocked:
-                other.adapter_passes += 1
+    def _look_past(self) -> None:
+        """Tell the kinds which of the first waiting requests the smallest one may pass."""
+        if not self.batch.num_looked_past:
+            return
+        for kind in self.batch.kinds:
+            kind.begin_pass()
+        for request in islice(self.waiting.line(self.batch.now), self.batch.num_looked_past):
+            for kind in request.kinds:
+                kind.skipped(request)
 
     @staticmethod
     def _upto(request: Request, num_tokens: int) -> int:
@@ -235,14 +224,14 @@ class PromptBudget:
             out.held_up_by = out.held_up_by or self.membership.lacks(num_places)
             return budget
         closed = self.membership.closed
-        looked_at = num_places + (0 if closed else waiting.look_ahead)
-        if self.batch.max_loras and not closed:
-            looked_at += _ADAPTERS_LOOKED_PAST
+        looked_at = num_places + (0 if closed else waiting.look_ahead + self.batch.num_looked_past)
         batch: Iterable[Request] = islice(waiting.line(self.batch.now), looked_at)
         if closed:  # the length of each row depends on all requests that join, so they must be known now
             batch = list(batch)
             self.membership.prepare(batch, min(self.max_model_len - 1, self.kv.capacity_tokens))
-        passed, step.blocked = step.passed, []
+        for kind in self.batch.kinds:
+            kind.begin_pass()
+        passed = step.passed
         for request in batch:
             if (
                 before is not None
@@ -255,7 +244,7 @@ class PromptBudget:
             if not num_places or budget < self.membership.needs_budget():
                 out.held_up_by = out.held_up_by or self.membership.lacks(num_places)
                 break
-            if request.adapter_id and not closed and self._is_blocked(request, step):
+            if request.kinds and not closed and self._is_skipped(request, step):
                 continue
             if not self.batch.admit(request, out):
                 out.held_up_by = out.held_up_by or "blocks"
@@ -266,7 +255,8 @@ class PromptBudget:
             num_places -= 1
             for other in passed:
                 other.times_passed += 1
-            self._pass_blocked(request, step)
+            for kind in request.kinds:
+                kind.passed(request)
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             num_tokens = self._uncut(request, num_tokens, step)
             if num_tokens:
@@ -274,16 +264,15 @@ class PromptBudget:
                 self._take_chunk(request, num_tokens, step)
         return budget
 
-    def _is_blocked(self, request: Request, step: Step) -> bool:
-        """Whether to skip a waiting request, because the step has no room for its adapter, or because an earlier
-        request has waited too long for room for its adapter."""
-        room = self.batch.has_adapter_room(request)
-        if not room:
-            step.blocked.append(request)
-        elif not self._adapters_must_wait(step):
-            return False
-        step.out.held_up_by = step.out.held_up_by or "adapter"
-        return True
+    @staticmethod
+    def _is_skipped(request: Request, step: Step) -> bool:
+        """Whether a kind skips a waiting request."""
+        for kind in request.kinds:
+            if kind.skips(request):
+                kind.skipped(request)
+                step.out.held_up_by = step.out.held_up_by or kind.name
+                return True
+        return False
 
     def _uncut(self, request: Request, num_tokens: int, step: Step) -> int:
         """Number of the request's next tokens to compute: about ``num_tokens``, but not more tokens of prompts with

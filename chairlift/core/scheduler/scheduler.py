@@ -18,6 +18,7 @@ from chairlift.base.outputs import FinishReason
 from chairlift.core.kv_cache.manager import KVCacheManager
 from chairlift.core.kv_cache.tables import Admission
 from chairlift.core.request import Request, RequestStatus
+from chairlift.core.rows.kind import RowKind
 from chairlift.core.scheduler.admission import WaitingQueue
 from chairlift.core.scheduler.batch import Batch
 from chairlift.core.scheduler.costs import Costs
@@ -67,7 +68,7 @@ class Scheduler:
         policy_share: float = DEFAULT_POLICY_SHARE,
         speculator: Speculator | None = None,
         guide: Guide | None = None,
-        max_loras: int = 0,
+        kinds: Sequence[RowKind] = (),
     ) -> None:
         self.batch = batch = Batch(
             kv,
@@ -81,7 +82,7 @@ class Scheduler:
             max_preemptions=max_preemptions,
             preemption=preemption,
             policy_share=policy_share,
-            max_loras=max_loras,
+            kinds=kinds,
         )
         self.kv, self.policy, self.membership = kv, policy, batch.membership
         self.requests, self.running, self.waiting = batch.requests, batch.running, batch.waiting
@@ -127,10 +128,9 @@ class Scheduler:
             preemption=batch.preemption if batch.preemption.never else RECOMPUTE,
             costs=self.costs,
             policy_share=batch.prompt_share.fraction,
-            max_loras=batch.max_loras,
+            kinds=[twin for kind in batch.kinds if (twin := kind.twin()) is not None],
         )
         twin._arrivals = self._arrivals
-        twin.batch.adapter_sizes = batch.adapter_sizes
         twin.batch.running_limit, twin.batch.token_budget = batch.running_limit, batch.token_budget
         oldest = next(iter(self._flights.values()), None)
         twin.batch.prompt_share.carried = batch.prompt_share.carried if oldest is None else oldest.carried
@@ -192,6 +192,10 @@ class Scheduler:
                 f" {self.kv.capacity_tokens}; shorten the prompt, lower max_tokens, or raise kv_cache_memory_bytes"
             )
         self.requests[request.request_id] = request
+        if self.batch.kinds:
+            request.kinds = tuple([kind for kind in self.batch.kinds if kind.has(request)])
+            for kind in request.kinds:
+                kind.added(request)
         if self.drafts is not None:
             self.drafts.added(request)
         self._arrivals += 1
@@ -258,6 +262,8 @@ class Scheduler:
         if self.batch.paced and self.costs is not None and budget > 1:
             limit = min(self.batch.paced.values()) - self.costs.host_seconds
             budget = self.costs.chunk_budget(out.num_decodes, self.batch.num_computed_tokens, limit, budget)
+        for kind in self.batch.kinds:
+            kind.begin(out.num_decodes)
         step.image_tokens = self.batch.image_tokens if out.num_decodes else math.inf
         ahead = self.policy.preemptive and turn is not Turn.DECODE and not self.membership.closed
         if ahead and self.waiting and not out.preempted:
@@ -357,7 +363,7 @@ class Scheduler:
     def _describe(self, step: Step) -> None:
         out = step.out
         out.chunk_ids = [request.request_id for request, _ in step.chunks]
-        out.adapter_bytes = self.batch.adapter_bytes(step.chunks, with_decodes=out.num_decodes > 0)
+        out.kind_bytes = self.batch.kind_bytes(step.chunks, with_decodes=out.num_decodes > 0)
         if out.num_decodes:
             prompts = sum(request.num_computed_tokens for request in self.batch.catching_up)
             prompts += sum(chunk.end for chunk in out.chunks if chunk.samples and not chunk.drafts)

@@ -33,8 +33,6 @@ class Step:
     """:attr:`sampled` with the requests in ``withdrawn``, at their first sample positions; empty if there are none."""
     passed: list[Request] = dataclasses.field(default_factory=list)
     """Waiting requests that were tried in this step and did not fit."""
-    blocked: list[Request] = dataclasses.field(default_factory=list)
-    """Waiting requests that were skipped because the step has no room for their adapter."""
     finals: list[Request] = dataclasses.field(default_factory=list)
     """Requests whose last token this step samples."""
     image_tokens: float = math.inf

@@ -1,0 +1,90 @@
+"""The methods of a kind of request. The loop calls them, and knows nothing else of a kind.
+
+The caller of :class:`~chairlift.core.scheduler.scheduler.Scheduler` makes the kinds and passes them as a list. A
+request has a tuple of its kinds (:attr:`Request.kinds`), which is empty for plain text. So a plain request costs
+nothing more, however many kinds there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from chairlift.core.request import Request
+    from chairlift.core.scheduler.batch import Batch
+
+__all__ = ["RowKind"]
+
+
+class RowKind:
+    """One kind of request. Methods that a kind does not override have no effect.
+
+    A method with a request is called only for requests of the kind. Steps are scheduled one after another, so a kind
+    may keep what concerns the step that is being scheduled, from :meth:`begin` on.
+    """
+
+    name = ""
+    """Name of the kind, as :attr:`SchedulerOutput.held_up_by` shows it."""
+    num_looked_past = 0
+    """Number of additional waiting requests that a step looks at, because it may skip requests of this kind."""
+
+    def has(self, request: Request) -> bool:
+        """Whether the request is of this kind. Called once, when the request is added to the scheduler."""
+        raise NotImplementedError
+
+    def attach(self, batch: Batch) -> None:
+        """Called once, before all other methods. ``batch`` is the batch in which the kind's requests run."""
+
+    def twin(self) -> RowKind | None:
+        """This kind for a simulated batch (:meth:`Scheduler.twin`), in the present state but without requests. None:
+        the simulation takes its requests for plain text."""
+        return None
+
+    # -- readiness ---------------------------------------------------------------------------------------------------
+
+    def added(self, request: Request) -> None:
+        """Note that a request was added. If something must be prepared for it, the kind sets ``is_ready`` to False and
+        ``waits_for`` to the kind's name, and :meth:`Scheduler.ready` is called later."""
+
+    def obstacle(self, request: Request) -> bool:
+        """Whether a waiting request may not join the next step, whatever rows and blocks are free."""
+        return False
+
+    def begin_pass(self) -> None:
+        """Called before waiting requests are tried, perhaps several times per step. The calls of :meth:`skipped` up to
+        now do not count any more."""
+
+    def skips(self, request: Request) -> bool:
+        """Whether to skip a waiting request and try the next ones, as if the request did not wait."""
+        return False
+
+    def skipped(self, request: Request) -> None:
+        """Note that a waiting request may be passed by later requests."""
+
+    def passed(self, request: Request) -> None:
+        """Note that a request was admitted, before all requests that were skipped since :meth:`begin_pass`."""
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def begin(self, num_decodes: int) -> None:
+        """Called in each step after the decode rows are known. ``num_decodes`` is their number."""
+
+    def joined(self, request: Request) -> None:
+        """Note that a request got a row."""
+
+    def bytes(self, chunks: Iterable[Request], decodes: list[Request]) -> int:
+        """Number of bytes that a step with these rows reads because of this kind. Both arguments have requests of any
+        kind. The list ``decodes`` is never changed in place."""
+        return 0
+
+    # -- release -----------------------------------------------------------------------------------------------------
+
+    def left(self, request: Request) -> None:
+        """Note that a request lost its row. It may join again."""
+
+    def ended(self, request: Request) -> None:
+        """Release what the kind holds for a request that has left the scheduler for good."""
+
+    def check_invariants(self) -> None:
+        """Raise InvariantError if the kind's counters contradict the batch."""
