@@ -6,20 +6,18 @@ Settings that vLLM also has use vLLM's names. Command-line flags and help texts 
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 import functools
-import inspect
 import ipaddress
 import json
 import os
 import re
-import textwrap
 from collections.abc import Mapping
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from chairlift.base.draft_methods import DRAFT_METHODS
+from chairlift.base.field_docs import field_docs
 from chairlift.base.foreign_names import answer_to
 from chairlift.base.plugins import is_plugin
 from chairlift.base.presets import PRESETS, with_preset
@@ -184,8 +182,8 @@ class ModelConfig:
     max_model_len: int | None = None
     """Maximum length of a sequence, prompt and answer together, in tokens. None: the model's own limit."""
     generation_config: str = "auto"
-    """Defaults of temperature, top_p, top_k, min_p and repetition_penalty. auto: those in the model's
-    generation_config.json. vllm: none from that file."""
+    """Defaults of sampling parameters, such as temperature. auto: those in the model's generation_config.json. vllm:
+    none from that file."""
     runner: str = "auto"
     """Use of the model: auto (decided by its files), generate (texts) or pooling (embeddings, scores and classes)."""
     pooling_type: str | None = None
@@ -720,7 +718,7 @@ def server_fields() -> tuple[Flag, ...]:
 
 
 def _fields_of(part: str, owner: type[Any]) -> list[Flag]:
-    hints, docs = get_type_hints(owner), _field_docs(owner)
+    hints, docs = get_type_hints(owner), field_docs(owner)
     flags = []
     for field in dataclasses.fields(owner):
         hint = hints[field.name]
@@ -728,20 +726,6 @@ def _fields_of(part: str, owner: type[Any]) -> list[Flag]:
         kind = list if get_origin(hint) is tuple else kinds[0]
         flags.append(Flag(field.name, part, kind, field.default, docs[field.name], _CHOICES.get(field.name)))
     return flags
-
-
-def _field_docs(owner: type) -> dict[str, str]:
-    """Field of a dataclass -> text of the docstring under it."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
-    docs: dict[str, str] = {}
-    name = None
-    for node in getattr(body, "body", []):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            name = node.target.id
-        elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            docs[name] = " ".join(str(node.value.value).split())
-            name = None
-    return docs
 
 
 def _check(settings: Any) -> None:

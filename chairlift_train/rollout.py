@@ -23,7 +23,7 @@ class RolloutGenerator:
     The LLM computes only while :meth:`poll` waits, and not while the trainer computes. After the trainer updates the
     weights, unfinished rollouts continue with the new weights. Only one thread may use the LLM. ``sampling_params``
     apply to every rollout and must have ``n=1``; the rollout's ticket is added to the seed. Log-probabilities come from
-    the raw logits. They match the sampling distribution at temperature 1 without top_p, top_k, min_p and penalties.
+    the raw logits. They match the sampling distribution at temperature 1 without top_p, its like and penalties.
     ``in_flight`` is an argument of :meth:`~chairlift.llm.LLM.update_weights`.
     """
 

@@ -91,11 +91,12 @@ def tree_problems(status: str, tags: Iterable[str], version: str) -> Iterator[st
 
 def table_problems() -> Iterator[str]:
     """Tables and lists in documents that differ from what their scripts make."""
-    from tools import feature_table, interface_table, markdown, model_table, preset_table, public_api
+    from tools import feature_table, interface_table, markdown, model_table, preset_table, public_api, sampling_table
 
     made = {
         feature_table: (feature_table.PAGE, feature_table.BEGIN, feature_table.feature_table),
         interface_table: (interface_table.PAGE, interface_table.BEGIN, interface_table.interface_table),
+        sampling_table: (sampling_table.PAGE, sampling_table.BEGIN, sampling_table.sampling_table),
     }
     for script, (page, begin, make) in made.items():
         text = page.read_text(encoding="utf-8")

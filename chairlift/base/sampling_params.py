@@ -1,9 +1,16 @@
-"""Parameters of one request. Names and defaults are vLLM's."""
+"""Parameters of one request. Names and defaults are vLLM's.
+
+A parameter is declared once, as a field of :class:`SamplingParams` with a :class:`Parameter`. The checks, the fields of
+all HTTP endpoints, the command-line flags, the defaults from a model's files, the rows of the CPU kernels, the noise of
+HashLM and the table in ``docs/server.md`` follow from the declaration. A new one that changes logits needs, in
+addition, its arithmetic: ``executor/sampling`` defines it, and ``csrc/cpu`` and ``kernels/triton`` compute the same.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
@@ -12,7 +19,15 @@ from chairlift.base.structured_outputs import CANNOT_BE_FOLLOWED, StructuredOutp
 from chairlift.base.thinking import ThinkingBudget
 from chairlift.errors import RequestError
 
-__all__ = ["SHAPED_REASONS", "SamplingLimits", "SamplingParams", "is_of_the_caller", "is_parameter"]
+__all__ = [
+    "PARAMETERS",
+    "SHAPED_REASONS",
+    "Parameter",
+    "SamplingLimits",
+    "SamplingParams",
+    "is_of_the_caller",
+    "is_parameter",
+]
 
 SHAPED_REASONS: Final = (
     "no token is left to choose from: allowed_token_ids, bad_words, logit_bias, min_tokens or the grammar exclude every"
@@ -52,6 +67,57 @@ class SamplingLimits:
     """Maximum number of characters of all bad words together."""
 
 
+_LIMITS: Final = SamplingLimits()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """Declaration of a sampling parameter: what every front end and every sampler needs to know of it."""
+
+    kind: type[int] | type[float] | type[bool] | type[list[str]]
+    low: float = 0
+    """Lowest value of a number."""
+    high: float = 0
+    """Highest value of a number."""
+    above: bool = False
+    """Whether the value must be above ``low``."""
+    optional: bool = False
+    """Whether the value may be None."""
+    shared: bool = False
+    """Whether every endpoint that generates text takes the parameter, under this name."""
+    flag: bool = False
+    """Whether ``chairlift generate`` and ``chat`` have a flag for it."""
+    in_files: bool = False
+    """Whether a model's ``generation_config.json`` may set the default."""
+    draws: bool = False
+    """Whether it changes only how a token is drawn, so that greedy requests ignore it."""
+    column: str = ""
+    """Field of ``cl_sampling_row`` that holds the value for the CPU kernels; empty: none, or computed otherwise."""
+    column_low: float = -math.inf
+    """Lower values are stored in ``column`` as this value."""
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise RequestError if the value has the wrong type or is out of range. The items of lists are not checked."""
+        if (value is None and self.optional) or self.kind is list:
+            return
+        if self.kind is bool:
+            if not isinstance(value, bool):
+                raise RequestError(f"{name} must be true or false, got {value!r}")
+        elif self.kind is int:
+            _integer(name, value, self.low, self.high)
+        else:
+            _number(name, value, self.low, self.high, above=self.above)
+
+
+def _declared(default: Any, kind: type[Any], low: float = 0, high: float = 0, **more: Any) -> Any:
+    """Field of :class:`SamplingParams` with a :class:`Parameter`, of which ``more`` are fields."""
+    parameter = Parameter(kind=kind, low=low, high=high, **{"optional": default is None, **more})
+    return dataclasses.field(default=default, metadata={"parameter": parameter})
+
+
+_DRAWS: Final = {"shared": True, "flag": True, "in_files": True, "draws": True}
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     r"""How to turn logits into tokens, and when to stop.
@@ -66,56 +132,58 @@ class SamplingParams:
     queued.
     """
 
-    n: int = 1
-    """Number of answers to the prompt (1..16). Each has its own random noise, even with one seed."""
-    temperature: float = 1.0
-    """0 is greedy: the highest logit, and on a tie the lowest id. Otherwise the logits are divided by the temperature
-    (maximum 100)."""
-    top_k: int = 0
-    """Keep only the k highest logits; 0 or -1 keeps all."""
-    top_p: float = 1.0
-    """Keep the smallest set of most likely tokens whose total probability reaches this value (0..1); 0 keeps the most
-    likely token."""
-    min_p: float = 0.0
-    """Keep tokens with at least this fraction of the most likely token's probability (0..1)."""
-    presence_penalty: float = 0.0
-    """Amount subtracted once from the logit of every token already generated (-2..2)."""
-    frequency_penalty: float = 0.0
-    """Amount subtracted from a token's logit for each time that the token was generated (-2..2)."""
-    repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative logits, of tokens in the prompt or output (0 < r <= 10; CTRL,
-    2019)."""
-    logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
-    """Token id -> number added to its logit before all other changes."""
-    seed: int | None = None
+    n: int = _declared(1, int, 1, _LIMITS.max_n, flag=True)
+    """Number of answers to the prompt. Each has its own random noise, even with one seed."""
+    temperature: float = _declared(1.0, float, 0.0, 100.0, column="temperature", **_DRAWS)
+    """0 is greedy: the highest logit, and on a tie the lowest id. Otherwise the logits are divided by the
+    temperature."""
+    # The kernels read subnormal numbers as 0, so a row has no subnormal top_p.
+    top_p: float = _declared(1.0, float, 0.0, 1.0, column="top_p", column_low=1e-300, **_DRAWS)
+    """Keep the smallest set of most likely tokens whose total probability reaches this value; 0 keeps the most likely
+    token."""
+    seed: int | None = _declared(None, int, -(2**63), 2**63 - 1, shared=True, flag=True)
     """Seed of the random noise. The same seed and prompt give the same text, whatever else is in the batch. None (or
     vLLM's -1) draws a random seed."""
-    max_tokens: int | None = 16
+    presence_penalty: float = _declared(0.0, float, -2.0, 2.0, shared=True, flag=True, column="presence")
+    """Amount subtracted once from the logit of every token already generated."""
+    frequency_penalty: float = _declared(0.0, float, -2.0, 2.0, shared=True, flag=True, column="frequency")
+    """Amount subtracted from a token's logit for each time that the token was generated."""
+    top_k: int = _declared(0, int, -1, _INT32_MAX, column="top_k", column_low=0, **_DRAWS)
+    """Keep only the k highest logits; 0 or -1 keeps all."""
+    min_p: float = _declared(0.0, float, 0.0, 1.0, column="min_p", **_DRAWS)
+    """Keep tokens with at least this fraction of the most likely token's probability."""
+    repetition_penalty: float = _declared(
+        1.0, float, 0.0, 10.0, above=True, shared=True, flag=True, in_files=True, column="repetition"
+    )
+    """Divides positive logits, and multiplies negative logits, of tokens in the prompt or output (CTRL, 2019)."""
+    logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
+    """Token id -> number added to its logit before all other changes."""
+    max_tokens: int | None = _declared(16, int, 0, _INT32_MAX, optional=True, flag=True)
     """Maximum number of tokens to generate; None: as many as fit. 0 only scores the prompt: it needs
     :attr:`prompt_logprobs`, and the prompt may then be as long as the model allows."""
-    min_tokens: int = 0
+    min_tokens: int = _declared(0, int, 0, _INT32_MAX, flag=True)
     """Minimum number of tokens to generate. Before that, end-of-sequence and stop tokens are masked, and stop strings
     are ignored."""
-    stop: str | Sequence[str] | None = None
+    stop: str | Sequence[str] | None = _declared(None, list, flag=True)
     """Stop when the text contains one of these strings. A string that spells a special token matches that token, even
     when :attr:`skip_special_tokens` removes it from the text."""
     stop_token_ids: Sequence[int] | None = None
     """Stop when one of these tokens is generated."""
-    ignore_eos: bool = False
+    ignore_eos: bool = _declared(False, bool, flag=True)
     """Continue after the model's end-of-sequence token."""
-    bad_words: Sequence[str] | None = None
+    bad_words: Sequence[str] | None = _declared(None, list, flag=True)
     """Strings that must not be generated: the last token of a string is masked when its other tokens were just
     generated."""
     allowed_token_ids: Sequence[int] | None = None
     """Only these token ids may be generated."""
-    include_stop_str_in_output: bool = False
+    include_stop_str_in_output: bool = _declared(False, bool, flag=True)
     """Keep the stop string in the text instead of cutting before it."""
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool = _declared(True, bool)
     """Leave special tokens out of the text."""
-    logprobs: int | None = None
+    logprobs: int | None = _declared(None, int, 0, _LIMITS.max_logprobs, flag=True)
     """Number of most likely tokens to report for each generated token, in addition to the generated token. Values come
     from the raw logits."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = _declared(None, int, 0, _LIMITS.max_logprobs)
     """Number of most likely tokens to report for each prompt token, in addition to that token. Values come from the raw
     logits."""
     structured_outputs: StructuredOutputsParams | None = None
@@ -126,16 +194,16 @@ class SamplingParams:
     not change the answer; the answer is generated faster where the text is right (docs/speculation.md)."""
     thinking: ThinkingBudget | None = None
     """Limit of reasoning tokens, and the tokens that mark reasoning."""
-    priority: int | None = None
+    priority: int | None = _declared(None, int, -(2**31), _INT32_MAX)
     """Lower values are served first, if the scheduling policy uses priorities. None: the priority of the class of
     service."""
     service_tier: str | None = None
     """Class of service: auto, default, flex, priority, or another class of the engine."""
-    ttft_ms: float | None = None
+    ttft_ms: float | None = _declared(None, float, 0.0, 1e9, above=True)
     """Milliseconds from arrival until the first token is due."""
-    tpot_ms: float | None = None
+    tpot_ms: float | None = _declared(None, float, 0.0, 1e9, above=True)
     """Maximum milliseconds per token after the first token."""
-    deadline_ms: float | None = None
+    deadline_ms: float | None = _declared(None, float, 0.0, 1e9, above=True)
     """Milliseconds from arrival until the whole answer is due."""
 
     detokenize: dataclasses.InitVar[bool] = True
@@ -157,41 +225,17 @@ class SamplingParams:
                 "logits_processors are functions, and none are called here; use logit_bias, bad_words,"
                 " allowed_token_ids or structured_outputs"
             )
-        limits = SamplingLimits()
-        _integer("n", self.n, 1, limits.max_n)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _integer("top_k", self.top_k, -1, _INT32_MAX)
-        _number("top_p", self.top_p, 0.0, 1.0)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, above=True)
-        if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**63 - 1)
-            _set(self, "seed", None if self.seed == -1 else self.seed)
-        if self.max_tokens is not None:
-            if self.max_tokens == 0 and self.prompt_logprobs is None:
-                raise RequestError("max_tokens is 0, which only scores a prompt; give prompt_logprobs, or at least 1")
-            _integer("max_tokens", self.max_tokens, 0, _INT32_MAX)
-        _integer("min_tokens", self.min_tokens, 0, _INT32_MAX)
+        for name, parameter in PARAMETERS.items():
+            parameter.check(name, getattr(self, name))
+        if self.seed == -1:
+            _set(self, "seed", None)
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError("max_tokens is 0, which only scores a prompt; give prompt_logprobs, or at least 1")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}; lower min_tokens")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _integer(name, value, 0, limits.max_logprobs)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise RequestError(f"{name} must be true or false, got {value!r}")
-        if self.priority is not None:
-            _integer("priority", self.priority, -(2**31), _INT32_MAX)
         if self.service_tier is not None and not isinstance(self.service_tier, str):
             raise RequestError(f"service_tier must be text, got {self.service_tier!r}")
-        for name in ("ttft_ms", "tpot_ms", "deadline_ms"):
-            if getattr(self, name) is not None:
-                _number(name, getattr(self, name), 0.0, 1e9, above=True)
-        self._normalise(limits)
+        self._normalise(_LIMITS)
         if self.thinking is not None:
             _set(self, "thinking", ThinkingBudget.of(self.thinking))
         if self.structured_outputs is not None:
@@ -237,6 +281,14 @@ class SamplingParams:
         return self.temperature < 1e-5 or self.top_p == 0
 
 
+PARAMETERS: Final[Mapping[str, Parameter]] = {
+    field.name: field.metadata["parameter"]
+    for field in dataclasses.fields(SamplingParams)
+    if "parameter" in field.metadata
+}
+"""Name -> declaration of each parameter that is a number, a switch or a list of texts."""
+
+
 def is_parameter(name: str) -> bool:
     """Whether a name is a sampling parameter, here or in vLLM."""
     return name in SamplingParams.__dataclass_fields__ or name in _OTHERWISE
@@ -257,7 +309,7 @@ def _set(params: SamplingParams, name: str, value: Any) -> None:
     object.__setattr__(params, name, value)
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> None:
+def _integer(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} must be a whole number, got {value!r}")
     if not low <= value <= high:

@@ -13,9 +13,11 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from chairlift.base.field_docs import field_docs, first_sentence
 from chairlift.base.foreign_names import answer_to
 from chairlift.base.presets import PRESETS
 from chairlift.base.quantities import read_count, reader_of
+from chairlift.base.sampling_params import PARAMETERS, SamplingParams
 from chairlift.base.vllm_names import NAMES, SERVER_NAMES, Name, notes, translate
 from chairlift.config import Flag, ServerConfig, flat_fields, server_fields
 from chairlift.errors import ConfigError
@@ -39,26 +41,6 @@ _TITLES: Final = {"model": "model", "cache": "KV cache", "scheduler": "scheduler
 _ENGINE: Final = "engine_"
 _SAMPLING: Final = "sampling_"
 _SERVER: Final = "server_"
-
-_SAMPLING_FLAGS: Final[tuple[tuple[str, type, str], ...]] = (
-    ("max_tokens", int, "longest answer, in tokens"),
-    ("temperature", float, "0 is greedy, higher is more varied (default: 0)"),
-    ("top_p", float, "sample only from the most likely tokens that together reach this probability"),
-    ("top_k", int, "sample only from the K most likely tokens"),
-    ("min_p", float, "drop tokens less likely than this fraction of the most likely token's probability"),
-    ("seed", int, "equal seeds and prompts give equal text"),
-    ("n", int, "answers per prompt"),
-    ("stop", list, "stop before this text; may be repeated"),
-    ("min_tokens", int, "shortest answer, in tokens"),
-    ("presence_penalty", float, "lower the score of tokens that were generated before"),
-    ("frequency_penalty", float, "lower the score of tokens by how often they were generated"),
-    ("repetition_penalty", float, "lower the score of tokens in prompt and answer; 1 is off"),
-    ("logprobs", int, "report this number of most likely tokens at each position"),
-    ("bad_words", list, "never generate this text; may be repeated"),
-    ("ignore_eos", bool, "continue after the end-of-sequence token"),
-    ("include_stop_str_in_output", bool, "leave the stop text in the answer"),
-)
-
 
 _SHORT: Final = {
     "tensor_parallel_size": "-tp",
@@ -163,17 +145,21 @@ def _amount(name: str, kind: type) -> Callable[[str], int] | None:
 
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     """Add a flag for each sampling parameter. Flags that the user does not give are missing in the namespace."""
-    group = parser.add_argument_group("sampling")
-    for name, kind, text in _SAMPLING_FLAGS:
-        options: dict[str, Any] = {"dest": _SAMPLING + name, "default": argparse.SUPPRESS, "help": text}
-        if name == "max_tokens":
-            options["help"] += f" (default: {max_tokens}, or what fits)"
-        if kind is bool:
+    group, docs = parser.add_argument_group("sampling"), field_docs(SamplingParams)
+    notes = {"max_tokens": f" (default: {max_tokens}, or what fits)", "temperature": " (default: 0)"}
+    for name, declared in PARAMETERS.items():
+        if not declared.flag:
+            continue
+        more = "; may be repeated" if declared.kind is list else notes.get(name, "")
+        options: dict[str, Any] = {"dest": _SAMPLING + name, "default": argparse.SUPPRESS}
+        options["help"] = first_sentence(docs[name]) + more
+        if declared.kind is bool:
             options["action"] = "store_true"
-        elif kind is list:
+        elif declared.kind is list:
             options |= {"action": "append", "metavar": "TEXT"}
         else:
-            options |= {"type": _amount(name, kind) or kind, "metavar": "N" if kind is int else "X"}
+            options["type"] = _amount(name, declared.kind) or declared.kind
+            options["metavar"] = "N" if declared.kind is int else "X"
         group.add_argument(_spelled(name), **options)
 
 
@@ -214,8 +200,8 @@ def read_settings(args: argparse.Namespace, *, sampling: bool) -> tuple[dict[str
     If no temperature is given, sampling is greedy. With ``sampling`` false the command has no sampling parameters, and
     refuses them in the file. Raises ConfigError.
     """
-    file = _read_file(args.config, {name: (kind, True) for name, kind, _ in _SAMPLING_FLAGS} if sampling else {})
-    names = {name for name, _, _ in _SAMPLING_FLAGS} if sampling else set()
+    names = {name for name, declared in PARAMETERS.items() if declared.flag} if sampling else set()
+    file = _read_file(args.config, {name: (PARAMETERS[name].kind, True) for name in names})
     engine = {name: value for name, value in file.items() if name not in names} | _values_of_flags(args, _ENGINE)
     given = {name: value for name, value in file.items() if name in names} | _values_of_flags(args, _SAMPLING)
     return _translated(engine), {"temperature": 0.0} | given if sampling else {}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from chairlift.base.mistaken_models import check_content, of_directory
+from chairlift.base.sampling_params import PARAMETERS
 from chairlift.errors import ModelLoadError
 from chairlift.models.family import MAX_CONTEXT, ExpertLayers, Family, Fields
 from chairlift.models.mixers import MixerConfig
@@ -40,7 +41,7 @@ _GENERATES = ("ForCausalLM", "Model")
 """Suffixes of names of classes in transformers that generate text, or that generate text after an output head is
 added."""
 _DTYPES = ("float32", "bfloat16", "float16")
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING = tuple(name for name, each in PARAMETERS.items() if each.in_files)
 _GENERATION_APPLIED = {*_SAMPLING, "eos_token_id", "do_sample"}
 _GENERATION_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,),

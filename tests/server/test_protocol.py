@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from chairlift.base.sampling_params import PARAMETERS
+from chairlift.server.anthropic.messages_types import MessagesRequest
 from chairlift.server.http.errors import ApiError
 from chairlift.server.openai import protocol
 from chairlift.server.openai.protocol import (
@@ -21,6 +23,8 @@ from chairlift.server.openai.protocol import (
     template_variables,
     warning_headers,
 )
+from chairlift.server.openai.responses_types import ResponsesRequest
+from tools import markdown, sampling_table
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT: dict[str, Any] = {"prompt": "Hi"}
@@ -109,7 +113,10 @@ def rows() -> dict[str, set[str]]:
         texts[kind] = f"{texts.get(kind, '')} {line[19:].strip()}"
     # Values of fields are in the table as well: they follow "but", or stand in brackets.
     values = re.compile(r"\([^)]*\)|but (type )?``[^`]*``( and ``[^`]*``)?")
-    return {kind: set(re.findall(r"``(\w+)``", values.sub("", text))) for kind, text in texts.items()}
+    found = {kind: set(re.findall(r"``(\w+)``", values.sub("", text))) for kind, text in texts.items()}
+    assert ":data:`~chairlift.base.sampling_params.PARAMETERS`" in texts["supported, all"]
+    found["supported, all"] |= PARAMETERS.keys()
+    return found
 
 
 def refusal(kind: type[msgspec.Struct], body: dict[str, Any]) -> ApiError:
@@ -310,3 +317,25 @@ def test_template_variables_cannot_replace_the_conversation() -> None:
         assert template_variables({name: None, "x": None}) == {"x": None}
     for bad in ({"_x": 1}, {"a b": 1}, {"a\n": 1}, {"x": []}, {"x": {}}, {"x": 2**64}, {"x": 1e308}, {"x": "y" * 5000}):
         refusal(ChatRequest, {**CHAT, "chat_template_kwargs": bad})
+
+
+@pytest.mark.parametrize("body", [ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest])
+def test_ranges_are_those_of_the_declared_parameters(body: type[msgspec.Struct]) -> None:
+    """Except where the endpoint gives the name another meaning or limit of its own."""
+    own = {"max_tokens", "logprobs"}
+    (_, schemas) = msgspec.json.schema_components([body])
+    fields = schemas[body.__name__]["properties"]
+    for name in (PARAMETERS.keys() & fields.keys()) - own:
+        declared, (schema, *_) = PARAMETERS[name], fields[name]["anyOf"]
+        if declared.kind is int or declared.kind is float:
+            low = schema["exclusiveMinimum" if declared.above else "minimum"]
+            assert (low, schema["maximum"]) == (declared.low, declared.high), name
+        types = {int: ("integer",), float: ("number",), bool: ("boolean",), list: ("string", "array")}
+        assert schema["type"] in types[declared.kind], name
+    assert fields.keys() >= {name for name, declared in PARAMETERS.items() if declared.shared}
+
+
+def test_the_table_of_sampling_parameters_is_current() -> None:
+    page = sampling_table.PAGE.read_text(encoding="utf-8")
+    made = markdown.replaced(page, sampling_table.BEGIN, sampling_table.sampling_table())
+    assert made == page, "run tools/sampling_table.py"

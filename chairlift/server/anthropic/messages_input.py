@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from chairlift.server.anthropic.messages_types import CountTokensRequest, MessagesRequest, Metadata
 from chairlift.server.http.errors import ApiError
-from chairlift.server.openai.protocol import ChatRequest
+from chairlift.server.openai.protocol import ChatRequest, SampledRequest
 from chairlift.server.openai.translation import Names, image_part, texts_of, wrong
 from chairlift.text.tool_calls import reasoning_format_of
 
@@ -28,8 +28,7 @@ _FIELDS: Final = {
     r"(messages\[[0-9]+\]\.content\[[0-9]+\])\.image_url\.url": r"\1.source",
 }
 _SAME: Final = (
-    *("stream", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
-    *("repetition_penalty", "priority", "cache_salt", "queue_timeout", "ttft_ms", "tpot_ms", "deadline_ms"),
+    *(name for name in SampledRequest.__struct_fields__ if name != "service_tier"),
     "max_tokens",
 )
 """Fields that have the same name and meaning in a chat request."""
@@ -67,7 +66,6 @@ def to_chat(payload: _Payload, client_names: Names, template: str, ignored: list
         raise ApiError(400, why, code="invalid_value", param="tool_choice.type")
     config = payload.output_config
     chat = ChatRequest(
-        model=payload.model,
         messages=turns.messages,
         tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(payload.tools or ())] or None,
         tool_choice=choice if payload.tools or choice != "none" else None,

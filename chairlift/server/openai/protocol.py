@@ -22,16 +22,14 @@ A text completion ignores the fields of chats for tool calls and reasoning, exce
 What happens         Fields
 ===================  ================================================================================================
 supported, all       ``model``, ``stream``, ``stream_options`` (``include_usage``, ``continuous_usage_stats``),
-                     ``max_tokens``, ``temperature``, ``top_p``, ``n``, ``stop``, ``seed``, ``presence_penalty``,
-                     ``frequency_penalty``, ``logit_bias``, ``logprobs``, ``top_k``, ``min_p``, ``repetition_penalty``,
-                     ``min_tokens``, ``ignore_eos``, ``stop_token_ids``, ``bad_words``, ``allowed_token_ids``,
-                     ``include_stop_str_in_output``, ``skip_special_tokens``, ``prompt_logprobs`` (not with
+                     ``max_tokens``, ``logprobs``, ``logit_bias``, ``stop_token_ids``, ``allowed_token_ids``,
+                     the parameters of :data:`~chairlift.base.sampling_params.PARAMETERS` (``prompt_logprobs`` not with
                      ``stream``), ``truncate_prompt_tokens``, ``return_token_ids``, ``return_tokens_as_token_ids``,
                      one of ``response_format``, ``structured_outputs``, ``guided_json``, ``guided_regex``,
                      ``guided_choice``, ``guided_grammar`` and ``structural_tag``,
-                     ``priority``, ``cache_salt``, ``service_tier``, ``user``, ``prediction`` (ignored, and named,
+                     ``cache_salt``, ``service_tier``, ``user``, ``prediction`` (ignored, and named,
                      where the engine takes no drafts), and ours: ``queue_timeout``
-                     (seconds), ``ttft_ms``, ``tpot_ms``, ``deadline_ms`` (milliseconds), ``return_timing``
+                     (seconds), ``return_timing``
 supported, chat      ``messages``, ``max_completion_tokens``, ``top_logprobs``, ``add_generation_prompt``,
                      ``continue_final_message``, ``chat_template_kwargs``, ``tools``, ``tool_choice``,
                      ``parallel_tool_calls``, ``reasoning_effort``, ``thinking_token_budget`` and its other
@@ -60,13 +58,13 @@ import functools
 import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 import msgspec.inspect
 from msgspec import Meta
 
-from chairlift.base.sampling_params import SamplingLimits, SamplingParams
+from chairlift.base.sampling_params import PARAMETERS, SamplingLimits, SamplingParams
 from chairlift.base.structured_outputs import MAX_GRAMMAR_CHARS
 from chairlift.errors import RequestError
 from chairlift.server.http.errors import ApiError
@@ -185,19 +183,35 @@ class Prediction(msgspec.Struct, kw_only=True):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class SampledRequest(msgspec.Struct, kw_only=True):
-    """Fields that all endpoints for text generation share. ``null`` has the same effect as a missing field."""
-
+class _AddressedRequest(msgspec.Struct, kw_only=True):
     model: ModelName | None = None
     stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+
+
+def _number_type(name: str) -> Any:
+    """Type of the field for a sampling parameter that is a number, with its range."""
+    declared = PARAMETERS[name]
+    # Whole numbers, also for floats, are written into the OpenAPI document without a decimal point.
+    low, high = (int(each) if each == int(each) else each for each in (declared.low, declared.high))
+    return Annotated[declared.kind, Meta(gt=low, le=high) if declared.above else Meta(ge=low, le=high)]
+
+
+if TYPE_CHECKING:
+    _SharedParameters = _AddressedRequest
+else:
+    _SharedParameters = msgspec.defstruct(
+        "_SharedParameters",
+        [(name, _number_type(name) | None, None) for name, declared in PARAMETERS.items() if declared.shared],
+        bases=(_AddressedRequest,),
+        module=__name__,
+        kw_only=True,
+    )
+
+
+class SampledRequest(_SharedParameters, kw_only=True):
+    """Fields that all endpoints for text generation share. ``null`` has the same effect as a missing field. The fields
+    of shared sampling parameters are made from their declarations."""
+
     priority: Annotated[int, Meta(ge=-(2**31), le=_INT32)] | None = None
     cache_salt: CacheSalt | None = None
     """Only requests with the same salt share cached prompts."""
@@ -438,11 +452,10 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
 }
 """Refused fields of chat and text completions. An entry applies only if the type of the body has no such field."""
 
-_SAMPLING: Final = (
-    *("n", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words", "allowed_token_ids"),
-    *("include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs", "priority", "service_tier"),
-    *("ttft_ms", "tpot_ms", "deadline_ms"),
+_SAMPLING: Final = tuple(
+    name
+    for name in GenerationRequest.__struct_fields__
+    if name in SamplingParams.__dataclass_fields__ and name not in ("structured_outputs", "prediction")
 )
 """Fields with the same name and meaning in SamplingParams."""
 _NAMED: Final = (*_SAMPLING, "prediction")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from chairlift.server.http.errors import ApiError
-from chairlift.server.openai.protocol import ChatRequest
+from chairlift.server.openai.protocol import ChatRequest, SampledRequest
 from chairlift.server.openai.responses_types import INCLUDABLE, ResponsesRequest
 from chairlift.server.openai.translation import MAX_MESSAGES, Names, image_part, texts_of, wrong
 
@@ -33,9 +33,8 @@ _INSTEAD: Final = "; files and audio are not read, and images only in a user's m
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _TEXTS: Final = ("input_text", "output_text", "text", "refusal")
 _SAME: Final = (
-    *("model", "stream", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
-    *("repetition_penalty", "priority", "cache_salt", "queue_timeout", "service_tier", "ttft_ms", "tpot_ms"),
-    *("deadline_ms", "parallel_tool_calls", "user", "stop", "chat_template_kwargs", "top_logprobs"),
+    *SampledRequest.__struct_fields__,
+    *("parallel_tool_calls", "user", "stop", "chat_template_kwargs", "top_logprobs"),
 )
 """Fields that have the same name and meaning in a chat request."""
 _LISTED: Final = {

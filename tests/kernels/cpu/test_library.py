@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from chairlift.base.sampling_params import PARAMETERS
 from chairlift.kernels.cpu import library
 from chairlift.kernels.cpu.packing import PANEL
 from tests.native import needs_kernels
@@ -74,6 +75,13 @@ def test_the_sampling_row_has_the_header_s_fields() -> None:
     for kind, name in fields:
         expected = "uint64" if "*" in kind else NUMPY_TYPES[kind]
         assert library.SAMPLING_ROW[name] == np.dtype(expected), name
+
+
+def test_sampling_parameters_have_columns_that_hold_their_values() -> None:
+    columns = {each.column: each.kind for each in PARAMETERS.values() if each.column}
+    assert columns.keys() <= set(library.SAMPLING_ROW.names or ())
+    for name, kind in columns.items():
+        assert library.SAMPLING_ROW[name].kind == {int: "i", float: "f"}[kind], name
 
 
 def test_prototypes_are_the_header_s() -> None:

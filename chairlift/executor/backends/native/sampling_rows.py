@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chairlift.base.row_failures import raw_reason, shaped_reason
+from chairlift.base.sampling_params import PARAMETERS
 from chairlift.base.sampling_row import SamplingRow
 from chairlift.base.step_batch import Masks, SampledTokens, StepBatch
 from chairlift.executor.sampling.logprobs import TokenLogprobs
@@ -34,6 +35,7 @@ _REASONS = {
 }
 """Value of ``cl_sample_status`` for a row -> reason why no token could be sampled."""
 
+_COLUMNS = [(name, each) for name, each in PARAMETERS.items() if each.column]
 _Records = np.ndarray[Any, np.dtype[np.void]]
 _Int32 = npt.NDArray[np.int32]
 
@@ -173,16 +175,12 @@ class RowTemplates:
         fields: dict[str, Any] = {
             "seed": row.seed,
             "num_prompt_tokens": row.num_prompt_tokens,
-            "repetition": params.repetition_penalty,
-            "presence": params.presence_penalty,
-            "frequency": params.frequency_penalty,
         }
         if params.logprobs is not None:
             fields["num_logprobs"] = min(params.logprobs, self._vocab_size)
-        if not params.greedy:
-            fields |= {"temperature": params.temperature, "min_p": params.min_p}
-            # The kernels read subnormal numbers as 0, so top_p must not be subnormal.
-            fields |= {"top_k": max(params.top_k, 0), "top_p": max(params.top_p, 1e-300)}
+        for name, each in _COLUMNS:
+            if not (each.draws and params.greedy):
+                fields[each.column] = max(getattr(params, name), each.column_low)
         arrays: list[Any] = []
         if params.allowed_token_ids:
             allowed = self._known(sorted(set(params.allowed_token_ids)))
