@@ -45,7 +45,7 @@ class Compiling:
     """While used as a context manager, compiles a new schema every ``_PAUSE`` seconds on its own thread."""
 
     def __init__(self, llm: LLM, number: int) -> None:
-        self._compiler = llm.engine.core.grammars._compiler_of()
+        self._compiler = llm.engine.core.preparers.grammars._compiler_of()
         self._number = number
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)

@@ -132,7 +132,7 @@ def run(world: World, deployment: Deployment, count: int, seed: int) -> dict[str
     core, limits = simulated_core(deployment, config)
     batch, limit = core.scheduler.batch, world.room * world.positions * ROW_BYTES
     memory = Encoder(core.clock, world.encode)
-    core.images = Images(
+    core.preparers.images = Images(
         memory, core.clock, limit=limit, num_known=batch.num_known, compute_seconds=core.costs.recompute_seconds
     )
     inputs, rng = InputProcessor(limits, None, core.kv, seed=0), np.random.default_rng(seed)
@@ -150,7 +150,7 @@ def run(world: World, deployment: Deployment, count: int, seed: int) -> dict[str
         outputs = core.step() if core.has_work else None
         if outputs is not None:
             latencies += [core.clock.now() - arrivals[each.sequence_id] for each in outputs.finished]
-        elif not core.num_in_flight and core.clock.now() == began and not core.images.is_encoding:
+        elif not core.num_in_flight and core.clock.now() == began and not core.preparers.images.is_encoding:
             if len(arrivals) == count:
                 break  # the requests that are left wait for each other
             core.clock.wait_until(times[len(arrivals)])
@@ -160,8 +160,8 @@ def run(world: World, deployment: Deployment, count: int, seed: int) -> dict[str
         "p99": p99,
         "unfinished": count - len(latencies),
         "preemptions": core.scheduler.num_preemptions,
-        "given_up": core.images.num_given_up,
-        "encoded_again": core.images.num_reencoded,
+        "given_up": core.preparers.images.num_given_up,
+        "encoded_again": core.preparers.images.num_reencoded,
     }
 
 

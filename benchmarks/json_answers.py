@@ -103,7 +103,7 @@ def usable(llm: LLM, found: list[dict[str, Any]]) -> Iterator[tuple[dict[str, An
     for schema in found:
         try:
             form = StructuredOutputsParams(json=schema)
-            llm.engine.core.grammars.check(form.value)
+            llm.engine.core.preparers.grammars.check(form.value)
             jsonschema_rs.validator_for(schema, validate_formats=True)
         except (RequestError, ValueError):
             continue

@@ -19,6 +19,7 @@ from typing import Any, Final
 from chairlift.config import LoRAConfig
 from chairlift.core.request import Request
 from chairlift.core.rows.adapters import AdapterRows
+from chairlift.engine.clock import POLL_SECONDS
 from chairlift.errors import ChairliftError, InvariantError, RequestError
 from chairlift.executor.executor import AdapterMemory
 
@@ -95,6 +96,8 @@ class Adapters:
         """``adapter_id`` -> bytes of the adapter, for all adapters that have been in memory and are not forgotten."""
         self.rows = None if config is None else AdapterRows(config.max_loras, self.sizes)
         """What the scheduler must know of requests with adapters; None if the engine serves no adapters."""
+        self._noted: tuple[list[str], list[str]] = [], []
+        """Result of the newest call of :meth:`in_use`."""
         self.num_reads = self.num_hits = self.num_evictions = 0
         """Counters: adapters read from files; requests whose adapter was in memory when they arrived; adapters evicted
         from memory."""
@@ -110,7 +113,7 @@ class Adapters:
         return 0 if self._config is None else self._config.max_loras
 
     @property
-    def is_reading(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether an adapter is being read from files, or the result of such a read has not been taken yet."""
         return bool(self._states or self._failed) or any(known.reading is not None for known in self._known.values())
 
@@ -132,6 +135,24 @@ class Adapters:
         names = sorted((load.adapter_id not in running, load.name) for load in used)
         running_names, waiting = ([name for waits, name in names if waits == which] for which in (False, True))
         return running_names[:_MAX_NAMED], waiting[:_MAX_NAMED]
+
+    def note_use(self) -> None:
+        """Note for :meth:`counts` which adapters are in use."""
+        if self.max_loras:
+            self._noted = self.in_use()
+
+    def counts(self) -> dict[str, Any]:
+        """Fields of :class:`~chairlift.metrics.stats.EngineStats`; empty if the engine serves no adapters."""
+        if not self.max_loras:
+            return {}
+        return {
+            "max_loras": self.max_loras,
+            "running_adapters": self._noted[0],
+            "waiting_adapters": self._noted[1],
+            "num_adapter_reads": self.num_reads,
+            "num_adapter_hits": self.num_hits,
+            "num_adapter_evictions": self.num_evictions,
+        }
 
     # -- loading ---------------------------------------------------------------------------------------------------
 
@@ -279,6 +300,11 @@ class Adapters:
         self._queue += [(known, request) for request in requests]
         for request in requests:
             request.is_ready, request.waits_for = False, "adapter"
+
+    def next_event(self, now: float) -> float | None:
+        """Time of the next look at the files that are being read; None if none are read. The result of a read is
+        reported although no request may wait for it."""
+        return now + POLL_SECONDS if self.is_busy else None
 
     def waits(self, request: Request) -> bool:
         """Whether the request waits until its adapter is in memory."""

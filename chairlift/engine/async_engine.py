@@ -27,7 +27,7 @@ from chairlift.core.scheduler.prompt_share import PromptShare
 from chairlift.engine.adapter_names import AdapterEntry, AdapterNames
 from chairlift.engine.adapters import AdapterState
 from chairlift.engine.calibration import Calibration
-from chairlift.engine.core import FinishedSequence
+from chairlift.engine.core_outputs import FinishedSequence
 from chairlift.engine.events import Events
 from chairlift.engine.idle_settings import idle_settings
 from chairlift.engine.info import EngineInfo, check_update

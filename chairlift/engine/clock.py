@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import Final, Protocol
 
-__all__ = ["Clock", "SystemClock", "VirtualClock"]
+__all__ = ["POLL_SECONDS", "Clock", "SystemClock", "VirtualClock"]
+
+POLL_SECONDS: Final = 0.001
+"""Seconds between two checks for results of other threads while the loop has nothing else to do."""
 
 
 class Clock(Protocol):

@@ -15,11 +15,13 @@ from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.adapter_names import AdapterEntry, AdapterNames
 from chairlift.engine.adapters import Adapters
 from chairlift.engine.clock import Clock
-from chairlift.engine.core import CoreOutputs, EngineCore, FinishedSequence
+from chairlift.engine.core import EngineCore
+from chairlift.engine.core_outputs import CoreOutputs, FinishedSequence
 from chairlift.engine.grammars import Grammars
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, Prompt
 from chairlift.engine.mask_limits import MaskLedger, MaskLimits
 from chairlift.engine.output_processor import OutputProcessor, RequestState
+from chairlift.engine.preparers import Preparers
 from chairlift.engine.step_log import StepLog
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
 from chairlift.executor.executor import Executor, WeightSource
@@ -66,8 +68,7 @@ class Engine:
             clock=clock,
             policy=policy,
             kv=kv,
-            grammars=grammars,
-            adapters=adapters,
+            preparers=Preparers(grammars, adapters),
         )
         self._adapters = AdapterNames()
         self.clock: Clock = self.core.clock
@@ -130,7 +131,7 @@ class Engine:
         who = cache_salt, tenant
         prepared = self._inputs.prepare(request_id, prompt, params, now, *who, adapter_id=adapter_id)
         if params.structured_outputs is not None:
-            self.core.grammars.check(params.structured_outputs.value, cache_salt)
+            self.core.preparers.grammars.check(params.structured_outputs.value, cache_salt)
         try:
             self.core.add(prepared)
             self._outputs.add(prepared, stream)
@@ -153,7 +154,7 @@ class Engine:
         entry = self._adapters.find(lora_request)
         if entry is None:
             load = self._adapters.next_load(lora_request.lora_name, str(lora_request.lora_path))
-            self.core.adapters.load_now(load)
+            self.core.preparers.adapters.load_now(load)
             entry = AdapterEntry(load, lora_request.lora_int_id)
             self._adapters.add(entry)
         return entry.load.adapter_id
@@ -165,7 +166,7 @@ class Engine:
         if entry is None:
             return False
         self._adapters.remove(entry.name)
-        self.core.adapters.unload(entry.load.adapter_id)
+        self.core.preparers.adapters.unload(entry.load.adapter_id)
         return True
 
     def abort(self, request_id: str) -> bool:

@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from chairlift.base.cache_key import cache_key
 from chairlift.base.step_batch import SampledTokens
@@ -167,8 +167,20 @@ class Grammars:
         return len(self._rows)
 
     @property
-    def is_compiling(self) -> bool:
+    def is_busy(self) -> bool:
+        """Whether a grammar is being compiled, or the result has not been taken yet."""
         return bool(self._jobs)
+
+    def counts(self) -> dict[str, Any]:
+        """Fields of :class:`~chairlift.metrics.stats.EngineStats`."""
+        return {
+            "num_grammars_compiled": self.num_compiled,
+            "num_grammar_hits": self.num_hits,
+            "num_grammars_failed": self.num_failed,
+            "grammar_compile_seconds": self.compile_seconds,
+            "num_thinking_limited": self.num_limited,
+            "num_thinking_ended": self.num_ended_thinking,
+        }
 
     # -- compiling -----------------------------------------------------------------------------------------------
 
@@ -239,11 +251,16 @@ class Grammars:
             return True
         return any(each is request for job in self._jobs.values() for group, _ in job.requests for each in group)
 
+    def next_event(self, now: float) -> float | None:
+        """None: no step is made for a grammar or a mask for which no request waits."""
+        return None
+
     def forget(self, request: Request) -> None:
         """Drop the matcher of a request that has ended. A mask or a grammar that no other request needs is not made,
         unless it was begun."""
-        row = self._rows.pop(request.request_id, None)
-        if row is not None:
+        row = self._rows.get(request.request_id)
+        if row is not None and row.request is request:
+            del self._rows[request.request_id]
             self._count_thinking(row)
             row.budget.num_answers -= 1
             if row.job is not None:

@@ -122,6 +122,15 @@ class Images:
         """Whether a request with images has not ended."""
         return bool(self._of)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a result waits for :meth:`take_ready`."""
+        return bool(self._ready or self._failed)
+
+    def next_event(self, now: float) -> float | None:
+        """``now`` if the encoder has work, or a result waits; otherwise None."""
+        return now if self.is_encoding else None
+
     def counts(self) -> dict[str, Any]:
         """Fields of :class:`~chairlift.metrics.stats.EngineStats`; empty for a model that reads only texts."""
         if self._memory is None:

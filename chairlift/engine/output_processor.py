@@ -12,7 +12,7 @@ from chairlift.base.outputs import CompletionOutput, FinishReason, FlatLogprobs,
 from chairlift.base.row_failures import output_reason
 from chairlift.base.sampling_params import is_of_the_caller
 from chairlift.engine.causes import DecodeSeconds, causes_until
-from chairlift.engine.core import CoreOutputs, FinishedSequence, Progress
+from chairlift.engine.core_outputs import CoreOutputs, FinishedSequence, Progress
 from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.metrics.stats import DEADLINE_KINDS, FinishedRequest, RequestStats

@@ -62,7 +62,7 @@ class StepRecorder:
         self._status: tuple[Any, ...] = ()
         self._load = 0
         """Number of the newest reading of the expert load that was written to a line."""
-        self._images: tuple[int, ...] = core.images.state()
+        self._images: tuple[int, ...] = core.preparers.images.state()
         """State of the images in the newest line that has it."""
         self._held: set[str] = set()
         self._leaving: dict[str, int] = {}
@@ -229,7 +229,7 @@ class StepRecorder:
 
     def _note_images(self, line: dict[str, Any]) -> bool:
         """Add the state of the images to a line if it has changed. Returns whether it has."""
-        now = self._core.images.state()
+        now = self._core.preparers.images.state()
         if now == self._images:
             return False
         line["images"] = self._images = now
@@ -303,8 +303,10 @@ class StepRecorder:
             "state": self._status or self._idle_status(),
             "cached": cached,
         }
-        if images := core.images.state():  # older readers skip the snapshot, so the next line may repeat this state
-            key |= {"images": images, "max_image_bytes": core.images.limit or 0}
+        if (
+            images := core.preparers.images.state()
+        ):  # older readers skip the snapshot, so the next line may repeat this state
+            key |= {"images": images, "max_image_bytes": core.preparers.images.limit or 0}
         size, self._key_at = self._num_bytes, core.clock.now()
         self._write({"key": key})
         if seen := [["seen", self._number(name), name] for name in self._leaving]:

@@ -23,7 +23,7 @@ from chairlift.base.service_class import DEFAULT_CLASS
 from chairlift.config import EngineConfig
 from chairlift.core.scheduler.policies import policy_from_config
 from chairlift.engine.adapters import AdapterLoad, AdapterState
-from chairlift.engine.core import CoreOutputs, FinishedSequence
+from chairlift.engine.core_outputs import CoreOutputs, FinishedSequence
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.pooled.pooling_core import PooledText

@@ -20,7 +20,8 @@ from chairlift.config import EngineConfig
 from chairlift.core.scheduler.cost_model import CostModel, StepFeatures
 from chairlift.core.scheduler.policies import policy_from_config
 from chairlift.engine.clock import VirtualClock
-from chairlift.engine.core import CoreOutputs, EngineCore
+from chairlift.engine.core import EngineCore
+from chairlift.engine.core_outputs import CoreOutputs
 from chairlift.engine.input_processor import InputProcessor, PreparedRequest
 from chairlift.errors import ConfigError
 from chairlift.fleet.autoscale import SCALE_SECONDS, Autoscaler, demand_of, replica_to_remove

@@ -20,6 +20,7 @@ from chairlift.engine.adapters import Adapters
 from chairlift.engine.clock import Clock, VirtualClock
 from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
+from chairlift.engine.preparers import Preparers
 from chairlift.errors import ConfigError, InvariantError
 from chairlift_lab.replay.clients import Clients, enter
 from chairlift_lab.replay.machines import Deployment
@@ -212,7 +213,8 @@ def simulated_core(
         block_size=cache.block_size,
         bytes_per_token=deployment.kv_bytes_per_token,
     )
-    core = EngineCore(executor, scheduler, max_model_len=longest, cache=cache, clock=clock, adapters=adapters)
+    preparers = Preparers(adapters=adapters)
+    core = EngineCore(executor, scheduler, max_model_len=longest, cache=cache, clock=clock, preparers=preparers)
     return core, ModelLimits(_VOCAB_SIZE, longest, (), scheduler.promises)
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chairlift.base.outputs import FinishReason
-from chairlift.engine.core import CoreOutputs, EngineCore, FinishedSequence
+from chairlift.engine.core import EngineCore
+from chairlift.engine.core_outputs import CoreOutputs, FinishedSequence
 from chairlift.errors import RequestError
 from chairlift_lab.replay.traced_request import TracedRequest
 

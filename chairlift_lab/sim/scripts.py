@@ -30,7 +30,7 @@ class Scripts:
         self._args: dict[Request, dict[str, Any]] = {}
         self._extra: dict[int, list[tuple[int, Request, int]]] = {}
         """Step number -> (index of the sample position, request, tokens before it) of each token that is discarded."""
-        core.masks_of = self._masks
+        core.masks.others = self._masks
         core.scheduler.update = self._checked  # type: ignore[method-assign]
 
     def follow(self, request: Request, args: dict[str, Any]) -> None:

@@ -273,7 +273,7 @@ class Simulation:
         if world.drafts:
             scheduler = self.engine.scheduler
             scheduler.drafts = Drafts(
-                scheduler.batch, ScriptedDrafts(world.seed, self._answer_of), self.engine.core.grammars
+                scheduler.batch, ScriptedDrafts(world.seed, self._answer_of), self.engine.core.preparers.grammars
             )
         self.mask_watch = self._watch_masks()
         self._begin_counts()
@@ -299,7 +299,7 @@ class Simulation:
         """Watch the limits on the time of masks, in worlds in which masks take time."""
         if self.world.mask_limits is None:
             return None
-        grammars = self.engine.core.grammars
+        grammars = self.engine.core.preparers.grammars
         scheduler = self.engine.scheduler
         watch = MaskWatch(
             grammars.ledger.limits, lambda name: any(each.partition("#")[0] == name for each in scheduler.requests)
@@ -336,7 +336,7 @@ class Simulation:
             scheduler.batch.max_preemptions, bounds["max_preemptions"]
         )  # 0: no request is preempted
         if self.world.images is not None:
-            images = self.engine.core.images
+            images = self.engine.core.preparers.images
             most = self.world.max_tiles
             images.kept_bytes = self.world.images[2]
             images.limit = None if most is None else most * TILE_BYTES
@@ -543,8 +543,8 @@ class Simulation:
     def _step(self) -> None:
         self.num_steps += 1
         scheduler = self.engine.scheduler
-        grammars = self.engine.core.grammars
-        adapters = self.engine.core.adapters
+        grammars = self.engine.core.preparers.grammars
+        adapters = self.engine.core.preparers.adapters
         if isinstance(adapters, ScriptedAdapters):
             adapters.tick()
         stuck = {
@@ -561,7 +561,7 @@ class Simulation:
             outputs = self.engine.step()
             self.engine.check_invariants()
             adapters.check_invariants()
-            self.engine.core.images.check_invariants(scheduler.requests.values())
+            self.engine.core.preparers.images.check_invariants(scheduler.requests.values())
             self.policy.check(scheduler.waiting, scheduler.batch.now)
             for name, count in [] if self.faults.active else stuck.items():
                 if name in scheduler.requests and scheduler.requests[name].num_preemptions > count:
@@ -723,10 +723,10 @@ class Simulation:
         self.policy.check_drained()
         if scheduler.has_unfinished or scheduler.running or len(scheduler.waiting):
             raise Violation("the scheduler still has requests after all of them ended")
-        if len(self.engine.core.grammars) or scheduler.batch.unready:
+        if len(self.engine.core.preparers.grammars) or scheduler.batch.unready:
             raise Violation("grammars are still followed after all requests ended")
-        self.engine.core.images.check_invariants([])
-        if self.engine.core.adapters.num_users:
+        self.engine.core.preparers.images.check_invariants([])
+        if self.engine.core.preparers.adapters.num_users:
             raise Violation("adapters still have requests after all of them ended")
         if len(self.engine.core.causes):
             raise Violation(f"{len(self.engine.core.causes)} requests have ended, but their time is still counted")

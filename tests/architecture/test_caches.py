@@ -43,7 +43,7 @@ OF_REQUESTS = {
     "engine.adapters": "_of",
     "engine.async_engine": "_streams _loads",
     "engine.causes": "_accounts _hanging",
-    "engine.core": "_rows_by_class _adapters_in_use",
+    "engine.core_statistics": "_rows_by_class",
     "engine.grammars": "_rows",
     "engine.images": "_waiting _of _requests",
     "engine.intake": "_waiting _starts _unforeseen _lane_ends",

@@ -17,7 +17,7 @@ from chairlift.base.outputs import OutputKind, RequestOutput
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine.async_engine import AsyncEngine, EngineState
-from chairlift.engine.core import CoreOutputs
+from chairlift.engine.core_outputs import CoreOutputs
 from chairlift.engine.intake import Intake
 from chairlift.engine.output_processor import OutputProcessor
 from chairlift.engine.process.messages import FrameReader

@@ -17,7 +17,7 @@ from chairlift.config import CacheConfig, CacheGroup, EngineConfig, SchedulerCon
 from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.causes import CAUSES, causes_until
 from chairlift.engine.clock import VirtualClock
-from chairlift.engine.core import CoreOutputs, FinishedSequence
+from chairlift.engine.core_outputs import CoreOutputs, FinishedSequence
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
 from chairlift.engine.process.messages import FrameReader, Step, encode

@@ -9,7 +9,8 @@ import pytest
 
 from chairlift.base.outputs import FinishReason
 from chairlift.base.sampling_params import SamplingParams
-from chairlift.engine.core import CoreOutputs, EngineCore, TokenRecord
+from chairlift.engine.core import EngineCore
+from chairlift.engine.core_outputs import CoreOutputs, TokenRecord
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.process import core_process
 from chairlift.engine.process.core_process import Connection, CoreProcess

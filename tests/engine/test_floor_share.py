@@ -34,7 +34,7 @@ def share_of(lengths: list[int], **settings: object) -> float:
     )
     core, limits = simulated_core(deployment, EngineConfig.from_flat({"max_num_seqs": 64, **settings}))
     assert core.stats().floor_share is None
-    core.floor = FloorShare(least_seconds)
+    core.times.floor = FloorShare(least_seconds)
     serve_trace(core, [TracedRequest(arrival=0.0, prompt_tokens=2, output_tokens=each) for each in lengths], limits)
     share = core.stats().floor_share
     assert share is not None

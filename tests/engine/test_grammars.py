@@ -79,7 +79,7 @@ def test_together_as_alone(settings: dict[str, Any], alone: list[list[list[int]]
         for answer in output.outputs if params.structured_outputs else ():
             if answer.finish_reason is FinishReason.STOP:
                 assert set(json.loads(answer.text)) == {"name", "tags", "age"}
-    assert not len(llm.engine.core.grammars)
+    assert not len(llm.engine.core.preparers.grammars)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,9 @@ class _Slow:
 
     def __init__(self, llm: LLM) -> None:
         self.work: list[tuple[Any, Future[Any]]] = []
-        self.grammars = llm.engine.core.grammars = Grammars(llm.engine.core.grammars._compiler, self._later)
+        self.grammars = llm.engine.core.preparers.grammars = Grammars(
+            llm.engine.core.preparers.grammars._compiler, self._later
+        )
 
     def _later(self, work: Any) -> Future[Any]:
         self.work.append((work, Future()))
@@ -183,7 +185,7 @@ def test_an_abort_while_it_compiles_leaves_nothing(aborted: str) -> None:
     slow.finish()
     assert set(_drain(llm)) == (set() if aborted == "both" else {"other"})
     assert not len(slow.grammars) and not llm.engine.scheduler.batch.unready and len(slow.work) == 1
-    assert slow.work[0][1].cancelled() == (aborted == "both") and not slow.grammars.is_compiling
+    assert slow.work[0][1].cancelled() == (aborted == "both") and not slow.grammars.is_busy
 
 
 def test_a_compiler_that_dies_ends_its_requests_only(caplog: pytest.LogCaptureFixture) -> None:
@@ -209,7 +211,7 @@ LATE: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", LATE, ids=str)
 def test_late_masks_do_not_change_the_answers(settings: dict[str, Any], alone: list[list[list[int]]]) -> None:
     llm, asked = make(**settings), mixed()
-    masks = llm.engine.core.grammars.masks = LateMasks(seed=3, probability=0.4, most=5)
+    masks = llm.engine.core.preparers.grammars.masks = LateMasks(seed=3, probability=0.4, most=5)
     for number, (prompt, params) in enumerate(asked):
         llm.engine.add_request(prompt, params, request_id=str(number))
     done: dict[str, RequestOutput] = {}
@@ -224,7 +226,7 @@ def test_late_masks_do_not_change_the_answers(settings: dict[str, Any], alone: l
 def _held_up(llm: LLM) -> LateMasks:
     """Make every mask of the engine wait until the caller calls :meth:`LateMasks.tick`."""
     masks = LateMasks(seed=1, probability=1.0, most=0)
-    llm.engine.core.grammars.masks = masks
+    llm.engine.core.preparers.grammars.masks = masks
     return masks
 
 
@@ -232,7 +234,7 @@ def _held_up(llm: LLM) -> LateMasks:
 def test_a_late_mask_delays_its_own_answer_only(depth: int) -> None:
     llm = make(num_lookahead_steps=depth)
     masks = _held_up(llm)
-    llm.engine.core.grammars.check(held().structured_outputs.value)  # type: ignore[union-attr]
+    llm.engine.core.preparers.grammars.check(held().structured_outputs.value)  # type: ignore[union-attr]
     _add(llm, "held", held(n=2))
     _add(llm, "free", SamplingParams(max_tokens=30, ignore_eos=True))
     for _ in range(36):
@@ -245,7 +247,7 @@ def test_a_late_mask_delays_its_own_answer_only(depth: int) -> None:
     steps = core.scheduler.step
     llm.engine.step()
     assert core.scheduler.step == steps
-    assert llm.engine.abort("held") and not core.scheduler.has_unfinished and not len(core.grammars)
+    assert llm.engine.abort("held") and not core.scheduler.has_unfinished and not len(core.preparers.grammars)
     masks.tick()
     assert not masks.done
 
@@ -255,11 +257,11 @@ def test_a_deadline_ends_an_answer_that_waits_for_its_mask() -> None:
     _held_up(llm)
     _add(llm, "held", held(deadline_ms=1.0))
     assert "deadline" in (_drain(llm)["held"].error or "")
-    assert not len(llm.engine.core.grammars)
+    assert not len(llm.engine.core.preparers.grammars)
 
 
 def test_equal_grammars_are_compiled_once(llm: LLM) -> None:
-    grammars = llm.engine.core.grammars
+    grammars = llm.engine.core.preparers.grammars
     before, hits, seconds = grammars.num_compiled, grammars.num_hits, grammars.compile_seconds
     params = SamplingParams(structured_outputs={"choice": ["one", "two"]}, max_tokens=9)
     llm.generate(["a", "b", "c"], params)
@@ -271,7 +273,7 @@ def test_equal_grammars_are_compiled_once(llm: LLM) -> None:
 
 def test_callers_with_different_salts_share_no_grammar(llm: LLM) -> None:
     """The time of an answer would show whether another caller had sent the grammar."""
-    grammars = llm.engine.core.grammars
+    grammars = llm.engine.core.preparers.grammars
     params = SamplingParams(structured_outputs={"choice": ["three", "four"]}, max_tokens=9)
     before, hits = grammars.num_compiled, grammars.num_hits
     for salt in ("one", "two", "one", ""):

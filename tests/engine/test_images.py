@@ -8,6 +8,7 @@ import pytest
 
 from chairlift.base.image_spans import ImageSpan, ImageTile
 from chairlift.base.sampling_row import SamplingRow
+from chairlift.config import CacheConfig
 from chairlift.core.request import Request
 from chairlift.core.scheduler.cost_model import StepFeatures
 from chairlift.engine.clock import VirtualClock
@@ -133,7 +134,9 @@ def test_the_encoder_and_prompts_with_images_take_turns() -> None:
     core = make_engine(max_num_seqs=4, num_blocks=200).core
     clock = VirtualClock()
     memory = TimedMemory(clock, 1_000_000, 0.0001)
-    core.images, core.clock = Images(memory, clock), clock
+    core.clock = clock
+    core.preparers.attach(core.executor, core.scheduler, core.costs, clock, CacheConfig())
+    core.preparers.images = Images(memory, clock)
     core.executor._runner.image_tags = {b"seen": 1}  # type: ignore[attr-defined]
     memory.keys.add(b"seen")
     text = Request("text", [1], max_tokens=60)
@@ -141,7 +144,9 @@ def test_the_encoder_and_prompts_with_images_take_turns() -> None:
     new = Request("new", [1, 1], max_tokens=1, images=(ImageSpan(1, 1, b"new"),))
     for request in (text, seen, new):
         request.sampling = SamplingRow(greedy(), 1, len(request.token_ids))
-        core.images.add([request], [ImageTile(key, b"") for key in (b"seen", b"new")] if request.images else ())
+        core.preparers.images.add(
+            [request], [ImageTile(key, b"") for key in (b"seen", b"new")] if request.images else ()
+        )
         core.scheduler.add(request)
         core.causes.added(request, clock.now())
         core.step()

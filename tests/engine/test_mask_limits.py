@@ -110,7 +110,7 @@ def test_an_answer_over_the_limit_ends_and_its_neighbours_go_on(batching: str) -
     limited, neighbour = llm.generate(["Hi", "Hi"], [asked, free])
     assert "0.001 s in addition are allowed" in (limited.error or "")
     assert neighbour.error is None and neighbour.outputs[0].token_ids == alone
-    assert not llm.engine.core.kv.counts().used and not len(llm.engine.core.grammars)
+    assert not llm.engine.core.kv.counts().used and not len(llm.engine.core.preparers.grammars)
 
 
 def test_the_share_of_a_tenant_is_a_setting() -> None:
@@ -118,7 +118,7 @@ def test_the_share_of_a_tenant_is_a_setting() -> None:
     slow = SamplingParams(structured_outputs={"regex": "[a-z ]{300}"}, max_tokens=10)
     llm.engine.add_request("Hi", slow, request_id="slow")
     llm.engine.step()
-    (row,) = llm.engine.core.grammars._rows.values()
+    (row,) = llm.engine.core.preparers.grammars._rows.values()
     row.budget.spend(0.2, 1)
     done = [output for _ in range(20) for output in llm.engine.step() if output.finished]
     assert "of all requests of this client" in (done[0].error or "")
@@ -159,7 +159,7 @@ def llm() -> LLM:
 @pytest.mark.parametrize("name", sorted(FORMS))
 def test_large_schemas_stay_far_below_the_limits(name: str, llm: LLM) -> None:
     """The limit of a request is 5 s above 2 ms per mask. These forms need at most a thousandth of it."""
-    compiler = llm.engine.core.grammars._compiler
+    compiler = llm.engine.core.preparers.grammars._compiler
     assert compiler is not None
     matcher = compiler.compile(StructuredOutputsParams(**FORMS[name]).value).matcher()
     rng, (budget,) = random.Random(0), _budgets(1)

@@ -17,7 +17,7 @@ from chairlift.base.image_spans import ImageSpan, ImageTile
 from chairlift.base.outputs import FinishReason
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.core.request import Service
-from chairlift.engine.core import CoreOutputs, FinishedSequence, TokenRecord
+from chairlift.engine.core_outputs import CoreOutputs, FinishedSequence, TokenRecord
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.process.messages import (
     Add,

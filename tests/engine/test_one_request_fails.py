@@ -12,7 +12,7 @@ import pytest
 from chairlift.base.outputs import FinishReason, OutputKind, RequestOutput
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.base.step_batch import PromptLogprobs, SampledTokens, StepBatch
-from chairlift.engine.core import CoreOutputs, FinishedSequence, TokenRecord
+from chairlift.engine.core_outputs import CoreOutputs, FinishedSequence, TokenRecord
 from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.output_processor import OutputProcessor, RequestState

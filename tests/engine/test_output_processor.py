@@ -6,7 +6,7 @@ import pytest
 
 from chairlift.base.outputs import FinishReason, Logprob
 from chairlift.base.sampling_params import SamplingParams
-from chairlift.engine.core import CoreOutputs, FinishedSequence, Progress, TokenRecord
+from chairlift.engine.core_outputs import CoreOutputs, FinishedSequence, Progress, TokenRecord
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.output_processor import OutputProcessor, RequestPhase, RequestProgress, RequestState
 from chairlift.metrics.stats import Histogram, RequestStats

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from chairlift.engine.core import CoreOutputs
+from chairlift.engine.core_outputs import CoreOutputs
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.process.messages import Loading, Log, PassBegun, Pooled, Refused, Step, Watched
 from chairlift.engine.process.process_client import ProcessClient

@@ -13,7 +13,7 @@ from chairlift.base.outputs import FinishReason, OutputKind
 from chairlift.base.sampling_params import SHAPED_REASONS, SamplingParams
 from chairlift.config import ServerConfig
 from chairlift.core.request import Service
-from chairlift.engine.core import CoreOutputs, FinishedSequence, TokenRecord
+from chairlift.engine.core_outputs import CoreOutputs, FinishedSequence, TokenRecord
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.output_processor import OutputProcessor

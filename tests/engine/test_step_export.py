@@ -438,7 +438,7 @@ def watched_images(seed: int, pieces: int = 7) -> tuple[Simulation, list[bytes]]
 @pytest.mark.parametrize("seed", IMAGE_SEEDS)
 def test_records_and_lines_count_tiles(seed: int) -> None:
     simulation, pieces = watched_images(seed)
-    images, log = simulation.engine.core.images, list(simulation.engine.step_log)
+    images, log = simulation.engine.core.preparers.images, list(simulation.engine.step_log)
     end = images.state()
     counted = [
         sum(getattr(record, f"num_tiles_{name}") for record in log) for name in ("encoded", "given_up", "reencoded")
@@ -463,7 +463,7 @@ def test_records_and_lines_count_tiles(seed: int) -> None:
 
 def test_the_worlds_with_images_encode_again() -> None:
     """What the test above compares is not 0 everywhere."""
-    ends = [watched_images(seed)[0].engine.core.images.state() for seed in IMAGE_SEEDS]
+    ends = [watched_images(seed)[0].engine.core.preparers.images.state() for seed in IMAGE_SEEDS]
     assert all(any(end[at] for end in ends) for at in range(3)), ends
 
 
@@ -485,13 +485,15 @@ def test_a_new_recorder_begins_with_the_state_of_images() -> None:
     recorder = core.recorder
     assert recorder is not None
     lines = [json.loads(line) for line in recorder.take().splitlines()]
-    assert [line["key"]["images"] for line in lines if "images" in line.get("key", {})] == [list(core.images.state())]
+    assert [line["key"]["images"] for line in lines if "images" in line.get("key", {})] == [
+        list(core.preparers.images.state())
+    ]
     assert not any("images" in line for line in lines), "of earlier steps only the rows are known"
 
 
 def test_the_trace_and_the_reader_know_the_images() -> None:
     simulation, pieces = watched_images(374)
-    data, end = b"\n".join(pieces), simulation.engine.core.images.state()
+    data, end = b"\n".join(pieces), simulation.engine.core.preparers.images.state()
     assert read_recording(data).lines
     counters: dict[str, dict[str, int]] = {}
     for event in check_trace_events(to_perfetto(data)):

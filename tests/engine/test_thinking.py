@@ -71,7 +71,7 @@ def test_together_as_alone(settings: dict[str, Any], alone: list[list[list[int]]
     assert tokens(outputs) == alone
     if "num_kv_blocks" in settings:
         assert llm.engine.scheduler.num_preemptions
-    assert isinstance(llm.engine, Engine) and not len(llm.engine.core.grammars)
+    assert isinstance(llm.engine, Engine) and not len(llm.engine.core.preparers.grammars)
 
 
 def test_the_answer_is_free_before_and_after(llm: LLM) -> None:
@@ -89,7 +89,7 @@ def test_who_ends_by_himself_is_left_alone(llm: LLM) -> None:
     free = llm.generate("Hi", asked(None, ignore_eos=True))[0].outputs[0].token_ids
     end = next(token for token in free[3:] if token not in free[: free.index(token)])
     place = free.index(end)
-    grammars = llm.engine.core.grammars
+    grammars = llm.engine.core.preparers.grammars
     limited, ended = grammars.num_limited, grammars.num_ended_thinking
     same = llm.generate("Hi", asked(ThinkingBudget(max_tokens=place, end=end, after=AFTER), ignore_eos=True))[0]
     forced = llm.generate("Hi", asked(ThinkingBudget(max_tokens=place - 1, end=end, after=AFTER), ignore_eos=True))[0]

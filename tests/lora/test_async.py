@@ -76,7 +76,7 @@ def test_cold_adapters_wait_for_memory_and_nobody_for_ever(tmp_path: Path) -> No
     settings = {**SETTINGS, "max_loras": 2, "max_cpu_loras": 3}
     llm = LLM(model_dir, **settings)
     outputs = llm.generate([PROMPT] * 18, PARAMS, lora_request=asked * 3)
-    adapters = llm.engine.core.adapters
+    adapters = llm.engine.core.preparers.adapters
     assert len(adapters.resident) == 3 and adapters.num_evictions and adapters.num_reads > 6
     expected = [alone(model_dir, each) for each in asked]
     assert [output.outputs[0].token_ids for output in outputs] == expected * 3

@@ -178,7 +178,7 @@ def test_preemption_prefix_cache_and_forks_keep_the_adapter(tmp_path: Path) -> N
         if "num_kv_blocks" in settings:
             assert llm.engine.core.stats().num_preemptions
         llm.engine.check_invariants()
-        llm.engine.core.adapters.check_invariants()
+        llm.engine.core.preparers.adapters.check_invariants()
         several = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, n=3)
         (forked,) = llm.generate([prompt], several, lora_request=asked[2])
         assert {tuple(each.token_ids) for each in forked.outputs} == {tuple(outputs[2].outputs[0].token_ids[:4])}

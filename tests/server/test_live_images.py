@@ -71,7 +71,10 @@ console.log(JSON.stringify([model.imagesAt(Infinity) ?? null, model.about.max_im
 def test_the_page_ends_with_the_state_of_the_engine(seed: int) -> None:
     """Also a page that begins at a later snapshot."""
     simulation, pieces = watched_images(seed)
-    images, starts = simulation.engine.core.images, [at for at, piece in enumerate(pieces) if piece[:7] == b'{"key":']
+    images, starts = (
+        simulation.engine.core.preparers.images,
+        [at for at, piece in enumerate(pieces) if piece[:7] == b'{"key":'],
+    )
     for start in (starts[0], starts[-1]):
         assert told(_READ, b"\n".join(pieces[start:])) == [list(images.state()), images.limit or 0]
 

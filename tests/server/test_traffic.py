@@ -24,7 +24,7 @@ from chairlift.base.sampling_params import SHAPED_REASONS, SamplingParams
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine import events
 from chairlift.engine.async_engine import AsyncEngine
-from chairlift.engine.core import CoreOutputs, FinishedSequence, Progress
+from chairlift.engine.core_outputs import CoreOutputs, FinishedSequence, Progress
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, PreparedRequest
 from chairlift.engine.output_processor import RequestState
 from chairlift.engine.output_stream import OutputStream

@@ -11,10 +11,10 @@ from chairlift.core.scheduler.batch import Batch
 from chairlift.core.scheduler.output import SchedulerOutput
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.step import Step
-from chairlift.engine.core import EngineCore
 from chairlift.engine.grammars import GrammarRow, Grammars, SamplePlace
 from chairlift.engine.mask_limits import MaskLedger
 from chairlift.engine.mask_work import MaskJob
+from chairlift.engine.step_masks import StepMasks
 from chairlift_lab.sim.grammars import LateMasks
 from tests.simulation.mutants import Patch
 
@@ -169,17 +169,17 @@ def matcher_followed_while_its_mask_is_made(patch: Patch) -> None:
 
 @mutant
 def mask_made_before_the_newest_token_is_known(patch: Patch) -> None:
-    original = EngineCore._leave_slow
+    original = StepMasks._leave_slow
 
-    def leave_slow(self: EngineCore, rows: Sequence[SamplePlace], seconds: float) -> None:
+    def leave_slow(self: StepMasks, rows: Sequence[SamplePlace], seconds: float) -> None:
         original(self, rows, seconds)
         for place in rows:
             row: GrammarRow = place.row
-            self.grammars.work_ahead(row)
+            self._grammars.work_ahead(row)
             if row.job is not None:
                 row.job.at += 1
 
-    patch(EngineCore, "_leave_slow", leave_slow)
+    patch(StepMasks, "_leave_slow", leave_slow)
 
 
 @mutant
@@ -211,13 +211,13 @@ def answer_that_reached_a_limit_keeps_its_row(patch: Patch) -> None:
 
 @mutant
 def row_with_a_recurrent_state_withdrawn(patch: Patch) -> None:
-    original = EngineCore._grammar_masks
+    original = StepMasks._filled
 
-    def grammar_masks(self: EngineCore, flight: Any, filling: Any) -> Any:
-        self.grammars.made_ahead = False
-        return original(self, flight, filling)
+    def filled(self: StepMasks, flight: Any) -> Any:
+        self._grammars.made_ahead = False
+        return original(self, flight)
 
-    patch(EngineCore, "_grammar_masks", grammar_masks)
+    patch(StepMasks, "_filled", filled)
 
 
 @mutant

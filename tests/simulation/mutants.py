@@ -31,11 +31,11 @@ from chairlift.core.scheduler.prompt_budget import PromptBudget
 from chairlift.core.scheduler.prompt_share import PromptShare
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.step import Step
-from chairlift.engine.core import EngineCore
 from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.engine import Engine
 from chairlift.engine.grammars import Grammars
 from chairlift.engine.output_processor import OutputProcessor
+from chairlift.engine.step_masks import StepMasks
 from chairlift.executor import local
 from chairlift.executor.input_batch import InputBatch
 from chairlift.executor.local import LocalExecutor
@@ -734,7 +734,7 @@ def answers_of_a_request_share_a_matcher(patch: Patch) -> None:
 
 @mutant
 def mask_ignores_tokens_in_flight(patch: Patch) -> None:
-    patch(EngineCore, "_drawn", lambda self, request: [])
+    patch(StepMasks, "_drawn", lambda self, request: [])
 
 
 @mutant

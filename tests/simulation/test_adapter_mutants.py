@@ -24,7 +24,7 @@ def test_worlds_with_adapters_hold_and_reach_what_they_are_for() -> None:
     seen = collections.Counter[str]()
     for seed in SEEDS[:60]:
         simulation = run_world(make_world(seed))
-        adapters = simulation.engine.core.adapters
+        adapters = simulation.engine.core.preparers.adapters
         seen["adapted"] += simulation.num_adapted
         seen["reloaded"] += simulation.num_reloads
         seen["evicted"] += adapters.num_evictions

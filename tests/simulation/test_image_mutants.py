@@ -24,7 +24,7 @@ def test_worlds_with_images_hold_and_reach_what_they_are_for() -> None:
     seen = collections.Counter[str]()
     for seed in SEEDS[:30]:
         simulation = run_world(make_world(seed))
-        images = simulation.engine.core.images
+        images = simulation.engine.core.preparers.images
         seen["encoded"] += images.num_encoded
         seen["hits"] += images.num_hits
         seen["given up"] += images.num_given_up

@@ -25,7 +25,7 @@ def test_worlds_with_late_masks_hold_and_reach_what_they_are_for() -> None:
     seen = collections.Counter[str]()
     for seed in [*SEEDS[:80], *range(2099, 4000, 400)]:
         simulation = run_world(make_world(seed))
-        late = simulation.engine.core.grammars.num_late
+        late = simulation.engine.core.preparers.grammars.num_late
         seen["late"] += late
         seen["preempted"] += bool(late and simulation.engine.scheduler.num_preemptions)
         seen["look-ahead"] += bool(late and simulation.engine.core.num_lookahead_steps)

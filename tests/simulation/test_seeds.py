@@ -69,8 +69,8 @@ def run_seed(seed: int) -> dict[str, int]:
         "jumped": share.num_jumps if share else 0,
         "masks": scripts.num_masks if scripts else 0,
         "sample positions": scripts.num_checked if scripts else 0,
-        "grammars": engine.core.grammars.num_compiled,
-        "broken grammars": engine.core.grammars.num_failed,
+        "grammars": engine.core.preparers.grammars.num_compiled,
+        "broken grammars": engine.core.preparers.grammars.num_failed,
     }
 
 

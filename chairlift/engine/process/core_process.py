@@ -19,7 +19,8 @@ from chairlift.base.outputs import FinishReason
 from chairlift.base.row_failures import output_reason
 from chairlift.base.service_class import DEFAULT_CLASS, ServiceClass
 from chairlift.core.scheduler.forecast import Forecast
-from chairlift.engine.core import CoreOutputs, EngineCore, FinishedSequence
+from chairlift.engine.core import EngineCore
+from chairlift.engine.core_outputs import CoreOutputs, FinishedSequence
 from chairlift.engine.forecaster import Forecaster
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.process.messages import (
@@ -164,7 +165,7 @@ class CoreProcess:
                 self._forecast = forecast or self._forecast
                 if outputs is not None:
                     self._deliver(outputs)
-            for state in self._core.adapters.take_states():
+            for state in self._core.preparers.adapters.take_states():
                 connection.send(AdapterLoaded(state))
             if self._pending and not connection.backlog:
                 self._deliver(CoreOutputs())
@@ -198,9 +199,9 @@ class CoreProcess:
         elif isinstance(message, UpdateWeights):
             self._update(message)
         elif isinstance(message, LoadAdapter):
-            self._core.adapters.load(message.load)
+            self._core.preparers.adapters.load(message.load)
         elif isinstance(message, UnloadAdapter):
-            self._core.adapters.unload(message.adapter_id)
+            self._core.preparers.adapters.unload(message.adapter_id)
         else:
             self._connection.frames.num_bad += 1
 

@@ -24,6 +24,7 @@ from chairlift.engine.floor_share import FloorShare
 from chairlift.engine.grammars import Grammars
 from chairlift.engine.mask_limits import MaskLedger, MaskLimits
 from chairlift.engine.pooled.pooling_process import PoolingProcess
+from chairlift.engine.preparers import Preparers
 from chairlift.engine.process.core_process import Connection, CoreProcess, FrameLogHandler
 from chairlift.engine.process.messages import Loading, NotLoaded, Start
 from chairlift.errors import ChairliftError, ConfigError
@@ -71,22 +72,22 @@ def _load(connection: Connection, config: EngineConfig) -> CoreProcess | Pooling
         pooling = load_pooling(config, progress)
         return PoolingProcess(connection, pooling.core, pooling.info)
     loaded = load_executor(config, progress)
+    grammars = Grammars(
+        GrammarCompiler(lambda: _tokenizer(config, loaded.model_dir), loaded.vocab_size, loaded.eos_token_ids),
+        ledger=MaskLedger(MaskLimits.of(config.scheduler)),
+        vocab_size=loaded.vocab_size,
+    )
     core = EngineCore(
         loaded.executor,
         config.scheduler,
         max_model_len=loaded.max_model_len,
         cache=config.cache,
         cache_secret=os.urandom(16),
-        grammars=Grammars(
-            GrammarCompiler(lambda: _tokenizer(config, loaded.model_dir), loaded.vocab_size, loaded.eos_token_ids),
-            ledger=MaskLedger(MaskLimits.of(config.scheduler)),
-            vocab_size=loaded.vocab_size,
-        ),
-        adapters=Adapters(loaded.adapters, config.lora.active),
+        preparers=Preparers(grammars, Adapters(loaded.adapters, config.lora.active)),
     )
     least_seconds = loaded.least_step_seconds()
     if least_seconds is not None:
-        core.floor = FloorShare(least_seconds)
+        core.times.floor = FloorShare(least_seconds)
     info = loaded.info(config, core.kv.capacity_tokens)
     return CoreProcess(connection, core, info, config.scheduler.promises, progress, loaded.approximations)
 

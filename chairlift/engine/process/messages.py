@@ -17,7 +17,7 @@ from chairlift.base.sampling_params import SamplingParams
 from chairlift.core.request import Service
 from chairlift.core.scheduler.forecast import Forecast
 from chairlift.engine.adapters import AdapterLoad, AdapterState
-from chairlift.engine.core import CoreOutputs
+from chairlift.engine.core_outputs import CoreOutputs
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.pooled.pooling_core import PooledVector

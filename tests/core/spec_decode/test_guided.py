@@ -135,7 +135,7 @@ def check(seed: int, kind: str) -> collections.Counter[str]:
         threads=1,
         seed=0,
     )
-    scheduler, grammars = llm.engine.scheduler, llm.engine.core.grammars
+    scheduler, grammars = llm.engine.scheduler, llm.engine.core.preparers.grammars
     assert scheduler.drafts is not None and scheduler.drafts.guide is grammars
     eos = bundled().eos_token_ids[0]
     scheduler.drafts = Drafts(scheduler.batch, speculator_of(kind, seed, grammars, expected, eos), grammars)

@@ -83,14 +83,16 @@ def test_prefixes_end_before_or_behind_an_image(reference: GemmaReference, llm: 
     engine = llm()
     one, other = picture(1), picture(5)
     check(reference, engine, ("twelve more ", one, one, "and a text behind it"))
-    encoded = engine.engine.core.images.num_encoded
+    encoded = engine.engine.core.preparers.images.num_encoded
     (behind,) = check(reference, engine, ("twelve more ", one, one, "and a text behind IT"))
     (changed,) = check(reference, engine, ("twelve more ", one, other, "and a text behind it"))
     (first,) = check(reference, engine, ("twelve more ", other, one, "and a text behind it"))
     # the images have positions 22 to 30 and 37 to 45; blocks end at 16, 32, 48 and 64
     found = [each.num_cached_tokens for each in (behind, changed, first)]
     assert found == [64, 32, 16]
-    assert engine.engine.core.images.num_encoded == encoded + 1, "an image that was seen before was encoded again"
+    assert engine.engine.core.preparers.images.num_encoded == encoded + 1, (
+        "an image that was seen before was encoded again"
+    )
     inside = llm()
     check(reference, inside, ("ten more", one, "and a text behind it"))
     (short,) = check(reference, inside, ("ten more", one, "And"))  # the image has positions 18 to 26

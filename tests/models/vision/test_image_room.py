@@ -59,7 +59,7 @@ def test_rows_are_kept_or_encoded_again(
     how = {"swap_space_bytes": swap, "preemption_mode": "swap" if swap else "recompute"}
     engine = llm(enable_prefix_caching=caching, image_memory_bytes=room * _IMAGE_BYTES, **how)
     check(engine, expected)
-    images, num_swaps = engine.engine.core.images, engine.engine.scheduler.preemptor.num_swaps
+    images, num_swaps = engine.engine.core.preparers.images, engine.engine.scheduler.preemptor.num_swaps
     assert bool(num_swaps) == bool(swap)
     stats = engine.engine.core.stats()
     assert stats.num_tiles_given_up == images.num_given_up and stats.num_tiles_reencoded == images.num_reencoded

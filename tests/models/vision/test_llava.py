@@ -72,13 +72,15 @@ def test_prefixes_end_before_inside_and_behind_an_image(reference: LlavaReferenc
     engine = llm()
     one, other = picture(1), picture(5)
     check(reference, engine, ("twenty letters before", one, one, one, "and a text behind it"))
-    encoded = engine.engine.core.images.num_encoded
+    encoded = engine.engine.core.preparers.images.num_encoded
     (behind,) = check(reference, engine, ("twenty letters before", one, one, one, "and a text behind IT"))
     (before,) = check(reference, engine, ("twenty letters before", other, one, one, "and a text behind it"))
     (inside,) = check(reference, engine, ("twenty letters before", one, one, other, "and a text behind it"))
     # the images have positions 27 to 53
     assert [each.num_cached_tokens for each in (before, inside, behind)] == [16, 32, 64]
-    assert engine.engine.core.images.num_encoded == encoded + 1, "an image that was seen before was encoded again"
+    assert engine.engine.core.preparers.images.num_encoded == encoded + 1, (
+        "an image that was seen before was encoded again"
+    )
 
 
 def test_several_answers_share_an_image(reference: LlavaReference, llm: Callable[..., LLM]) -> None:
@@ -251,5 +253,5 @@ def test_callers_with_different_salts_share_no_encoded_image(llm: Callable[..., 
         engine.add_request(prompt, _GREEDY, cache_salt=salt, stream=False)
         while engine.has_unfinished:
             answers += [output.outputs[0].token_ids for output in engine.step()]
-        assert engine.core.images.num_encoded == encoded
+        assert engine.core.preparers.images.num_encoded == encoded
     assert len(answers) == 5 and all(answer == answers[0] for answer in answers)

@@ -92,13 +92,15 @@ def test_prefixes_end_before_inside_and_behind_an_image(reference: QwenReference
     engine = llm()
     one, other = picture(1, 48, 40), picture(5, 48, 40)
     check(reference, engine, ("twenty letters before", one, "and a text behind it"))
-    encoded = engine.engine.core.images.num_encoded
+    encoded = engine.engine.core.preparers.images.num_encoded
     (behind,) = check(reference, engine, ("twenty letters before", one, "and a text behind IT"))
     (before,) = check(reference, engine, ("twenty letters before", other, "and a text behind it"))
     (cut,) = check(reference, engine, ("twenty letters before", one, one, "and a text behind it"))
     # the image has positions 28 to 57
     assert [each.num_cached_tokens for each in (before, cut, behind)] == [16, 48, 64]
-    assert engine.engine.core.images.num_encoded == encoded + 1, "an image that was seen before was encoded again"
+    assert engine.engine.core.preparers.images.num_encoded == encoded + 1, (
+        "an image that was seen before was encoded again"
+    )
 
 
 def test_several_answers_share_an_image(reference: QwenReference, llm: Callable[..., LLM]) -> None:
