@@ -31,9 +31,8 @@ from chairlift.base.image_spans import ImageSpan, ImageTile
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine import images
-from chairlift.engine.clock import Clock
+from chairlift.engine.clock import Clock, VirtualClock
 from chairlift.engine.image_room import HeldRows, rows_to_give_up
-from chairlift.engine.images import Images
 from chairlift.engine.input_processor import InputProcessor
 from chairlift.models.vision.processor import PlacedImages
 from chairlift_lab.replay.machines import Deployment, deploy, shape_from_name
@@ -129,12 +128,9 @@ def run(world: World, deployment: Deployment, count: int, seed: int) -> dict[str
             "max_model_len": 4096,
         }
     )
-    core, limits = simulated_core(deployment, config)
-    batch, limit = core.scheduler.batch, world.room * world.positions * ROW_BYTES
-    memory = Encoder(core.clock, world.encode)
-    core.preparers.images = Images(
-        memory, core.clock, limit=limit, num_known=batch.num_known, compute_seconds=core.costs.recompute_seconds
-    )
+    clock = VirtualClock()
+    core, limits = simulated_core(deployment, config, clock, images=Encoder(clock, world.encode))
+    core.preparers.images.limit = world.room * world.positions * ROW_BYTES
     inputs, rng = InputProcessor(limits, None, core.kv, seed=0), np.random.default_rng(seed)
     arrivals, latencies = dict[str, float](), list[float]()
     times = np.cumsum(rng.exponential(1 / world.rate, count)).tolist()

@@ -64,5 +64,5 @@ def scheduler_from_config(
         drop_late=config.late_requests == "drop",
         speculator=speculator_from_config(config, costs, *drafting),
         guide=grammars,
-        kinds=preparers.kinds,
+        kinds=preparers.kinds(executor),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from chairlift.core.rows.images import ImageRows
 from chairlift.core.scheduler.batch import Batch
 from chairlift.core.scheduler.cost_model import StepFeatures
 from chairlift.core.scheduler.costs import Costs
@@ -19,10 +20,11 @@ _LEAST_IMAGE_TOKENS: Final = 8
 
 
 class ImageTurns:
-    """Divides the time that images may add to a step between the encoder and the prompts with images of a ``batch``."""
+    """Divides the time that images may add to a step between the encoder and the prompts with images of a ``batch``.
+    ``rows`` is the batch's kind of requests with images."""
 
-    def __init__(self, batch: Batch, costs: Costs, clock: Clock) -> None:
-        self._batch, self._costs, self._clock = batch, costs, clock
+    def __init__(self, batch: Batch, rows: ImageRows, costs: Costs, clock: Clock) -> None:
+        self._batch, self._rows, self._costs, self._clock = batch, rows, costs, clock
         self._encoder_waits = False
         """Whether the encoder had no turn before the newest step, because the step had prompt tokens of images."""
 
@@ -31,7 +33,7 @@ class ImageTurns:
         a fraction of a decode step's time to the step. If both have work, they take turns."""
         seconds, batch = decode_seconds(self._batch, self._costs), self._batch
         for request in images.without_rows():
-            if request in batch.waiting and batch.lacks_rows(request):
+            if request in batch.waiting and self._rows.obstacle(request):
                 batch.hold_back(request)
                 images.encode_again(request)
         images.find_room()
@@ -40,10 +42,10 @@ class ImageTurns:
         start = self._clock.now()
         if images.is_encoding and not self._encoder_waits:
             images.work(seconds)
-        batch.image_tokens = math.inf
+        self._rows.tokens = math.inf
         if seconds is not None and not batch.membership.closed:
             spent, rows = self._clock.now() - start, batch.decodes.count
             context, most = batch.num_computed_tokens, batch.max_tokens
             limit = (1 + BUSY_FRACTION) * self._costs.model.step_seconds(StepFeatures(rows, context)) - spent
             least = 0 if spent else _LEAST_IMAGE_TOKENS
-            batch.image_tokens = self._costs.chunk_budget(rows, context, limit, most, least)
+            self._rows.tokens = self._costs.chunk_budget(rows, context, limit, most, least)

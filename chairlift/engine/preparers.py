@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from chairlift.config import CacheConfig
 from chairlift.core.request import Request
+from chairlift.core.rows.images import ImageRows
 from chairlift.core.rows.kind import RowKind
 from chairlift.core.scheduler.costs import Costs
 from chairlift.core.scheduler.scheduler import Scheduler
@@ -63,6 +64,8 @@ class Preparers:
         self.grammars = Grammars(None) if grammars is None else grammars
         self.adapters = adapters or Adapters()
         self.images = Images()
+        self.image_rows = ImageRows()
+        """What the scheduler must know of requests with images."""
         self._image_turns: ImageTurns | None = None
 
     def attach(self, executor: Executor, scheduler: Scheduler, costs: Costs, clock: Clock, cache: CacheConfig) -> None:
@@ -70,17 +73,21 @@ class Preparers:
         known, seconds = scheduler.batch.num_known, costs.recompute_seconds
         memory = getattr(executor, "images", None)
         self.images = Images(memory, clock, limit=cache.image_memory_bytes, num_known=known, compute_seconds=seconds)
-        self._image_turns = ImageTurns(scheduler.batch, costs, clock)
+        self._image_turns = ImageTurns(scheduler.batch, self.image_rows, costs, clock)
 
     @property
     def all(self) -> Sequence[Preparer]:
         """The preparers, in the order in which they are asked."""
         return self.grammars, self.adapters, self.images
 
-    @property
-    def kinds(self) -> Sequence[RowKind]:
-        """What the scheduler must know of the requests with a part."""
-        return [] if self.adapters.rows is None else [self.adapters.rows]
+    def kinds(self, executor: Executor) -> Sequence[RowKind]:
+        """What the scheduler must know of the requests with a part that this engine can prepare."""
+        kinds: list[RowKind] = []
+        if self.adapters.rows is not None:
+            kinds.append(self.adapters.rows)
+        if getattr(executor, "images", None) is not None:
+            kinds.append(self.image_rows)
+        return kinds
 
     @property
     def is_busy(self) -> bool:

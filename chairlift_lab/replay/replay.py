@@ -22,6 +22,7 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
 from chairlift.engine.preparers import Preparers
 from chairlift.errors import ConfigError, InvariantError
+from chairlift.executor.executor import ImageMemory
 from chairlift_lab.replay.clients import Clients, enter
 from chairlift_lab.replay.machines import Deployment
 from chairlift_lab.replay.served import Collector, RequestTiming, ServedTrace, Watch
@@ -58,8 +59,16 @@ class SimExecutor:
     """
 
     def __init__(
-        self, cost: CostModel, clock: Clock, *, group: CacheGroup, block_size: int, bytes_per_token: int
+        self,
+        cost: CostModel,
+        clock: Clock,
+        *,
+        group: CacheGroup,
+        block_size: int,
+        bytes_per_token: int,
+        images: ImageMemory | None = None,
     ) -> None:
+        self.images = images
         self.cache_groups = [group]
         self.block_size = block_size
         self.block_bytes = [block_size * bytes_per_token]
@@ -176,11 +185,16 @@ def _let_go(core: EngineCore, clients: Clients, collector: Collector, now: float
 
 
 def simulated_core(
-    deployment: Deployment, config: EngineConfig, clock: Clock | None = None, adapters: Adapters | None = None
+    deployment: Deployment,
+    config: EngineConfig,
+    clock: Clock | None = None,
+    adapters: Adapters | None = None,
+    images: ImageMemory | None = None,
 ) -> tuple[EngineCore, ModelLimits]:
     """Create (simulated engine core, limits of its model). The default clock is a new virtual clock.
 
-    Its steps also take the time to read the ``adapters`` of their rows, by their ``nbytes``. Raises ConfigError for
+    Its steps also take the time to read the ``adapters`` of their rows, by their ``nbytes``. With ``images`` the core
+    takes images, and this memory encodes them. Raises ConfigError for
     settings that need more memory or context length than the deployment has.
     """
     cache = config.cache
@@ -212,6 +226,7 @@ def simulated_core(
         group=CacheGroup(num_blocks, None, host_blocks),
         block_size=cache.block_size,
         bytes_per_token=deployment.kv_bytes_per_token,
+        images=images,
     )
     preparers = Preparers(adapters=adapters)
     core = EngineCore(executor, scheduler, max_model_len=longest, cache=cache, clock=clock, preparers=preparers)

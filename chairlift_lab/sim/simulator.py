@@ -370,10 +370,9 @@ class Simulation:
         tokens = sum(
             chunk.num_tokens for request, chunk in named if request.images and chunk.start < request.images[-1].end
         )
-        if tokens > scheduler.batch.image_tokens:
-            raise Violation(
-                f"step {out.step} has {tokens} tokens of images, but may have {scheduler.batch.image_tokens}"
-            )
+        most = self.engine.core.preparers.image_rows.tokens
+        if tokens > most:
+            raise Violation(f"step {out.step} has {tokens} tokens of images, but may have {most}")
 
     def run(self) -> None:
         """Run all events with their faults, then run on without faults until every request has ended.

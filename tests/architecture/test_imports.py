@@ -77,7 +77,8 @@ ALLOWED: dict[str, list[str]] = {
     "": ["errors", "version", "config", "base", "async_llm", "llm"],  # chairlift/__init__.py
     "chairlift_lab": [],
     "chairlift_lab.replay": [
-        *("errors", "config", "base", "core", "engine", "fleet", "models.hf_config", "models.model_files"),
+        *("errors", "config", "base", "core", "engine", "executor.executor", "fleet", "models.hf_config"),
+        "models.model_files",
     ],
     "chairlift_lab.workload": ["errors", "base", "chairlift_lab.replay.traced_request"],
     "chairlift_lab.bench": [

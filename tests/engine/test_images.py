@@ -14,6 +14,7 @@ from chairlift.core.scheduler.cost_model import StepFeatures
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.image_room import HeldRows
 from chairlift.engine.images import Images
+from chairlift.models.hashlm import HashLM
 from tests.engine.make import greedy, make_engine
 
 
@@ -131,9 +132,10 @@ def test_a_turn_goes_on_with_the_next_tile() -> None:
 
 
 def test_the_encoder_and_prompts_with_images_take_turns() -> None:
-    core = make_engine(max_num_seqs=4, num_blocks=200).core
     clock = VirtualClock()
     memory = TimedMemory(clock, 1_000_000, 0.0001)
+    seeing = type("Seeing", (HashLM,), {"images": memory})
+    core = make_engine(model=seeing, max_num_seqs=4, num_blocks=200).core
     core.clock = clock
     core.preparers.attach(core.executor, core.scheduler, core.costs, clock, CacheConfig())
     core.preparers.images = Images(memory, clock)

@@ -11,6 +11,7 @@ import pytest
 from chairlift.base.image_spans import ImageTile, cut_by
 from chairlift.core.kv_cache import manager, prefix_cache
 from chairlift.core.request import Request
+from chairlift.core.rows.images import ImageRows
 from chairlift.core.scheduler import preemptor
 from chairlift.core.scheduler.batch import Batch
 from chairlift.core.scheduler.output import Chunk, NewRow, SchedulerOutput
@@ -232,7 +233,7 @@ def chunk_cuts_an_image_that_must_be_whole(patch: Patch) -> None:
 
 @mutant
 def prefix_hit_ends_inside_an_image_that_must_be_whole(patch: Patch) -> None:
-    patch(manager, "cut_by", lambda spans, index: None)
+    patch(manager, "whole_before", lambda request, index: index)
 
 
 def _cuts_images(patch: Patch, name: str) -> None:
@@ -241,7 +242,7 @@ def _cuts_images(patch: Patch, name: str) -> None:
 
     def wrong(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as planted:
-            planted.setattr(preemptor, "cut_by", lambda spans, index: None)
+            planted.setattr(preemptor, "whole_before", lambda request, index: index)
             return method(*args)
 
     patch(Preemptor, name, wrong)
@@ -272,20 +273,13 @@ def image_that_must_be_whole_waits_for_ever(patch: Patch) -> None:
 
 @mutant
 def prompts_with_images_as_long_as_others_beside_decodes(patch: Patch) -> None:
-    reads_images = PromptBudget._reads_images
-    patch(PromptBudget, "_reads_images", staticmethod(lambda request: reads_images(request) and not request.slot))
+    reads = ImageRows._reads
+    patch(ImageRows, "_reads", staticmethod(lambda request: reads(request) and not request.slot))
 
 
 @mutant
 def each_prompt_with_images_gets_the_tokens_of_all(patch: Patch) -> None:
-    take_chunk = PromptBudget._take_chunk
-
-    def wrong(self: PromptBudget, request: Request, num_tokens: int, step: Step) -> None:
-        left = step.image_tokens
-        take_chunk(self, request, num_tokens, step)
-        step.image_tokens = left
-
-    patch(PromptBudget, "_take_chunk", wrong)
+    patch(ImageRows, "spent", lambda self, request, num_tokens: None)
 
 
 @mutant
@@ -352,7 +346,7 @@ def rows_in_memory_encoded_again(patch: Patch) -> None:
 
 @mutant
 def request_joins_without_its_rows(patch: Patch) -> None:
-    patch(Batch, "lacks_rows", lambda self, request: False)
+    patch(ImageRows, "obstacle", lambda self, request: False)
 
 
 @mutant

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from chairlift.base.image_spans import cut_by
 from chairlift.config import CacheGroup
 from chairlift.core.kv_cache.block_pool import NULL_BLOCK
 from chairlift.core.kv_cache.block_tables import BlockTables
@@ -17,6 +16,7 @@ from chairlift.core.kv_cache.prefix_node import PrefixNode
 from chairlift.core.kv_cache.swap import Swapped, SwapPool
 from chairlift.core.kv_cache.tables import Admission, BlockCounts, NewBlocks, TableChange
 from chairlift.core.request import NOT_REFUSED, Request, RequestStatus
+from chairlift.core.rows.kind import whole_before
 from chairlift.errors import InvariantError
 
 __all__ = ["Admission", "BlockCounts", "KVCacheManager", "NewBlocks", "TableChange"]
@@ -293,13 +293,13 @@ class KVCacheManager:
         if self.prefix_cache is not None:
             path = self.prefix_cache.walk(request, (len(request.token_ids) - 1) // self.block_size)
             known = self._agreed(path) * self.block_size
-            while (span := cut_by(request.images, known)) is not None:  # its positions are computed together
-                path = path[: span.position // self.block_size]
+            while (whole := whole_before(request, known)) < known:
+                path = path[: whole // self.block_size]
                 known = self._agreed(path) * self.block_size
         source = request.source
         forked = (request.num_prompt_tokens - 1) // self.layout.share_unit * self.layout.share_unit
-        whole = cut_by(request.images, forked) is None
-        if source is not None and forked > known and whole and self._can_fork(source, forked):
+        can_begin = source is not None and forked > known and whole_before(request, forked) == forked
+        if source is not None and can_begin and self._can_fork(source, forked):
             return _Shared(forked, path, source)
         return _Shared(known, path)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from chairlift.core.request import Request
     from chairlift.core.scheduler.batch import Batch
 
-__all__ = ["RowKind"]
+__all__ = ["RowKind", "whole_after", "whole_before"]
 
 
 class RowKind:
@@ -70,6 +70,23 @@ class RowKind:
     def begin(self, num_decodes: int) -> None:
         """Called in each step after the decode rows are known. ``num_decodes`` is their number."""
 
+    def room(self, request: Request, num_tokens: int) -> int:
+        """Number of the request's next tokens, at most ``num_tokens``, that the step may compute."""
+        return num_tokens
+
+    def spent(self, request: Request, num_tokens: int) -> None:
+        """Note that the step computes the request's next ``num_tokens`` tokens. The number is negative if a chunk that
+        began with the same token is taken back."""
+
+    def whole(self, request: Request, index: int) -> tuple[int, int] | None:
+        """(first position, end) of the positions that one step must compute together, if they contain ``index`` and
+        begin before it; otherwise None."""
+        return None
+
+    def may_resume(self, request: Request, position: int) -> bool:
+        """Whether the request can be computed again from ``position`` on."""
+        return True
+
     def joined(self, request: Request) -> None:
         """Note that a request got a row."""
 
@@ -88,3 +105,17 @@ class RowKind:
 
     def check_invariants(self) -> None:
         """Raise InvariantError if the kind's counters contradict the batch."""
+
+
+def whole_before(request: Request, index: int) -> int:
+    """The last position, at most ``index``, before which a step of the request may end."""
+    while spans := [span for kind in request.kinds if (span := kind.whole(request, index)) is not None]:
+        index = min(start for start, _ in spans)
+    return index
+
+
+def whole_after(request: Request, index: int) -> int:
+    """The first position, at least ``index``, before which a step of the request may end."""
+    while spans := [span for kind in request.kinds if (span := kind.whole(request, index)) is not None]:
+        index = max(end for _, end in spans)
+    return index

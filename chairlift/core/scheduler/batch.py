@@ -76,8 +76,6 @@ class Batch:
         """Request id -> short request that runs in a reserved row with reserved blocks."""
         self.paced: dict[str, float] = {}
         """Request id -> maximum seconds per token, for running requests with such a limit."""
-        self.image_tokens: float = math.inf
-        """Maximum number of prompt tokens, up to the end of a prompt's last image, in a step that also decodes."""
         self.decodes = DecodeRows(kv.block_size)
         """The running requests that compute one token in every step."""
         self.catching_up: list[Request] = []
@@ -112,8 +110,8 @@ class Batch:
 
     @property
     def unready_for(self) -> str:
-        """What the first request in ``unready`` waits for: ``grammar``, ``adapter`` or ``image``. Empty if all are
-        ready."""
+        """What the first request in ``unready`` waits for: a grammar, or the name of a kind
+        (:attr:`Request.waits_for`). Empty if all are ready."""
         return next(iter(self.unready.values())).waits_for or "grammar" if self.unready else ""
 
     @property
@@ -190,8 +188,8 @@ class Batch:
         self.waiting.add(request)
 
     def hold_back(self, request: Request) -> None:
-        """Take a waiting request out of the queue until it is ready again, because rows of its images must be encoded
-        again. For the policy it goes on waiting."""
+        """Take a waiting request out of the queue until it is ready again, because it must be prepared again. For the
+        policy it goes on waiting."""
         self.waiting.remove(request)
         request.is_ready = False
         self.unready[request.request_id] = request
@@ -203,10 +201,6 @@ class Batch:
             return request.num_computed_tokens
         share = not is_pinned(request, self.max_preemptions) or self.preemption.never
         return self.kv.num_shared(request) if share or request.status is RequestStatus.SWAPPED else 0
-
-    def lacks_rows(self, request: Request) -> bool:
-        """Whether a waiting request, if it joined now, would read encoded images that are not in memory."""
-        return request.rows_lost_until > 0 and self.num_known(request) < request.rows_lost_until
 
     def refile(self, request: Request) -> None:
         """Move a waiting request to its new position in the queue, after its sort key has changed."""
@@ -228,7 +222,7 @@ class Batch:
         for kind in request.kinds:
             if kind.obstacle(request):
                 return kind.name
-        return "image" if self.lacks_rows(request) else ""
+        return ""
 
     def admit(self, request: Request, out: SchedulerOutput, *, reserved: bool = False) -> bool:
         """Give a waiting request a row and blocks. Returns False, and changes nothing, if it does not fit. With

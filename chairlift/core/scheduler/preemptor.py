@@ -3,8 +3,8 @@ them."""
 
 from __future__ import annotations
 
-from chairlift.base.image_spans import cut_by
 from chairlift.core.request import Request, RequestStatus
+from chairlift.core.rows.kind import whole_before
 from chairlift.core.scheduler.batch import Batch
 from chairlift.core.scheduler.policy import Resource
 from chairlift.core.scheduler.preemption import candidates, is_pinned, may_be_preempted
@@ -185,9 +185,7 @@ class Preemptor:
         """Save the KV of a preempted request in host memory, if the preemption mode says so and there is room. Returns
         whether it was saved."""
         # At least one token must be computed again, so that the next token can be sampled.
-        num_tokens = min(done, len(request.token_ids) - 1)
-        if (span := cut_by(request.images, num_tokens)) is not None:
-            num_tokens = span.position  # this image must be computed again in one step
+        num_tokens = whole_before(request, min(done, len(request.token_ids) - 1))
         # The KV of a prompt whose log-probabilities were requested is computed again, because the log-probabilities
         # that a step in flight reports are dropped.
         if num_tokens <= 0 or not request.may_share or not self.batch.preemption.saves(request, num_tokens):
@@ -210,8 +208,9 @@ class Preemptor:
         # The last known token must be computed again, so that the next token can be sampled. Results of steps in flight
         # are dropped.
         remaining = self.kv.tables.num_remaining(request, num_blocks, min(done, len(request.token_ids) - 1))
-        if cut_by(request.images, remaining) is not None or remaining < request.rows_lost_until:
-            return False  # an image would have to be computed again in parts, or without its rows
+        may_resume = all(kind.may_resume(request, remaining) for kind in request.kinds)
+        if not may_resume or whole_before(request, remaining) < remaining:
+            return False
         last = (
             request.num_preemptions + 1 >= self.batch.max_preemptions
         )  # a pinned request must not hold blocks while it waits

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
-from chairlift.base.image_spans import cut_by
 from chairlift.core.request import Request, RequestStatus
+from chairlift.core.rows.kind import whole_after, whole_before
 from chairlift.core.scheduler.batch import Batch
 from chairlift.core.scheduler.output import Chunk
 from chairlift.core.scheduler.preemptor import Preemptor
@@ -275,30 +275,29 @@ class PromptBudget:
         return False
 
     def _uncut(self, request: Request, num_tokens: int, step: Step) -> int:
-        """Number of the request's next tokens to compute: about ``num_tokens``, but not more tokens of prompts with
-        images than the step may have, and the chunk must not end inside an image whose positions attend both ways.
+        """Number of the request's next tokens to compute: about ``num_tokens``, but not more than its kinds allow, and
+        the chunk must not end inside positions that one step must compute together.
 
-        If the chunk would end inside such an image, the whole image is computed if the step has room for it, even
-        beyond its budget for prompts. Otherwise the chunk ends before the image, and has perhaps no token.
+        If the chunk would end inside such positions, all of them are computed if the step has room for them, even
+        beyond its budget for prompts. Otherwise the chunk ends before them, and has perhaps no token.
         """
+        if not request.kinds:
+            return num_tokens
+        for kind in request.kinds:
+            num_tokens = kind.room(request, num_tokens)
         start = request.num_computed_tokens
-        if self._reads_images(request):
-            num_tokens = int(max(0, min(num_tokens, step.image_tokens)))
-        span = cut_by(request.images, start + num_tokens) if request.images else None
-        if span is None:
+        end = start + num_tokens
+        before = whole_before(request, end)
+        if before == end:
             return num_tokens
         room = self.batch.max_tokens - self.batch.decodes.count - sum(chunk.num_tokens for chunk in step.out.chunks)
-        return (span.end if span.end - start <= room else span.position) - start
-
-    @staticmethod
-    def _reads_images(request: Request) -> bool:
-        """Whether the request's next chunk begins before the end of its last image."""
-        return bool(request.images) and request.num_computed_tokens < request.images[-1].end
+        after = whole_after(request, end)
+        return (after if after - start <= room else before) - start
 
     def _take_chunk(self, request: Request, num_tokens: int, step: Step) -> None:
         start = request.num_computed_tokens
-        if self._reads_images(request):
-            step.image_tokens -= num_tokens
+        for kind in request.kinds:
+            kind.spent(request, num_tokens)
         end = start + num_tokens
         samples = min(request.num_sample_positions, num_tokens) if end == request.num_tokens else 0
         why = "stalled" if start >= request.progress_mark else "recompute" if request.was_preempted else "prefill"
@@ -327,8 +326,8 @@ class PromptBudget:
         del step.chunks[index]
         chunk = step.out.chunks.pop(index)
         request.num_computed_tokens = chunk.start
-        if self._reads_images(request):
-            step.image_tokens += chunk.num_tokens
+        for kind in request.kinds:
+            kind.spent(request, -chunk.num_tokens)
         self.batch.num_computed_tokens -= chunk.num_tokens
         step.out.num_recomputed -= max(0, min(chunk.end, request.num_ever_computed) - chunk.start)
         return chunk.num_tokens

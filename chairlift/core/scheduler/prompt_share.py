@@ -31,7 +31,7 @@ class PromptShare:
     ``min((V + p) / f, (p + S) / (1 - f))`` prompt tokens were assigned since it joined, plus one step and the
     look-ahead. The size of a request is the number of tokens that it has to compute when it joins; it does not change
     while the request runs. A prompt that reads images may wait longer beside decode rows, because the step has a second
-    limit for the tokens of such prompts (``Batch.image_tokens``).
+    limit for the tokens of such prompts (:class:`~chairlift.core.rows.images.ImageRows`).
 
     Args:
         fraction: Fraction of the budget in policy order, from 0.25 to 1. With 1 the smallest requests get no part.

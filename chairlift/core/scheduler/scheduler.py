@@ -264,7 +264,6 @@ class Scheduler:
             budget = self.costs.chunk_budget(out.num_decodes, self.batch.num_computed_tokens, limit, budget)
         for kind in self.batch.kinds:
             kind.begin(out.num_decodes)
-        step.image_tokens = self.batch.image_tokens if out.num_decodes else math.inf
         ahead = self.policy.preemptive and turn is not Turn.DECODE and not self.membership.closed
         if ahead and self.waiting and not out.preempted:
             self.preemptor.admit_ahead(step, budget)

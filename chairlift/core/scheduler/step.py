@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +34,4 @@ class Step:
     """Waiting requests that were tried in this step and did not fit."""
     finals: list[Request] = dataclasses.field(default_factory=list)
     """Requests whose last token this step samples."""
-    image_tokens: float = math.inf
-    """Number of prompt tokens up to the end of a prompt's last image that this step may still compute."""
     epoch: int = 0

@@ -13,6 +13,7 @@ import pytest
 
 from chairlift import LLM, SamplingParams
 from chairlift.base.image_spans import ImageTile
+from chairlift.core.rows.images import ImageRows
 from chairlift.core.scheduler.batch import Batch
 from chairlift.engine.images import Images
 from chairlift.errors import RequestError
@@ -100,7 +101,7 @@ def _pixels_of_another(self: Images, request: Any) -> None:
 
 
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
-    "requests join without their rows": (Batch, "lacks_rows", lambda self, request: False),
+    "requests join without their rows": (ImageRows, "obstacle", lambda self, request: False),
     "KV counted that does not exist": (Batch, "num_known", lambda self, request: _num_known(self, request) + 64),
     "rows shifted the second time": (ImageBank, "encode", _shifted_the_second_time),
     "pixels of another image": (Images, "encode_again", _pixels_of_another),
