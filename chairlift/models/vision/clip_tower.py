@@ -5,9 +5,7 @@ As in :mod:`chairlift.models.vision.vision_tower`, an image is computed in piece
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from torch.nn import functional
 
 from chairlift.base.image_spans import ImageTile
 from chairlift.models.vision.vision_config import LlavaConfig
-from chairlift.models.vision.vision_tower import Pixels, Product, VisionLayers, activated, in_pieces, take_tensor
+from chairlift.models.vision.vision_tower import Pixels, Product, VisionLayers, Weights, activated, in_pieces
 
 __all__ = ["ClipTower"]
 
@@ -24,41 +22,27 @@ _TOP = "vision_tower."
 
 class ClipTower:
     """Image encoder of LLaVA: ``encode(tile)`` yields the rows of one image, [rows_per_tile, text_width], in the
-    tower's dtype.
-
-    The arguments and errors are those of :class:`~chairlift.models.vision.vision_tower.VisionTower`.
-    """
+    tower's dtype. Raises the errors of :class:`~chairlift.models.vision.vision_tower.Weights`."""
 
     rounds_floats = False
 
-    def __init__(
-        self,
-        config: LlavaConfig,
-        tensors: Mapping[str, Any],
-        where: Path,
-        dtype: torch.dtype,
-        normalise: tuple[float, list[float], list[float]],
-    ) -> None:
-        self.config, self.dtype = config, dtype
-        width, patch, text = config.hidden_size, config.patch_size, config.text_width
-
-        def take(name: str, *shape: int) -> Tensor:
-            return take_tensor(tensors, where, name, *shape).to(dtype, copy=True)
+    def __init__(self, config: LlavaConfig, weights: Weights) -> None:
+        self.config, self.dtype = config, weights.dtype
+        width, patch, text, take = config.hidden_size, config.patch_size, config.text_width, weights.take
 
         def product(name: str, *shape: int) -> Product:
-            return Product(
-                take(f"{name}.weight", *shape), take(f"{name}.bias", text) if config.projector_bias else None
-            )
+            bias = take(f"{name}.bias", text) if config.projector_bias else None
+            return Product(take(f"{name}.weight", *shape), bias)
 
         self._class = take(f"{_TOP}embeddings.class_embedding", width)
         self._patches = take(f"{_TOP}embeddings.patch_embedding.weight", width, 3, patch, patch)
         self._positions = take(f"{_TOP}embeddings.position_embedding.weight", config.side**2 + 1, width)
-        self._norm = take(f"{_TOP}pre_layrnorm.weight", width), take(f"{_TOP}pre_layrnorm.bias", width)
+        self._norm = weights.pair(f"{_TOP}pre_layrnorm", width)
         # Layers behind the last layer that the projector reads are not needed.
-        self._layers = VisionLayers(config, take, f"{_TOP}encoder.layers.", max(config.feature_layers))
+        self._layers = VisionLayers(config, weights, f"{_TOP}encoder.layers.", max(config.feature_layers))
         at = "multi_modal_projector.linear_"
         self._projector = product(f"{at}1", text, width * len(config.feature_layers)), product(f"{at}2", text, text)
-        self._pixels = Pixels(config.image_size, normalise)
+        self._pixels = Pixels(config.image_size, weights.normalise)
 
     def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
         """Compute the embeddings of the image ``tile``, uint8 [3, size, size], in pieces. Yields None after each piece,
@@ -67,11 +51,12 @@ class ClipTower:
             state = self._embed(tile)
         yield None
         features = {0: state.clone()} if 0 in self.config.feature_layers else {}
-        for index in range(len(self._layers)):
-            yield from self._layers.run(index, state)
-            if index + 1 in self.config.feature_layers:
-                with torch.inference_mode():
-                    features[index + 1] = state.clone()
+
+        def keep(count: int) -> None:
+            if count in self.config.feature_layers:
+                features[count] = state.clone()
+
+        yield from self._layers.run(state, keep)
         with torch.inference_mode():
             chosen = torch.cat([features[layer] for layer in self.config.feature_layers], 1)
             chosen = chosen if self.config.keeps_class else chosen[1:]

@@ -7,8 +7,7 @@ of bounded size.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.nn import functional
 
 from chairlift.base.image_spans import ImageTile
 from chairlift.models.vision.vision_config import PatchConfig
-from chairlift.models.vision.vision_tower import PIECE, Product, in_pieces, take_tensor
+from chairlift.models.vision.vision_tower import PIECE, Product, Weights, in_pieces
 
 __all__ = ["PatchTower"]
 
@@ -32,30 +31,23 @@ class PatchTower:
     the tower's dtype.
 
     The first ``text_width`` columns of a row are its embedding. Each further ``text_width`` columns are added to the
-    text model's hidden state after one of its first layers. The arguments and errors are those of
-    :class:`~chairlift.models.vision.vision_tower.VisionTower`.
+    text model's hidden state after one of its first layers. Raises the errors of
+    :class:`~chairlift.models.vision.vision_tower.Weights`.
     """
 
     rounds_floats = False
 
-    def __init__(
-        self,
-        config: PatchConfig,
-        tensors: Mapping[str, Any],
-        where: Path,
-        dtype: torch.dtype,
-        normalise: tuple[float, list[float], list[float]],
-    ) -> None:
-        self.config, self.dtype = config, dtype
+    def __init__(self, config: PatchConfig, weights: Weights) -> None:
+        self.config, self.dtype = config, weights.dtype
         width, inner, patch = config.hidden_size, config.intermediate_size, config.patch_size
 
         top = "model.visual." if config.deep else "visual."
 
         def take(name: str, *shape: int) -> Tensor:
-            return take_tensor(tensors, where, top + name, *shape).to(dtype, copy=True)
+            return weights.take(top + name, *shape)
 
         def product(name: str, *shape: int) -> Product:
-            return Product(take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0]))
+            return weights.product(top + name, *shape)
 
         def norm(name: str, size: int = width) -> tuple[Tensor, ...]:
             names = (f"{name}.weight", f"{name}.bias") if config.deep else (f"{name}.weight",)
@@ -63,9 +55,9 @@ class PatchTower:
 
         # The encoder's weights are for `frames` frames per patch. An image repeats one frame, so the weights of the
         # frames can be added up.
-        embedding = take_tensor(tensors, where, f"{top}patch_embed.proj.weight", width, 3, config.frames, patch, patch)
+        embedding = weights.stored(f"{top}patch_embed.proj.weight", width, 3, config.frames, patch, patch)
         bias = take("patch_embed.proj.bias", width) if config.deep else None
-        self._embedding = Product(embedding.float().sum(2).flatten(1).to(dtype), bias)
+        self._embedding = Product(embedding.float().sum(2).flatten(1).to(self.dtype), bias)
         self._positions = take("pos_embed.weight", config.side**2, width) if config.deep else None
         self._layers = []
         for index in range(config.num_hidden_layers):
@@ -86,7 +78,7 @@ class PatchTower:
         self._mergers = {
             layer: merger(f"deepstack_merger_list.{index}", deep, merged) for index, layer in enumerate(config.levels)
         }
-        factor, mean, deviation = normalise
+        factor, mean, deviation = weights.normalise
         channels = [torch.tensor(values).view(3, 1, 1) for values in (mean, deviation)]
         self._factor, self._mean, self._deviation = factor, *channels
         size = width // config.num_attention_heads // 2

@@ -5,9 +5,7 @@ As in :mod:`chairlift.models.vision.vision_tower`, an image is computed in piece
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from torch.nn import functional
 
 from chairlift.base.image_spans import ImageTile
 from chairlift.models.vision.vision_config import PooledTowerConfig
-from chairlift.models.vision.vision_tower import Pixels, Product, VisionLayers, in_pieces, take_tensor
+from chairlift.models.vision.vision_tower import Pixels, Product, VisionLayers, Weights, in_pieces
 
 __all__ = ["PooledTower"]
 
@@ -24,38 +22,22 @@ _TOP, _PROJECTOR = "vision_tower.", "multi_modal_projector."
 
 class PooledTower:
     """Image encoder of Gemma 3: ``encode(tile)`` yields the rows of one image, [rows_per_tile, text_width], in the
-    tower's dtype.
-
-    The arguments and errors are those of :class:`~chairlift.models.vision.vision_tower.VisionTower`.
-    """
+    tower's dtype. Raises the errors of :class:`~chairlift.models.vision.vision_tower.Weights`."""
 
     rounds_floats = False
 
-    def __init__(
-        self,
-        config: PooledTowerConfig,
-        tensors: Mapping[str, Any],
-        where: Path,
-        dtype: torch.dtype,
-        normalise: tuple[float, list[float], list[float]],
-    ) -> None:
-        self.config, self.dtype = config, dtype
+    def __init__(self, config: PooledTowerConfig, weights: Weights) -> None:
+        self.config, self.dtype = config, weights.dtype
         width, patch, text = config.hidden_size, config.patch_size, config.text_width
-
-        def take(name: str, *shape: int) -> Tensor:
-            return take_tensor(tensors, where, name, *shape).to(dtype, copy=True)
-
-        def pair(name: str, *shape: int) -> tuple[Tensor, Tensor]:
-            return take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0])
-
+        take, pair = weights.take, weights.pair
         self._patches = pair(f"{_TOP}embeddings.patch_embedding", width, 3, patch, patch)
         self._positions = take(f"{_TOP}embeddings.position_embedding.weight", config.side**2, width)
-        self._layers = VisionLayers(config, take, f"{_TOP}encoder.layers.", config.num_hidden_layers)
+        self._layers = VisionLayers(config, weights, f"{_TOP}encoder.layers.", config.num_hidden_layers)
         self._norm = pair(f"{_TOP}post_layernorm", width)
         self._pooled_norm = 1.0 + take(f"{_PROJECTOR}mm_soft_emb_norm.weight", width).float()
         projection = take(f"{_PROJECTOR}mm_input_projection_weight", width, text)
         self._projection = Product(projection.t().contiguous())
-        self._pixels = Pixels(config.image_size, normalise)
+        self._pixels = Pixels(config.image_size, weights.normalise)
 
     def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
         """Compute the embeddings of the image ``tile``, uint8 [3, size, size], in pieces. Yields None after each piece,
@@ -72,8 +54,7 @@ class PooledTower:
             yield None
         with torch.inference_mode():
             state = torch.cat(found) + self._positions
-        for index in range(len(self._layers)):
-            yield from self._layers.run(index, state)
+        yield from self._layers.run(state)
         with torch.inference_mode():
             pooled = self._pool(state)
         yield None

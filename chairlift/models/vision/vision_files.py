@@ -63,7 +63,7 @@ def load_tower(model_dir: Path, config: NetworkConfig, dtype: torch.dtype) -> To
     from chairlift.models.vision.clip_tower import ClipTower
     from chairlift.models.vision.patch_tower import PatchTower
     from chairlift.models.vision.pooled_tower import PooledTower
-    from chairlift.models.vision.vision_tower import VisionTower
+    from chairlift.models.vision.vision_tower import VisionTower, Weights
 
     vision = config.vision
     if vision is None:
@@ -71,16 +71,16 @@ def load_tower(model_dir: Path, config: NetworkConfig, dtype: torch.dtype) -> To
     normalise = normalisation(_preprocessor(model_dir), model_dir / _FILE, vision)
     with contextlib.ExitStack() as stack:
         tensors = _Noted(open_tensors(model_dir, config, stack))
-        given = tensors, model_dir, dtype, normalise
+        weights = Weights(tensors, model_dir, dtype, normalise)
         tower: Tower
         if isinstance(vision, PatchConfig):
-            tower = PatchTower(vision, *given)
+            tower = PatchTower(vision, weights)
         elif isinstance(vision, VisionConfig):
-            tower = VisionTower(vision, *given)
+            tower = VisionTower(vision, weights)
         elif isinstance(vision, LlavaConfig):
-            tower = ClipTower(vision, *given)
+            tower = ClipTower(vision, weights)
         elif isinstance(vision, PooledTowerConfig):
-            tower = PooledTower(vision, *given)
+            tower = PooledTower(vision, weights)
         else:
             raise TypeError(f"{type(vision).__name__} describes no known encoder")
         tower.rounds_floats = not all(holds_exactly(dtype, stored) for stored in tensors.dtypes())

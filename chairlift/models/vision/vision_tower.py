@@ -6,6 +6,7 @@ is always the same, so the result is identical to the last bit.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,9 +27,9 @@ __all__ = [
     "Tower",
     "VisionLayers",
     "VisionTower",
+    "Weights",
     "activated",
     "in_pieces",
-    "take_tensor",
 ]
 
 PIECE = 64
@@ -61,20 +62,6 @@ def in_pieces(rows: Tensor, compute: Callable[[Tensor], Tensor], size: int = PIE
         return torch.cat(found)
 
 
-def take_tensor(tensors: Mapping[str, Any], where: Path, name: str, *shape: int) -> Tensor:
-    """Read one tensor of a checkpoint. Raises ModelLoadError if it is missing, misshapen or not finite."""
-    if name not in tensors:
-        raise ModelLoadError(f"{where}: tensor {name} is missing; download the model again")
-    tensor: Tensor = tensors[name].get_tensor(name)
-    if tuple(tensor.shape) != shape:
-        raise ModelLoadError(
-            f"{where}: tensor {name} has shape {list(tensor.shape)}, but config.json asks for {list(shape)}"
-        )
-    if not tensor.isfinite().all():
-        raise ModelLoadError(f"{where}: tensor {name} has NaN or infinity; download the model again")
-    return tensor
-
-
 class Product:
     """A linear layer, ``x @ weight.T + bias``. The weight is packed once, if the processor has kernels for packed
     weights."""
@@ -89,6 +76,44 @@ class Product:
         if self._packs:
             return packed_linear(rows, self._weight, self._bias)
         return functional.linear(rows, self._weight, self._bias)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Weights:
+    """Reads the tensors of an image encoder. All methods raise :class:`~chairlift.errors.ModelLoadError` for tensors
+    that are missing, misshapen or not finite."""
+
+    tensors: Mapping[str, Any]
+    """Name of a tensor in the checkpoint -> open safetensors file."""
+    where: Path
+    dtype: torch.dtype
+    """Data type of the encoder."""
+    normalise: tuple[float, list[float], list[float]]
+    """Result of :func:`~chairlift.models.vision.vision_config.normalisation`."""
+
+    def stored(self, name: str, *shape: int) -> Tensor:
+        """A tensor as it is stored."""
+        if name not in self.tensors:
+            raise ModelLoadError(f"{self.where}: tensor {name} is missing; download the model again")
+        tensor: Tensor = self.tensors[name].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelLoadError(
+                f"{self.where}: tensor {name} has shape {list(tensor.shape)}, but config.json asks for {list(shape)}"
+            )
+        if not tensor.isfinite().all():
+            raise ModelLoadError(f"{self.where}: tensor {name} has NaN or infinity; download the model again")
+        return tensor
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """A copy of a tensor in the encoder's dtype."""
+        return self.stored(name, *shape).to(self.dtype, copy=True)
+
+    def pair(self, name: str, *shape: int) -> tuple[Tensor, Tensor]:
+        """Weight and bias of a layer."""
+        return self.take(f"{name}.weight", *shape), self.take(f"{name}.bias", shape[0])
+
+    def product(self, name: str, *shape: int) -> Product:
+        return Product(*self.pair(name, *shape))
 
 
 def activated(name: str, rows: Tensor) -> Tensor:
@@ -112,33 +137,29 @@ class Pixels:
 
 
 class VisionLayers:
-    """The first ``count`` transformer layers of SigLIP or CLIP. ``take(name, *shape)`` reads a tensor; names begin with
-    ``prefix`` and the number of a layer."""
+    """The first ``count`` transformer layers of SigLIP or CLIP. The names of their tensors begin with ``prefix`` and
+    the number of a layer."""
 
-    def __init__(self, config: SquareConfig, take: Callable[..., Tensor], prefix: str, count: int) -> None:
-        self._config = config
-        width, inner = config.hidden_size, config.intermediate_size
-
-        def pair(name: str, *shape: int) -> tuple[Tensor, Tensor]:
-            return take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0])
-
-        self._layers = []
+    def __init__(self, config: SquareConfig, weights: Weights, prefix: str, count: int) -> None:
+        self._config, self._layers = config, list[Any]()
+        width, inner, pair = config.hidden_size, config.intermediate_size, weights.pair
         for index in range(count):
             at = f"{prefix}{index}."
             parts = [pair(f"{at}self_attn.{name}_proj", width, width) for name in "qkv"]
             qkv = Product(torch.cat([weight for weight, _ in parts]), torch.cat([bias for _, bias in parts]))
             norms = pair(f"{at}layer_norm1", width), pair(f"{at}layer_norm2", width)
-            out = Product(*pair(f"{at}self_attn.out_proj", width, width))
-            mlp = Product(*pair(f"{at}mlp.fc1", inner, width)), Product(*pair(f"{at}mlp.fc2", width, inner))
+            out = weights.product(f"{at}self_attn.out_proj", width, width)
+            mlp = weights.product(f"{at}mlp.fc1", inner, width), weights.product(f"{at}mlp.fc2", width, inner)
             self._layers.append((norms, qkv, out, *mlp))
 
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    def run(self, index: int, state: Tensor) -> Iterator[None]:
-        """Compute a layer, and replace ``state`` [patches, width] by its result. Yields after each piece."""
-        yield from self._attend(self._layers[index], state)
-        yield from self._transform(self._layers[index], state)
+    def run(self, state: Tensor, after: Callable[[int], None] = lambda index: None) -> Iterator[None]:
+        """Compute the layers, and replace ``state`` [patches, width] by their result. ``after`` is called with the
+        number of layers that are computed. Yields after each piece."""
+        for count, layer in enumerate(self._layers, 1):
+            yield from self._attend(layer, state)
+            yield from self._transform(layer, state)
+            with torch.inference_mode():
+                after(count)
 
     def _attend(self, layer: Any, state: Tensor) -> Iterator[None]:
         """Compute the attention half of a layer and add it to ``state``. Yields after each piece."""
@@ -171,41 +192,21 @@ class VisionLayers:
 
 class VisionTower:
     """Image encoder of SmolVLM: ``encode(tile)`` yields the rows of one tile, [rows_per_tile, text_width], in the
-    tower's dtype.
-
-    ``tensors`` maps the checkpoint's names to open safetensors files; ``normalise`` is the result of
-    :func:`~chairlift.models.vision.vision_config.normalisation`. Raises :class:`~chairlift.errors.ModelLoadError` for
-    weights that are missing or misshapen.
-    """
+    tower's dtype. Raises the errors of :class:`Weights`."""
 
     rounds_floats = False
 
-    def __init__(
-        self,
-        config: VisionConfig,
-        tensors: Mapping[str, Any],
-        where: Path,
-        dtype: torch.dtype,
-        normalise: tuple[float, list[float], list[float]],
-    ) -> None:
-        self.config, self.dtype = config, dtype
-        width, patch = config.hidden_size, config.patch_size
-
-        def take(name: str, *shape: int) -> Tensor:
-            return take_tensor(tensors, where, name, *shape).to(dtype, copy=True)
-
-        def pair(name: str, *shape: int) -> tuple[Tensor, Tensor]:
-            return take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0])
-
-        top = "model.vision_model."
-        self._patches = pair(f"{top}embeddings.patch_embedding", width, 3, patch, patch)
-        positions = take(f"{top}embeddings.position_embedding.weight", config.side**2, width)
+    def __init__(self, config: VisionConfig, weights: Weights) -> None:
+        self.config, self.dtype = config, weights.dtype
+        width, patch, top = config.hidden_size, config.patch_size, "model.vision_model."
+        self._patches = weights.pair(f"{top}embeddings.patch_embedding", width, 3, patch, patch)
+        positions = weights.take(f"{top}embeddings.position_embedding.weight", config.side**2, width)
         self._positions = positions[_position_ids(config.side)]
-        self._layers = VisionLayers(config, take, f"{top}encoder.layers.", config.num_hidden_layers)
-        self._norm = pair(f"{top}post_layernorm", width)
-        merged = width * config.scale_factor**2
-        self._project = Product(take("model.connector.modality_projection.proj.weight", config.text_width, merged))
-        self._pixels = Pixels(config.image_size, normalise)
+        self._layers = VisionLayers(config, weights, f"{top}encoder.layers.", config.num_hidden_layers)
+        self._norm = weights.pair(f"{top}post_layernorm", width)
+        shape = config.text_width, width * config.scale_factor**2
+        self._project = Product(weights.take("model.connector.modality_projection.proj.weight", *shape))
+        self._pixels = Pixels(config.image_size, weights.normalise)
 
     def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
         """Compute the embeddings of ``tile``, uint8 [3, size, size], in pieces. Yields None after each piece, and
@@ -216,8 +217,7 @@ class VisionTower:
             patches = functional.conv2d(pixels[None], weight, bias, stride=self.config.patch_size)
             state = patches.flatten(2)[0].t() + self._positions
         yield None
-        for index in range(len(self._layers)):
-            yield from self._layers.run(index, state)
+        yield from self._layers.run(state)
         with torch.inference_mode():
             rows = self._connect(state)
         yield rows
