@@ -33,6 +33,7 @@ __all__ = [
     "read_server_settings",
     "read_settings",
     "shorten_help",
+    "show_progress",
     "whole",
     "whole_number",
 ]
@@ -260,7 +261,7 @@ def load_llm(settings: Mapping[str, Any], quiet: bool) -> LLM:
     """Load the model. Shows progress on a terminal, except with ``quiet``."""
     from chairlift import LLM  # takes torch along, which --help and usage errors need not wait for
 
-    show = _progress if not quiet and sys.stderr.isatty() else None
+    show = show_progress if not quiet and sys.stderr.isatty() else None
     llm = LLM(progress=show, **settings)
     if show is not None:
         limits = llm.config.scheduler
@@ -334,9 +335,10 @@ def _checked(path: Path, name: str, value: Any, kind: type, optional: bool) -> A
     return value
 
 
-def _progress(label: str, share: float) -> None:
+def show_progress(label: str, share: float) -> None:
+    """Overwrite the current line of a terminal with the progress of a phase, and remove the line at its end."""
     end = "\r\x1b[K" if share >= 1 else ""
-    print(f"\r{label} {share:4.0%}", end=end, file=sys.stderr, flush=True)
+    print(f"\r\x1b[K{label} {share:4.0%}", end=end, file=sys.stderr, flush=True)
 
 
 def whole_number(minimum: int, maximum: int) -> Callable[[str], int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import chairlift
+from chairlift.cli.flags import show_progress
 from chairlift.config import BUNDLED_MODEL
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
     bundled = Path(chairlift.__file__).parent / "assets"
     model_dir = bundled if args.model == BUNDLED_MODEL else resolve_model_dir(args.model)
-    show = _progress if sys.stderr.isatty() else lambda label, share: None
+    show = show_progress if sys.stderr.isatty() else lambda label, share: None
     report = quantize_model(model_dir, args.out, args.format, args.calibrate, show)
     if args.json:
         print(json.dumps(_record(args, report)))
@@ -125,8 +126,3 @@ def _lines(args: argparse.Namespace, report: QuantizeReport) -> Iterator[tuple[s
     yield "written", f"{args.out}: {count} of weights, {report.nbytes / 2**20:,.1f} MiB"
     for note in report.notes:
         yield "note", note
-
-
-def _progress(label: str, share: float) -> None:
-    end = "\r\x1b[K" if share >= 1 else ""
-    print(f"\r\x1b[K{label} {share:4.0%}", end=end, file=sys.stderr, flush=True)
