@@ -122,7 +122,7 @@ class AsyncLLM:
             params = dataclasses.replace(params, priority=priority)
         engine, kind = self._started(), OutputKind(kind)
         self._check_loop()
-        adapter = await engine.adapter_of(lora_request)
+        adapter = await engine.adapters.name_of(lora_request)
         stream = await engine.submit(prompt, params, kind=kind, cache_salt=cache_salt, tenant=tenant, adapter=adapter)
         try:
             async for output in stream:
@@ -195,11 +195,11 @@ class AsyncLLM:
 
     def remove_lora(self, lora_int_id: int) -> bool:
         """Remove an adapter by its number; its running requests continue. Returns False for an unknown number."""
-        return self._started().remove_lora(lora_int_id)
+        return self._started().adapters.unload_number(lora_int_id)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_variables: Any) -> list[int]:
         """Token ids of a conversation, for :meth:`generate`. Raises RequestError and TemplateError."""
-        return await self._started().encode_chat(messages, **template_variables)
+        return await self._started().prompts.encode_chat(messages, **template_variables)
 
     def _started(self) -> AsyncEngine:
         if self._engine is None:

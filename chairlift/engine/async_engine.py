@@ -14,17 +14,15 @@ import enum
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from chairlift.base.lora_request import LoRARequest
 from chairlift.base.outputs import FinishReason, OutputKind
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.base.service_class import DEFAULT_CLASS
 from chairlift.config import EngineConfig
 from chairlift.core.scheduler.prompt_share import PromptShare
-from chairlift.engine.adapter_names import AdapterEntry, AdapterNames
 from chairlift.engine.adapters import AdapterState
 from chairlift.engine.calibration import Calibration
 from chairlift.engine.core_outputs import FinishedSequence
@@ -32,7 +30,7 @@ from chairlift.engine.events import Events
 from chairlift.engine.idle_settings import idle_settings
 from chairlift.engine.info import EngineInfo, check_update
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, PreparedRequest, Prompt, unnamed
-from chairlift.engine.intake import Intake, Place
+from chairlift.engine.intake import Intake, Place, counting_refusals
 from chairlift.engine.output_processor import OutputProcessor
 from chairlift.engine.output_stream import OutputStream
 from chairlift.engine.pooled.pooled_requests import PooledRequests
@@ -40,36 +38,27 @@ from chairlift.engine.pooled.pooling_core import PooledText
 from chairlift.engine.pooled.pooling_inputs import PoolingInputs
 from chairlift.engine.process.messages import PassBegun, Pooled, Refused, Step
 from chairlift.engine.process.process_client import ProcessClient, RemoteCore
+from chairlift.engine.prompts import Prompts, ReadImages, ReadTokenizer
+from chairlift.engine.served_adapters import ServedAdapters
 from chairlift.errors import (
     ChairliftError,
     ConfigError,
     EngineDeadError,
-    ModelLoadError,
     OverloadedError,
     PromptTooLongError,
-    QueueFullError,
     QueueTimeoutError,
     RequestError,
 )
 from chairlift.metrics.stats import AutoscalingStats, ReplicaCounts, ReplicaStats, RequestStats
-from chairlift.models.vision.addresses import MediaSource
-from chairlift.models.vision.chats import GivenImage, take_images
-from chairlift.models.vision.image_reader import ImageReader
-from chairlift.models.vision.processor import ImageProcessor, PlacedImages
-from chairlift.text.grammar.checker import GrammarChecker
-from chairlift.text.tokenizer.encoder import PromptEncoder
-from chairlift.text.tokenizer.tokenizer import Tokenizer
+from chairlift.models.vision.processor import PlacedImages
 
 __all__ = ["AsyncEngine", "EngineState"]
 
 _log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 Progress = Callable[[str, float], None]
 Connect = Callable[["AsyncEngine"], RemoteCore]
 """Function that makes the core of an engine. The core sends its events to that engine."""
-ReadTokenizer = Callable[[EngineConfig, str], Tokenizer]
-ReadImages = Callable[[str, Tokenizer], ImageProcessor | None]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _SETTLED_SECONDS: Final = 60.0
@@ -119,7 +108,6 @@ class AsyncEngine:
         self.failure = ""
         """Reason why the engine is down or stopped."""
         self.info: EngineInfo | None = None
-        self.tokenizer: Tokenizer | None = None
         self.pooling_inputs: PoolingInputs | None = None
         """Checks texts for a model that computes embeddings, scores or classes; None for a model that generates
         text."""
@@ -131,9 +119,15 @@ class AsyncEngine:
             self.service_classes,
             Calibration(self.stats.forecast_error),
         )
-        self._read_images = read_images
-        self._images: ImageReader | None = None
-        self._read_tokenizer, self._chat_template = read_tokenizer, chat_template
+        self.prompts = Prompts(
+            config,
+            self.stats,
+            self._ready,
+            read_tokenizer=read_tokenizer,
+            read_images=read_images,
+            chat_template=chat_template,
+        )
+        self.adapters = ServedAdapters(lambda: self._client, self._ready, enabled=config.lora.enable_lora)
         self._on_progress, self._restart = on_progress, restart
         self._queue_timeout, self._request_timeout = queue_timeout, request_timeout
         self._health_timeout = health_timeout
@@ -154,13 +148,7 @@ class AsyncEngine:
         self._client: RemoteCore | None = None
         self._inputs: InputProcessor | None = None
         self._outputs: OutputProcessor | None = None
-        self._encoder: PromptEncoder | None = None
-        self._grammars: GrammarChecker | None = None
         self._streams: dict[str, OutputStream] = {}
-        self.adapters = AdapterNames()
-        """Adapters that requests may name."""
-        self._loads: dict[int, tuple[str, asyncio.Future[AdapterState]]] = {}
-        """``adapter_id`` of an adapter that is being loaded -> (its name, future of the load's result)."""
         self._pooled = PooledRequests(self.intake, self.stats)
         self._first_outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._keeper: asyncio.Task[None] | None = None
@@ -272,120 +260,10 @@ class AsyncEngine:
         Raises EngineDeadError if the engine does not run.
         """
         self._ready()
-        with self._refusing():
+        with counting_refusals(self.stats):
             self.intake.check(time.monotonic(), num_requests, num_tokens, service_class, tenant)
 
     # -- requests --------------------------------------------------------------------------------------------------
-
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises RequestError, and PromptTooLongError for a text that is much longer than the
-        model allows."""
-        with self._front() as encoder:
-            return await encoder.encode(text, add_special_tokens)
-
-    async def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text of one call.
-
-        Raises RequestError, QueueFullError if too many texts wait for the tokenizer, and PromptTooLongError if one
-        text, or all texts together, are much longer than the model allows.
-        """
-        with self._front() as encoder:
-            return await encoder.encode_all(texts, add_special_tokens)
-
-    async def encode_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each of the ``bad_words``, as an argument for :meth:`submit`. Raises the errors of
-        :meth:`encode_all`."""
-        with self._front() as encoder:
-            return await encoder.encode_words(params.bad_words or ())
-
-    async def encode_prediction(self, params: SamplingParams) -> SamplingParams:
-        """``params`` with its ``prediction`` converted to token ids. Raises the errors of :meth:`encode`."""
-        if not isinstance(params.prediction, str):
-            return params
-        return dataclasses.replace(params, prediction=await self.encode(params.prediction, add_special_tokens=False))
-
-    @property
-    def chat_template(self) -> str | None:
-        """Template that formats conversations: the one from the settings, otherwise the model's own."""
-        own = None if self.tokenizer is None else self.tokenizer.chat_template
-        return own if self._chat_template is None else self._chat_template
-
-    async def check_grammar(self, params: SamplingParams, cache_salt: str = "") -> None:
-        """Check that the grammar in ``params``, if it has one, compiles. Only callers with the same ``cache_salt``
-        share what was found.
-
-        Raises RequestError for a bad grammar, QueueFullError if too many grammars wait for this check, and
-        OverloadedError if the check fails for lack of resources.
-        """
-        self._ready()
-        if params.structured_outputs is None:
-            return
-        if self._grammars is None:
-            raise RequestError("structured_outputs needs the tokenizer, which was not loaded; leave it out")
-        with self._refusing():
-            await self._grammars.check(params.structured_outputs.value, cache_salt)
-
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> list[int]:
-        """Token ids of a conversation, formatted by the chat template. Raises RequestError and TemplateError."""
-        how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tools": tools, **variables}
-        laid_out, _ = await self.lay_out_chat(messages, continue_final_message=continue_final_message, **how)
-        return laid_out
-
-    async def lay_out_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> tuple[list[int], PlacedImages | None]:
-        """(token ids of a conversation, its images or None), as arguments for :meth:`submit`. Raises RequestError and
-        TemplateError."""
-        given_images: list[GivenImage] = []
-        if self._images is not None:
-            messages, given_images = take_images(messages)
-        how = add_generation_prompt, continue_final_message, variables, tools, bool(given_images)
-        with self._front() as encoder:
-            token_ids = await encoder.encode_chat(messages, *how)
-            if not given_images or self._images is None:
-                return token_ids, None
-            return await self._images.place(token_ids, given_images, encoder.beside)
-
-    async def fetch_images(self, messages: list[dict[str, Any]], source: MediaSource) -> list[dict[str, Any]]:
-        """``messages`` in which the images at addresses that ``source`` reads are prepared. Raises RequestError."""
-        with self._front():
-            return messages if self._images is None else await self._images.fetch(messages, source)
-
-    async def beside(self, work: Callable[[], _T]) -> _T:
-        """Run ``work`` in another thread and return its result. Long texts are processed one after another. Raises
-        QueueFullError."""
-        with self._front() as encoder:
-            return await encoder.beside(work)
-
-    @contextlib.contextmanager
-    def _front(self) -> Iterator[PromptEncoder]:
-        if (encoder := self._ready()._encoder) is None:
-            raise EngineDeadError("the engine is not there")
-        with self._refusing():
-            yield encoder
-
-    @contextlib.contextmanager
-    def _refusing(self) -> Iterator[None]:
-        """Count the QueueFullError of a refused request in the statistics."""
-        try:
-            yield
-        except QueueFullError as full:
-            self.stats.rejected["forecast" if full.kind == "forecast" else f"queue_{full.kind}"] += 1
-            raise
 
     async def submit(
         self,
@@ -407,22 +285,22 @@ class AsyncEngine:
         """Queue a request and return the stream of its outputs of this ``kind``.
 
         ``tenant`` is charged; ``name`` is the caller's name for the request. ``arrival`` is on the monotonic clock.
-        ``has_room``: :meth:`check_room` was called before. ``bad_word_ids`` come from :meth:`encode_words`, an expanded
-        prompt with ``images`` from :meth:`lay_out_chat`. ``adapter`` names a loaded adapter. Timeouts (seconds after
-        ``arrival``) replace the engine's. Raises RequestError for a request that cannot be served, QueueFullError when
-        the queue is full or the forecast exceeds the timeouts, and EngineDeadError.
+        ``has_room``: :meth:`check_room` was called before. ``bad_word_ids`` come from :meth:`Prompts.encode_words`, an
+        expanded prompt with ``images`` from :meth:`Prompts.lay_out_chat`. ``adapter`` names a loaded adapter. Timeouts
+        (seconds after ``arrival``) replace the engine's. Raises RequestError for a request that cannot be served,
+        QueueFullError when the queue is full or the forecast exceeds the timeouts, and EngineDeadError.
         """
         since, (prompt, text) = time.monotonic() if arrival is None else arrival, unnamed(prompt)
         if isinstance(prompt, str):
-            prompt = await self.encode(prompt)
+            prompt = await self.prompts.encode(prompt)
         if isinstance(params, SamplingParams):
-            params = await self.encode_prediction(params)
-            bad_word_ids = await self.encode_words(params) if bad_word_ids is None else bad_word_ids
-            await self.check_grammar(params, cache_salt)
+            params = await self.prompts.encode_prediction(params)
+            bad_word_ids = await self.prompts.encode_words(params) if bad_word_ids is None else bad_word_ids
+            await self.prompts.check_grammar(params, cache_salt)
         self._ready()
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")
-        whose = cache_salt, tenant, text, bad_word_ids, self.adapters.id_of(adapter)
+        whose = cache_salt, tenant, text, bad_word_ids, self.adapters.names.id_of(adapter)
         prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, *whose, images=images)
         num_tokens, service_class = len(prepared.prompt_token_ids), prepared.service.service_class
         foreseeable, now = self._is_foreseeable(prepared), time.monotonic()
@@ -430,7 +308,7 @@ class AsyncEngine:
         predicted = self.expected_wait(service_class, tenant) if foreseeable else None
         if not has_room:
             self.check_room(1, service_class, num_tokens, tenant)
-        with self._refusing():
+        with counting_refusals(self.stats):
             self.intake.check_wait(predicted, {"queue_timeout": patience, "timeout": limit}, service_class, now - since)
         self._client.add(prepared)
         try:
@@ -520,73 +398,6 @@ class AsyncEngine:
         if self._client is not None:
             await self._client.roll(patience)
 
-    async def load_adapter(
-        self, name: str, path: str | Path, *, root: str | None = None, in_place: bool = False, int_id: int = 0
-    ) -> None:
-        """Load the adapter in the directory ``path``, so that requests may name it. If ``root`` is given, all files
-        must be inside ``root`` after links are followed.
-
-        ``in_place`` replaces the loaded adapter of the same name; running requests keep the old adapter. Raises
-        RequestError for a name that is in use, ModelLoadError for an adapter that cannot be read, ConfigError if no
-        adapters are served, and EngineDeadError.
-        """
-        self._ready()
-        if not self.config.lora.enable_lora or self._client is None:
-            raise ConfigError("adapters are not served; start with enable_lora")
-        request = LoRARequest(name, int_id or 1, path)
-        if any(name == loading for loading, _ in self._loads.values()) or (name in self.adapters and not in_place):
-            raise RequestError(
-                f"the adapter {request.lora_name!r} is loaded already, or about to be; give load_inplace to replace it,"
-                " or another name"
-            )
-        load = self.adapters.next_load(name, str(path), root)
-        loaded: asyncio.Future[AdapterState] = asyncio.get_running_loop().create_future()
-        self._loads[load.adapter_id] = name, loaded
-        self._client.load_adapter(load)
-        try:
-            state = await loaded
-        except BaseException:  # the caller has left, so no request will use the adapter
-            self._client.unload_adapter(load.adapter_id)
-            raise
-        finally:
-            del self._loads[load.adapter_id]
-        if state.error:
-            raise ModelLoadError(state.error)
-        before = self.adapters.add(AdapterEntry(load, int_id))
-        if before is not None:
-            self._client.unload_adapter(before.load.adapter_id)
-
-    def remove_lora(self, int_id: int) -> bool:
-        """Call :meth:`unload_adapter` for the adapter to which a caller gave this number."""
-        entry = self.adapters.with_int_id(int_id)
-        return entry is not None and self.unload_adapter(entry.name)
-
-    def unload_adapter(self, name: str) -> bool:
-        """Refuse new requests for an adapter at once. Running requests keep the adapter; it leaves memory after the
-        last of them. Returns False if no adapter has this name."""
-        entry = self.adapters.remove(name)
-        if entry is not None and self._client is not None:
-            self._client.unload_adapter(entry.load.adapter_id)
-        return entry is not None
-
-    async def adapter_of(self, lora_request: LoRARequest | None) -> str:
-        """Name of the adapter of a request, which is loaded first if necessary; empty if ``lora_request`` is None.
-
-        Raises the errors of :meth:`load_adapter`.
-        """
-        if lora_request is None:
-            return ""
-        if not isinstance(lora_request, LoRARequest):
-            raise RequestError(f"lora_request must be a LoRARequest, got {type(lora_request).__name__}")
-        while self.adapters.find(lora_request) is None:
-            others = [future for name, future in self._loads.values() if name == lora_request.lora_name]
-            if others:
-                await asyncio.wait(others)
-                await asyncio.sleep(0)  # let the task that loaded it register the name
-                continue
-            await self.load_adapter(lora_request.lora_name, lora_request.lora_path, int_id=lora_request.lora_int_id)
-        return lora_request.lora_name
-
     async def shutdown(self) -> None:
         """End the engine's process. Unfinished requests fail with EngineDeadError."""
         self.state, self.failure = EngineState.STOPPED, self.failure or "it was shut down"
@@ -598,12 +409,7 @@ class AsyncEngine:
         if self._client is not None:
             await self._client.close()
         self._fail_all()
-        if self._encoder is not None:
-            await self._encoder.close()
-        if self._images is not None:
-            await self._images.close()
-        if self._grammars is not None:
-            await self._grammars.close()
+        await self.prompts.close()
         if not self._first_outcome.done():
             self._first_outcome.cancel()
 
@@ -661,15 +467,7 @@ class AsyncEngine:
 
     def on_adapter(self, state: AdapterState) -> None:
         """Handle the result of loading an adapter."""
-        waiting = self._loads.get(state.adapter_id)
-        if waiting is not None:
-            if not waiting[1].done():
-                waiting[1].set_result(state)
-            return
-        for entry in self.adapters:  # no caller waits: a restarted process loads its adapters again
-            if state.error and entry.load.adapter_id == state.adapter_id:
-                _log.error("the adapter %r could not be loaded again: %s", entry.name, state.error)
-                self.adapters.remove(entry.name)
+        self.adapters.reported(state)
 
     def on_step(self, step: Step, replica: int | None = None) -> None:
         """Deliver the results of a step to the streams of its requests. ``replica`` is the index of the replica that
@@ -730,9 +528,7 @@ class AsyncEngine:
         for stream in list(self._streams.values()):
             self._fail(stream.request_id, EngineDeadError(why, taken=True))
         self._pooled.fail_all(EngineDeadError(why, taken=True))
-        for _, loaded in self._loads.values():
-            if not loaded.done():
-                loaded.set_exception(EngineDeadError(why))
+        self.adapters.fail_all(lambda: EngineDeadError(why))
         self.intake.clear()
 
     def _queued_too_long(self, request_id: str) -> None:
@@ -795,40 +591,23 @@ class AsyncEngine:
         if self.info is not None and self.info.weights and self._client is not None:
             info = await self._client.update_weights(self.info.weights, self.info.weight_version, "continue")
         if self._client is not None:
-            for entry in self.adapters:
-                self._client.load_adapter(entry.load)
+            self.adapters.load_again(self._client)
         if self.info is None:
-            if not self.config.model.skip_tokenizer_init:
-                self.tokenizer = self._read_tokenizer(self.config, info.model_dir)
             # The queue for tokenization has room for the maximum number of queued and running requests.
-            max_texts = self.intake.max_requests + self.config.scheduler.max_num_seqs
-            chats = info.pooling is None
-            if self.tokenizer is not None and self._read_images is not None and info.takes_images:
-                reads = self._read_images(info.model_dir, self.tokenizer)
-                self._images = None if reads is None else ImageReader(reads, info.max_model_len, max_texts)
-            if self._images is not None:
-                await self._images.start()
-            self._encoder = PromptEncoder(
-                self.tokenizer,
-                info.max_model_len,
-                max_texts,
-                self._chat_template,
-                chats=chats,
-                plain_text_messages=self.config.model.plain_text_messages,
-            )
-            await self._encoder.start()
-            if self.tokenizer is not None:
-                self._grammars = GrammarChecker(self.tokenizer, info.vocab_size, max_texts)
-            problem = info.too_much_reserved(self.service_classes)
-            for each in [*idle_settings(self.config, info), *info.notes, *([problem] if problem and chats else [])]:
+            await self.prompts.start(info, self.intake.max_requests + self.config.scheduler.max_num_seqs)
+            warnings = [*idle_settings(self.config, info), *info.notes]
+            if info.pooling is None and (problem := info.too_much_reserved(self.service_classes)):
+                warnings.append(problem)
+            for each in warnings:
                 _log.warning("%s", each)
-        eos = set(info.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
+        tokenizer = self.prompts.tokenizer
+        eos = set(info.eos_token_ids) | set(tokenizer.eos_token_ids if tokenizer else ())
         self.info = info = dataclasses.replace(info, eos_token_ids=tuple(sorted(eos)))
         limits = ModelLimits(info.vocab_size, info.max_model_len, info.eos_token_ids, self.service_classes)
-        self.pooling_inputs = PoolingInputs(info, self.tokenizer) if info.pooling else None
-        reader = None if self._images is None else self._images.processor
-        self._inputs = InputProcessor(limits, self.tokenizer, info, self.config.model.seed, reader)
-        self._outputs = OutputProcessor(self.tokenizer, info.eos_token_ids, self.stats)
+        self.pooling_inputs = PoolingInputs(info, tokenizer) if info.pooling else None
+        reader = self.prompts.image_processor
+        self._inputs = InputProcessor(limits, tokenizer, info, self.config.model.seed, reader)
+        self._outputs = OutputProcessor(tokenizer, info.eos_token_ids, self.stats)
         self._outputs.weights_changed(info.weight_version)
         self.failure = ""
         self.state = EngineState.READY

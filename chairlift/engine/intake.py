@@ -3,18 +3,20 @@ should retry."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from chairlift.base.service_class import DEFAULT_CLASS, ServiceClass
 from chairlift.core.scheduler.forecast import Forecast
 from chairlift.engine.calibration import SHORTEST_WAIT, Calibration
 from chairlift.errors import QueueFullError
+from chairlift.metrics.stats import RequestStats
 
-__all__ = ["Intake", "Place"]
+__all__ = ["Intake", "Place", "counting_refusals"]
 
 _WINDOW: Final = 30.0
 """Seconds over which arrival and start rates are measured."""
@@ -391,6 +393,16 @@ class Intake:
             self._started.popleft()
         while self._came and self._came[0][0] < now - _WINDOW:
             self._came.popleft()
+
+
+@contextlib.contextmanager
+def counting_refusals(stats: RequestStats) -> Iterator[None]:
+    """Count the QueueFullError of a refused request in the statistics."""
+    try:
+        yield
+    except QueueFullError as full:
+        stats.rejected["forecast" if full.kind == "forecast" else f"queue_{full.kind}"] += 1
+        raise
 
 
 def _whole(seconds: float) -> float:

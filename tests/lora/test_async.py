@@ -49,12 +49,12 @@ def test_an_adapter_is_replaced_under_traffic_and_versions_never_mix(tmp_path: P
             await asyncio.sleep(0)
             random_adapter(model_dir, target, seed=2)
             new = alone(model_dir, adapter)
-            await engine.load_adapter("a", target, in_place=True, int_id=1)
+            await engine.adapters.load("a", target, in_place=True, int_id=1)
             assert await ask(llm, adapter) == new
             assert set(map(tuple, await asyncio.gather(*begun))) <= {tuple(old), tuple(new)}
             assert new not in (old, base) and await ask(llm, None) == base
             with pytest.raises(RequestError, match="loaded already"):
-                await engine.load_adapter("a", target)
+                await engine.adapters.load("a", target)
             last = asyncio.ensure_future(ask(llm, adapter))
             while not engine.num_requests:  # until it is in the engine
                 await asyncio.sleep(0)

@@ -24,13 +24,13 @@ from chairlift.base.service_class import DEFAULT_CLASS, ServiceClass
 from chairlift.cli.commands import LIVE_COMPARISON
 from chairlift.config import ServerConfig
 from chairlift.core.request import NO_PROMISE, Service
-from chairlift.engine.adapter_names import AdapterNames
 from chairlift.engine.async_engine import EngineState
 from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.events import Events
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
 from chairlift.engine.intake import Intake, Place
+from chairlift.engine.served_adapters import ServedAdapters
 from chairlift.errors import EngineDeadError, PromptTooLongError, QueueFullError, RequestError
 from chairlift.metrics.stats import AutoscalingStats, ReplicaCounts, ReplicaStats, RequestStats
 from chairlift.server.http.auth import load_keys
@@ -136,25 +136,95 @@ class FakeStream:
         self.abort()
 
 
+class FakePrompts:
+    """Replaces Prompts in tests: it does all work at once."""
+
+    def __init__(self, engine: FakeEngine, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self._engine = engine
+        self.follows_grammars = False
+        """Whether outputs follow grammars. If not, the script determines them."""
+        self.num_beside = 0
+        """Number of jobs that ran in another thread."""
+        self.encoded_at: list[float] = []
+        self.words_asked: list[tuple[str, ...]] = []
+        """Bad words in each call that tokenizes them."""
+        self.template_gate: asyncio.Event | None = None
+        """Event for which chats wait before their template is rendered."""
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("the prompt is text, but the tokenizer was not loaded; send token ids")
+        self.encoded_at.append(time.monotonic())
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    async def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        return [await self.encode(text, add_special_tokens) for text in texts]
+
+    async def check_grammar(self, params: SamplingParams, cache_salt: str = "") -> None:
+        if params.structured_outputs is not None and not self.follows_grammars:
+            raise RequestError("structured_outputs cannot be followed: this engine's answers are scripted")
+
+    async def encode_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        self.words_asked.append(tuple(params.bad_words or ()))
+        return ()
+
+    async def encode_prediction(self, params: SamplingParams) -> SamplingParams:
+        if not isinstance(params.prediction, str):
+            return params
+        return dataclasses.replace(params, prediction=await self.encode(params.prediction, False))
+
+    async def beside(self, work: Callable[[], Any]) -> Any:
+        if self._engine.full:
+            raise QueueFullError("256 long texts wait already, as many as may; try again later")
+        self.num_beside += 1
+        return work()
+
+    @property
+    def chat_template(self) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.chat_template
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_variables: Any,
+    ) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("chat needs the tokenizer, which was not loaded; send token ids")
+        if self.template_gate is not None:
+            self._engine.waiting.set()
+            await self.template_gate.wait()
+        template = ChatTemplate(self.tokenizer.chat_template, self.tokenizer.named_tokens)
+        text = template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **template_variables,
+        )
+        return self.tokenizer.encode(text, False)
+
+    async def lay_out_chat(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> tuple[list[int], None]:
+        return await self.encode_chat(messages, **how), None
+
+
 class FakeEngine:
     """Replaces AsyncEngine in tests. ``with_tokenizer=False`` corresponds to skip_tokenizer_init."""
 
     def __init__(self, *, with_tokenizer: bool = True, state: EngineState = EngineState.READY) -> None:
         self.state = state
         self.failure = ""
-        self.adapters = AdapterNames()
+        self.adapters = ServedAdapters(lambda: None, lambda: None, enabled=False)
         self.adapters_asked: list[str] = []
         """Name of the adapter of each submitted request, in order; empty for a request without an adapter."""
         self.info: EngineInfo | None = INFO if state is EngineState.READY else None
-        self.tokenizer = byte_tokenizer() if with_tokenizer else None
+        self.prompts = FakePrompts(self, byte_tokenizer() if with_tokenizer else None)
         self.stats = RequestStats()
         self.streams: set[FakeStream] = set()
         self.num_aborted = 0
         self.num_queued = 0
-        self.follows_grammars = False
-        """Whether outputs follow grammars. If not, the script determines them."""
-        self.num_beside = 0
-        """Number of jobs that the engine ran in another thread."""
         self.engine_pid: int | None = None
         self.max_queued_requests, self.max_queued_tokens = 256, 65_536
         self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
@@ -162,13 +232,10 @@ class FakeEngine:
         self.services: list[Service] = []
         """Class, tenant and deadlines of each submitted request, in order."""
         self.arrivals: list[float | None] = []
-        self.encoded_at: list[float] = []
         self.names: list[str] = []
         self.room_asked: list[tuple[int, str]] = []
         self.tokens_asked: list[int] = []
         """Number of prompt tokens in each call that checks whether a prompt has room."""
-        self.words_asked: list[tuple[str, ...]] = []
-        """Bad words in each call that tokenizes them."""
         self.full = False
         """Whether every request is refused as if the queue were full."""
         self.failure_of_streams: Exception | None = None
@@ -182,8 +249,6 @@ class FakeEngine:
         self.gate: asyncio.Event | None = None
         """Event for which streams wait after ``gate_after`` outputs."""
         self.gate_after = 0
-        self.template_gate: asyncio.Event | None = None
-        """Event for which chats wait before their template is rendered."""
         self.waiting = asyncio.Event()
         self.intake = Intake(256, 65_536)
         """Queue that tests can fill. Requests of the fake engine do not enter it."""
@@ -232,63 +297,6 @@ class FakeEngine:
             raise EngineDeadError(f"the engine is {self.state}")
         if self.full:
             raise QueueFullError("256 requests wait already, and 256 may; try again later", 3.0)
-
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        if self.tokenizer is None:
-            raise RequestError("the prompt is text, but the tokenizer was not loaded; send token ids")
-        self.encoded_at.append(time.monotonic())
-        return self.tokenizer.encode(text, add_special_tokens)
-
-    async def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        return [await self.encode(text, add_special_tokens) for text in texts]
-
-    async def check_grammar(self, params: SamplingParams, cache_salt: str = "") -> None:
-        if params.structured_outputs is not None and not self.follows_grammars:
-            raise RequestError("structured_outputs cannot be followed: this engine's answers are scripted")
-
-    async def encode_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        self.words_asked.append(tuple(params.bad_words or ()))
-        return ()
-
-    async def encode_prediction(self, params: SamplingParams) -> SamplingParams:
-        if not isinstance(params.prediction, str):
-            return params
-        return dataclasses.replace(params, prediction=await self.encode(params.prediction, False))
-
-    async def beside(self, work: Callable[[], Any]) -> Any:
-        if self.full:
-            raise QueueFullError("256 long texts wait already, as many as may; try again later")
-        self.num_beside += 1
-        return work()
-
-    @property
-    def chat_template(self) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.chat_template
-
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **template_variables: Any,
-    ) -> list[int]:
-        if self.tokenizer is None:
-            raise RequestError("chat needs the tokenizer, which was not loaded; send token ids")
-        if self.template_gate is not None:
-            self.waiting.set()
-            await self.template_gate.wait()
-        template = ChatTemplate(self.tokenizer.chat_template, self.tokenizer.named_tokens)
-        text = template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **template_variables,
-        )
-        return self.tokenizer.encode(text, False)
-
-    async def lay_out_chat(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> tuple[list[int], None]:
-        return await self.encode_chat(messages, **how), None
 
     async def submit(
         self,
@@ -350,7 +358,8 @@ class FakeEngine:
         rng = random.Random(repr((prompt, params.seed, index)))
         most = params.max_tokens or rng.randrange(1, 60)
         tokens = self._script(rng, most, params)
-        detokenizer = None if self.tokenizer is None else IncrementalDetokenizer(self.tokenizer, prompt, params)
+        tokenizer = self.prompts.tokenizer
+        detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, prompt, params)
         deltas: list[CompletionOutput] = []
         total, at = 0.0, 0
         while not deltas or deltas[-1].finish_reason is None:
@@ -396,7 +405,7 @@ class FakeEngine:
         return entry
 
     def _logprob(self, token: int, rank: int) -> Logprob:
-        text = None if self.tokenizer is None else self.tokenizer.token_text(token)
+        text = None if self.prompts.tokenizer is None else self.prompts.tokenizer.token_text(token)
         return Logprob(float("-inf") if token == 198 else -0.25 * rank, rank, text)
 
     def _output(

@@ -19,10 +19,10 @@ from starlette.types import ASGIApp
 
 from chairlift.cli.commands import LIVE_COMPARISON
 from chairlift.config import EngineConfig, ServerConfig
-from chairlift.engine.adapter_names import AdapterNames
 from chairlift.engine.async_engine import EngineState
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.intake import Intake
+from chairlift.engine.served_adapters import ServedAdapters
 from chairlift.metrics.stats import AutoscalingStats, ReplicaCounts, ReplicaStats, RequestStats
 from chairlift.server.http.auth import load_keys
 from chairlift.server.http.http_protocol import HttpLimits, HttpServer
@@ -62,9 +62,8 @@ class StateOnlyEngine:
     def __init__(self, state: EngineState = EngineState.READY) -> None:
         self.state = state
         self.failure = ""
-        self.adapters = AdapterNames()
+        self.adapters = ServedAdapters(lambda: None, lambda: None, enabled=False)
         self.info: EngineInfo | None = INFO
-        self.tokenizer = None
         self.stats = RequestStats()
         self.stopped = asyncio.Event()
         self.loaded: asyncio.Future[None] | None = None

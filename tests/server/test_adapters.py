@@ -10,6 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from chairlift.engine.adapter_names import AdapterEntry
+from chairlift.engine.served_adapters import ServedAdapters
 from chairlift.errors import ConfigError, ModelLoadError, RequestError
 from chairlift.server.http.app import make_app
 from chairlift.server.operations.adapters import load_modules
@@ -18,22 +19,27 @@ from tests.server.fake_engine import FakeEngine, make_state
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 
 
-class Loading(FakeEngine):
+class LoadedAtOnce(ServedAdapters):
     """Knows adapters by what it is told."""
 
-    def __init__(self, error: Exception | None = None) -> None:
-        super().__init__()
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__(lambda: None, lambda: None, enabled=True)
         self.error = error
         self.loads: list[tuple[str, str, str | None, bool]] = []
 
-    async def load_adapter(self, name: str, path: Any, *, root: str | None = None, in_place: bool = False) -> None:
+    async def load(
+        self, name: str, path: str | Path, *, root: str | None = None, in_place: bool = False, int_id: int = 0
+    ) -> None:
         if self.error is not None:
             raise self.error
         self.loads.append((name, str(path), root, in_place))
-        self.adapters.add(AdapterEntry(self.adapters.next_load(name, str(path), root)))
+        self.names.add(AdapterEntry(self.names.next_load(name, str(path), root)))
 
-    def unload_adapter(self, name: str) -> bool:
-        return self.adapters.remove(name) is not None
+
+class Loading(FakeEngine):
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.adapters: LoadedAtOnce = LoadedAtOnce(error)
 
 
 @pytest.fixture
@@ -59,7 +65,10 @@ def test_the_admin_loads_and_others_ask(tmp_path: Path, root: Path) -> None:
         assert load(client).json() == {"lora_name": "mine", "loaded": True}
         assert load(client, str(root / "a"), load_inplace=True).status_code == 200
     where = str((root / "a").resolve())
-    assert engine.loads == [("mine", where, str(root.resolve()), False), ("mine", where, str(root.resolve()), True)]
+    assert engine.adapters.loads == [
+        ("mine", where, str(root.resolve()), False),
+        ("mine", where, str(root.resolve()), True),
+    ]
     with client_of(engine, tmp_path, root, "sk-alice") as client:
         cards = {card["id"]: card for card in client.get("/v1/models").json()["data"]}
         assert cards["mine"]["parent"] == cards["mine"]["root"] == "fake" and cards["fake"]["parent"] is None
@@ -91,7 +100,7 @@ def test_nobody_else_loads(path: str, tmp_path: Path, root: Path) -> None:
         assert (reply.status_code, reply.json()["error"]["code"]) == (403, "admin_key_needed")
     with TestClient(make_app(make_state(engine)), base_url="http://localhost") as client:  # a server without keys
         assert client.post(path, json={"lora_name": "mine", "lora_path": "a"}).status_code == 403
-    assert not engine.loads
+    assert not engine.adapters.loads
 
 
 @pytest.mark.parametrize("path", ["..", "/etc", "a/../../x", "link", "\0"])
@@ -101,7 +110,7 @@ def test_what_lies_elsewhere_is_refused_and_nothing_is_said_about_it(path: str, 
     with client_of(engine, tmp_path, root) as client:
         reply = load(client, path)
     assert reply.status_code == 400 and "below the server's --lora-dir" in reply.json()["error"]["message"]
-    assert not engine.loads
+    assert not engine.adapters.loads
 
 
 def test_refusals_say_what_to_do(tmp_path: Path, root: Path) -> None:
@@ -121,10 +130,13 @@ def test_modules_of_the_command_line(tmp_path: Path) -> None:
     async def test() -> None:
         engine = Loading()
         await load_modules(make_state(engine, lora_modules=(f"x={tmp_path}", "y=someone/adapter")))
-        assert [each[:3] for each in engine.loads] == [("x", str(tmp_path), None), ("y", "someone/adapter", None)]
+        assert [each[:3] for each in engine.adapters.loads] == [
+            ("x", str(tmp_path), None),
+            ("y", "someone/adapter", None),
+        ]
         in_json = '{"name": "z", "path": "someone/z", "base_model_name": "fake"}'
         await load_modules(make_state(engine, lora_modules=(in_json,)))
-        assert engine.loads[-1][:2] == ("z", "someone/z")
+        assert engine.adapters.loads[-1][:2] == ("z", "someone/z")
         wrong = ('{"name": "z"}', '{"name": "z", "path": "a", "base_model_name": "other"}', "{")
         for module in ("x", "=a", "x=", "fake=a", *wrong):
             with pytest.raises(ConfigError, match="lora_modules"):

@@ -74,7 +74,7 @@ def test_every_format_has_an_answer() -> None:
 
 def served(script: bytes, **settings: Any) -> TestClient:
     engine, own = FakeEngine(), byte_tokenizer()
-    engine.tokenizer = Tokenizer(own.backend, own.named_tokens, HERMES)
+    engine.prompts.tokenizer = Tokenizer(own.backend, own.named_tokens, HERMES)
     ids = {own.token_bytes(token_id, False): token_id for token_id in range(256)}
     engine.script = [*(ids[bytes([byte])] for byte in script), EOS]
     return TestClient(make_app(make_state(engine, **settings)), base_url="http://localhost")

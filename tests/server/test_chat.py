@@ -216,24 +216,24 @@ TOOL_CHAT = [
 def test_a_guard_model_sees_what_the_user_says(
     http: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert engine.tokenizer is not None
-    monkeypatch.setattr(engine.tokenizer, "chat_template", GUARD)
+    assert engine.prompts.tokenizer is not None
+    monkeypatch.setattr(engine.prompts.tokenizer, "chat_template", GUARD)
     for content, shown in (("Is this safe?", "Is this safe?"), (PARTS, "ab")):
         assert ask(http, messages=[{"role": "user", "content": content}], max_tokens=1).status_code == 200
-        assert engine.tokenizer.decode(engine.submitted[-1][0], False) == f"user: {shown}"
+        assert engine.prompts.tokenizer.decode(engine.submitted[-1][0], False) == f"user: {shown}"
 
 
 @pytest.mark.parametrize("template", [None, GUARD.replace("part.text", "part.text or part"), SHOWS_ALL])
 def test_every_key_of_a_message_reaches_the_template_as_in_python(
     http: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, template: str | None
 ) -> None:
-    assert engine.tokenizer is not None
-    monkeypatch.setattr(engine.tokenizer, "chat_template", template or engine.tokenizer.chat_template)
+    assert engine.prompts.tokenizer is not None
+    monkeypatch.setattr(engine.prompts.tokenizer, "chat_template", template or engine.prompts.tokenizer.chat_template)
     reply = ask(http, messages=TOOL_CHAT, max_tokens=1)
     assert reply.status_code == 200 and "warning" not in reply.headers
     given = copy.deepcopy(TOOL_CHAT)
-    text = ChatTemplate(engine.tokenizer.chat_template, engine.tokenizer.named_tokens).render(given)
-    assert engine.tokenizer.decode(engine.submitted[-1][0], False) == text
+    text = ChatTemplate(engine.prompts.tokenizer.chat_template, engine.prompts.tokenizer.named_tokens).render(given)
+    assert engine.prompts.tokenizer.decode(engine.submitted[-1][0], False) == text
     assert http.post("/tokenize", json={"messages": TOOL_CHAT}).json()["tokens"] == engine.submitted[-1][0]
     if template == SHOWS_ALL:
         for each in ('"reasoning_content": "Hm."', '"arguments": {"at": "sky"}', '"tool_call_id"', '"mood"', "Easy."):
@@ -265,15 +265,15 @@ def test_other_messages_are_refused(http: TestClient, message: Any, param: str, 
 def test_a_message_can_be_continued(http: TestClient, engine: FakeEngine) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "Well, I"}]
     assert ask(http, messages=messages, continue_final_message=True, max_tokens=1).status_code == 200
-    assert engine.tokenizer is not None
-    assert engine.tokenizer.decode(engine.submitted[0][0], False).endswith("<|im_start|>assistant\nWell, I")
+    assert engine.prompts.tokenizer is not None
+    assert engine.prompts.tokenizer.decode(engine.submitted[0][0], False).endswith("<|im_start|>assistant\nWell, I")
     error = refused(http, messages=messages, continue_final_message=True, add_generation_prompt=True)
     assert error["param"] == "continue_final_message"
     call = {"role": "assistant", "content": "Well", "tool_calls": [CALL]}
     error = refused(http, messages=[*MESSAGES, call], continue_final_message=True)
     assert error["param"] == "continue_final_message" and "tool_calls" in error["message"]
     assert ask(http, add_generation_prompt=False, max_tokens=1).status_code == 200
-    assert engine.tokenizer.decode(engine.submitted[1][0], False).endswith("<|im_end|>\n")
+    assert engine.prompts.tokenizer.decode(engine.submitted[1][0], False).endswith("<|im_end|>\n")
 
 
 def test_the_prompts_end_is_kept(http: TestClient, engine: FakeEngine) -> None:

@@ -76,14 +76,14 @@ def test_the_official_client_reads_answers_and_streams(http: TestClient, engine:
 
 
 def test_text_and_ids_are_the_same_prompt(http: TestClient, engine: FakeEngine) -> None:
-    assert engine.tokenizer is not None
-    ids = engine.tokenizer.encode("Dé")
+    assert engine.prompts.tokenizer is not None
+    ids = engine.prompts.tokenizer.encode("Dé")
     texts = [answer(http, prompt=prompt, seed=1)["choices"][0]["text"] for prompt in ("Dé", ["Dé"], ids, [ids])]
     assert len(set(texts)) == 1
     assert refused(http, prompt="")["param"] == "prompt"
     assert refused(http, prompt=["a", ""])["param"] == "prompt"
     assert refused(http, prompt=[[]])["code"] == "invalid_value"
-    engine.tokenizer = byte_tokenizer(begins=True)
+    engine.prompts.tokenizer = byte_tokenizer(begins=True)
     assert answer(http, prompt="")["usage"]["prompt_tokens"] == 1
     assert refused(http, prompt="", add_special_tokens=False)["param"] == "prompt"
 
@@ -102,8 +102,8 @@ def test_room_is_asked_for_the_tokens_of_all_prompts_and_nothing_is_warned_of(
 
 
 def test_truncation_keeps_the_tokens_that_the_tokenizer_adds(http: TestClient, engine: FakeEngine) -> None:
-    engine.tokenizer = byte_tokenizer(begins=True)
-    begin, *text = engine.tokenizer.encode("Up high")
+    engine.prompts.tokenizer = byte_tokenizer(begins=True)
+    begin, *text = engine.prompts.tokenizer.encode("Up high")
     for fields, expected in (
         ({"truncate_prompt_tokens": 3}, [begin, *text[-2:]]),
         ({"truncate_prompt_tokens": 1}, [begin]),
@@ -155,9 +155,9 @@ def test_echo_with_logprobs_scores_the_prompt_as_well(http: TestClient, engine: 
 
 
 def test_offsets_are_right_where_bytes_make_no_character(http: TestClient, engine: FakeEngine) -> None:
-    assert engine.tokenizer is not None
+    assert engine.prompts.tokenizer is not None
     texts = [b"a", b"\xd5", b"w", b"\xa5", b"\xf0", b"\x9f", b"<", "😀".encode(), b"\xc3", b"z"]
-    id_of = {engine.tokenizer.token_bytes(i): i for i in range(256)}
+    id_of = {engine.prompts.tokenizer.token_bytes(i): i for i in range(256)}
     prompt = [id_of[bytes([byte])] for text in texts for byte in text]
     (choice,) = answer(http, prompt=prompt, echo=True, logprobs=0, max_tokens=0)["choices"]
     found = zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True)
@@ -166,7 +166,7 @@ def test_offsets_are_right_where_bytes_make_no_character(http: TestClient, engin
 
 
 def test_offsets_count_special_tokens_where_they_are_shown(http: TestClient, engine: FakeEngine) -> None:
-    engine.tokenizer = byte_tokenizer(begins=True)
+    engine.prompts.tokenizer = byte_tokenizer(begins=True)
     for skip in (True, False):
         asked = {"prompt": "Up", "echo": True, "logprobs": 0, "max_tokens": 0, "skip_special_tokens": skip}
         (choice,) = answer(http, **asked)["choices"]
@@ -187,7 +187,7 @@ def llama_tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize("echo", [True, False])
 def test_tokens_keep_the_space_that_they_begin_with(http: TestClient, engine: FakeEngine, echo: bool) -> None:
-    engine.tokenizer = llama_tokenizer()
+    engine.prompts.tokenizer = llama_tokenizer()
     reply = answer(http, prompt="Up lift", echo=echo, logprobs=1, prompt_logprobs=1, max_tokens=8, seed=3)
     (choice,) = reply["choices"]
     tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
@@ -201,7 +201,7 @@ def test_tokens_keep_the_space_that_they_begin_with(http: TestClient, engine: Fa
 
 
 def test_offsets_behind_a_prompt_that_the_tokenizer_rewrote(http: TestClient, engine: FakeEngine) -> None:
-    engine.tokenizer = llama_tokenizer()
+    engine.prompts.tokenizer = llama_tokenizer()
     prompt = "Up é e\u0301"
     (choice,) = answer(http, prompt=prompt, echo=True, logprobs=0, max_tokens=5, seed=3)["choices"]
     assert choice["text"].startswith(prompt)
@@ -213,8 +213,8 @@ def test_offsets_behind_a_prompt_that_the_tokenizer_rewrote(http: TestClient, en
 
 @pytest.mark.parametrize("echo", [True, False])
 def test_a_character_that_the_prompt_begins_stands_once(http: TestClient, engine: FakeEngine, echo: bool) -> None:
-    assert engine.tokenizer is not None
-    id_of = {engine.tokenizer.token_bytes(i): i for i in range(256)}
+    assert engine.prompts.tokenizer is not None
+    id_of = {engine.prompts.tokenizer.token_bytes(i): i for i in range(256)}
     a, *rest = (id_of[bytes([byte])] for byte in "a😀".encode())
     engine.script = [*rest[2:], a]
     asked = {"prompt": [a, *rest[:2]], "echo": echo, "logprobs": 0, "max_tokens": 3}
@@ -359,7 +359,7 @@ def test_too_many_prompts_are_counted_in_words_that_fit(http: TestClient) -> Non
 
 def test_bad_words_are_tokenized_once_for_all_prompts(http: TestClient, engine: FakeEngine) -> None:
     answer(http, prompt=["a", "b", "c"], bad_words=["snow", "ice"])
-    assert engine.words_asked == [("snow", "ice")]
+    assert engine.prompts.words_asked == [("snow", "ice")]
     error = refused(http, bad_words=["x" * 256] * 33)
     assert (error["param"], "8,448 characters, and 8,192 are allowed" in error["message"]) == ("bad_words", True)
 
@@ -375,6 +375,6 @@ def test_lists_count_once_for_each_prompt(http: TestClient) -> None:
 
 def test_many_tokens_are_echoed_from_a_thread(http: TestClient, engine: FakeEngine) -> None:
     for size, num in ((512, 0), (513, 1)):
-        engine.num_beside = 0
+        engine.prompts.num_beside = 0
         answer(http, prompt=[65] * size, echo=True, max_tokens=1)
-        assert engine.num_beside == num
+        assert engine.prompts.num_beside == num

@@ -67,7 +67,7 @@ def engine() -> FakeEngine:
     engine = FakeEngine()
     backend = byte_level_backend()
     backend.add_special_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>"])
-    engine.tokenizer = Tokenizer(backend, {})
+    engine.prompts.tokenizer = Tokenizer(backend, {})
     assert engine.info is not None
     return engine
 
@@ -79,7 +79,7 @@ def ask(engine: FakeEngine, **body: Any) -> Any:
 
 def test_the_endpoint_lays_out_each_prompt(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> None:
     monkeypatch.setattr(engine, "_check", lambda *_: None)
-    tokenizer = engine.tokenizer
+    tokenizer = engine.prompts.tokenizer
     assert tokenizer is not None
     reply = ask(engine, prompt=["one", ""], suffix="end", stop_token_ids=[7], logprobs=1)
     assert reply.status_code == 200, reply.text

@@ -220,7 +220,7 @@ def test_the_answer_goes_on_with_the_assistants_last_message(http: TestClient, e
 
 
 def test_settings_reach_the_engine(http: TestClient, engine: FakeEngine) -> None:
-    engine.follows_grammars = True
+    engine.prompts.follows_grammars = True
     config = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     create(http, temperature=0.5, top_p=0.5, top_k=7, output_config=config, service_tier="standard_only")
     params = engine.submitted[-1][1]

@@ -94,7 +94,7 @@ def heard() -> Iterator[list[tuple[str, str]]]:
 @pytest.fixture
 def http(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
     engine = FakeEngine()
-    template = ChatTemplate(engine.tokenizer.chat_template, engine.tokenizer.named_tokens)
+    template = ChatTemplate(engine.prompts.tokenizer.chat_template, engine.prompts.tokenizer.named_tokens)
     monkeypatch.setattr(fake_engine, "ChatTemplate", lambda *_: template)  # else the model's is compiled each time
     with TestClient(make_app(make_state(engine)), base_url="http://localhost") as client:
         for path, body in GOOD.items():  # what is imported at the first use is there now

@@ -189,5 +189,5 @@ def test_the_document_knows_the_fields_and_the_header(client: TestClient) -> Non
 def test_time_counts_from_when_the_request_was_there(client: TestClient, engine: FakeEngine, stream: bool) -> None:
     before = time.monotonic()
     client.post(TEXT, json={"prompt": "Hi", "max_tokens": 1, "stream": stream})
-    (arrival,), (encoded,) = engine.arrivals, engine.encoded_at
+    (arrival,), (encoded,) = engine.arrivals, engine.prompts.encoded_at
     assert arrival is not None and before <= arrival <= encoded  # tokenizing is part of the wait

@@ -175,7 +175,7 @@ def test_logprobs_are_those_of_the_text(client: openai.OpenAI, engine: FakeEngin
 
 
 def test_forms_reach_the_engine(client: openai.OpenAI, engine: FakeEngine) -> None:
-    engine.follows_grammars = True
+    engine.prompts.follows_grammars = True
     says(engine, "{}", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}

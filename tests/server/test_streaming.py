@@ -247,7 +247,7 @@ def test_no_room_is_said_before_anything_is_tokenized(
 def test_the_time_runs_while_a_chat_waits_for_its_template(
     engine: FakeEngine, settings: dict[str, Any], more: dict[str, Any], code: str
 ) -> None:
-    engine.template_gate = asyncio.Event()
+    engine.prompts.template_gate = asyncio.Event()
     with TestClient(make_app(make_state(engine, **settings)), base_url="http://localhost") as client:
         reply = client.post(CHAT, json={"messages": MESSAGES, **more})
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, code)
@@ -259,7 +259,7 @@ def test_the_time_runs_while_a_chat_waits_for_its_template(
 def test_a_body_counts_until_its_prompt_is_tokens() -> None:
     async def main() -> None:
         engine = FakeEngine()
-        engine.template_gate = asyncio.Event()
+        engine.prompts.template_gate = asyncio.Event()
         state = make_state(engine)
         body = {"messages": MESSAGES, "stream": True, "max_tokens": 50, "ignore_eos": True}
         seen: list[int] = []
@@ -274,7 +274,7 @@ def test_a_body_counts_until_its_prompt_is_tokens() -> None:
         chats[0].cancel()  # who leaves takes it away
         await asyncio.wait(chats[:1])
         assert state.num_body_bytes == len(json.dumps(body))
-        engine.template_gate.set()
+        engine.prompts.template_gate.set()
         await chats[1]
         assert set(seen) == {0}
 

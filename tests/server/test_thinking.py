@@ -29,7 +29,7 @@ def engine_with(template: str, *marks: str) -> FakeEngine:
     own = byte_tokenizer()
     backend = tokenizers.Tokenizer.from_str(own.backend.to_str())
     backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
-    engine.tokenizer = Tokenizer(backend, own.named_tokens, template)
+    engine.prompts.tokenizer = Tokenizer(backend, own.named_tokens, template)
     engine.info = dataclasses.replace(INFO, vocab_size=300)
     return engine
 
@@ -49,7 +49,7 @@ def budget_of(engine: FakeEngine, **fields: Any) -> ThinkingBudget | None:
 @pytest.mark.parametrize("name", ["thinking_token_budget", "thinking_budget"])
 def test_the_marks_are_those_of_the_template(name: str) -> None:
     engine = engine_with(HERMES, "<think>", "</think>")
-    begin, end = (engine.tokenizer.token_to_id(mark) for mark in ("<think>", "</think>"))  # type: ignore[union-attr]
+    begin, end = (engine.prompts.tokenizer.token_to_id(mark) for mark in ("<think>", "</think>"))  # type: ignore[union-attr]
     assert budget_of(engine, **{name: 7}) == ThinkingBudget(max_tokens=7, end=end, begin=(begin,))
     assert budget_of(engine_with(OPENED, "<think>", "</think>"), **{name: 0}) == ThinkingBudget(max_tokens=0, end=end)
     for fields in ({}, {name: -1}, {name: None}, {name: 7, "chat_template_kwargs": {"enable_thinking": False}}):
@@ -59,7 +59,7 @@ def test_the_marks_are_those_of_the_template(name: str) -> None:
 
 def test_the_format_of_channels_needs_more_than_the_end() -> None:
     engine = engine_with(HARMONY, "<|start|>", "<|channel|>", "<|message|>", "<|end|>")
-    tokenizer = engine.tokenizer
+    tokenizer = engine.prompts.tokenizer
     assert tokenizer is not None
     budget = budget_of(engine, thinking_token_budget=7)
     assert budget is not None and tokenizer.token_to_id("<|end|>") == budget.end
@@ -72,7 +72,8 @@ def test_the_format_of_channels_needs_more_than_the_end() -> None:
 def test_a_template_that_knows_a_budget_is_told() -> None:
     engine = engine_with(HERMES + "{% if thinking_budget %}<{{ thinking_budget }}>{% endif %}", "<think>", "</think>")
     budget_of(engine, thinking_token_budget=7)
-    assert engine.tokenizer is not None and engine.tokenizer.decode(engine.submitted[-1][0], False).endswith("<7>")
+    tokenizer = engine.prompts.tokenizer
+    assert tokenizer is not None and tokenizer.decode(engine.submitted[-1][0], False).endswith("<7>")
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def _whole(text: str) -> bool:
 
 
 def ask(http: TestClient, engine: FakeEngine, tokenizer: Tokenizer, script: list[int], **fields: Any) -> Any:
-    engine.tokenizer, engine.script = tokenizer, script
+    engine.prompts.tokenizer, engine.script = tokenizer, script
     engine.info = dataclasses.replace(INFO, vocab_size=tokenizer.vocab_size)
     asked = {"logprobs": 0, "ignore_eos": True, "max_tokens": len(script), **fields}
     reply = http.post("/v1/completions", json=asked)

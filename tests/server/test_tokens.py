@@ -34,10 +34,10 @@ def refused(http: TestClient, path: str, **body: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("text", ["", "Dé 😀<|im_end|>\n", "x" * 20_000])
 def test_there_and_back(http: TestClient, engine: FakeEngine, text: str) -> None:
     reply = http.post("/tokenize", json={"model": "fake", "prompt": text, "return_token_strs": True}).json()
-    assert engine.tokenizer is not None
-    assert reply["tokens"] == engine.tokenizer.encode(text)
+    assert engine.prompts.tokenizer is not None
+    assert reply["tokens"] == engine.prompts.tokenizer.encode(text)
     assert (reply["count"], reply["max_model_len"]) == (len(reply["tokens"]), INFO.max_model_len)
-    assert reply["token_strs"] == [engine.tokenizer.decode([token], False) for token in reply["tokens"]]
+    assert reply["token_strs"] == [engine.prompts.tokenizer.decode([token], False) for token in reply["tokens"]]
     assert http.post("/detokenize", json={"tokens": reply["tokens"]}).json() == {"prompt": text}
 
 

@@ -47,7 +47,7 @@ CALLS = (
 def says(engine: FakeEngine, text: str, template: str = HERMES) -> None:
     """Let every answer be this text, from a model with this template."""
     own = byte_tokenizer()
-    engine.tokenizer = Tokenizer(own.backend, own.named_tokens, template)
+    engine.prompts.tokenizer = Tokenizer(own.backend, own.named_tokens, template)
     engine.script = [*own.encode(text, False), EOS]
 
 
@@ -229,15 +229,15 @@ def test_marks_that_are_special_tokens_are_read_and_others_left_out(client: open
     own.add_special_tokens(marks)
     template = "{# <|channel|><|message|><|call|> #}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
     template += "{% for m in messages %}{{ m.content }}{% endfor %}"
-    engine.tokenizer = Tokenizer(own, {"eos_token": "<|im_end|>"}, template)
-    engine.info = dataclasses.replace(INFO, vocab_size=engine.tokenizer.vocab_size)
+    engine.prompts.tokenizer = Tokenizer(own, {"eos_token": "<|im_end|>"}, template)
+    engine.info = dataclasses.replace(INFO, vocab_size=engine.prompts.tokenizer.vocab_size)
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.now"
-    engine.script = [*engine.tokenizer.encode(text + " <|constrain|>json<|message|>{}<|call|>", False), EOS]
+    engine.script = [*engine.prompts.tokenizer.encode(text + " <|constrain|>json<|message|>{}<|call|>", False), EOS]
     choice = create(client).choices[0]
     assert (choice.message.content, choice.message.reasoning) == (None, "Hm.")
     assert choice.message.tool_calls[0].function.name == "now"
     text = "<|channel|>final<|message|>One<|other|> two<|end|>"
-    engine.script = [*engine.tokenizer.encode(text, False), EOS]
+    engine.script = [*engine.prompts.tokenizer.encode(text, False), EOS]
     assert create(client).choices[0].message.content == "One two"
     chunks = create(client, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "One two"
@@ -319,7 +319,7 @@ def test_prompts_with_tools_can_be_counted(http: TestClient, engine: FakeEngine)
 
 
 def test_a_call_can_be_required(client: openai.OpenAI, engine: FakeEngine) -> None:
-    engine.follows_grammars = True
+    engine.prompts.follows_grammars = True
     says(engine, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
     named: Any = {"type": "function", "function": {"name": "now"}}
     allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
@@ -343,7 +343,7 @@ def test_a_call_can_be_required(client: openai.OpenAI, engine: FakeEngine) -> No
 
 
 def test_a_form_comes_after_the_reasoning_and_beside_calls(client: openai.OpenAI, engine: FakeEngine) -> None:
-    engine.follows_grammars = True
+    engine.prompts.follows_grammars = True
 
     def held(**fields: Any) -> Any:
         create(client, response_format={"type": "json_object"}, **fields)

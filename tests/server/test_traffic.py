@@ -149,8 +149,8 @@ async def served(tmp_path: Path | None = None, keys: str = "", **settings: Any) 
     )
     core = ScriptedCore(engine)
     engine._client = core  # type: ignore[assignment]
-    engine.tokenizer = copy.copy(byte_tokenizer())
-    engine.tokenizer.chat_template = None  # no process for it
+    engine.prompts.tokenizer = copy.copy(byte_tokenizer())
+    engine.prompts.tokenizer.chat_template = None  # no process for it
     await engine._prepare(INFO)
     config = ServerConfig()
     if tmp_path is not None:

@@ -55,7 +55,7 @@ async def create_message(request: Request) -> Response:
     payload, ignored = parse(MessagesRequest, body, REFUSED)
     ignored += _unknown_inside(body)
     client_names = names()
-    chat = to_chat(payload, client_names, state.engine.chat_template or "", ignored)
+    chat = to_chat(payload, client_names, state.engine.prompts.chat_template or "", ignored)
     with client_names.translated_errors(state, request.state.request_id):
         hint = payload.thinking.budget_tokens if payload.thinking else None
         run = await begin_chat(request, chat, ignored, shorten=True, thinking_hint=hint)
@@ -81,7 +81,7 @@ async def count_tokens(request: Request) -> Response:
     check_model(state, payload.model)
     generating_info(state)
     client_names = names()
-    chat = to_chat(payload, client_names, state.engine.chat_template or "", ignored)
+    chat = to_chat(payload, client_names, state.engine.prompts.chat_template or "", ignored)
     with client_names.translated_errors(state, request.state.request_id):
         plan = plan_prompt(state, chat, ignored)
         async with until_tokens(request):

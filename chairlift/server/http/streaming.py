@@ -171,7 +171,7 @@ class Meter:
 async def on_thread_if_long(state: ServerState, size: int, work: Callable[[], _T]) -> _T:
     """Run ``work``, which processes ``size`` tokens, and return its result. For many tokens it runs on a thread. Raises
     QueueFullError."""
-    return await state.engine.beside(work) if size > _MAX_ON_LOOP else work()
+    return await state.engine.prompts.beside(work) if size > _MAX_ON_LOOP else work()
 
 
 def truncate(
@@ -216,11 +216,11 @@ async def submit_all(
     streams: list[OutputStream] = []
     kind = OutputKind.DELTA if stream else OutputKind.FINAL
     salt = salt_for(caller.holder, request.cache_salt or "")
-    params = await state.engine.encode_prediction(params)
-    bad_word_ids = await state.engine.encode_words(params)
+    params = await state.engine.prompts.encode_prediction(params)
+    bad_word_ids = await state.engine.prompts.encode_words(params)
     if params.structured_outputs is not None:
         with naming(request):
-            await state.engine.check_grammar(params, salt)
+            await state.engine.prompts.check_grammar(params, salt)
     state.engine.check_room(len(prompts), class_of(params), sum(map(len, prompts)), caller.tenant)
     try:
         for index, prompt in enumerate(prompts):

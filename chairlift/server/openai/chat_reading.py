@@ -74,7 +74,7 @@ class ChatPlan:
 def plan_prompt(state: ServerState, payload: ChatRequest | TokenizeRequest, ignored: list[str]) -> ChatPlan:
     """Plan for the tools and variables of a prompt. Names of ignored fields are added to ``ignored``. Raises
     ApiError."""
-    template = state.engine.chat_template
+    template = state.engine.prompts.chat_template
     choice, parallel = None, None
     variables = template_variables(payload.chat_template_kwargs)
     if isinstance(payload, ChatRequest):
@@ -116,7 +116,7 @@ def chat_plan(state: ServerState, chat: ChatRequest, ignored: list[str]) -> Chat
     """Make the plan for reading the outputs of a chat request. Names of ignored fields are added to ``ignored``.
     Raises ApiError."""
     plan = plan_prompt(state, chat, ignored)
-    template, config = state.engine.chat_template, state.config
+    template, config = state.engine.prompts.chat_template, state.config
     reasoning = None
     if chat.separate_reasoning is not False and config.reasoning_parser != NONE:
         reasoning = named_reasoning_format(config.reasoning_parser) or reasoning_format_of(template)
@@ -131,7 +131,7 @@ def chat_plan(state: ServerState, chat: ChatRequest, ignored: list[str]) -> Chat
     plan = dataclasses.replace(
         plan, tool_format=tool_format, reasoning=reasoning, include_reasoning=chat.include_reasoning is not False
     )
-    return _with_special_tokens(plan, state.engine.tokenizer, chat.skip_special_tokens is not False)
+    return _with_special_tokens(plan, state.engine.prompts.tokenizer, chat.skip_special_tokens is not False)
 
 
 def _with_special_tokens(plan: ChatPlan, tokenizer: Tokenizer | None, hide: bool) -> ChatPlan:

@@ -94,13 +94,13 @@ async def begin_chat(
             message = "a prompt with images cannot be cut; leave truncate_prompt_tokens out, or send fewer images"
             raise ApiError(400, message, code="invalid_value", param="truncate_prompt_tokens")
         prompt = truncate(laid_out, chat.truncate_prompt_tokens, info, params.max_tokens)
-    plan = opened_by(plan, chat, state.engine.tokenizer, laid_out)
+    plan = opened_by(plan, chat, state.engine.prompts.tokenizer, laid_out)
     plan, params = constrained(plan, chat, params)
-    params = limited_params(plan, chat, state.engine.tokenizer, params)
+    params = limited_params(plan, chat, state.engine.prompts.tokenizer, params)
     if thinking_hint is not None:
         hinted = msgspec.structs.replace(chat, thinking_token_budget=thinking_hint)
         try:
-            params = limited_params(plan, hinted, state.engine.tokenizer, params)
+            params = limited_params(plan, hinted, state.engine.prompts.tokenizer, params)
         except ApiError:
             ignored.append("thinking_token_budget")
     room = min(info.max_model_len, info.capacity_tokens + 1) - len(prompt)
@@ -110,7 +110,7 @@ async def begin_chat(
     reserve_logprobs(request, chat, [prompt])
     whose: dict[str, Any] = {"caller": caller, "adapter": adapter_named(state, model), "images": images}
     streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), **whose)
-    texts = TokenTexts(state.engine.tokenizer, bool(chat.return_tokens_as_token_ids))
+    texts = TokenTexts(state.engine.prompts.tokenizer, bool(chat.return_tokens_as_token_ids))
     return ChatRun(chat, model, info, plan, params, prompt, streams, texts, shortened)
 
 
@@ -130,8 +130,8 @@ async def lay_out_messages(
     messages = check_history(request.messages or ())
     info = state.engine.info
     if state.media is not None and info is not None and info.takes_images:
-        messages = await state.engine.fetch_images(messages, state.media)
-    return await state.engine.lay_out_chat(
+        messages = await state.engine.prompts.fetch_images(messages, state.media)
+    return await state.engine.prompts.lay_out_chat(
         messages,
         add_generation_prompt=not request.continue_final_message if opens is None else opens,
         continue_final_message=bool(request.continue_final_message),

@@ -125,7 +125,7 @@ async def create_completion(request: Request) -> Response:
         ]
         echoes = await _echoes(state, payload, given, prompts) if payload.echo else None
         prompt_offsets = [await _prompt_offsets(state, payload, prompt) for prompt in given]
-    writer = _Writer(payload, prompts, state.engine.tokenizer, echoes, prompt_offsets)
+    writer = _Writer(payload, prompts, state.engine.prompts.tokenizer, echoes, prompt_offsets)
     reserve_logprobs(request, payload, prompts)
     whose: dict[str, Any] = {"caller": caller, "adapter": adapter_named(state, model)}
     streams = await submit_all(state, prompts, params, payload, stream=bool(payload.stream), **whose)
@@ -201,7 +201,7 @@ async def _encode_prompts(
     if between is not None:
         return await between.encode(state, payload, [str(each) for each in given])
     texts, ids = [each for each in given if isinstance(each, str)], [each for each in given if isinstance(each, list)]
-    found = await state.engine.encode_all(texts, payload.add_special_tokens is not False) if texts else ids
+    found = await state.engine.prompts.encode_all(texts, payload.add_special_tokens is not False) if texts else ids
     if texts and not all(found):
         raise ApiError(400, "the prompt is empty; send at least one character", code="invalid_value", param="prompt")
     return found
@@ -212,7 +212,7 @@ async def _echoes(
 ) -> list[str]:
     """For each prompt, the text to put before its outputs (``echo``): the text that the client sent, or the decoded
     prompt tokens."""
-    tokenizer, skip = state.engine.tokenizer, payload.skip_special_tokens is not False
+    tokenizer, skip = state.engine.prompts.tokenizer, payload.skip_special_tokens is not False
     if tokenizer is None:
         raise ApiError(400, "echo needs the tokenizer, which was not loaded; leave it out", param="echo")
     texts = [each for each in given if isinstance(each, str)]
@@ -226,7 +226,7 @@ async def _echoes(
 
 def _num_added(state: ServerState, payload: CompletionRequest, prompt: str | list[int]) -> tuple[int, int]:
     """(number of special tokens that the tokenizer added before the prompt, number that it added after the prompt)."""
-    tokenizer = state.engine.tokenizer
+    tokenizer = state.engine.prompts.tokenizer
     if tokenizer is None or isinstance(prompt, list) or payload.add_special_tokens is False:
         return 0, 0
     return tokenizer.num_added
@@ -235,7 +235,7 @@ def _num_added(state: ServerState, payload: CompletionRequest, prompt: str | lis
 async def _prompt_offsets(state: ServerState, payload: CompletionRequest, given: str | list[int]) -> list[int] | None:
     """Offsets of the prompt's tokens in the echoed prompt. None if no offsets are needed, or if the echo is the
     decoded tokens."""
-    tokenizer = state.engine.tokenizer
+    tokenizer = state.engine.prompts.tokenizer
     if tokenizer is None or tokenizer.doubt or payload.logprobs is None or not _echoes_given(payload, given):
         return None
     text, special = str(given), payload.add_special_tokens is not False

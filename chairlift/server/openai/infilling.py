@@ -33,7 +33,7 @@ class Infilling:
     async def encode(self, state: ServerState, payload: CompletionRequest, prompts: Sequence[str]) -> list[list[int]]:
         """Token ids of each prompt, combined with the suffix. Raises the errors of the engine's ``encode_all``."""
         tokenizer, lead = self.tokenizer, lead_of(self.tokenizer)
-        *prefixes, suffix = await state.engine.encode_all([*prompts, lead + (payload.suffix or "")], False)
+        *prefixes, suffix = await state.engine.prompts.encode_all([*prompts, lead + (payload.suffix or "")], False)
         suffix, special = cut_lead(tokenizer, lead, suffix), payload.add_special_tokens is not False
         return [self.layout.lay_out(tokenizer, prefix, suffix, special) for prefix in prefixes]
 
@@ -43,7 +43,7 @@ def infilling(state: ServerState, payload: CompletionRequest, given: Sequence[st
     the middle."""
     if not payload.suffix:
         return None
-    tokenizer = state.engine.tokenizer
+    tokenizer = state.engine.prompts.tokenizer
     layout = None if tokenizer is None else infill_format_of(tokenizer)
     if tokenizer is None or layout is None:
         message = (

@@ -77,9 +77,9 @@ def check_model(state: ServerState, name: str | None) -> str:
     """The model name for the response. A missing ``name`` means the first name. Raises ApiError 404 for a name that is
     not served."""
     if name is not None and name not in state.model_names:
-        if name in state.engine.adapters:
+        if name in state.engine.adapters.names:
             return name
-        served = ", ".join([*state.model_names, *(entry.name for entry in state.engine.adapters)][:_MAX_NAMED])
+        served = ", ".join([*state.model_names, *(entry.name for entry in state.engine.adapters.names)][:_MAX_NAMED])
         message = f"the model {name!r:.100} is not served here; ask for {served}"
         raise ApiError(404, message, code="model_not_found", param="model")
     return state.model_names[0]
@@ -137,7 +137,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
 
 async def _list_models(request: Request) -> Response:
     state: ServerState = request.app.state.server
-    names = [*state.model_names, *(entry.name for entry in state.engine.adapters)]
+    names = [*state.model_names, *(entry.name for entry in state.engine.adapters.names)]
     return json_response(ModelList(data=[_card(state, name) for name in names]))
 
 

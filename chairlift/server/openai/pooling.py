@@ -209,8 +209,8 @@ class _Call:
     async def encode(self, given: Sequence[Any], prefix: str, name: str) -> list[PooledText]:
         """Check and tokenize texts or lists of token ids. ``name`` is the request field, for error messages."""
         engine, truncate = self.state.engine, self.payload.truncate_prompt_tokens
-        texts = iter(await engine.encode_all([prefix + each for each in given if isinstance(each, str)]))
-        added = engine.tokenizer.num_added if engine.tokenizer is not None else (0, 0)
+        texts = iter(await engine.prompts.encode_all([prefix + each for each in given if isinstance(each, str)]))
+        added = engine.prompts.tokenizer.num_added if engine.prompts.tokenizer is not None else (0, 0)
         found = []
         for place, each in enumerate(given):
             with _refusing(f"{name}[{place}]" if len(given) > 1 else name):

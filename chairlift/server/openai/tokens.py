@@ -60,7 +60,7 @@ async def tokenize(request: Request) -> Response:
         if payload.prompt is None:
             ids = await encode_messages(state, payload, plan_prompt(state, payload, ignored))
         else:
-            ids = await state.engine.encode(payload.prompt, payload.add_special_tokens is not False)
+            ids = await state.engine.prompts.encode(payload.prompt, payload.add_special_tokens is not False)
         reply = TokenizeReply(count=len(ids), max_model_len=info.max_model_len, tokens=ids)
         if payload.return_token_strs:
             if len(ids) > _MAX_STRINGS:
@@ -86,9 +86,9 @@ async def detokenize(request: Request) -> Response:
 
 
 def _tokenizer(state: ServerState) -> Tokenizer:
-    if state.engine.tokenizer is None:
+    if state.engine.prompts.tokenizer is None:
         raise ApiError(400, "this server works on token ids only: the tokenizer was not loaded", code="no_tokenizer")
-    return state.engine.tokenizer
+    return state.engine.prompts.tokenizer
 
 
 routes: Final = [

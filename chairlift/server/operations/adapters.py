@@ -88,7 +88,7 @@ async def _load(request: Request) -> Response:
         raise ApiError(400, message, code="invalid_value", param="lora_name")
     path, root = _adapter_directory(state, payload.lora_path)
     try:
-        await state.engine.load_adapter(payload.lora_name, path, root=root, in_place=payload.load_inplace)
+        await state.engine.adapters.load(payload.lora_name, path, root=root, in_place=payload.load_inplace)
     except (ConfigError, ModelLoadError, RequestError) as error:
         raise ApiError(400, f"{error}; nothing was changed", code="invalid_value") from None
     return json_response(AdapterReply(lora_name=payload.lora_name, loaded=True), warning_headers(ignored))
@@ -99,7 +99,7 @@ async def _unload(request: Request) -> Response:
     state: ServerState = request.app.state.server
     check_admin(request)
     payload, ignored = parse(UnloadRequest, await read_json(request))
-    if not state.engine.unload_adapter(payload.lora_name):
+    if not state.engine.adapters.unload(payload.lora_name):
         message = f"the adapter {payload.lora_name!r} is not loaded; GET /v1/models lists those that are"
         raise ApiError(404, message, code="model_not_found", param="lora_name")
     return json_response(AdapterReply(lora_name=payload.lora_name, loaded=False), warning_headers(ignored))
@@ -131,7 +131,7 @@ async def load_modules(state: ServerState) -> None:
             raise ConfigError(f"lora_modules: {name!r:.200} is a name of the model itself; choose another")
         local = Path(path).expanduser()
         try:
-            await state.engine.load_adapter(name, local.absolute() if local.exists() else path)
+            await state.engine.adapters.load(name, local.absolute() if local.exists() else path)
         except (ModelLoadError, RequestError) as error:
             raise ConfigError(f"lora_modules: {name!r:.200}: {error}") from None
 
