@@ -26,7 +26,7 @@ __all__ = ["CAUSES", "CauseLedger", "DecodeSeconds", "causes_until"]
 DecodeSeconds = tuple[float, float, float]
 """Running totals of the seconds of decoding sequences: (decode, stretched by prefills, host time between steps)."""
 
-_HELD_UP_BY: Final = ("", "slots", "blocks", "tokens", "reservation", "batch", "grammar", "adapter", "image")
+_HELD_UP_BY: Final = ("", "slots", "blocks", "tokens", "reservation", "batch", "grammar", "adapter", "image", "prefix")
 _WAITS: Final = ("waiting_step", *(f"waiting_{what}" for what in _HELD_UP_BY[1:]))
 _RUNS: Final = ("decode", "stretched", "host")
 _COLUMNS: Final = (*_WAITS, *_RUNS)

@@ -197,7 +197,31 @@ def _with_more(world: World, horizon: int) -> World:
         return _recur(rng, world)
     if seed % 20 in (4, 15):
         return _recur(random.Random(seed ^ 0x57A7), world)
+    if seed % 100 in (60, 61, 90):
+        return _together(random.Random(seed ^ 0x7061), world)
     return _picture(random.Random(seed ^ 0x1346), world) if seed % 100 in (14, 32, 74) else world
+
+
+def _together(rng: random.Random, world: World) -> World:
+    """Let prompts with long common beginnings arrive in groups, with a prefix cache."""
+    size = world.block_size
+    longest = max(world.max_model_len, 10 * size)
+    arrivals = [event for event in world.events if event.kind == "arrive"]
+    begins = [[rng.randrange(VOCAB_SIZE - 1) for _ in range(rng.randint(4, 8) * size)] for _ in range(2)]
+    begins.append(begins[0] + [rng.randrange(VOCAB_SIZE - 1) for _ in range(size)])
+    moved = {}
+    at = 0
+    for event in arrivals:
+        at += rng.choice([0, 0, 0, 1, 6])
+        begin = rng.choice(begins) if rng.random() < 0.8 else []
+        prompt = (begin + event.args["prompt"])[: longest - 1]
+        most = min(event.args["max_tokens"], longest - len(prompt))
+        moved[id(event)] = dataclasses.replace(event, at=at, args={**event.args, "prompt": prompt, "max_tokens": most})
+    events = tuple(sorted((moved.get(id(event), event) for event in world.events), key=lambda event: event.at))
+    num_blocks = max(world.num_blocks, 1 + -(-longest // size) + rng.randint(0, 20))
+    return dataclasses.replace(
+        world, events=events, max_model_len=longest, num_blocks=num_blocks, enable_prefix_caching=True
+    )
 
 
 def _picture(rng: random.Random, world: World) -> World:

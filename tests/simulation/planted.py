@@ -68,6 +68,11 @@ SEEN_AT: dict[str, int] = {
     "failed_position_does_not_end_the_request": 12,
     "failed_row_sampled_all_the_same": 1,
     "finished_request_reported_twice": 0,
+    "follower_that_left_is_queued_again": 360,
+    "follower_waits_in_the_queue_too": 61,
+    "followers_of_a_preempted_leader_wait": 260,
+    "followers_wait_for_a_leader_that_is_gone": 61,
+    "followers_wait_without_limit": 3_790,
     "fork_from_a_source_whose_prompt_is_not_computed": 8,
     "fork_shares_the_block_it_writes": 3,
     "fork_takes_the_state_where_it_stands": 15,
@@ -218,6 +223,7 @@ def _main() -> None:
         test_image_mutants,
         test_mask_mutants,
         test_mutants,
+        test_prompt_mutants,
         test_state_mutants,
     )
 
@@ -227,6 +233,7 @@ def _main() -> None:
         (test_draft_mutants.DRAFT_MUTANTS, test_draft_mutants.SEEDS),
         (test_image_mutants.IMAGE_MUTANTS, test_image_mutants.SEEDS),
         (test_mask_mutants.MASK_MUTANTS, test_mask_mutants.SEEDS),
+        (test_prompt_mutants.PROMPT_MUTANTS, test_prompt_mutants.SEEDS),
         (test_state_mutants.STATE_MUTANTS, test_state_mutants.WORLDS),
     ]
     for table, seeds in kinds:

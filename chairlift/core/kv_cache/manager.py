@@ -135,6 +135,16 @@ class KVCacheManager:
         swapped = self.swapped.get(request.request_id)
         return self._find_shared(request).num_tokens if swapped is None else swapped.num_tokens
 
+    def num_common(self, request: Request, other: Request, num_tokens: int) -> int:
+        """Number of leading positions of ``request`` that have the same content in ``other``, among its first
+        ``num_tokens`` positions. ``request`` could share them if ``other`` had published them. 0 without a prefix
+        cache."""
+        if self.prefix_cache is None:
+            return 0
+        unit = self.layout.share_unit
+        limit = min(len(request.token_ids) - 1, num_tokens) // self.block_size
+        return self.prefix_cache.num_common(request, other, limit) * self.block_size // unit * unit
+
     def lacks(self, request: Request, reserve: int, watermark: float, leaving: Iterable[Request] = ()) -> bool:
         """Whether :meth:`admit` will still fail after all deferred releases and after the requests ``leaving`` have
         left."""

@@ -94,6 +94,25 @@ class PrefixCache:
             node = child
         return path
 
+    def num_common(self, request: Request, other: Request, max_blocks: int) -> int:
+        """Number of leading blocks, at most ``max_blocks``, that both requests would share. ``other`` must have so many
+        tokens."""
+        if (request.adapter_id, request.cache_salt) != (other.adapter_id, other.cache_salt):
+            return 0
+        low = 0
+        high = max_blocks  # the first ``low`` blocks have equal tokens; more than ``high`` blocks have not
+        while low < high:
+            middle = high if low == 0 and high == max_blocks else (low + high + 1) // 2
+            begin, end = low * self.block_size, middle * self.block_size
+            if request.token_ids[begin:end] == other.token_ids[begin:end]:
+                low = middle
+            else:
+                high = middle - 1
+        if request.images or other.images:
+            blocks = range(low)
+            low = next((i for i in blocks if self._content(request, i) != self._content(other, i)), low)
+        return low
+
     def publish(self, request: Request, num_confirmed: int) -> None:
         """Let other requests share the full blocks among the request's first ``num_confirmed`` computed positions."""
         end = num_confirmed // self.block_size

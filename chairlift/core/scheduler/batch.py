@@ -20,6 +20,7 @@ from chairlift.core.scheduler.output import FAILED_ROW, Chunk, NewRow, Scheduler
 from chairlift.core.scheduler.policy import Policy
 from chairlift.core.scheduler.preemption import PreemptionMode, is_pinned
 from chairlift.core.scheduler.prompt_share import PromptShare
+from chairlift.core.scheduler.prompts_in_flight import PromptsInFlight
 
 __all__ = ["Batch"]
 
@@ -27,8 +28,8 @@ __all__ = ["Batch"]
 class Batch:
     """All unfinished requests, with the rows and blocks of the running ones.
 
-    A request is in one of four states: it waits in the queue; it runs in a row; it waits for its source request to
-    compute their common prompt; or it is not ready yet.
+    A request is in one of five states: it waits in the queue; it runs in a row; it waits for its source request to
+    compute their common prompt; it waits for blocks that another request is computing; or it is not ready yet.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class Batch:
         """Request id -> short request that runs in a reserved row with reserved blocks."""
         self.paced: dict[str, float] = {}
         """Request id -> maximum seconds per token, for running requests with such a limit."""
+        self.in_flight = PromptsInFlight(kv, self._wait_again)
+        """The prompts that are being computed, and the requests that wait to share them."""
         self.decodes = DecodeRows(kv.block_size)
         """The running requests that compute one token in every step."""
         self.catching_up: list[Request] = []
@@ -105,14 +108,16 @@ class Batch:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests without a row, also those that are being prepared."""
-        return len(self.waiting) + len(self.unready)
+        """Number of requests without a row, also those that are being prepared or wait for blocks of another prompt."""
+        return len(self.waiting) + len(self.unready) + len(self.in_flight)
 
     @property
     def unready_for(self) -> str:
-        """What the first request in ``unready`` waits for: a grammar, or the name of a kind
-        (:attr:`Request.waits_for`). Empty if all are ready."""
-        return next(iter(self.unready.values())).waits_for or "grammar" if self.unready else ""
+        """What the first request outside the queue waits for: a grammar, the name of a kind
+        (:attr:`Request.waits_for`), or ``prefix``. Empty if there is none."""
+        if self.unready:
+            return next(iter(self.unready.values())).waits_for or "grammar"
+        return "prefix" if self.in_flight else ""
 
     @property
     def free_rows(self) -> int:
@@ -194,6 +199,19 @@ class Batch:
         request.is_ready = False
         self.unready[request.request_id] = request
 
+    def follow(self, request: Request, out: SchedulerOutput) -> bool:
+        """Take a waiting request out of the queue if a running request computes a prompt that begins alike, until it
+        can share the blocks. Returns whether the request was taken out. For the policy it goes on waiting."""
+        if self.membership.closed or not self.in_flight.follow(request, out.step, self.token_budget):
+            return False
+        self.waiting.remove(request)
+        out.held_up_by = out.held_up_by or "prefix"
+        return True
+
+    def _wait_again(self, request: Request) -> None:
+        request.size = SIZE_UNKNOWN  # it has fewer tokens to compute now
+        self.wait(request, self.now)
+
     def num_known(self, request: Request) -> int:
         """Number of leading positions of a request whose KV exists: a running request has computed them, and a waiting
         request would not compute them if it joined now."""
@@ -269,6 +287,7 @@ class Batch:
         if request.service.seconds_per_token < math.inf:
             self.paced[request.request_id] = request.service.seconds_per_token
         self.catching_up.append(request)
+        self.in_flight.begun(request)
         request.is_queued = False
         self.policy.joined(request)
         out.copies += admission.copies
@@ -305,6 +324,7 @@ class Batch:
         del self.running[request.request_id]
         for kind in request.kinds:
             kind.left(request)
+        self.in_flight.gone(request)
         self.paced.pop(request.request_id, None)
         for token in request.stop_token_ids:
             self.stops[token] -= 1
@@ -321,8 +341,9 @@ class Batch:
             self.waiting.remove(request)
         elif request.request_id in self.unready:
             del self.unready[request.request_id]
-        elif request.source is not None:
+        elif request.source is not None and request in request.source.siblings:
             request.source.siblings.remove(request)
+        self.in_flight.remove(request)
         self.kv.drop_swapped(request)
         request.move_to(RequestStatus.FINISHED)
         del self.requests[request.request_id]

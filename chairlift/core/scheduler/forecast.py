@@ -220,7 +220,7 @@ def _copy(scheduler: Scheduler, lengths: AnswerLengths, now: float, starts: dict
 
 def _queue(twin: Scheduler, scheduler: Scheduler, lengths: AnswerLengths, now: float) -> None:
     """Add copies of the waiting requests to ``twin``."""
-    for request in scheduler.waiting.line(now):
+    for request in [*scheduler.waiting.line(now), *scheduler.batch.in_flight]:
         twin.add(_like(request, lengths))
     twin.waiting.catch_up(scheduler.waiting)
     twin.policy.catch_up(scheduler.policy)

@@ -24,7 +24,8 @@ def check_batch(batch: Batch) -> None:
     if batch.reserve.keys() - batch.running.keys():
         raise InvariantError(f"{batch.reserve} have reserved rows, but do not run")
     siblings = [sibling for request in batch.requests.values() for sibling in request.siblings]
-    counts = Counter(id(request) for request in [*batch.waiting, *running, *siblings, *batch.unready.values()])
+    others = [*siblings, *batch.unready.values(), *batch.in_flight]
+    counts = Counter(id(request) for request in [*batch.waiting, *running, *others])
     if set(counts) != {id(request) for request in batch.requests.values()} or max(counts.values(), default=1) > 1:
         raise InvariantError("a request is lost, or waits and runs at the same time")
     if any(request.is_ready for request in batch.unready.values()) or not all(r.is_ready for r in batch.waiting):
@@ -43,6 +44,7 @@ def check_batch(batch: Batch) -> None:
         raise InvariantError(f"{computed} tokens are computed, but {batch.num_computed_tokens} are counted")
     if Counter(map(id, batch.decodes.watched())) != Counter(id(request) for request in running if request.decoding):
         raise InvariantError("the timing wheel does not watch each decoding request exactly once")
+    batch.in_flight.check_invariants(batch.running, batch.step)
     batch.kv.check_invariants(running)
 
 

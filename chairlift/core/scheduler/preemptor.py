@@ -90,6 +90,8 @@ class Preemptor:
         if obstacle := self.batch.obstacle(head):
             step.out.held_up_by = step.out.held_up_by or obstacle
             return False
+        if self.batch.follow(head, step.out):
+            return True
         let_in = self.batch.open_rows > 0 and self.batch.admit(head, step.out)
         return let_in or (self._displace(head, step) and self.batch.admit(head, step.out))
 
@@ -222,6 +224,7 @@ class Preemptor:
         self._take_from(request, step, done)
         self.num_tails += not request.short_of_blocks
         self._count_preemption(request, done)
+        self.batch.in_flight.gone(request)
         self.policy.left(request)
         self.batch.num_computed_tokens -= request.num_computed_tokens - remaining
         request.num_computed_tokens = remaining

@@ -140,6 +140,8 @@ class PromptBudget:
             if request in step.passed or any(kind.skips(request) for kind in request.kinds):
                 continue
             if (self.batch.open_rows and may_pass) or self.batch.may_use_reserve(request):
+                if self.batch.follow(request, step.out):
+                    return self._smallest_newcomer(step)
                 return request
         return None
 
@@ -245,6 +247,8 @@ class PromptBudget:
                 out.held_up_by = out.held_up_by or self.membership.lacks(num_places)
                 break
             if request.kinds and not closed and self._is_skipped(request, step):
+                continue
+            if self.batch.follow(request, out):
                 continue
             if not self.batch.admit(request, out):
                 out.held_up_by = out.held_up_by or "blocks"

@@ -252,6 +252,8 @@ class Scheduler:
         for request in self.policy.moved():
             self.batch.refile(request)
         out = SchedulerOutput(self.batch.step + 1)
+        if self.batch.in_flight:
+            self.batch.in_flight.expire(out.step)
         step = Step(out, self.batch.prompt_share.carried)
         turn = self.prefill_mode.turn(self.batch)
         if turn is not Turn.PREFILL:
@@ -415,6 +417,7 @@ class Scheduler:
                 if chunk.drafts or request in flight.withdrawn:
                     end = request.num_computed_tokens
                 self.kv.publish(request, min(end, len(request.token_ids)))
+                self.batch.in_flight.published(request)
                 if chunk.end >= request.num_prompt_tokens:
                     self.batch.release_siblings(request, now)
         for request, token in hits:
@@ -507,6 +510,7 @@ class Scheduler:
             self.batch.catching_up.append(request)
         request.is_ready = False
         self.batch.unready_rows[request.request_id] = request
+        self.batch.in_flight.gone(request)
 
     def withdraw(self, out: SchedulerOutput, requests: Sequence[Request]) -> None:
         """Drop the tokens that step ``out`` samples for these requests, and let no further step compute them until
@@ -581,6 +585,7 @@ class Scheduler:
         No step may be in flight. KV in host memory is always computed again.
         """
         self.kv.forget_all(self.running.values())
+        self.batch.in_flight.clear()
         for request in [self.requests[request_id] for request_id in self.kv.swapped]:
             self.kv.drop_swapped(request)
             request.move_to(RequestStatus.PREEMPTED)
