@@ -24,7 +24,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import Prompt
-from chairlift.engine.pooled.pooled_llm import PooledCall, PooledCalls, listed, one_or_more
+from chairlift.engine.pooled.pooled_calls import PooledCall, PooledCalls, listed, one_or_more
 from chairlift.errors import EngineDeadError, RequestError
 from chairlift.loading.model import Progress, read_images, read_tokenizer
 

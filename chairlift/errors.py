@@ -11,7 +11,8 @@
     ├── OverloadedError (RuntimeError)    the request is valid, but there is no room for it now
     │   ├── WorkerLostError               its worker process was killed from outside, twice
     │   ├── QueueFullError                the queue is full, or the wait would be too long
-    │   └── QueueTimeoutError             the request has waited as long as it may
+    │   ├── QueueTimeoutError             the request has waited as long as it may
+    │   └── DeadlineError                 the request could not be answered by its deadline
     ├── StorageError (RuntimeError)       files that the server keeps cannot be written or read now
     ├── DivergedError (RuntimeError)      training: the loss is not a finite number
     ├── TemplateError (ValueError)        the chat template is missing, failed, or refused the messages
@@ -24,6 +25,7 @@ Each message says what was given, what is allowed, and what to do.
 __all__ = [
     "ChairliftError",
     "ConfigError",
+    "DeadlineError",
     "DivergedError",
     "EngineDeadError",
     "InvariantError",
@@ -92,6 +94,10 @@ class QueueFullError(OverloadedError):
 
 class QueueTimeoutError(OverloadedError):
     """The request did not start within its queue timeout."""
+
+
+class DeadlineError(OverloadedError):
+    """The request could not be answered by its deadline, and was ended (``late_requests="drop"``)."""
 
 
 class StorageError(ChairliftError, RuntimeError):

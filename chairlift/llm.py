@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from chairlift.base.lora_request import LoRARequest
 from chairlift.base.outputs import (
@@ -25,7 +25,7 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.idle_settings import idle_settings
 from chairlift.engine.input_processor import ModelLimits, Prompt
 from chairlift.engine.interrupt import held_interrupt
-from chairlift.engine.pooled.pooled_llm import PooledTexts, listed, one_or_more
+from chairlift.engine.pooled.pooled_calls import PooledCall, PooledCalls, listed, one_or_more
 from chairlift.engine.pooled.pooling_inputs import PoolingInputs
 from chairlift.errors import EngineDeadError, RequestError, TemplateError
 from chairlift.loading.model import Progress, load_executor, read_images, read_tokenizer
@@ -52,6 +52,7 @@ __all__ = ["LLM"]
 
 ChatMessage = Mapping[str, Any]
 _log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 
 class LLM:
@@ -75,8 +76,9 @@ class LLM:
             settings["model"] = str(model)
         self.config = EngineConfig.from_flat(settings)
         self._turn, self._process = threading.RLock(), os.getpid()
-        self._pooled: PooledTexts | None = None
+        self._pooled: PooledCalls | None = None
         self._engine: Engine | None = None
+        self._ended: dict[str, RequestOutput] = {}  # outputs that ended while another call was waiting
         if is_pooling(self.config):
             self._load_pooling(progress)
             return
@@ -109,7 +111,6 @@ class LLM:
         for each in [*idle_settings(self.config, info), *info.notes, *([problem] if problem else [])]:
             _log.warning("%s", each)
         source = self.tokenizer
-        self._ended: dict[str, RequestOutput] = {}  # outputs that ended while another call was waiting
         self._plain: PlainTextEncoder | None = None
         if source is not None and self.config.model.plain_text_messages:
             self._plain = PlainTextEncoder(source, source.chat_template)
@@ -127,7 +128,9 @@ class LLM:
         self.tokenizer = None
         if not self.config.model.skip_tokenizer_init:
             self.tokenizer = read_tokenizer(self.config, self.info.model_dir)
-        self._pooled = PooledTexts(loaded.core, PoolingInputs(self.info, self.tokenizer))
+        limits = ModelLimits(self.info.vocab_size, self.max_model_len, (), self.config.scheduler.promises)
+        self._engine = Engine(loaded.executor, limits, loaded.scheduler)
+        self._pooled = PooledCalls(PoolingInputs(self.info, self.tokenizer))
         for each in [*idle_settings(self.config, self.info), *self.notes]:
             _log.warning("%s", each)
 
@@ -154,8 +157,7 @@ class LLM:
         """
         pooled = self._pooling("embed")
         with self._turn:
-            call = pooled.calls.embed(one_or_more(prompts), truncate_prompt_tokens, dimensions, prompt_name)
-            return pooled.run(call)
+            return self._pool(pooled.embed(one_or_more(prompts), truncate_prompt_tokens, dimensions, prompt_name))
 
     def encode(
         self, prompts: Prompt | Sequence[Prompt], *, pooling_task: str = "embed"
@@ -205,7 +207,7 @@ class LLM:
         """
         pooled = self._pooling("classify")
         with self._turn:
-            return pooled.run(pooled.calls.classify(one_or_more(prompts), truncate_prompt_tokens))
+            return self._pool(pooled.classify(one_or_more(prompts), truncate_prompt_tokens))
 
     def score(
         self, query: str | Sequence[str], documents: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
@@ -223,9 +225,9 @@ class LLM:
         """
         pooled = self._pooling("score")
         with self._turn:
-            return pooled.run(pooled.calls.score(listed(query), listed(documents), truncate_prompt_tokens))
+            return self._pool(pooled.score(listed(query), listed(documents), truncate_prompt_tokens))
 
-    def _pooling(self, what: str) -> PooledTexts:
+    def _pooling(self, what: str) -> PooledCalls:
         self._check_process()
         if self._pooled is None:
             raise RequestError(
@@ -234,11 +236,31 @@ class LLM:
             )
         return self._pooled
 
+    def _pool(self, call: PooledCall[_Result]) -> list[PoolingRequestOutput[_Result]]:
+        """Compute the results of one call. Raises RequestError if a text yields no vector."""
+        engine, ids = self._running, [text.request_id for text in call.texts]
+        try:
+            for text in call.texts:
+                engine.add_text(text)
+            done = self._run(ids, False)
+        finally:
+            for request_id in ids:
+                engine.abort(request_id)
+        vectors: dict[str, bytes] = {}
+        for index, request_id in enumerate(ids):
+            if (vector := done[request_id].vector) is None:
+                raise RequestError(f"prompt {index}: {done[request_id].error}")
+            vectors[request_id] = vector
+        return call.finish(vectors)
+
     @property
     def engine(self) -> Engine:
-        """The engine that runs the requests. Raises RequestError for a model of embeddings, scores or classes, because
-        such a model has no engine."""
+        """The engine that runs the requests. Raises RequestError for a model of embeddings, scores or classes."""
         self._generates("this")
+        return self._running
+
+    @property
+    def _running(self) -> Engine:
         if self._engine is None:
             raise EngineDeadError("the engine was not started")
         return self._engine
@@ -494,7 +516,7 @@ class LLM:
         This method serves requests that were added to ``engine`` directly; they may end during a call of
         :meth:`generate`.
         """
-        self._ended.update((output.request_id, output) for output in self.engine.step() if output.finished)
+        self._ended.update((output.request_id, output) for output in self._running.step() if output.finished)
         return [self._ended.pop(each) for each in list(self._ended) if each in request_ids]
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> dict[str, RequestOutput]:

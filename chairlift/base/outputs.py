@@ -227,6 +227,8 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: str | None = None
     """Error message, if an answer has finish reason ``error``."""
+    vector: bytes | None = None
+    """Vector of a text as float32 values, little endian; None for requests that generate text."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -198,6 +198,9 @@ class SampledTokens:
     errors: dict[int, str] = dataclasses.field(default_factory=dict)
     """Sample position -> reason why it has no token."""
     prompt_logprobs: list[PromptLogprobs] = dataclasses.field(default_factory=list)
+    vectors: Sequence[npt.NDArray[np.float32] | None] | None = None
+    """One vector per sample position, of any length, for a model that computes vectors instead of tokens; None for a
+    row without a vector. The list is None for a model that generates tokens."""
 
     @classmethod
     def joined(cls, parts: Sequence[SampledTokens]) -> SampledTokens:

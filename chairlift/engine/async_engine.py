@@ -29,20 +29,26 @@ from chairlift.engine.core_outputs import FinishedSequence
 from chairlift.engine.events import Events
 from chairlift.engine.idle_settings import idle_settings
 from chairlift.engine.info import EngineInfo, check_update
-from chairlift.engine.input_processor import InputProcessor, ModelLimits, PreparedRequest, Prompt, unnamed
+from chairlift.engine.input_processor import (
+    InputProcessor,
+    ModelLimits,
+    PooledText,
+    PreparedRequest,
+    Prompt,
+    unnamed,
+)
 from chairlift.engine.intake import Intake, Place, counting_refusals
 from chairlift.engine.output_processor import OutputProcessor
 from chairlift.engine.output_stream import OutputStream
-from chairlift.engine.pooled.pooled_requests import PooledRequests
-from chairlift.engine.pooled.pooling_core import PooledText
 from chairlift.engine.pooled.pooling_inputs import PoolingInputs
-from chairlift.engine.process.messages import PassBegun, Pooled, Refused, Step
+from chairlift.engine.process.messages import Refused, Step
 from chairlift.engine.process.process_client import ProcessClient, RemoteCore
 from chairlift.engine.prompts import Prompts, ReadImages, ReadTokenizer
 from chairlift.engine.served_adapters import ServedAdapters
 from chairlift.errors import (
     ChairliftError,
     ConfigError,
+    DeadlineError,
     EngineDeadError,
     OverloadedError,
     PromptTooLongError,
@@ -57,6 +63,8 @@ __all__ = ["AsyncEngine", "EngineState"]
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
+_Limits = tuple[float | None, float | None]
+"""Seconds after the arrival of a request: its queue timeout, and its timeout. None: no timeout."""
 Connect = Callable[["AsyncEngine"], RemoteCore]
 """Function that makes the core of an engine. The core sends its events to that engine."""
 
@@ -149,7 +157,6 @@ class AsyncEngine:
         self._inputs: InputProcessor | None = None
         self._outputs: OutputProcessor | None = None
         self._streams: dict[str, OutputStream] = {}
-        self._pooled = PooledRequests(self.intake, self.stats)
         self._first_outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._keeper: asyncio.Task[None] | None = None
         self._follows = False
@@ -171,7 +178,7 @@ class AsyncEngine:
     @property
     def num_requests(self) -> int:
         """Number of requests that have not ended."""
-        return len(self._streams) + len(self._pooled)
+        return len(self._streams)
 
     @property
     def num_queued(self) -> int:
@@ -303,56 +310,95 @@ class AsyncEngine:
         whose = cache_salt, tenant, text, bad_word_ids, self.adapters.names.id_of(adapter)
         prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, *whose, images=images)
         num_tokens, service_class = len(prepared.prompt_token_ids), prepared.service.service_class
-        foreseeable, now = self._is_foreseeable(prepared), time.monotonic()
-        patience, limit = self._timeouts(queue_timeout, timeout)
-        predicted = self.expected_wait(service_class, tenant) if foreseeable else None
+        predicted, limits = self._predicted(prepared), self._timeouts(queue_timeout, timeout)
         if not has_room:
             self.check_room(1, service_class, num_tokens, tenant)
+        self._check_wait(prepared, predicted, limits)
+        return self._begin(prepared, kind, name, predicted, limits)
+
+    def _predicted(self, request: PreparedRequest) -> float | None:
+        """Forecast of the seconds until a new request is in its first step; None if there is no forecast for it."""
+        service = request.service
+        return self.expected_wait(service.service_class, service.tenant) if self._is_foreseeable(request) else None
+
+    def _check_wait(self, request: PreparedRequest, predicted: float | None, limits: _Limits) -> None:
+        """Raise QueueFullError if the request would pass one of its timeouts in the queue."""
+        allowed, spent = {"queue_timeout": limits[0], "timeout": limits[1]}, time.monotonic() - request.arrival_time
         with counting_refusals(self.stats):
-            self.intake.check_wait(predicted, {"queue_timeout": patience, "timeout": limit}, service_class, now - since)
-        self._client.add(prepared)
+            self.intake.check_wait(predicted, allowed, request.service.service_class, spent)
+
+    def _begin(
+        self, prepared: PreparedRequest, kind: OutputKind, name: str, predicted: float | None, limits: _Limits
+    ) -> OutputStream:
+        """Send a request to the core, and return the stream of its outputs."""
+        client, outputs, now = self._client, self._outputs, time.monotonic()
+        if client is None or outputs is None:
+            raise EngineDeadError("the engine is not there")
+        client.add(prepared)
         try:
-            state = self._outputs.add(prepared, stream=kind is not OutputKind.FINAL)
+            state = outputs.add(prepared, stream=kind is not OutputKind.FINAL)
         except Exception:  # out of memory, for example; without the abort the core would compute unread tokens
-            self._client.abort(prepared.sequence_ids)
+            client.abort(prepared.sequence_ids)
             raise
         stream = OutputStream(state, kind, self.abort, name)
         self._streams[stream.request_id] = stream
         self.events.tell("began", stream)
-        self.intake.enter(stream.request_id, num_tokens, service_class, now, predicted, tenant if foreseeable else None)
-        for seconds, ended in ((patience, self._queued_too_long), (limit, self._took_too_long)):
+        num_tokens, service = len(prepared.prompt_token_ids), prepared.service
+        lane = service.tenant if self._is_foreseeable(prepared) else None
+        self.intake.enter(stream.request_id, num_tokens, service.service_class, now, predicted, lane)
+        for seconds, ended in zip(limits, (self._queued_too_long, self._took_too_long), strict=True):
             if seconds is not None:
-                stream.set_timer(max(0.0, since + seconds - now), ended)
+                stream.set_timer(max(0.0, prepared.arrival_time + seconds - now), ended)
         _log.debug("request %s: %d prompt tokens, seed %d", stream.request_id, num_tokens, prepared.seed)
         return stream
 
     async def pool(
         self,
         texts: Sequence[PooledText],
+        params: SamplingParams | None = None,
         *,
+        tenant: str = "",
         queue_timeout: float | None = None,
         timeout: float | None = None,
+        name: str = "",
         arrival: float | None = None,
     ) -> list[bytes]:
-        """The vector of each text of one call, as float32 bytes. :attr:`pooling_inputs` makes the ``texts``. See
-        :meth:`submit` for the timeouts.
+        """The vector of each text of one call, as float32 bytes. :attr:`pooling_inputs` makes the ``texts``. Each text
+        is a request; of ``params``, its class of service, its priority and its deadlines count. See :meth:`submit` for
+        the other arguments.
 
-        Raises QueueFullError when the queue is full, QueueTimeoutError and OverloadedError when a timeout passes,
-        EngineDeadError when the engine does not run, and RequestError for a model that generates.
+        Raises QueueFullError when the queue is full or the forecast exceeds the timeouts, QueueTimeoutError and
+        OverloadedError when a timeout or a deadline passes, EngineDeadError when the engine does not run, and
+        RequestError for a model that generates. After any error, the engine computes no further text of the call.
         """
         self._ready()
-        if self._client is None or self.pooling_inputs is None:
+        if self._inputs is None or self.pooling_inputs is None:
             raise RequestError("the model generates texts; it gives no embeddings, scores or classes")
-        self.check_room(len(texts), num_tokens=sum(len(text.token_ids) for text in texts))
-        return await self._pooled.ask(
-            texts,
-            self._client,
-            since=time.monotonic() if arrival is None else arrival,
-            patience=self._queue_timeout if queue_timeout is None else queue_timeout,
-            limit=self._request_timeout if timeout is None else timeout,
-        )
+        since, params = time.monotonic() if arrival is None else arrival, params or SamplingParams()
+        prepared = [self._inputs.prepare_text(text, params, since, tenant) for text in texts]
+        service_class, limits = params.service_tier or DEFAULT_CLASS, self._timeouts(queue_timeout, timeout)
+        self.check_room(len(texts), service_class, sum(len(text.token_ids) for text in texts), tenant)
+        streams: list[OutputStream] = []
+        try:
+            for each in prepared:
+                predicted = None if streams else self._predicted(each)  # the others wait longer
+                self._check_wait(each, predicted, limits)
+                streams.append(self._begin(each, OutputKind.FINAL, name, predicted, limits))
+            return [await self._vector(stream) for stream in streams]
+        finally:
+            for stream in streams:
+                stream.abort()
 
-    def _timeouts(self, queue: float | None, whole: float | None) -> tuple[float | None, float | None]:
+    async def _vector(self, stream: OutputStream) -> bytes:
+        output = await anext(stream, None)
+        if output is not None and output.vector is not None:
+            return output.vector
+        error = "it was ended before it was computed" if output is None else output.error
+        if output is not None and output.outputs[0].finish_reason is FinishReason.DEADLINE:
+            raise DeadlineError(str(error), self.retry_after())
+        raise OverloadedError(f"the text has no result: {error}", self.retry_after())
+
+    def _timeouts(self, queue: float | None, whole: float | None) -> _Limits:
         """(queue timeout, timeout) of a request in seconds. Each is the request's own value, or else the engine's
         value."""
         return self._queue_timeout if queue is None else queue, self._request_timeout if whole is None else whole
@@ -433,13 +479,6 @@ class AsyncEngine:
         kind = PromptTooLongError if refused.too_long else RequestError
         failed = OverloadedError(refused.message, self.retry_after())
         self._fail(refused.request_id, failed if refused.failed else kind(refused.message))
-
-    def on_pooled(self, message: PassBegun | Pooled) -> None:
-        """Note that a forward pass over texts has begun or ended."""
-        if isinstance(message, PassBegun):
-            self._pooled.begun(message)
-        else:
-            self._pooled.pooled(message)
 
     def on_watched(self, lines: bytes, replica: int = 0) -> None:
         """Pass on lines from the step recorder of a replica, counted from 0."""
@@ -527,7 +566,6 @@ class AsyncEngine:
         why = f"the engine died with the request in it: {self.failure}"
         for stream in list(self._streams.values()):
             self._fail(stream.request_id, EngineDeadError(why, taken=True))
-        self._pooled.fail_all(EngineDeadError(why, taken=True))
         self.adapters.fail_all(lambda: EngineDeadError(why))
         self.intake.clear()
 

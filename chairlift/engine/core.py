@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.base.outputs import FinishReason
@@ -80,7 +80,7 @@ def _kv_cache(executor: Executor, config: SchedulerConfig, cache: CacheConfig, s
         executor.cache_groups,
         executor.block_size,
         max_step_tokens=config.max_num_batched_tokens,
-        enable_prefix_caching=cache.enable_prefix_caching,
+        enable_prefix_caching=cache.enable_prefix_caching and bool(executor.cache_groups),
         prefix_offload=cache.prefix_offload,
         secret=secret,
     )
@@ -152,6 +152,9 @@ class EngineCore(EngineClient):
         self.step_log = StepLog()
         self.events = Events("added", "scheduled", "landed", "ended")
         self.events.subscribe("the step log", self.step_log)
+        self.on_joined: Callable[[CoreOutputs], None] | None = None
+        """Called before a step is computed, with the sequences that join in it; None: :meth:`step` returns them with
+        the results of the step. For models whose requests live for one long step only."""
         self._joined: list[tuple[str, int, float]] = []
         self._progress: list[Progress] = []
         self._flights: deque[Flight] = deque()
@@ -335,6 +338,9 @@ class EngineCore(EngineClient):
             if not request.was_preempted:
                 self._joined.append((row.request_id, request.num_cached_tokens, now))
                 self._statistics.joined(request)
+        if self.on_joined is not None and self._joined:
+            joined, self._joined = self._joined, []
+            self.on_joined(CoreOutputs(joined=joined))
         if not self._flights:
             self.causes.began(out, self.clock.now())
         flight = Flight(out, now)
@@ -412,6 +418,9 @@ class EngineCore(EngineClient):
         complete = self.masks.complete(flight, now)
         entries = enumerate(zip(result.sampled, tokens.token_ids, strict=True))
         rows = [row for row, (request, token) in entries if request is not None and token != FAILED_ROW]
+        if tokens.vectors is not None:
+            outputs.vectors = _vectors([(result.sampled[row], tokens.vectors[row]) for row in rows])
+            rows = []
         outputs.sequence_ids = [result.sampled[row].request_id for row in rows]  # type: ignore[union-attr]
         outputs.token_ids = [tokens.token_ids[row] for row in rows]
         if records is not None:
@@ -490,3 +499,10 @@ class EngineCore(EngineClient):
             )
             for request, causes, preempted_by, preempted_during in charged
         ]
+
+
+def _vectors(ended: Sequence[tuple[Any, Any]]) -> list[tuple[str, bytes]]:
+    """(id, float32 values, little endian) for each (request that has ended with a vector, vector)."""
+    for request, _ in ended:
+        request.finish_reason = FinishReason.STOP
+    return [(request.request_id, vector.astype("<f4", copy=False).tobytes()) for request, vector in ended]

@@ -83,6 +83,9 @@ class CoreOutputs:
     predicted: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
     """(sequence, accepted drafts, rejected drafts): counts since the sequence began, for sequences with new results.
     Only drafts from the request's ``prediction`` are counted."""
+    vectors: list[tuple[str, bytes]] = dataclasses.field(default_factory=list)
+    """(sequence, its vector as float32 values, little endian) of each sequence that ended after its prompt. Such a
+    sequence has no tokens."""
 
     def merge(self, later: CoreOutputs) -> None:
         """Append the results of later steps to this object, because this object could not be sent yet."""
@@ -97,4 +100,5 @@ class CoreOutputs:
         self.decoding += later.decoding
         self.progress += later.progress
         self.predicted += later.predicted
+        self.vectors += later.vectors
         self.decode_seconds = max(self.decode_seconds, later.decode_seconds)

@@ -6,6 +6,7 @@ from typing import Final
 
 from chairlift.config import SchedulerConfig
 from chairlift.core.kv_cache.manager import KVCacheManager
+from chairlift.core.rows.whole import WholeRows
 from chairlift.core.scheduler.answer_lengths import AnswerLengths
 from chairlift.core.scheduler.costs import Costs
 from chairlift.core.scheduler.membership import membership_from_name
@@ -64,5 +65,5 @@ def scheduler_from_config(
         drop_late=config.late_requests == "drop",
         speculator=speculator_from_config(config, costs, *drafting),
         guide=grammars,
-        kinds=preparers.kinds(executor),
+        kinds=[*preparers.kinds(executor), *([] if executor.cache_groups else [WholeRows()])],
     )

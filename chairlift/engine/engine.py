@@ -18,7 +18,7 @@ from chairlift.engine.clock import Clock
 from chairlift.engine.core import EngineCore
 from chairlift.engine.core_outputs import CoreOutputs, FinishedSequence
 from chairlift.engine.grammars import Grammars
-from chairlift.engine.input_processor import InputProcessor, ModelLimits, Prompt
+from chairlift.engine.input_processor import InputProcessor, ModelLimits, PooledText, PreparedRequest, Prompt
 from chairlift.engine.mask_limits import MaskLedger, MaskLimits
 from chairlift.engine.output_processor import OutputProcessor, RequestState
 from chairlift.engine.preparers import Preparers
@@ -132,6 +132,16 @@ class Engine:
         prepared = self._inputs.prepare(request_id, prompt, params, now, *who, adapter_id=adapter_id)
         if params.structured_outputs is not None:
             self.core.preparers.grammars.check(params.structured_outputs.value, cache_salt)
+        self._add(prepared, stream)
+        _log.debug("request %r: %d prompt tokens, seed %d", request_id, len(prepared.prompt_token_ids), prepared.seed)
+        return request_id
+
+    def add_text(self, text: PooledText) -> None:
+        """Queue a text whose output is a vector. :meth:`step` returns one output for it, at its end."""
+        self._check_alive()
+        self._add(self._inputs.prepare_text(text, SamplingParams(), self.clock.now()), stream=False)
+
+    def _add(self, prepared: PreparedRequest, stream: bool) -> None:
         try:
             self.core.add(prepared)
             self._outputs.add(prepared, stream)
@@ -143,8 +153,6 @@ class Engine:
         except BaseException:  # Ctrl-C: the request is only partly added
             self._dead = True
             raise
-        _log.debug("request %r: %d prompt tokens, seed %d", request_id, len(prepared.prompt_token_ids), prepared.seed)
-        return request_id
 
     def _adapter_of(self, lora_request: LoRARequest | None) -> int:
         if lora_request is None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from chairlift.base.image_spans import ImageSpan, ImageTile
+from chairlift.base.pooled_row import PooledRow
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.base.sampling_row import SamplingRow
 from chairlift.base.seeds import sample_seed
@@ -20,7 +21,7 @@ from chairlift.models.vision.processor import ImageProcessor, PlacedImages, plac
 from chairlift.text.tokenizer.bad_words import spellings, word_ids
 from chairlift.text.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["InputProcessor", "ModelLimits", "PreparedRequest", "Prompt", "images_of", "unnamed"]
+__all__ = ["InputProcessor", "ModelLimits", "PooledText", "PreparedRequest", "Prompt", "images_of", "unnamed"]
 
 Prompt = str | list[int] | tuple[int, ...] | Mapping[str, Any]
 """Text, token ids, or a mapping with vLLM's keys ``prompt`` and ``prompt_token_ids``. If a mapping has both, the ids
@@ -45,6 +46,15 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...] = ()
     service_classes: Mapping[str, ServiceClass] | None = None
     """Class of service -> its guarantees; None if the scheduling policy ignores classes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PooledText:
+    """A text whose vector is wanted, checked by :class:`~chairlift.engine.pooled.pooling_inputs.PoolingInputs`."""
+
+    request_id: str
+    token_ids: list[int]
+    row: PooledRow = dataclasses.field(default_factory=PooledRow)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +88,8 @@ class PreparedRequest:
     """Spans of the prompt whose input vectors come from an encoded image instead of token embeddings."""
     image_tiles: tuple[ImageTile, ...] = ()
     """Image tiles to which ``image_spans`` refer, each tile once."""
+    pooled: PooledRow | None = None
+    """Set for a request that ends after its prompt and returns a vector. Its generated token is dropped."""
 
     @property
     def sequence_ids(self) -> list[str]:
@@ -97,7 +109,7 @@ class PreparedRequest:
             max_tokens = 1 if self.params.max_tokens == 0 else self.params.max_tokens
             others = dataclasses.replace(self.params, prompt_logprobs=None, max_tokens=max_tokens)
         for index, sequence_id in enumerate(self.sequence_ids):
-            row = SamplingRow(
+            row = self.pooled or SamplingRow(
                 params=self.params if index == 0 else others,
                 seed=sample_seed(self.seed, index),
                 num_prompt_tokens=len(self.prompt_token_ids),
@@ -212,6 +224,26 @@ class InputProcessor:
             adapter_id,
             image_spans=() if images is None else images.spans,
             image_tiles=() if images is None else images.tiles,
+        )
+
+    def prepare_text(
+        self, text: PooledText, params: SamplingParams, arrival_time: float, tenant: str = ""
+    ) -> PreparedRequest:
+        """The request for the vector of a text. Of ``params``, only the class of service, the priority and the
+        deadlines count. Raises RequestError."""
+        _check_caller(text.request_id, params, "", tenant)
+        priority, service = self._service(params, arrival_time, tenant)
+        return PreparedRequest(
+            text.request_id,
+            None,
+            text.token_ids,
+            params,
+            seed=0,
+            max_tokens=1,
+            arrival_time=arrival_time,
+            priority=priority,
+            service=dataclasses.replace(service, seconds_per_token=math.inf),
+            pooled=text.row,
         )
 
     def _ids_of(self, prompt: Prompt) -> list[int]:

@@ -30,8 +30,9 @@ class _Answer:
         self.index = index
         self.sequence_id = sequence_id
         self.params = prepared.params
-        self.only_scores = prepared.params.max_tokens == 0
-        """Whether the caller wants only log-probabilities of the prompt. Then one token is generated, and dropped."""
+        self.only_scores = prepared.params.max_tokens == 0 or prepared.pooled is not None
+        """Whether the caller wants only log-probabilities or the vector of the prompt. Then one token is generated, and
+        dropped."""
         self.detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and not self.only_scores:
             self.detokenizer = IncrementalDetokenizer(tokenizer, prepared.prompt_token_ids, prepared.params)
@@ -73,8 +74,8 @@ class _Answer:
         """End the answer: let the detokenizer read all tokens, and set the finish reason. A stop string found in the
         last tokens takes precedence over the reason in ``ended``."""
         if self.only_scores:
-            good = ended.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-            self.finish_reason = FinishReason.LENGTH if good else ended.finish_reason
+            scored = ended.finish_reason is FinishReason.STOP and self.params.max_tokens == 0
+            self.finish_reason = FinishReason.LENGTH if scored else ended.finish_reason
             return
         by_token = ended.finish_reason is FinishReason.STOP and isinstance(ended.stop_reason, int)
         self.read(by_token)
@@ -195,6 +196,8 @@ class RequestState:
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.append((), (), 0)  # the first token has no log-probability
         self.error: str | None = None
+        self.vector: bytes | None = None
+        """Vector of the prompt, if the request asked for it and it was computed."""
 
     @property
     def request_id(self) -> str:
@@ -260,6 +263,7 @@ class RequestState:
             prompt_logprobs=self.prompt_logprobs,
             metrics=self.metrics,
             error=self.error,
+            vector=self.vector,
         )
 
     def record(self, now: float, *, aborted: bool = False) -> FinishedRequest:
@@ -276,12 +280,12 @@ class RequestState:
             generation_tokens=sum(len(answer.token_ids[: answer.num_tokens]) for answer in self.answers),
             longest_answer=max(len(answer.token_ids[: answer.num_tokens]) for answer in self.answers),
             n=len(self.answers),
-            max_tokens=self.prepared.params.max_tokens,
+            max_tokens=None if self.prepared.pooled is not None else self.prepared.params.max_tokens,
             num_preemptions=metrics.num_preemptions,
             e2e_seconds=now - metrics.arrival_time,
             queue_seconds=None if first is None else first - metrics.arrival_time,
             prefill_seconds=None if first is None or token is None else token - first,
-            decode_seconds=None if token is None else now - token,
+            decode_seconds=None if token is None or self.prepared.pooled is not None else now - token,
             service_class=self.prepared.service.service_class,
         )
         return self._with_missed_deadlines(record, now)
@@ -415,6 +419,11 @@ class OutputProcessor:
         for sequence_id, accepted, rejected in step.predicted:
             if sequence_id in self._answers:
                 self._answers[sequence_id][1].predicted = (accepted, rejected)
+        for sequence_id, vector in step.vectors:
+            if (found := self._answers.get(sequence_id)) is not None:
+                found[0].vector, found[0].metrics.first_token_time = vector, now
+                if self._stats is not None:
+                    self._stats.prompt_computed(len(found[0].prepared.prompt_token_ids), 0)
         self._decode_seconds = step.decode_seconds
         stopped = []
         for row, sequence_id in enumerate(step.sequence_ids):

@@ -1,11 +1,12 @@
-"""Executor of models for embeddings, scores and classes: takes a batch of texts, returns one vector per text.
+"""Executor of models for embeddings, scores and classes: each step computes whole texts, and returns a vector per text.
 
-There is no KV cache and no padding: a forward pass is one flat batch of whole texts. The native kernels write K and V
-into scratch memory, which the next pass overwrites; all layers of an encoder use the same scratch memory.
+There is no KV cache and no padding: a step is one flat batch of whole texts. The native kernels write K and V into
+scratch memory, which the next step overwrites; all layers of an encoder use the same scratch memory.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -14,8 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from chairlift.base.step_batch import StepBatch
+from chairlift.base.step_batch import Masks, SampledTokens, StepBatch
+from chairlift.config import CacheGroup
+from chairlift.core.scheduler.output import FAILED_ROW, NewRow, SchedulerOutput
+from chairlift.errors import ConfigError
 from chairlift.executor.backends.native.native_kv import NativeKV
+from chairlift.executor.executor import Executor, OnProgress, PendingTokens, WeightSource
 from chairlift.executor.kv_tensors import plan_kv_cache
 from chairlift.kernels.cpu.library import ThreadPool
 from chairlift.kernels.cpu.program import StepProgram
@@ -110,21 +115,64 @@ def _with_blocks(batch: StepBatch, num_groups: int) -> StepBatch:
     return batch
 
 
-class PooledExecutor:
-    """Computes whole texts. A pass has at most ``max_rows`` texts and ``max_tokens`` tokens."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Vectors:
+    """The vectors of a step, which are known already. Their token ids stand for tokens that nobody reads."""
+
+    tokens: SampledTokens
+
+    def result(self) -> SampledTokens:
+        return self.tokens
+
+
+class PooledExecutor(Executor):
+    """Computes whole texts, one chunk per text. A text leaves after its step, so the executor keeps no rows and has no
+    KV cache."""
+
+    block_size = _BLOCK_SIZE
+    num_lookahead_steps = 0
 
     def __init__(self, model: PooledNetwork, runner: _Runner) -> None:
+        self.cache_groups: list[CacheGroup] = []
+        self.block_bytes: list[int] = []
         self._model = model
         self._runner = runner
         self.calls = tuple(runner.calls)
         """Names of the operations without a native kernel, which PyTorch computes."""
 
+    def execute(self, out: SchedulerOutput) -> list[NewRow]:
+        """The texts of a step. Each has joined in this step."""
+        rows = {row.slot: row for row in out.joined}
+        return [rows[chunk.slot] for chunk in out.chunks]
+
+    def sample(self, handle: list[NewRow], masks: Masks | None = None) -> PendingTokens:
+        """Compute the texts of a step. If the step fails, each of its texts gets the error."""
+        try:
+            vectors = self.run([row.token_ids for row in handle], [row.sampling.token_types for row in handle])
+        except (MemoryError, RuntimeError) as error:  # usually out of memory; the next step may be smaller
+            why = f"the pass with this text failed ({type(error).__name__}: {str(error)[:200]})"
+            vectors = [None] * len(handle)
+        else:
+            why = "the model computed numbers that are not finite for this text"
+        failed = {place: why for place, vector in enumerate(vectors) if vector is None}
+        token_ids = [FAILED_ROW if place in failed else 0 for place in range(len(vectors))]
+        return _Vectors(SampledTokens(token_ids, errors=failed, vectors=vectors))
+
+    def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
+        """Raise ConfigError: the weights of these models cannot be replaced."""
+        raise ConfigError(
+            "weights of models for embeddings and classes cannot be replaced; start the server with the new ones"
+        )
+
+    def shutdown(self) -> None:
+        """Do nothing: all resources are freed together with the object."""
+
     @torch.inference_mode()
     def run(
         self, token_ids: Sequence[Sequence[int]], token_types: Sequence[Sequence[int] | None]
     ) -> list[npt.NDArray[np.float32] | None]:
-        """Compute one forward pass. Returns one vector per text, in order; None for a vector with a value that is not
-        finite.
+        """Compute whole texts in one flat batch. Returns one vector per text, in order; None for a vector with a value
+        that is not finite.
 
         ``token_types`` has, per text, the type of each token, or None if all types are 0.
         """

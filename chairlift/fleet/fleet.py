@@ -26,8 +26,7 @@ from chairlift.engine.adapters import AdapterLoad, AdapterState
 from chairlift.engine.core_outputs import CoreOutputs, FinishedSequence
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
-from chairlift.engine.pooled.pooling_core import PooledText
-from chairlift.engine.process.messages import PassBegun, Pooled, Refused, Step
+from chairlift.engine.process.messages import Refused, Step
 from chairlift.engine.process.process_client import EngineEvents, RemoteCore
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
 from chairlift.fleet.autoscale import SCALE_SECONDS, replica_to_remove
@@ -158,9 +157,6 @@ class _Member:
 
     def on_refused(self, refused: Refused) -> None:
         self._fleet.refused(refused)
-
-    def on_pooled(self, message: PassBegun | Pooled) -> None:
-        raise EngineDeadError("a fleet serves models that generate")
 
     def on_watched(self, lines: bytes) -> None:
         self._fleet.events.on_watched(lines, self.view.index)
@@ -322,9 +318,6 @@ class Fleet(RemoteCore):
         error = self._send().get(job.key)
         if error is not None:
             raise error
-
-    def pool(self, text: PooledText) -> None:
-        raise RequestError("a fleet serves models that generate")
 
     def abort(self, sequence_ids: Sequence[str]) -> None:
         self._leave(sequence_ids, lambda core, names: core.abort(names))

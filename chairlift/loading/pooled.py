@@ -6,9 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Final
 
 from chairlift.base.rerankers import RERANKERS
-from chairlift.config import EngineConfig
+from chairlift.config import EngineConfig, SchedulerConfig
 from chairlift.engine.info import EngineInfo, PairTexts, PoolingInfo
-from chairlift.engine.pooled.pooling_core import PoolingCore
 from chairlift.errors import ConfigError
 from chairlift.loading.model import (
     Progress,
@@ -20,12 +19,21 @@ from chairlift.loading.model import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from chairlift.executor.backends.backend import Backend
+    from chairlift.executor.pooled_runner import PooledExecutor
     from chairlift.models.pooling import PooledConfig
 
 __all__ = ["LoadedPooling", "is_pooling", "load_pooling", "read_pooled"]
+
+_OF_STEPS: Final = (
+    *("prefill_mode", "preemption_mode", "batching", "batch_wait_ms", "preferred_batch_sizes", "num_lookahead_steps"),
+    *("admission_watermark", "governor", "governor_ttft_ms", "governor_tpot_ms", "speculative_config"),
+    *("usual_mask_ms", "max_mask_seconds", "max_tenant_mask_share"),
+)
+"""Settings of the scheduler that are for requests with several steps, a KV cache or masks."""
 
 _OF_GENERATION: Final = (
     *("block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "num_kv_blocks", "gpu_memory_utilization"),
@@ -40,20 +48,20 @@ _OF_GENERATION: Final = (
         "plain_text_messages",
         "seed",
     ),
-    *("generation_config", "prefill_mode", "preemption_mode", "batching", "batch_wait_ms", "preferred_batch_sizes"),
-    *("policy_share", "num_lookahead_steps", "admission_watermark", "governor", "governor_ttft_ms", "governor_tpot_ms"),
-    *("usual_mask_ms", "max_mask_seconds", "max_tenant_mask_share"),
-    *("preset", "scheduling_policy", "service_classes", "tenant_weights", "ageing_seconds", "late_requests"),
-    *("speculative_config", "kv_events_endpoint", "max_loras", "max_lora_rank", "max_cpu_loras"),
+    *("generation_config", "kv_events_endpoint", "max_loras", "max_lora_rank", "max_cpu_loras"),
+    *_OF_STEPS,
 )
-"""Settings of the KV cache, the scheduler and sampling. A model for embeddings, scores or classes does not use them."""
+"""Settings of the KV cache, of decode steps and of sampling. A model for embeddings, scores or classes does not use
+them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedPooling:
     """A model for embeddings, scores or classes in memory, and facts about it."""
 
-    core: PoolingCore
+    executor: PooledExecutor
+    scheduler: SchedulerConfig
+    """Settings of the scheduler, with the defaults of those that have no effect."""
     info: EngineInfo
 
 
@@ -137,8 +145,13 @@ def load_pooling(config: EngineConfig, progress: Progress | None = None) -> Load
         device=device_name(device),
         deterministic=backend.abilities.equal_bits and set(executor.calls) <= _INVARIANT,
     )
-    core = PoolingCore(executor, max_tokens=scheduler.max_num_batched_tokens, max_seqs=scheduler.max_num_seqs)
-    return LoadedPooling(core=core, info=info)
+    return LoadedPooling(executor=executor, scheduler=_without(scheduler, _OF_STEPS), info=info)
+
+
+def _without(scheduler: SchedulerConfig, names: Sequence[str]) -> SchedulerConfig:
+    """The settings with the defaults of the fields ``names``."""
+    defaults = SchedulerConfig()
+    return dataclasses.replace(scheduler, **{name: getattr(defaults, name) for name in names})
 
 
 _INVARIANT: Final = {"encoder_embeddings of token_ids", "encoder_attention", "layer_norm", "gelu", "gelu_and_mul"}

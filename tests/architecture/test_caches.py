@@ -49,8 +49,6 @@ OF_REQUESTS = {
     "engine.intake": "_waiting _starts _unforeseen _lane_ends",
     "engine.mask_limits": "of",
     "engine.output_processor": "_states _answers",
-    "engine.pooled.pooled_requests": "_texts",
-    "engine.pooled.pooling_core": "_waiting",
     "engine.served_adapters": "_loads",
     "engine.step_export": "requests rows _rows _resting",
     "engine.step_recorder": "_numbers _started _flights _leaving",

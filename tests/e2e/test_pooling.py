@@ -165,6 +165,45 @@ def test_a_cross_encoder_scores_and_reranks(reranker: ServerProcess, folder: Pat
     assert classes[0]["label"] == "LABEL_0" and len(classes[0]["probs"]) == classes[0]["num_classes"] == 1
 
 
+def metric(server: ServerProcess, name: str) -> float:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+    connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    lines = connection.getresponse().read().decode().splitlines()
+    connection.close()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+
+def test_a_flood_of_one_tenant_delays_no_other_and_deadlines_act(folder: Path) -> None:
+    """The flood takes hundreds of steps. What comes after it is computed in one of the next steps, or is dropped."""
+    flags = ("--scheduling-policy", "priority", "--late-requests", "drop", "--max-num-batched-tokens", "64")
+    flags += ("--max-num-queued-reqs", "4096", "--max-num-queued-tokens", "1000000")
+    flood = {"input": [TEXTS[2]] * 2048, "user": "flood"}
+    with (
+        ServerProcess(str(models(folder, 0)), "--threads", "1", *flags) as server,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        whole = pool.submit(post, server, "/v1/embeddings", flood)
+        while metric(server, "chairlift:num_requests_waiting") < 100:
+            assert not whole.done()
+        status, other, _ = post(server, "/v1/embeddings", {"input": "lift", "user": "other"})
+        assert status == 200 and not whole.done()
+        late = {"input": TEXTS[2], "user": "flood", "priority": 9, "deadline_ms": 0.01}
+        status, reply, _ = post(server, "/v1/embeddings", late)
+        assert (status, reply["error"]["code"]) == (503, "deadline_exceeded") and not whole.done()
+        status, _, _ = post(server, "/v1/embeddings", {"input": TEXTS[0], "user": "flood", "priority": -1})
+        assert status == 200 and not whole.done()
+        status, reply, _ = whole.result()
+        assert status == 200 and len({str(each["embedding"]) for each in reply["data"]}) == 1
+        assert post(server, "/v1/embeddings", {"input": ["lift", TEXTS[0]]})[1]["data"][0] == other["data"][0]
+        assert metric(server, "chairlift:num_requests_running") == metric(server, "chairlift:num_requests_waiting") == 0
+
+
+def test_priorities_are_refused_where_the_policy_ignores_them(embedder: ServerProcess) -> None:
+    status, reply, _ = post(embedder, "/v1/embeddings", {"input": "a", "priority": 5})
+    assert status == 400 and "the scheduling policy does not look at it" in reply["error"]["message"]
+    assert post(embedder, "/v1/embeddings", {"input": "a", "service_tier": "flex"})[0] == 200
+
+
 def test_a_server_that_generates_gives_no_embeddings() -> None:
     with ServerProcess("hashlm") as server:
         status, reply, _ = post(server, "/v1/embeddings", {"input": "a"})

@@ -9,7 +9,7 @@ import pytest
 
 from chairlift.engine.core_outputs import CoreOutputs
 from chairlift.engine.info import EngineInfo
-from chairlift.engine.process.messages import Loading, Log, PassBegun, Pooled, Refused, Step, Watched
+from chairlift.engine.process.messages import Loading, Log, Refused, Step, Watched
 from chairlift.engine.process.process_client import ProcessClient
 from chairlift.metrics.stats import EngineStats
 
@@ -30,9 +30,6 @@ class Events:
 
     def on_refused(self, refused: Refused) -> None:
         self.heard.append(refused)
-
-    def on_pooled(self, message: PassBegun | Pooled) -> None:
-        raise AssertionError("nothing was pooled")
 
     def on_watched(self, lines: bytes) -> None:
         self.heard.append(lines)

@@ -15,7 +15,6 @@ from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.core import EngineCore
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
-from chairlift.engine.pooled.pooling_core import PooledText
 from chairlift.engine.process.messages import Add, Refused, Step, decode, encode
 from chairlift.engine.process.process_client import EngineEvents, RemoteCore
 from chairlift.errors import EngineDeadError, RequestError
@@ -96,8 +95,6 @@ class InProcess(RemoteCore):
         self.dead.set()
         if self._pump is not None:
             await self._pump
-
-    def pool(self, text: PooledText) -> None: ...
 
     def watch(self, wanted: bool) -> None:
         self.core.watch(wanted)

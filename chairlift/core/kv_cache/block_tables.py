@@ -143,7 +143,7 @@ class BlockTables:
             - max(0, free - self.reservations.withheld(group, request))
             for group, (table, free) in enumerate(zip(request.block_ids, self.num_free_soon(), strict=True))
         ]
-        return max(0, *gaps)
+        return max([0, *gaps])
 
     def num_remaining(self, request: Request, num_blocks: int, limit: int) -> int:
         """If each group lost the last ``num_blocks`` blocks of the request's table: number of leading positions, at
@@ -152,7 +152,7 @@ class BlockTables:
         kinds = self.layout.kinds
         ends = [(len(t) - num_blocks) * kind.span for t, kind in zip(request.block_ids, kinds, strict=True)]
         unit = max(self.block_size, self.layout.share_unit)
-        return min(limit, *ends) // unit * unit
+        return min([limit, *ends]) // unit * unit
 
     def num_free_soon(self) -> list[int]:
         """One entry per cache group: number of blocks that are free after all deferred releases."""

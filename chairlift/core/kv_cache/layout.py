@@ -22,22 +22,19 @@ class CacheLayout:
 
     ``max_step_tokens`` is the maximum number of tokens that one step computes for
     one request. A group with a sliding window needs it, because it holds a window and the new tokens of a step at the
-    same time. Raises ConfigError for a bad block size, for an empty
-    ``groups``, and if the number of positions per recurrent
-    state is not a multiple of the block size.
+    same time. A model that keeps nothing between two steps has no groups. Raises ConfigError for a bad block size, and
+    if the number of positions per recurrent state is not a multiple of the block size.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], block_size: int, max_step_tokens: int) -> None:
         if block_size not in {1, 2, 4, 8, 16, 32, 64, 128, 256}:
             raise ConfigError(f"block_size must be a power of two from 1 to 256, got {block_size}")
-        if not groups:
-            raise ConfigError("a KV cache needs at least one cache group")
         self.groups = tuple(groups)
         self.block_size = block_size
         self.max_step_tokens = max_step_tokens
         self.kinds = tuple(_kind_of(group, block_size) for group in groups)
         """One entry per cache group: the kind of cache."""
-        self.share_unit = max(kind.share_unit for kind in self.kinds)
+        self.share_unit = max((kind.share_unit for kind in self.kinds), default=1)
         """Two requests may share only prefixes whose length is a multiple of this number."""
 
     def blocks_for(self, group: int, num_tokens: int) -> int:

@@ -71,7 +71,8 @@ class RowKind:
         """Called in each step after the decode rows are known. ``num_decodes`` is their number."""
 
     def room(self, request: Request, num_tokens: int) -> int:
-        """Number of the request's next tokens, at most ``num_tokens``, that the step may compute."""
+        """Number of the request's next tokens, at most ``num_tokens``, that the step may compute. It may be more if the
+        kind lets requests join only steps that have room for it."""
         return num_tokens
 
     def spent(self, request: Request, num_tokens: int) -> None:

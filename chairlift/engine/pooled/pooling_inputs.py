@@ -9,9 +9,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from chairlift.base.pooled_row import PooledRow
 from chairlift.engine.info import EngineInfo, PairTexts, PoolingInfo
-from chairlift.engine.input_processor import unnamed
-from chairlift.engine.pooled.pooling_core import PooledText
+from chairlift.engine.input_processor import PooledText, unnamed
 from chairlift.errors import InvariantError, PromptTooLongError, RequestError
 from chairlift.text.tokenizer.tokenizer import Tokenizer
 
@@ -100,7 +100,8 @@ class PoolingInputs:
                 )
             dropped = set(second_at[len(second_at) - surplus :])
             ids, types = ([each for at, each in enumerate(all_) if at not in dropped] for all_ in (ids, types))
-        return PooledText(request_id, self._checked(ids), types if self.pooling.token_types and any(types) else None)
+        has_types = self.pooling.token_types and any(types)
+        return PooledText(request_id, self._checked(ids), PooledRow(types if has_types else None))
 
     def _limit(self, truncate: int | None) -> int | None:
         max_model_len = self.info.max_model_len

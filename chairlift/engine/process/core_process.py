@@ -133,8 +133,15 @@ class CoreProcess:
         classes: Mapping[str, ServiceClass] | None,
         progress: OnProgress,
         approximations: Callable[[], tuple[str, ...]] = tuple,
+        *,
+        one_step_each: bool = False,
     ) -> None:
-        """``approximations`` returns those of the model with its newest weights."""
+        """``approximations`` returns those of the model with its newest weights.
+
+        ``one_step_each``: each request ends with its first step, which may be long. Then the server learns of the start
+        of a request before its step, and the queue is not forecast: a simulated step would cost as much as scheduling
+        the step itself.
+        """
         self._approximations = approximations
         self._connection = connection
         self._core = core
@@ -142,7 +149,11 @@ class CoreProcess:
         self._progress = progress
         priorities = {name: each.priority for name, each in (classes or {DEFAULT_CLASS: ServiceClass()}).items()}
         depth = core.num_lookahead_steps
-        self._forecaster = Forecaster(core.scheduler, core.costs, core.answer_lengths, priorities, depth)
+        self._forecaster: Forecaster | None = None
+        if one_step_each:
+            core.on_joined = self._deliver
+        else:
+            self._forecaster = Forecaster(core.scheduler, core.costs, core.answer_lengths, priorities, depth)
         self._forecast: Forecast | None = None
         """The newest forecast, if it has not been sent to the server's process yet; otherwise None."""
         self._pending: list[CoreOutputs] = []
@@ -161,8 +172,8 @@ class CoreProcess:
                 self._obey(message)
             if core.has_work:
                 outputs = core.step()
-                forecast = self._forecaster.advance(core.clock.now())
-                self._forecast = forecast or self._forecast
+                if self._forecaster is not None:
+                    self._forecast = self._forecaster.advance(core.clock.now()) or self._forecast
                 if outputs is not None:
                     self._deliver(outputs)
             for state in self._core.preparers.adapters.take_states():

@@ -23,7 +23,6 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.floor_share import FloorShare
 from chairlift.engine.grammars import Grammars
 from chairlift.engine.mask_limits import MaskLedger, MaskLimits
-from chairlift.engine.pooled.pooling_process import PoolingProcess
 from chairlift.engine.preparers import Preparers
 from chairlift.engine.process.core_process import Connection, CoreProcess, FrameLogHandler
 from chairlift.engine.process.messages import Loading, NotLoaded, Start
@@ -66,11 +65,12 @@ def main() -> None:
     process.run()
 
 
-def _load(connection: Connection, config: EngineConfig) -> CoreProcess | PoolingProcess:
+def _load(connection: Connection, config: EngineConfig) -> CoreProcess:
     progress = _Progress(connection)
     if is_pooling(config):
-        pooling = load_pooling(config, progress)
-        return PoolingProcess(connection, pooling.core, pooling.info)
+        texts = load_pooling(config, progress)
+        core = EngineCore(texts.executor, texts.scheduler, max_model_len=texts.info.max_model_len)
+        return CoreProcess(connection, core, texts.info, config.scheduler.promises, progress, one_step_each=True)
     loaded = load_executor(config, progress)
     grammars = Grammars(
         GrammarCompiler(lambda: _tokenizer(config, loaded.model_dir), loaded.vocab_size, loaded.eos_token_ids),

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from chairlift.base.image_spans import ImageSpan, ImageTile
+from chairlift.base.pooled_row import PooledRow
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.core.request import Service
 from chairlift.core.scheduler.forecast import Forecast
@@ -20,7 +21,6 @@ from chairlift.engine.adapters import AdapterLoad, AdapterState
 from chairlift.engine.core_outputs import CoreOutputs
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
-from chairlift.engine.pooled.pooling_core import PooledVector
 from chairlift.errors import RequestError
 from chairlift.metrics.stats import EngineStats
 
@@ -35,9 +35,6 @@ __all__ = [
     "Log",
     "Message",
     "NotLoaded",
-    "PassBegun",
-    "Pool",
-    "Pooled",
     "Ready",
     "Refused",
     "Start",
@@ -109,6 +106,7 @@ class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
     image_spans: tuple[ImageSpan, ...] = ()
     image_tiles: tuple[ImageTile, ...] = ()
     answer_token_ids: list[int] = []
+    pooled: PooledRow | None = None
 
     @classmethod
     def of(cls, request: PreparedRequest) -> Add:
@@ -121,7 +119,8 @@ class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
         """The request as it was before encoding. Raises RequestError for sampling parameters that the input checks
         would have refused."""
         same = {name: getattr(self, name) for name in _AS_PREPARED}
-        return PreparedRequest(prompt=None, params=SamplingParams.from_dict(self.params), **same)
+        params = SamplingParams.from_dict(self.params) if self.params else _DEFAULTS
+        return PreparedRequest(prompt=None, params=params, **same)
 
 
 _AS_PREPARED: Final = tuple(name for name in Add.__struct_fields__ if name != "params")
@@ -150,27 +149,6 @@ class Step(msgspec.Struct, tag="step", forbid_unknown_fields=True):
     stats: EngineStats
     forecast: Forecast | None = None
     """The newest forecast, if one was made since the last message."""
-
-
-class Pool(msgspec.Struct, tag="pool", forbid_unknown_fields=True):
-    """A validated text for a model of embeddings, scores or classes."""
-
-    request_id: str
-    token_ids: list[int]
-    token_types: list[int] | None = None
-
-
-class PassBegun(msgspec.Struct, tag="pass_begun", forbid_unknown_fields=True):
-    """Ids of the texts in the forward pass that begins now."""
-
-    request_ids: list[str]
-
-
-class Pooled(msgspec.Struct, tag="pooled", forbid_unknown_fields=True):
-    """Results of one forward pass."""
-
-    vectors: list[PooledVector]
-    stats: EngineStats
 
 
 class Watch(msgspec.Struct, tag="watch", forbid_unknown_fields=True):
@@ -224,9 +202,6 @@ Message = (
     | Watch
     | Watched
     | UpdateWeights
-    | Pool
-    | PassBegun
-    | Pooled
     | LoadAdapter
     | UnloadAdapter
     | AdapterLoaded

@@ -21,7 +21,6 @@ from chairlift.engine.adapters import AdapterLoad, AdapterState
 from chairlift.engine.core import EngineClient
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
-from chairlift.engine.pooled.pooling_core import PooledText
 from chairlift.engine.process.messages import (
     AdapterLoaded,
     Add,
@@ -32,9 +31,6 @@ from chairlift.engine.process.messages import (
     Log,
     Message,
     NotLoaded,
-    PassBegun,
-    Pool,
-    Pooled,
     Ready,
     Refused,
     Start,
@@ -75,8 +71,6 @@ class EngineEvents(Protocol):
 
     def on_refused(self, refused: Refused) -> None: ...
 
-    def on_pooled(self, message: PassBegun | Pooled) -> None: ...
-
     def on_watched(self, lines: bytes) -> None: ...
 
     def on_updated(self, info: EngineInfo) -> None: ...
@@ -105,8 +99,6 @@ class RemoteCore(EngineClient, Protocol):
         return None
 
     async def start(self) -> EngineInfo: ...
-
-    def pool(self, text: PooledText) -> None: ...
 
     def watch(self, wanted: bool) -> None: ...
 
@@ -229,10 +221,6 @@ class ProcessClient(RemoteCore):
     def add(self, request: PreparedRequest) -> None:
         self._ask(Add.of(request))
 
-    def pool(self, text: PooledText) -> None:
-        """Send a text to a model of embeddings, scores or classes. The result goes to ``on_pooled``."""
-        self._ask(Pool(text.request_id, text.token_ids, text.token_types))
-
     def abort(self, sequence_ids: Sequence[str]) -> None:
         self._send(Leave(list(sequence_ids), stopped=False))
 
@@ -340,8 +328,6 @@ class ProcessClient(RemoteCore):
             self._events.on_step(message)
         elif isinstance(message, Refused):
             self._events.on_refused(message)
-        elif isinstance(message, (PassBegun, Pooled)):
-            self._events.on_pooled(message)
         elif isinstance(message, AdapterLoaded):
             self._events.on_adapter(message.state)
         elif isinstance(message, Watched):

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.engine.async_engine import EngineState
 from chairlift.errors import (
+    DeadlineError,
     EngineDeadError,
     OverloadedError,
     PromptTooLongError,
@@ -30,7 +31,11 @@ from chairlift.server.http.state import ServerState
 
 __all__ = ["ApiError", "error_body", "error_response", "messages_error_body", "to_api_error"]
 
-_OVERLOADED = {QueueTimeoutError: "queue_timeout", WorkerLostError: "worker_lost"}
+_OVERLOADED = {
+    QueueTimeoutError: "queue_timeout",
+    DeadlineError: "deadline_exceeded",
+    WorkerLostError: "worker_lost",
+}
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _OF_MESSAGES = re.compile(r"messages(\[[0-9]+\][\w.\[\]-]{0,200})?|continue_final_message")
 _OF_PARTS = re.compile(r"messages\[[0-9]+\]\.content\[[0-9]+\]")

@@ -1,6 +1,6 @@
 """POST /v1/embeddings, /v1/classify, /v1/score and /v1/rerank: vectors, classes and scores of texts.
 
-Each text of a call is a separate request in the queue, and is computed in the next pass that has room for it.
+Each text of a call is a separate request of the scheduler, which computes it whole in one step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from chairlift.engine.pooled.pooling_core import PooledText
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.engine.input_processor import PooledText
 from chairlift.engine.pooled.pooling_inputs import PoolingInputs, cosine, floats
 from chairlift.errors import EngineDeadError, PromptTooLongError, RequestError
 from chairlift.server.http.errors import ApiError
@@ -27,7 +28,8 @@ from chairlift.server.http.limits import read_json, release_body
 from chairlift.server.http.state import ServerState
 from chairlift.server.http.streaming import on_thread_if_long
 from chairlift.server.openai.models import check_model, pooling_info
-from chairlift.server.openai.protocol import ModelName, TokenId, parse, warning_headers
+from chairlift.server.openai.promises import read_scheduling_fields
+from chairlift.server.openai.protocol import Milliseconds, ModelName, TokenId, parse, warning_headers
 
 __all__ = [
     "ClassifyReply",
@@ -57,6 +59,16 @@ class PooledRequest(msgspec.Struct, kw_only=True):
     maximum."""
     queue_timeout: _Seconds | None = None
     """Maximum number of seconds to wait until the computation starts."""
+    priority: Annotated[int, Meta(ge=-(2**31), le=_INT32)] | None = None
+    service_tier: Annotated[str, Meta(max_length=64)] | None = None
+    """Class of service."""
+    ttft_ms: Milliseconds | None = None
+    """Milliseconds from arrival until the result is due. ``deadline_ms`` has the same effect."""
+    deadline_ms: Milliseconds | None = None
+    """Milliseconds from arrival until the result is due."""
+    user: Annotated[str, Meta(max_length=256)] | None = None
+    """Name of the caller. If there are no API keys, the scheduler treats it as the tenant that is charged for the
+    request."""
 
 
 class EmbeddingRequest(PooledRequest, kw_only=True):
@@ -194,6 +206,13 @@ class _Call:
     def __init__(self, request: Request, payload: PooledRequest, ignored: list[str], task: str) -> None:
         self.state: ServerState = request.app.state.server
         self._request, self.payload, self._ignored = request, payload, ignored
+        self._caller = read_scheduling_fields(request, payload, ignored)
+        self._params = SamplingParams(
+            priority=payload.priority,
+            service_tier=payload.service_tier,
+            ttft_ms=payload.ttft_ms,
+            deadline_ms=payload.deadline_ms,
+        )
         self.model = check_model(self.state, payload.model)
         pooling_info(self.state)
         inputs = self.state.engine.pooling_inputs
@@ -222,8 +241,15 @@ class _Call:
         """Vector of each text, as float32 bytes."""
         release_body(self._request)
         self.num_tokens += sum(len(text.token_ids) for text in texts)
-        arrived = getattr(self._request.state, "arrived", None)
-        return await self.state.engine.pool(texts, queue_timeout=self.payload.queue_timeout, arrival=arrived)
+        caller, patience = self._caller, self.payload.queue_timeout
+        return await self.state.engine.pool(
+            texts,
+            self._params,
+            tenant=caller.tenant,
+            queue_timeout=patience,
+            name=caller.request_id,
+            arrival=caller.arrived,
+        )
 
     async def scores(self, first: Sequence[str], second: Sequence[str], names: tuple[str, str]) -> list[float]:
         """Scores of pairs of texts. If ``first`` has one text, it forms a pair with each text of ``second``; otherwise

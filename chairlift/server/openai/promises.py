@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Final
+from typing import Final, Protocol
 
 from starlette.requests import Request
 
@@ -14,7 +14,6 @@ from chairlift.server.http.auth import Caller
 from chairlift.server.http.errors import ApiError
 from chairlift.server.http.routers import charged_to
 from chairlift.server.http.state import ServerState
-from chairlift.server.openai.protocol import GenerationRequest
 
 __all__ = ["BATCH_CLASS", "NOT_IN_BATCHES", "TTFT_HEADER", "class_of", "read_scheduling_fields"]
 
@@ -29,7 +28,15 @@ _BUILT_IN: Final = tuple(parse_service_classes(""))
 _MILLISECONDS: Final = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,6})?")
 
 
-def read_scheduling_fields(request: Request, payload: GenerationRequest, ignored: list[str]) -> Caller:
+class _Scheduled(Protocol):
+    """Scheduling fields of a request's body."""
+
+    service_tier: str | None
+    ttft_ms: float | None
+    user: str | None
+
+
+def read_scheduling_fields(request: Request, payload: _Scheduled, ignored: list[str]) -> Caller:
     """Check the class of service, copy deadlines from headers into the request's fields, and return the caller to
     charge.
 
@@ -64,9 +71,9 @@ def read_scheduling_fields(request: Request, payload: GenerationRequest, ignored
     return dataclasses.replace(caller, arrived=getattr(request.state, "arrived", None))
 
 
-def _check_batch(payload: GenerationRequest) -> None:
+def _check_batch(payload: _Scheduled) -> None:
     """Raise ApiError 400 for fields that are not allowed in a request of a batch."""
-    given = [name for name in NOT_IN_BATCHES if getattr(payload, name)]
+    given = [name for name in NOT_IN_BATCHES if getattr(payload, name, None)]
     if payload.service_tier not in (None, "auto", "default", BATCH_CLASS):
         given.append("service_tier")
     if given:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from chairlift.config import CacheGroup
@@ -19,9 +21,15 @@ def test_block_size_must_be_a_power_of_two(block_size: int) -> None:
         KVCacheManager([CacheGroup(8)], block_size, max_step_tokens=8)
 
 
-def test_no_group_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one"):
-        KVCacheManager([], 16, max_step_tokens=8)
+def test_a_model_that_keeps_nothing_has_no_group() -> None:
+    """Its requests need no block, whatever their length, and share nothing."""
+    kv = KVCacheManager([], 16, max_step_tokens=8, enable_prefix_caching=False)
+    one = request("one", 1000)
+    assert kv.fits_when_empty(10**9) and admit(kv, one).num_computed_tokens == 0
+    assert (one.block_ids, kv.tables.num_missing(one, 1000), kv.tables.num_remaining(one, 0, 64)) == ([], 0, 64)
+    kv.check_invariants([one])
+    kv.tables.free(one, 0)
+    assert sum(dataclasses.astuple(kv.counts())) == 0
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])

@@ -1,4 +1,4 @@
-"""Computes embeddings, scores and classes of lists of texts, for LLM and AsyncLLM."""
+"""Calls for embeddings, scores and classes of lists of texts, for LLM and AsyncLLM."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Generic, TypeVar
 
 from chairlift.base.outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, ScoringOutput
-from chairlift.engine.interrupt import held_interrupt
-from chairlift.engine.pooled.pooling_core import PooledText, PoolingCore
+from chairlift.engine.input_processor import PooledText
 from chairlift.engine.pooled.pooling_inputs import PoolingInputs, cosine, floats
 from chairlift.errors import RequestError
 
-__all__ = ["PooledCall", "PooledCalls", "PooledTexts", "listed", "one_or_more"]
+__all__ = ["PooledCall", "PooledCalls", "listed", "one_or_more"]
 
 _Result = TypeVar("_Result")
 
@@ -125,32 +124,3 @@ def _is_token_ids(prompts: Any) -> bool:
 def listed(texts: Any) -> list[Any]:
     """A list of texts. ``texts`` is one text or several."""
     return [texts] if isinstance(texts, str) else list(texts)
-
-
-class PooledTexts:
-    """Runs calls for embeddings, scores and classes in this process, one call at a time."""
-
-    def __init__(self, core: PoolingCore, inputs: PoolingInputs) -> None:
-        self._core = core
-        self.calls = PooledCalls(inputs)
-
-    def run(self, call: PooledCall[_Result]) -> list[PoolingRequestOutput[_Result]]:
-        """Compute the results of one call. Raises RequestError if a text yields no vector. A KeyboardInterrupt is
-        raised only between two forward passes."""
-        core, found, texts = self._core, dict[str, bytes](), call.texts
-        positions = {text.request_id: index for index, text in enumerate(texts)}
-        for text in texts:
-            core.add(text)
-        try:
-            with held_interrupt() as interrupted:
-                while len(found) < len(texts):
-                    for vector in core.run(core.next_pass()):
-                        if vector.error:
-                            raise RequestError(f"prompt {positions[vector.request_id]}: {vector.error}")
-                        found[vector.request_id] = vector.values
-                    if interrupted():
-                        raise KeyboardInterrupt
-        finally:
-            for text in texts:
-                core.abort(text.request_id)
-        return call.finish(found)
