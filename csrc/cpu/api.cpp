@@ -9,6 +9,7 @@
 #include "kernels.h"
 #include "plan.h"
 #include "pool.h"
+#include "sharing.h"
 
 namespace {
 
@@ -37,13 +38,19 @@ void head_on_thread(void* argument, int thread) {
   head.part(head.pool, thread, head.call);
 }
 
+// Number of splits of the longest sequence.
+int splits_of(const cl_batch& batch) {
+  int most = 1;
+  for (int row = 0; row < batch.num_rows; row++) most = std::max(most, (batch.seq_lens[row] + KV_SPLIT - 1) / KV_SPLIT);
+  return most;
+}
+
 // Divides each row into spans of at most SPAN_TOKENS tokens, and sorts them by descending cost. So cheap spans are
 // computed last, and all threads end at about the same time. Returns the number of spans.
 int plan_spans(const cl_batch& batch, AttentionSpan* spans, StepPlan& plan) {
-  int count = 0, longest = 0, most_splits = 1;
+  int count = 0, longest = 0;
   for (int row = 0; row < batch.num_rows; row++) {
     const int begin = batch.cu_seqlens[row], end = batch.cu_seqlens[row + 1];
-    most_splits = std::max(most_splits, (batch.seq_lens[row] + KV_SPLIT - 1) / KV_SPLIT);
     for (int token = begin; token < end; token += SPAN_TOKENS) {
       const int tokens = std::min(int(SPAN_TOKENS), end - token);
       const int64_t context = batch.seq_lens[row] - (end - token) + tokens;
@@ -57,8 +64,36 @@ int plan_spans(const cl_batch& batch, AttentionSpan* spans, StepPlan& plan) {
   plan.spans = spans;
   plan.num_spans = count;
   plan.longest_span = longest;
-  plan.max_splits = most_splits;
+  plan.max_splits = splits_of(batch);
   return count;
+}
+
+// Finds the kinds of attention operations in a program. Returns their number. Operations of further kinds share no keys.
+int sharing_kinds(const cl_program& program, SharingPlan* kinds) {
+  StepPlan found{};
+  found.sharing = kinds;
+  for (int i = 0; i < program.num_ops && found.num_sharing < MOST_SHARING_KINDS; i++) {
+    const cl_op& op = program.ops[i];
+    if (op.kind != CL_OP_ATTENTION || op.flags & (CL_BOTH_WAYS | CL_APART)) continue;
+    const cl_kv_layer& kv = program.kv_layers[op.layer];
+    if (found.sharing_of(op, kv)) continue;
+    SharingPlan& kind = kinds[found.num_sharing++];
+    kind.cache_group = kv.group, kind.block_size = kv.block_size;
+    kind.window = op.window, kind.kv_heads = op.kv_heads, kind.group = op.heads / op.kv_heads;
+  }
+  return found.num_sharing;
+}
+
+// Plans which spans read keys together. It needs SharingPlanner::bytes bytes of memory.
+void plan_sharing(const cl_batch& batch, SharingPlan* kinds, int num_kinds, char* memory, StepPlan& plan) {
+  SharingPlanner planner(batch, plan);
+  int count = 0;
+  for (int i = 0; i < num_kinds; i++) {
+    SharingPlan kind = kinds[i];
+    if (planner.make(kind, memory)) kinds[count++] = kind;
+  }
+  plan.sharing = kinds;
+  plan.num_sharing = count;
 }
 
 // Bytes of memory for the partial results of attention, in the layer that needs the most. 0 if in every layer each task
@@ -71,6 +106,18 @@ size_t split_bytes(const Kernels& kernels, const cl_program& program, const Step
       most = std::max(most, size_t(plan.num_spans) * op.kv_heads * plan.max_splits * kernels.split_state_bytes());
   }
   return most;
+}
+
+// Bytes of memory for the results of shared tasks, in the layer that needs the most.
+size_t handed_bytes(const cl_program& program, const StepPlan& plan) {
+  size_t most = 0;
+  for (int i = 0; i < program.num_ops; i++) {
+    const cl_op& op = program.ops[i];
+    if (op.kind != CL_OP_ATTENTION) continue;
+    const SharingPlan* sharing = plan.sharing_of(op, program.kv_layers[op.layer]);
+    if (sharing) most = std::max(most, size_t(sharing->place(sharing->num_sharers, 0, 0, plan.max_splits, op.head_dim)));
+  }
+  return most * sizeof(float);
 }
 
 // Allocates every thread's scratch memory before the run, because an error inside a run cannot be reported. Returns
@@ -114,14 +161,23 @@ int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batch* batch, 
   while (end_op < program->num_ops && program->ops[end_op].kind != CL_OP_CALL) end_op++;
   if (batch->num_tokens == 0 || end_op == first_op) return end_op;
   const size_t most_spans = size_t(batch->num_tokens / SPAN_TOKENS) + batch->num_rows + 1;
-  AttentionSpan* spans = static_cast<AttentionSpan*>(pool->plan_memory(most_spans * sizeof(AttentionSpan)));
+  SharingPlan kinds[MOST_SHARING_KINDS] = {};
+  const int num_kinds = batch->num_rows > 1 ? sharing_kinds(*program, kinds) : 0;
+  const size_t span_bytes = most_spans * sizeof(AttentionSpan);
+  const size_t sharing_bytes = num_kinds ? SharingPlanner::bytes(num_kinds, most_spans, splits_of(*batch)) : 0;
+  char* memory = static_cast<char*>(pool->plan_memory(span_bytes + sharing_bytes));
+  AttentionSpan* spans = reinterpret_cast<AttentionSpan*>(memory);
   if (!spans || !reserve(*pool, *kernels, program->dtype, 0)) return -1;
   StepPlan plan{};
   plan.num_threads = pool->num_threads();
   plan_spans(*batch, spans, plan);
+  if (num_kinds) plan_sharing(*batch, kinds, num_kinds, memory + span_bytes, plan);
   plan.shared = spans;  // not null, because split_tasks returns false for null, and split_bytes calls split_tasks
-  const size_t bytes = split_bytes(*kernels, *program, plan);
-  plan.shared = bytes ? pool->shared(bytes) : nullptr;
+  const size_t bytes = split_bytes(*kernels, *program, plan), handed = handed_bytes(*program, plan);
+  char* shared = bytes + handed ? static_cast<char*>(pool->shared(bytes + handed)) : nullptr;
+  if (!shared) plan.num_sharing = 0;
+  plan.shared = bytes ? shared : nullptr;
+  plan.handed = reinterpret_cast<float*>(shared + bytes);
   Run run{*pool, *kernels, *program, *batch, plan, first_op, end_op};
   pool->run(run_on_thread, &run);
   return end_op;

@@ -14,14 +14,17 @@ namespace CL_NS {
 
 // A row of scores is one cache line longer than a tile of keys. If the distance between rows were a power of two, all
 // rows would compete for the same sets of L1.
-enum { KV_TILE = 256, SCORES_STRIDE = KV_TILE + LANES, MAX_ATTENTION_ROWS = 64, MAX_HEAD_DIM = 256 };
+enum { SCORES_STRIDE = int(KV_TILE) + int(LANES), MAX_ATTENTION_ROWS = 64, MAX_HEAD_DIM = 256 };
+// Rows for which there is memory. AMX reads and writes sixteen rows at a time, from any row on.
+enum { ROOM_ROWS = MAX_ATTENTION_ROWS + 16 };
 static_assert(KV_SPLIT % KV_TILE == 0, "splits are whole tiles");
+static_assert(int(MAX_SPLIT_ROWS) <= int(MAX_ATTENTION_ROWS), "a task has all rows whose splits are divided");
 
 // State of the online softmax of one task. For each row: the highest score so far (in units of log2), the sum of
 // 2^(score - highest), and the sum of the values with these weights.
 struct SoftmaxState {
   float highest[MAX_ATTENTION_ROWS], sum[MAX_ATTENTION_ROWS];
-  float values[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];  // [rows, head_dim]
+  float values[ROOM_ROWS * MAX_HEAD_DIM];  // [rows, head_dim]
 };
 
 // Scratch for attention over a KV cache in 8 bits. `Multiplied` is the type of the numbers that this instruction set
@@ -30,25 +33,26 @@ struct SoftmaxState {
 template <typename Multiplied>
 struct CodeScratch {
   alignas(64) Multiplied widened[MAX_GROUPS * CL_KV_TOKENS * MAX_HEAD_DIM];
-  static_assert(KV_TILE <= MAX_HEAD_DIM, "the values of a tile fit in, too");
+  static_assert(int(KV_TILE) <= int(MAX_HEAD_DIM), "the values of a tile fit in, too");
 };
 // Instruction sets that multiply float32 compute attention over an 8-bit cache with 16-bit integers instead. q and
 // weights: rows of queries and of softmax weights, as integers. q_unit and weight_unit: factor by which each row's
 // integers are multiplied to get the numbers. q_sum: sum of each query's integers. shift: part of each row's result
-// that the minima of the values contribute.
+// that the minima of the values contribute. sums: exact sums of a tile that is read in several pieces.
 template <>
 struct CodeScratch<float> {
   int16_t q[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];
   alignas(64) int16_t weights[MAX_ATTENTION_ROWS * SCORES_STRIDE];
   float q_unit[MAX_ATTENTION_ROWS], q_sum[MAX_ATTENTION_ROWS];
   float weight_unit[MAX_ATTENTION_ROWS], shift[MAX_ATTENTION_ROWS];
+  alignas(64) int32_t sums[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];
 };
 
 template <typename T>
 struct AttentionScratch {
-  Left<T, T> q[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];
-  alignas(64) float scores[MAX_ATTENTION_ROWS * SCORES_STRIDE];
-  alignas(64) Left<T, T> weights[MAX_ATTENTION_ROWS * SCORES_STRIDE];
+  Left<T, T> q[ROOM_ROWS * MAX_HEAD_DIM];
+  alignas(64) float scores[ROOM_ROWS * SCORES_STRIDE];
+  alignas(64) Left<T, T> weights[ROOM_ROWS * SCORES_STRIDE];
   alignas(64) SoftmaxState all, split;
   CodeScratch<Left<T, T>> codes;
   float factor[MAX_ATTENTION_ROWS];
@@ -59,14 +63,15 @@ struct AttentionScratch {
 // is never NaN.
 static const float NO_SCORE = -1e30f;
 
-// Several query rows of one sequence that attend to the same KV head.
+// Several query rows that attend to the same keys of one KV head: those of one sequence, or of several that share keys.
 struct AttentionTask {
   const cl_op& op;
   const cl_kv_layer& kv;
-  const int32_t* block_table;  // block ids of the sequence
+  const int32_t* block_table;  // block ids of the sequence, or of one of them
   int kv_head;
   int rows;
   bool far;  // true: keys and values are prefetched into L2; false: into L1
+  int first_row = 0;  // index of the first row in the scratch
 
   // Prefetch distance in groups of sixteen tokens. With a longer distance, lines would be evicted from L1 before their
   // use.
@@ -128,6 +133,8 @@ template <typename T>
 static void score(const AttentionTask& task, AttentionScratch<T>& s, const Reading<T>& reading, int column0) {
   const Sixteens<T>& at = reading.at;
   const int dim = task.kv.head_dim, steps = dim / Packed<T>::P;
+  const auto* q = s.q + task.first_row * dim;
+  float* scores = s.scores + task.first_row * SCORES_STRIDE + column0;
   for (int i = 0, groups; i < at.count; i += groups) {
     groups = groups_at_once(task.rows, at.count - i);
     const char* ahead[MAX_GROUPS];
@@ -137,7 +144,7 @@ static void score(const AttentionTask& task, AttentionScratch<T>& s, const Readi
       ahead[g] = piece ? (const char*)piece : (const char*)s.q;
     }
     Columns<T> keys{at.keys + i, 1, steps, steps, CL_KV_TOKENS * Packed<T>::P};
-    product_rows<KEYS>(task.rows, groups, s.q, dim, keys, s.scores + column0 + i * CL_KV_TOKENS, SCORES_STRIDE, false,
+    product_rows<KEYS>(task.rows, groups, q, dim, keys, scores + i * CL_KV_TOKENS, SCORES_STRIDE, false,
                        Prefetch{ahead, groups, 64, task.far});
   }
 }
@@ -147,6 +154,8 @@ static void score_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeS
                         const Reading<code8>& reading, int column0) {
   const Sixteens<code8>& at = reading.at;
   const int dim = task.kv.head_dim, steps = dim / Packed<bf16>::P;
+  const auto* q = s.q + task.first_row * dim;
+  float* scores = s.scores + task.first_row * SCORES_STRIDE + column0;
   for (int i = 0, groups; i < at.count; i += groups) {
     groups = groups_at_once(task.rows, at.count - i);
     const bf16* column[MAX_GROUPS];
@@ -157,7 +166,7 @@ static void score_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeS
       column[g] = to;
     }
     const Columns<bf16> keys{column, 1, steps, steps, CL_KV_TOKENS * Packed<bf16>::P};
-    product_rows<KEYS>(task.rows, groups, s.q, dim, keys, s.scores + column0 + i * CL_KV_TOKENS, SCORES_STRIDE, false,
+    product_rows<KEYS>(task.rows, groups, q, dim, keys, scores + i * CL_KV_TOKENS, SCORES_STRIDE, false,
                        Prefetch{nullptr, 0, 0, task.far});
   }
 }
@@ -177,10 +186,11 @@ static void score_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeS
     fetch_line<NEAR>(ahead + dim * CL_KV_TOKENS + 64);
     const float* scales = scales_of(at.keys[i], dim);
     const vf scale = vload(scales), minimum = vload(scales + LANES);
-    float* out = s.scores + column0 + i * CL_KV_TOKENS;
-    product_of_codes<NEAR>(task.rows, codes.q, dim, at.keys + i, &ahead, 1, dim / 2, [&](int row, vf sums) {
-      const vf score = vfma(sums, scale, vmul(minimum, vset(codes.q_sum[row])));
-      vstore(out + row * SCORES_STRIDE, vmul(score, vset(codes.q_unit[row])));
+    float* out = s.scores + task.first_row * SCORES_STRIDE + column0 + i * CL_KV_TOKENS;
+    const int16_t* q = codes.q + task.first_row * dim;
+    product_of_codes<NEAR>(task.rows, q, dim, at.keys + i, &ahead, 1, dim / 2, [&](int row, vi sums) {
+      const vf score = vfma(ifloat(sums), scale, vmul(minimum, vset(codes.q_sum[task.first_row + row])));
+      vstore(out + row * SCORES_STRIDE, vmul(score, vset(codes.q_unit[task.first_row + row])));
     });
   }
 }
@@ -225,8 +235,8 @@ static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int 
 
 // Applies the score cap: replaces each score in columns [from, to) by tanh(score * factor).
 template <typename T>
-static void cap_scores(AttentionScratch<T>& s, int rows, int from, int to, float factor) {
-  for (int row = 0; row < rows; row++) {
+static void cap_scores(const AttentionTask& task, AttentionScratch<T>& s, int from, int to, float factor) {
+  for (int row = task.first_row; row < task.first_row + task.rows; row++) {
     float* scores = s.scores + row * SCORES_STRIDE;
     for (int j = from; j < to; j += LANES) vstore(scores + j, vtanh(vmul(vload(scores + j), vset(factor))));
   }
@@ -235,7 +245,7 @@ static void cap_scores(AttentionScratch<T>& s, int rows, int from, int to, float
 template <typename T>
 static void apply_factors(const AttentionTask& task, const AttentionScratch<T>& s, SoftmaxState& state) {
   const int dim = task.kv.head_dim;
-  for (int row = 0; row < task.rows; row++) {
+  for (int row = task.first_row; row < task.first_row + task.rows; row++) {
     if (s.factor[row] == 1.0f) continue;
     float* values = state.values + row * dim;
     for (int d = 0; d < dim; d += LANES) vstore(values + d, vmul(vload(values + d), vset(s.factor[row])));
@@ -249,6 +259,8 @@ static void add_values(const AttentionTask& task, AttentionScratch<T>& s, Softma
   enum { P = Packed<T>::P, MOST = Sixteens<T>::MOST };
   const Sixteens<T>& at = reading.at;
   const int dim = task.kv.head_dim, end = at.first + at.count;
+  const auto* weights = s.weights + task.first_row * SCORES_STRIDE + column0;
+  float* sums = state.values + task.first_row * dim;
   const int last_tokens = to < end * CL_KV_TOKENS ? to - (end - 1) * CL_KV_TOKENS : int(CL_KV_TOKENS);
   for (int d = 0, groups; d < dim; d += groups * LANES) {
     groups = groups_at_once(task.rows, (dim - d) / LANES);
@@ -264,7 +276,7 @@ static void add_values(const AttentionTask& task, AttentionScratch<T>& s, Softma
     // The last group ends at token `to`. After it the cache has values of other requests: their weights are zero, but
     // the values may be NaN.
     Columns<T> values{column, at.count, CL_KV_TOKENS / P, (last_tokens + P - 1) / P, int64_t(dim) * P};
-    product_rows<VALUES>(task.rows, groups, s.weights + column0, SCORES_STRIDE, values, state.values + d, dim, true,
+    product_rows<VALUES>(task.rows, groups, weights, SCORES_STRIDE, values, sums + d, dim, true,
                          Prefetch{ahead, lines, int64_t(dim * P * sizeof(T)), task.far});
   }
 }
@@ -286,6 +298,8 @@ static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScr
                       const Sixteens<code8>& at, const float* scales, const char* const* ahead, int column0) {
   enum { P = Packed<bf16>::P, MOST = Sixteens<code8>::MOST };
   const int dim = task.kv.head_dim;
+  const auto* weights = s.weights + task.first_row * SCORES_STRIDE + column0;
+  float* sums = state.values + task.first_row * dim;
   for (int d = 0, groups; d < dim; d += groups * LANES) {
     groups = groups_at_once(task.rows, (dim - d) / LANES);
     const bf16* column[MAX_GROUPS * MOST];
@@ -296,19 +310,17 @@ static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScr
       for (int g = 0; g < groups; g++) column[g * at.count + i] = wide + g * LANES * P;
     }
     const Columns<bf16> values{column, at.count, CL_KV_TOKENS / P, CL_KV_TOKENS / P, int64_t(groups) * LANES * P};
-    product_rows<VALUES>(task.rows, groups, s.weights + column0, SCORES_STRIDE, values, state.values + d, dim, true,
+    product_rows<VALUES>(task.rows, groups, weights, SCORES_STRIDE, values, sums + d, dim, true,
                          Prefetch{nullptr, 0, 0, task.far});
   }
 }
 
-// state.values += weights @ values, for values in 8 bits, with integers. Each weight is multiplied by its value's scale
-// first. A value's minimum adds weight * minimum to all columns of a row.
-template <bool NEAR, typename T>
-static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<float>& codes, SoftmaxState& state,
-                      const Sixteens<code8>& at, const float* scales, const char* const* ahead, int column0) {
-  enum { MOST = Sixteens<code8>::MOST };
-  const int dim = task.kv.head_dim, size = at.count * CL_KV_TOKENS;
-  for (int row = 0; row < task.rows; row++) {
+// Turns the softmax weights of a task's rows over `size` tokens into integers, for values in 8 bits. Each weight is
+// multiplied by its value's scale first. A value's minimum adds weight * minimum to all columns of a row.
+template <typename T>
+static void round_weights(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<float>& codes,
+                          const float* scales, int column0, int size) {
+  for (int row = task.first_row; row < task.first_row + task.rows; row++) {
     float* weights = s.weights + row * SCORES_STRIDE + column0;
     vf shift = vset(0.0f);
     for (int j = 0; j < size; j += CL_KV_TOKENS) {
@@ -317,8 +329,24 @@ static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScr
       vstore(weights + j, vmul(weight, vload(scales + 2 * j)));
     }
     codes.shift[row] = vsum(shift);
-    codes.weight_unit[row] = round_row(weights, size, codes.weights + row * SCORES_STRIDE);
+    codes.weight_unit[row] = round_row(weights, size, codes.weights + row * SCORES_STRIDE + column0);
   }
+}
+// Adds the integer sums of a row's weights and values to the row's numbers from column d on.
+CL_INLINE void add_sums(const CodeScratch<float>& codes, SoftmaxState& state, int row, int dim, int d, vi sums) {
+  float* out = state.values + row * dim + d;
+  const vf before = vadd(vload(out), vset(codes.shift[row]));
+  vstore(out, vfma(ifloat(sums), vset(codes.weight_unit[row]), before));
+}
+
+// Multiplies the rounded weights of the task's rows by the values of `at`, and calls finish(row of the task, column, sums)
+// for sixteen columns at a time.
+template <bool NEAR, typename Finish>
+static void multiply_codes(const AttentionTask& task, CodeScratch<float>& codes, const Sixteens<code8>& at,
+                           const char* const* ahead, int column0, const Finish& finish) {
+  enum { MOST = Sixteens<code8>::MOST };
+  const int dim = task.kv.head_dim;
+  const int16_t* weights = codes.weights + task.first_row * SCORES_STRIDE + column0;
   for (int d = 0; d < dim; d += LANES) {
     const code8* column[MOST];
     const char* there[MOST];
@@ -326,13 +354,19 @@ static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScr
       column[i] = at.values[i] + d * CL_KV_TOKENS;
       there[i] = ahead[i] + d * CL_KV_TOKENS;
     }
-    product_of_codes<NEAR>(task.rows, codes.weights, SCORES_STRIDE, column, there, at.count, CL_KV_TOKENS / 2,
-                           [&](int row, vf sums) {
-                             float* out = state.values + row * dim + d;
-                             const vf before = vadd(vload(out), vset(codes.shift[row]));
-                             vstore(out, vfma(sums, vset(codes.weight_unit[row]), before));
-                           });
+    product_of_codes<NEAR>(task.rows, weights, SCORES_STRIDE, column, there, at.count, CL_KV_TOKENS / 2,
+                           [&](int row, vi sums) { finish(task.first_row + row, d, sums); });
   }
+}
+
+// state.values += weights @ values, for values in 8 bits, with integers.
+template <bool NEAR, typename T>
+static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<float>& codes, SoftmaxState& state,
+                      const Sixteens<code8>& at, const float* scales, const char* const* ahead, int column0) {
+  const int dim = task.kv.head_dim;
+  round_weights(task, s, codes, scales, column0, at.count * CL_KV_TOKENS);
+  multiply_codes<NEAR>(task, codes, at, ahead, column0,
+                       [&](int row, int d, vi sums) { add_sums(codes, state, row, dim, d, sums); });
 }
 
 template <typename T>
@@ -382,9 +416,9 @@ static void leave_out_unseen(Sixteens<T>& at, T* edges, int dim, int from, int t
 }
 static void leave_out_unseen(Sixteens<code8>&, code8*, int, int, int) {}  // in 8 bits seen_scales already does it
 
-// Computes the softmax state of all rows over tokens [from, to) of one split. Each row attends to low <= position <
-// high of them. `after`: keys that are read next. `edges`: null, or room for two groups of values; then values of
-// tokens outside [from, to) are replaced by zeros. The compiler makes only one copy of this function, so that it can
+// Adds tokens [from, to) of one split to the softmax state of all rows. Each row attends to low <= position < high of
+// them. `after`: keys that are read next. `edges`: null, or room for two groups of values; then values of tokens outside
+// [from, to) are replaced by zeros. The compiler makes only one copy of this function, so that it can
 // inline the functions that only this one calls.
 template <typename T, typename Stored>
 __attribute__((noinline, noclone)) static void attend_tokens(const AttentionTask& task, AttentionScratch<T>& s,
@@ -392,7 +426,6 @@ __attribute__((noinline, noclone)) static void attend_tokens(const AttentionTask
                                                              const Sixteens<Stored>& after, Stored* edges) {
   const float cap = task.op.cap, scale = (cap > 0.0f ? cap : task.op.scale) * 1.44269504f;
   const int limit = (to + CL_KV_TOKENS - 1) / CL_KV_TOKENS, per_tile = Sixteens<Stored>::MOST;
-  clear(state, task.rows, task.kv.head_dim);
   Sixteens<Stored> tiles[2];
   const int first = from / CL_KV_TOKENS;
   tiles[0].locate(task, first, (first / per_tile + 1) * per_tile < limit ? (first / per_tile + 1) * per_tile : limit);
@@ -403,7 +436,7 @@ __attribute__((noinline, noclone)) static void attend_tokens(const AttentionTask
     const Reading<Stored> reading{at, next, after};
     const int begin_column = at.first * CL_KV_TOKENS - start, end_column = end * CL_KV_TOKENS - start;
     score(task, s, reading, begin_column);
-    if (cap > 0.0f) cap_scores(s, task.rows, begin_column, end_column, task.op.scale / cap);
+    if (cap > 0.0f) cap_scores(task, s, begin_column, end_column, task.op.scale / cap);
     for (int row = 0; row < task.rows; row++)
       weigh_row(s, state, row, begin_column, end_column, start, scale);
     if (edges) leave_out_unseen(at, edges, task.kv.head_dim, from, to);
@@ -463,26 +496,27 @@ static Sixteens<Stored> first_keys(const AttentionPiece& piece, const AttentionT
 }
 
 template <typename Scratch, typename Stored>
-static void round_queries(Scratch&, int, int, Stored) {}
+static void round_queries(Scratch&, int, int, int, Stored) {}
 template <typename T>
-static void round_queries(AttentionScratch<T>& s, int rows, int dim, code8) {
+static void round_queries(AttentionScratch<T>& s, int first, int end, int dim, code8) {
   if constexpr (sizeof(Left<T, T>) == sizeof(float))
-    for (int row = 0; row < rows; row++) {
+    for (int row = first; row < end; row++) {
       s.codes.q_unit[row] = round_row(s.q + row * dim, dim, s.codes.q + row * dim);
       s.codes.q_sum[row] = sum_of(s.codes.q + row * dim, dim);
     }
 }
 
 template <typename Stored, typename T>
-static void load_queries(const AttentionPiece& piece, const T* q, int64_t stride, AttentionScratch<T>& s) {
+static void load_queries(const AttentionPiece& piece, const T* q, int64_t stride, AttentionScratch<T>& s,
+                         int first_row = 0) {
   const int dim = piece.op.head_dim;
   for (int row = 0; row < piece.rows; row++) {
     const T* from = q + piece.token(row) * stride + piece.head(row) * dim;
-    for (int d = 0; d < dim; d += LANES) store_rounded(s.q + row * dim + d, vload(from + d), T());
-    s.high[row] = piece.seen_end(row);
-    s.low[row] = piece.seen_begin(row);
+    for (int d = 0; d < dim; d += LANES) store_rounded(s.q + (first_row + row) * dim + d, vload(from + d), T());
+    s.high[first_row + row] = piece.seen_end(row);
+    s.low[first_row + row] = piece.seen_begin(row);
   }
-  round_queries(s, piece.rows, dim, Stored());
+  round_queries(s, first_row, first_row + piece.rows, dim, Stored());
 }
 
 // Computes the attention of each row again, one row at a time, and reads only the tokens that the row attends to. It
@@ -497,7 +531,7 @@ __attribute__((noinline, cold)) static void attend_alone(AttentionTask task, Att
   for (int row = 0; row < rows; row++) {
     const int low = s.low[row] > from ? s.low[row] : from, high = s.high[row] < to ? s.high[row] : to;
     memmove(s.q, s.q + row * dim, sizeof(s.q[0]) * dim);
-    round_queries(s, 1, dim, Stored());
+    round_queries(s, 0, 1, dim, Stored());
     s.low[0] = low, s.high[0] = high;
     clear(alone, 1, dim);
     if (low < high) attend_tokens(task, s, alone, low, high, Sixteens<Stored>{}, edges);
@@ -509,12 +543,13 @@ __attribute__((noinline, cold)) static void attend_alone(AttentionTask task, Att
 // Computes the softmax state of all rows over tokens [from, to) of one split. A weight of zero times NaN or infinity is
 // NaN. So if a result is not finite, the cause may be a value that the row must not read, and the rows are computed
 // again without such values. For all other rows both ways give the same bits, because the values left out have weight
-// zero.
+// zero. `known`: the state already has the tokens before this position, a multiple of KV_TILE, if it is above `from`.
 template <typename T, typename Stored>
 static void attend_split(const AttentionPiece& piece, const AttentionTask& task, AttentionScratch<T>& s,
                          SoftmaxState& state, int from, int to, const Sixteens<Stored>& after, const T* q,
-                         int64_t stride) {
-  attend_tokens(task, s, state, from, to, after, static_cast<Stored*>(nullptr));
+                         int64_t stride, int known = 0) {
+  if (known <= from) clear(state, task.rows, task.kv.head_dim);
+  if (known < to) attend_tokens(task, s, state, known > from ? known : from, to, after, static_cast<Stored*>(nullptr));
   vf nothing = vset(0.0f);  // becomes NaN after a value that is not finite
   for (int i = 0; i < task.rows * task.kv.head_dim; i += LANES) nothing = vfma(vload(state.values + i), vset(0.0f), nothing);
   if (vsum(nothing) == 0.0f) return;
@@ -544,85 +579,6 @@ static void store_outputs(const AttentionPiece& piece, const SoftmaxState& state
     const vf sum = vset(state.sum[row]);
     for (int d = 0; d < dim; d += LANES) vstore(to + d, vdiv(vload(state.values + row * dim + d), sum));
   }
-}
-
-template <typename T, typename Stored>
-static void attention_over(cl_pool& pool, int thread, const cl_op& op, const cl_program& program, const cl_batch& batch,
-                           const StepPlan& plan, AttentionScratch<T>& s, bool far) {
-  const cl_kv_layer& kv = program.kv_layers[op.layer];
-  const T* q = static_cast<const T*>(program.buffers[op.in]);
-  T* out = static_cast<T*>(program.buffers[op.out]);
-  const int64_t q_stride = program.strides[op.in], out_stride = program.strides[op.out];
-  const int group = op.heads / op.kv_heads;
-#if defined(CL_USE_AMX)
-  tiles_begin(ATTENTION_K, 16);
-#endif
-  const int splits = plan.split_tasks(op.kv_heads, group) ? plan.max_splits : 1;
-  SoftmaxState* shared = static_cast<SoftmaxState*>(plan.shared);
-  const int64_t items = int64_t(plan.num_spans) * op.kv_heads * splits;
-  const auto span_of = [&](int64_t item) -> const AttentionSpan& { return plan.spans[item / splits / op.kv_heads]; };
-  const auto table_of = [&](const AttentionSpan& span) { return block_table(batch, kv.group, span.row); };
-  Turns turns(pool, thread, items, Turns::SPREAD);
-  for (int64_t item = turns.take(); item < items; item = turns.take()) {
-    const int64_t following = turns.peek();  // next item, whose first keys can be prefetched
-    const AttentionSpan& span = span_of(item);
-    const int kv_head = int(item / splits % op.kv_heads), split = int(item % splits);
-    const int32_t* table = table_of(span);
-    Sixteens<Stored> after = {};
-    if (following < items) {
-      const AttentionSpan& then = span_of(following);
-      const int head = int(following / splits % op.kv_heads), begin = int(following % splits) * KV_SPLIT;
-      after = first_keys<Stored>(AttentionPiece{op, batch, then, head, 0, 1}, AttentionTask{op, kv, table_of(then), head, 1, far},
-                         begin, splits > 1 ? begin + KV_SPLIT : INT32_MAX);
-    }
-    for (int first = 0; first < span.num_tokens * group; first += MAX_ATTENTION_ROWS) {
-      int rows = span.num_tokens * group - first;
-      rows = rows < MAX_ATTENTION_ROWS ? rows : MAX_ATTENTION_ROWS;
-      AttentionPiece piece{op, batch, span, kv_head, first, rows};
-      AttentionTask task{op, kv, table, kv_head, rows, far};
-      load_queries<Stored>(piece, q, q_stride, s);
-      const int from = s.low[0], to = s.high[rows - 1];  // rows are sorted by position
-      if (splits > 1) {
-        const int begin = split * KV_SPLIT, end = begin + KV_SPLIT;
-        if (begin < to && end > from)
-          attend_split(piece, task, s, shared[item], begin > from ? begin : from, end < to ? end : to, after, q,
-                       q_stride);
-        continue;
-      }
-      for (int begin = from / KV_SPLIT * KV_SPLIT; begin < to; begin += KV_SPLIT) {
-        const bool is_first = begin <= from;
-        const int end = begin + KV_SPLIT;
-        const Sixteens<Stored> next_split = end < to ? first_keys<Stored>(piece, task, end, INT32_MAX) : after;
-        attend_split(piece, task, s, is_first ? s.all : s.split, is_first ? from : begin, end < to ? end : to, next_split,
-                     q, q_stride);
-        if (!is_first) merge_states(s.all, s.split, rows, op.head_dim);
-      }
-      store_outputs(piece, s.all, out, out_stride);
-    }
-  }
-  if (splits == 1) return;
-  pool.barrier(thread);
-  const int64_t tasks = int64_t(plan.num_spans) * op.kv_heads;
-  Turns merges(pool, thread, tasks, Turns::SPREAD);
-  for (int64_t item = merges.take(); item < tasks; item = merges.take()) {
-    const AttentionSpan& span = plan.spans[item / op.kv_heads];
-    AttentionPiece piece{op, batch, span, int(item % op.kv_heads), 0, span.num_tokens * group};
-    load_queries<Stored>(piece, q, q_stride, s);
-    const int from = s.low[0], to = s.high[piece.rows - 1];
-    SoftmaxState& all = shared[item * splits + from / KV_SPLIT];
-    for (int split = from / KV_SPLIT + 1; split * KV_SPLIT < to; split++)
-      merge_states(all, shared[item * splits + split], piece.rows, op.head_dim);
-    store_outputs(piece, all, out, out_stride);
-  }
-}
-
-template <typename T>
-static void attention(cl_pool& pool, int thread, const cl_op& op, const cl_program& program, const cl_batch& batch,
-                      const StepPlan& plan, AttentionScratch<T>& s, bool far) {
-  if (program.kv_layers[op.layer].kind == CL_KV_INT8)
-    attention_over<T, code8>(pool, thread, op, program, batch, plan, s, far);
-  else
-    attention_over<T, T>(pool, thread, op, program, batch, plan, s, far);
 }
 
 }  // namespace CL_NS

@@ -61,7 +61,7 @@ enum cl_op_kind {
   // v are written to the KV cache of `layer`, and q to out[T, heads * head_dim]
   CL_OP_QKV = 6,
   // out[T, heads * head_dim] = causal attention of the queries `in` over the KV cache of `layer`. It uses window, cap
-  // and sinks; flag CL_BOTH_WAYS
+  // and sinks; flags CL_BOTH_WAYS, CL_APART
   CL_OP_ATTENTION = 7,
   CL_OP_ADD = 8,          // out[T, n] = in + aux
   // out[T, k] = weighted sum of the experts that the router chooses for each token of in[T, k] (+ aux[T, k]); see
@@ -101,6 +101,9 @@ enum {
   CL_SILU = 16,      // SHORT_CONV: silu of the sum
   CL_NORM_FIRST = 32,  // GATED_NORM: rms_norm(in) * silu(aux)
   CL_BOTH_WAYS = 64,   // ATTENTION: not causal. Every query attends to its whole sequence, and there is no window
+  // ATTENTION: rows whose block tables have equal blocks do not read them together. The result is the same, bit for bit;
+  // only tests and benchmarks use this flag
+  CL_APART = 256,
   CL_SIGMOID_GATE = 128,  // GATED_NORM: sigmoid(aux) in place of silu(aux)
   CL_ALL_HEADS = 4,  // HEADS: one norm over all heads of q together, and one over all heads of k
 };

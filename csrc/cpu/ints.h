@@ -9,6 +9,7 @@ namespace CL_NS {
 #if defined(__AVX512F__)
 typedef __m512i vi;
 CL_INLINE vi iload(const void* p) { return _mm512_loadu_si512(p); }
+CL_INLINE void istore(void* p, vi x) { _mm512_storeu_si512(p, x); }
 CL_INLINE vi iset(int32_t x) { return _mm512_set1_epi32(x); }
 CL_INLINE vi iand(vi a, vi b) { return _mm512_and_si512(a, b); }
 CL_INLINE vi iadd(vi a, vi b) { return _mm512_add_epi32(a, b); }
@@ -24,6 +25,10 @@ struct vi {
 };
 CL_INLINE vi iload(const void* p) {
   return vi{_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+CL_INLINE void istore(void* p, vi x) {
+  _mm256_storeu_si256((__m256i*)p, x.lo);
+  _mm256_storeu_si256((__m256i*)p + 1, x.hi);
 }
 CL_INLINE vi iset(int32_t x) { return vi{_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 CL_INLINE vi iand(vi a, vi b) { return vi{_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }

@@ -118,7 +118,7 @@ static void widen_values(const code8* from, int groups, const float* scales, bf1
 enum { INT16_MOST = 32767 };
 
 // Multiplies R rows a[R, 2 * steps * count] by `count` pieces, each with columns [steps][16][2], and sums over all
-// pieces. Then it calls finish(row, sixteen sums) for each row. For each piece, as many bytes as it has are prefetched
+// pieces. Then it calls finish(row, sixteen sums as integers) for each row. For each piece, as many bytes as it has are prefetched
 // from its address in `ahead`.
 template <int R, bool NEAR, typename Finish>
 CL_NOINLINE void product_of_codes(const int16_t* a, int64_t a_stride, const code8* const* pieces, const char* const* ahead,
@@ -140,7 +140,7 @@ CL_NOINLINE void product_of_codes(const int16_t* a, int64_t a_stride, const code
     }
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < R; r++) finish(r, ifloat(sum[r]));
+  for (int r = 0; r < R; r++) finish(r, sum[r]);
 }
 
 // Multiplies all rows by the pieces, in blocks of rows of nearly equal size whose sums fit into the registers.
@@ -151,7 +151,7 @@ static void product_of_codes(int rows, const int16_t* a, int64_t a_stride, const
   for (int block = 0; block < blocks; block++) {
     const int row = rows * block / blocks;
     const int16_t* here = a + row * a_stride;
-    const auto done = [&](int r, vf sums) { finish(row + r, sums); };
+    const auto done = [&](int r, vi sums) { finish(row + r, sums); };
 #define CL_CASE(R)                                                                                             \
   case R:                                                                                                      \
     product_of_codes<(R <= ROWS ? R : 1), NEAR>(here, a_stride, pieces, ahead, count, steps, done);            \

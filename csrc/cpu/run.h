@@ -1,5 +1,6 @@
 // The program loop of an instruction-set path, for one type of activations.
 #pragma once
+#include "attention_tasks.h"
 #include "delta_rule.h"
 #include "experts.h"
 #include "linear.h"

@@ -62,6 +62,7 @@ class OpFlag(enum.IntFlag):
     NORM_FIRST = 32
     BOTH_WAYS = 64
     SIGMOID_GATE = 128
+    APART = 256
 
 
 class Activation(enum.IntEnum):

@@ -26,7 +26,7 @@ WATCHED = r"""
 static void fetched(const void* at);
 #undef _mm_prefetch
 #define _mm_prefetch(at, hint) fetched(at)
-#include "attention.h"
+#include "attention_tasks.h"
 #include "linear.h"
 using namespace CL_NS;
 
