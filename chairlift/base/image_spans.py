@@ -10,12 +10,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MARK_BYTES", "ImageSpan", "ImageTile", "axes_of", "cut_by", "marks"]
+__all__ = ["ImageSpan", "ImageTile", "axes_of", "cut_by", "marks"]
 
 _PLACE: Final = struct.Struct("=qq")
-_KEY_BYTES: Final = 32
-MARK_BYTES: Final = _KEY_BYTES + _PLACE.size
-"""Number of bytes of one entry in the result of :func:`marks`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,6 +82,6 @@ def axes_of(spans: Sequence[ImageSpan]) -> tuple[npt.NDArray[np.int32], int]:
 
 def marks(spans: Sequence[ImageSpan], start: int, end: int) -> bytes:
     """Bytes that distinguish positions ``start`` to ``end`` (excluded) from positions with the same token ids but other
-    images. They contain the key and the position of each span that overlaps this range, :data:`MARK_BYTES` per span."""
+    images. They contain the key and the position of each span that overlaps this range."""
     covering = (span for span in spans if span.position < end and span.end > start)
     return b"".join(span.key + _PLACE.pack(span.position, span.length) for span in covering)

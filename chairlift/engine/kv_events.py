@@ -77,7 +77,7 @@ def events_of(changes: list[tuple[Any, ...]], block_size: int) -> list[dict[str,
     last = b""
     for kind, *rest in changes:
         if kind == "stored":
-            key, parent, content, adapter_id = rest
+            key, parent, content, request = rest
             tokens = array("q", content[: 8 * block_size]).tolist()
             if events and parent == last and events[-1]["type"] == "BlockStored":
                 events[-1]["block_hashes"].append(_number(key))
@@ -90,7 +90,7 @@ def events_of(changes: list[tuple[Any, ...]], block_size: int) -> list[dict[str,
                         "parent_block_hash": None if parent is None else _number(parent),
                         "token_ids": tokens,
                         "block_size": block_size,
-                        "lora_id": adapter_id or None,
+                        "lora_id": request.adapter_id or None,
                         "medium": "GPU",
                         "lora_name": None,
                     }

@@ -163,7 +163,10 @@ def test_no_decision_is_about_a_cache_that_is_gone() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["engine.grammars", "text.grammar.checker", "core.kv_cache.prefix_cache", "models.vision.processor"],
+    [
+        *("engine.grammars", "text.grammar.checker", "core.kv_cache.prefix_cache", "models.vision.processor"),
+        *("fleet.routing", "server.http.auth"),
+    ],
 )
 def test_keys_are_made_by_one_function(module: str) -> None:
     calls = {_name(node) for node in ast.walk(tree(f"chairlift.{module}")) if isinstance(node, ast.Call)}

@@ -14,6 +14,7 @@ import pytest
 
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import CacheConfig, EngineConfig, SchedulerConfig, ServerConfig
+from chairlift.core.request import Request
 from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.kv_events import events_of
@@ -96,13 +97,14 @@ def test_blocks_of_one_prompt_share_an_event() -> None:
     def block(first: int) -> bytes:
         return array("q", range(first, first + BLOCK)).tobytes()
 
+    plain = Request("a", [1], max_tokens=1)
     changes: list[tuple[Any, ...]] = [
-        ("stored", key(1), None, block(0) + b"marks of images", 0),
-        ("stored", key(2), key(1), block(4), 0),
-        ("stored", key(3), None, block(8), 7),
+        ("stored", key(1), None, block(0) + b"marks of images", plain),
+        ("stored", key(2), key(1), block(4), plain),
+        ("stored", key(3), None, block(8), Request("b", [1], max_tokens=1, adapter_id=7)),
         ("removed", key(1)),
         ("removed", key(3)),
-        ("stored", key(4), key(2), block(12), 0),
+        ("stored", key(4), key(2), block(12), plain),
     ]
     first, other, removed, late = events_of(changes, BLOCK)
     assert first["token_ids"] == list(range(8)) and len(first["block_hashes"]) == 2

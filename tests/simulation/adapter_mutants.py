@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from chairlift.base.step_batch import StepBatch
-from chairlift.core.kv_cache.prefix_cache import PrefixCache
 from chairlift.core.request import Request
 from chairlift.core.rows.adapters import AdapterRows
 from chairlift.core.scheduler.output import NewRow, SchedulerOutput
@@ -86,19 +85,7 @@ def only_chunks_have_adapters(patch: Patch) -> None:
 
 @mutant
 def prefix_cache_does_not_know_adapters(patch: Patch) -> None:
-    for name in ("_root", "walk"):
-        patch(PrefixCache, name, _without_adapter(getattr(PrefixCache, name)))
-
-
-def _without_adapter(method: Callable[..., Any]) -> Callable[..., Any]:
-    def wrong(self: PrefixCache, request: Request, *args: Any, **options: Any) -> Any:
-        adapter, request.adapter_id = request.adapter_id, 0
-        try:
-            return method(self, request, *args, **options)
-        finally:
-            request.adapter_id = adapter
-
-    return wrong
+    patch(AdapterRows, "key", lambda self, request: b"")
 
 
 @mutant

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chairlift.base.image_spans import ImageTile, cut_by
-from chairlift.core.kv_cache import manager, prefix_cache
+from chairlift.core.kv_cache import manager
 from chairlift.core.request import Request
 from chairlift.core.rows.images import ImageRows
 from chairlift.core.scheduler import preemptor
@@ -104,7 +104,7 @@ def images_lost_when_a_preempted_request_joins_again(patch: Patch) -> None:
 
 @mutant
 def placeholders_alone_identify_a_block(patch: Patch) -> None:
-    patch(prefix_cache, "marks", lambda spans, start, end: b"")
+    patch(ImageRows, "marks", lambda self, request, start, end: b"")
 
 
 @mutant

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from chairlift.base.cache_key import key_material
-from chairlift.base.image_spans import MARK_BYTES, marks
 from chairlift.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from chairlift.core.kv_cache.cache_kind import CacheKind
 from chairlift.core.kv_cache.prefix_node import PrefixNode
@@ -40,8 +39,8 @@ def block_tokens(token_ids: list[int]) -> bytes:
 
 
 class PrefixCache:
-    """Finds full blocks by their content. Two requests share a block only if they have the same salt, the same adapter,
-    and the same tokens and images up to the block's end.
+    """Finds full blocks by their content. Two requests share a block only if they have the same salt, the same tokens
+    up to the block's end, and the same keys of their kinds up to there (:meth:`RowKind.key`, :meth:`RowKind.marks`).
 
     ``kinds`` are the cache kinds of the pools (default: full). ``secret`` makes the keys differ between processes.
     ``hash_function`` is for tests with colliding hashes. ``host_pool`` holds copies of evicted blocks. A copy exists
@@ -70,7 +69,7 @@ class PrefixCache:
         self._hash = hash_function
         self._nodes: dict[bytes, PrefixNode] = {}
         self.journal: list[tuple[Any, ...]] | None = None
-        """Changes of the blocks in the first group's pool: ("stored", key, parent's key or None, content, adapter id),
+        """Changes of the blocks in the first group's pool: ("stored", key, parent's key or None, content, request),
         ("removed", key) or ("cleared",). None: changes are not recorded. The reader replaces the list."""
 
     def __len__(self) -> int:
@@ -83,7 +82,7 @@ class PrefixCache:
         """
         path: list[PrefixNode] = []
         node = self._nodes.get(self._root_key(request))
-        if node is None or node.owner != (request.adapter_id, request.cache_salt):
+        if node is None or node.owner != self._owner(request):
             return path
         while len(path) < max_blocks:
             tokens = self._content(request, len(path))
@@ -208,7 +207,7 @@ class PrefixCache:
                 if self._nodes.get(node.parent.key) is not node.parent:
                     raise InvariantError("a prefix-cache node has lost its parent")
                 size = len(node.tokens) - self.block_size * _TOKEN_BYTES
-                if size < 0 or size % MARK_BYTES:
+                if size < 0:
                     count = len(node.tokens) // _TOKEN_BYTES
                     raise InvariantError(f"a cached block has {count} tokens instead of {self.block_size}")
             for pool, block in zip(self._pools, node.blocks, strict=True):
@@ -225,10 +224,13 @@ class PrefixCache:
                     raise InvariantError(f"block {block} names a prefix-cache node that does not name it")
 
     def _content(self, request: Request, index: int) -> bytes:
-        """Content of a full block as bytes: its tokens, then the marks of the images that it covers."""
+        """Content of a full block as bytes: its tokens, then the marks of the request's kinds."""
         start, end = index * self.block_size, (index + 1) * self.block_size
-        tokens = block_tokens(request.token_ids[start:end])
-        return tokens + marks(request.images, start, end) if request.images else tokens
+        content = block_tokens(request.token_ids[start:end])
+        for kind in request.kinds:
+            if marks := kind.marks(request, start, end):
+                content += key_material(kind.name, "", marks)
+        return content
 
     def _attach(self, node: PrefixNode, request: Request, index: int) -> None:
         for group, (pool, kind) in enumerate(zip(self._pools, self._kinds, strict=True)):
@@ -239,7 +241,7 @@ class PrefixCache:
                 pool.attach(block, node)
                 if self.journal is not None and group == 0:
                     above = None if node.parent is None or node.parent.owner is not None else node.parent.key
-                    self.journal.append(("stored", node.key, above, node.tokens, request.adapter_id))
+                    self.journal.append(("stored", node.key, above, node.tokens, request))
 
     def _prune(self, node: PrefixNode | None) -> None:
         """Remove the node if it has neither blocks nor children; then its parent if the same holds, and so on up to the
@@ -253,10 +255,10 @@ class PrefixCache:
                 node.num_children -= 1
 
     def _root(self, request: Request) -> PrefixNode | None:
-        """Root node for the request's adapter and salt; None if the key of this root is also the key of another node (a
+        """Root node for the request's salt and kinds; None if the key of this root is also the key of another node (a
         hash collision)."""
         key = self._root_key(request)
-        owner = (request.adapter_id, request.cache_salt)
+        owner = self._owner(request)
         root = self._nodes.get(key)
         if root is None:
             root = self._nodes[key] = PrefixNode(key, None, b"", len(self._pools))
@@ -264,7 +266,12 @@ class PrefixCache:
         return root if root.owner == owner else None
 
     def _root_key(self, request: Request) -> bytes:
-        return self._hash(key_material("prefix", request.cache_salt, str(request.adapter_id).encode(), self._secret))
+        return self._hash(self._owner(request))
+
+    def _owner(self, request: Request) -> bytes:
+        """What distinguishes the request's root node from others: the salt and the keys of the request's kinds."""
+        parts = [part for kind in request.kinds if (key := kind.key(request)) for part in (kind.name.encode(), key)]
+        return key_material("prefix", request.cache_salt, *parts, self._secret)
 
     def _child_key(self, parent: PrefixNode, tokens: bytes) -> bytes:
         return self._hash(parent.key + tokens)

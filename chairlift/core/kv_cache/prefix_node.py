@@ -16,10 +16,10 @@ class PrefixNode:
         self.key = key
         self.parent = parent
         self.tokens = tokens
-        """Token ids packed by :func:`~chairlift.core.kv_cache.prefix_cache.block_tokens`, then marks of images. Bytes
-        are used because, unlike tuples, they cost the garbage collector no time."""
-        self.owner: tuple[int, str] | None = None
-        """(adapter id, salt) of a root node; None for other nodes."""
+        """Token ids packed by :func:`~chairlift.core.kv_cache.prefix_cache.block_tokens`, then marks of
+        kinds. Bytes are used because, unlike tuples, they cost the garbage collector no time."""
+        self.owner: bytes | None = None
+        """What distinguishes a root node from other root nodes; None for other nodes."""
         self.blocks: list[int | None] = [None] * num_groups
         self.hosts: list[int | None] = [None] * num_groups
         self.num_children = 0

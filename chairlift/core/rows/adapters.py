@@ -90,7 +90,7 @@ class AdapterRows(RowKind):
     def joined(self, request: Request) -> None:
         self.running[request.adapter_id] += 1
 
-    def bytes(self, chunks: Iterable[Request], decodes: list[Request]) -> int:
+    def num_bytes(self, chunks: Iterable[Request], decodes: list[Request]) -> int:
         """Number of bytes of the adapters of these rows, each adapter counted once."""
         if not self.running:
             return 0
@@ -98,6 +98,9 @@ class AdapterRows(RowKind):
             self._decodes, self._of_decodes = decodes, frozenset([request.adapter_id for request in decodes])
         used = self._of_decodes.union([request.adapter_id for request in chunks])
         return sum([self.sizes.get(adapter, 0) for adapter in used])
+
+    def key(self, request: Request) -> bytes:
+        return str(request.adapter_id).encode()
 
     def left(self, request: Request) -> None:
         self.running[request.adapter_id] -= 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from chairlift.base.image_spans import cut_by
+from chairlift.base.image_spans import cut_by, marks
 from chairlift.core.request import Request
 from chairlift.core.rows.kind import RowKind
 
@@ -57,6 +57,9 @@ class ImageRows(RowKind):
     def whole(self, request: Request, index: int) -> tuple[int, int] | None:
         span = cut_by(request.images, index)
         return None if span is None else (span.position, span.end)
+
+    def marks(self, request: Request, start: int, end: int) -> bytes:
+        return marks(request.images, start, end)
 
     def may_resume(self, request: Request, position: int) -> bool:
         return position >= request.rows_lost_until

@@ -91,10 +91,21 @@ class RowKind:
     def joined(self, request: Request) -> None:
         """Note that a request got a row."""
 
-    def bytes(self, chunks: Iterable[Request], decodes: list[Request]) -> int:
+    def num_bytes(self, chunks: Iterable[Request], decodes: list[Request]) -> int:
         """Number of bytes that a step with these rows reads because of this kind. Both arguments have requests of any
         kind. The list ``decodes`` is never changed in place."""
         return 0
+
+    # -- keys of the prefix cache ------------------------------------------------------------------------------------
+
+    def key(self, request: Request) -> bytes:
+        """What the KV of all positions depends on, besides the tokens. Empty: nothing."""
+        return b""
+
+    def marks(self, request: Request, start: int, end: int) -> bytes:
+        """What the KV of positions ``start`` to ``end`` (excluded) depends on, besides the tokens and :meth:`key`.
+        Empty: nothing."""
+        return b""
 
     # -- release -----------------------------------------------------------------------------------------------------
 

@@ -232,7 +232,7 @@ class Batch:
         if not self.kinds:
             return 0
         rows, decodes = [request for request, _ in chunks], self.decodes.requests if with_decodes else []
-        return sum([kind.bytes(rows, decodes) for kind in self.kinds])
+        return sum([kind.num_bytes(rows, decodes) for kind in self.kinds])
 
     def obstacle(self, request: Request) -> str:
         """Name of the kind that keeps a waiting request from the next step, whatever rows and blocks are free; empty if

@@ -22,6 +22,7 @@ from typing import Final
 
 from starlette.requests import Request
 
+from chairlift.base.cache_key import cache_key
 from chairlift.config import ServerConfig
 from chairlift.errors import ConfigError
 from chairlift.server.http.errors import ApiError
@@ -194,7 +195,7 @@ def salt_for(holder: str, salt: str) -> str:
     """Salt for the prefix cache, different for each API key. Without it a client could measure response times to find
     out which prompts another key has cached. ``holder`` is ``Caller.holder``, ``salt`` the request's own
     ``cache_salt``."""
-    return hashlib.sha256(f"{holder} {salt}".encode()).hexdigest() if holder else salt
+    return cache_key("holder", salt, holder.encode()).hex() if holder else salt
 
 
 class HostCheck:

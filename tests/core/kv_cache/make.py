@@ -8,10 +8,13 @@ from typing import Any
 from chairlift.config import CacheGroup
 from chairlift.core.kv_cache.manager import Admission, KVCacheManager
 from chairlift.core.request import Request, RequestStatus
+from chairlift.core.rows.adapters import AdapterRows
+from chairlift.core.rows.images import ImageRows
 
 __all__ = ["BLOCK", "admit", "compute", "manager", "request"]
 
 BLOCK = 4
+KINDS = [AdapterRows(), ImageRows()]
 
 
 def manager(num_blocks: int = 33, *windows: int | None, num_host_blocks: int = 0, **settings: Any) -> KVCacheManager:
@@ -23,7 +26,9 @@ def request(name: str, tokens: int | list[int], max_tokens: int = 8, **settings:
     """Create a request. ``tokens`` is a prompt or its length. Prompts of requests with different names share no
     token."""
     prompt = [zlib.crc32(f"{name}:{i}".encode()) % 1000 for i in range(tokens)] if isinstance(tokens, int) else tokens
-    return Request(name, prompt, max_tokens=max_tokens, **settings)
+    made = Request(name, prompt, max_tokens=max_tokens, **settings)
+    made.kinds = tuple([kind for kind in KINDS if kind.has(made)])  # as the scheduler does
+    return made
 
 
 def admit(kv: KVCacheManager, request: Request, reserve: int | None = None, **settings: Any) -> Admission:

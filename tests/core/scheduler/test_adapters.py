@@ -114,7 +114,7 @@ def test_a_step_says_the_bytes_of_its_adapters(depth: int) -> None:
 @pytest.mark.planted("test_a_step_says_the_bytes_of_its_adapters")
 @pytest.mark.parametrize("mutation", ["decodes only", "chunks only", "per row"])
 def test_each_wrong_sum_of_bytes_is_noticed(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = AdapterRows.bytes
+    right = AdapterRows.num_bytes
 
     def wrong(self: AdapterRows, chunks: list[Request], decodes: list[Request]) -> int:
         if mutation == "decodes only":
@@ -123,6 +123,6 @@ def test_each_wrong_sum_of_bytes_is_noticed(mutation: str, monkeypatch: pytest.M
             return right(self, chunks, [])
         return sum(self.sizes.get(one.adapter_id, 0) for one in [*chunks, *decodes])
 
-    monkeypatch.setattr(AdapterRows, "bytes", wrong)
+    monkeypatch.setattr(AdapterRows, "num_bytes", wrong)
     with pytest.raises(AssertionError):
         compare_adapter_bytes(0)
