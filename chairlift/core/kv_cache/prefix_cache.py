@@ -96,7 +96,7 @@ class PrefixCache:
     def num_common(self, request: Request, other: Request, max_blocks: int) -> int:
         """Number of leading blocks, at most ``max_blocks``, that both requests would share. ``other`` must have so many
         tokens."""
-        if (request.adapter_id, request.cache_salt) != (other.adapter_id, other.cache_salt):
+        if self._owner(request) != self._owner(other):
             return 0
         low = 0
         high = max_blocks  # the first ``low`` blocks have equal tokens; more than ``high`` blocks have not
@@ -107,7 +107,7 @@ class PrefixCache:
                 low = middle
             else:
                 high = middle - 1
-        if request.images or other.images:
+        if request.kinds or other.kinds:
             blocks = range(low)
             low = next((i for i in blocks if self._content(request, i) != self._content(other, i)), low)
         return low

@@ -154,8 +154,8 @@ class PromptsInFlight:
             self._wait(follower.request)
 
     def _key(self, request: Request) -> int:
-        # A hash only finds candidates; num_common() compares the tokens.
-        return hash((request.adapter_id, request.cache_salt, tuple(request.token_ids[: self._kv.block_size])))
+        # A hash only finds candidates; num_common() compares them.
+        return hash((request.cache_salt, tuple(request.token_ids[: self._kv.block_size])))
 
     def check_invariants(self, running: dict[str, Request], step: int) -> None:
         """Raise InvariantError if a request waits for one that computes nothing for it, or longer than it may."""

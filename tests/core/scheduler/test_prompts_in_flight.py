@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chairlift.core.request import Request
+from chairlift.core.rows.adapters import AdapterRows
 from chairlift.core.scheduler.prompts_in_flight import MAX_WAITS
 from tests.core.scheduler.driver import BLOCK, Driver, request
 
@@ -61,7 +62,7 @@ def test_the_steps_ahead_change_nothing(depth: int) -> None:
 
 
 def test_other_content_salt_or_adapter_is_not_followed() -> None:
-    drive = driver()
+    drive = driver(kinds=[AdapterRows()])
     other = list(SHARED)
     other[5] += 1
     drive.add(alike("a"), alike("b", cache_salt="s"), alike("c", adapter_id=1), request("d", other))
