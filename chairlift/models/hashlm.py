@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from chairlift.base.row_failures import shaped_reason
-from chairlift.base.sampling_params import PARAMETERS
 from chairlift.base.sampling_row import SamplingRow
 from chairlift.base.step_batch import Masks, SampledTokens, StepBatch
 from chairlift.config import CacheGroup
@@ -26,7 +25,8 @@ from chairlift.executor.sampling.apart import sample_rows
 __all__ = ["HASHLM_POSITION_BYTES", "STATE", "HashLM", "image_word", "reference_tokens"]
 
 _Words = npt.NDArray[np.uint64]
-_DRAWN = [name for name, each in PARAMETERS.items() if each.draws]
+DRAWN = ("temperature", "top_k", "top_p", "min_p")
+"""The sampling parameters on which a token depends. In another order, every simulated world would have other tokens."""
 _MASK = (1 << 64) - 1
 HASHLM_POSITION_BYTES = 16
 """Bytes per KV position, and also per recurrent state: two words of 64 bits."""
@@ -226,7 +226,7 @@ def _mix_one(word: int) -> int:
 
 def _next_token(seen: int, history: list[int], row: SamplingRow, num_choices: int) -> int:
     params = row.params
-    settings = (row.seed, row.num_prompt_tokens, *(getattr(params, name) for name in _DRAWN))
+    settings = (row.seed, row.num_prompt_tokens, *(getattr(params, name) for name in DRAWN))
     counts = sum(history[row.num_prompt_tokens :]) if params.presence_penalty or params.frequency_penalty else 0
     return _mix_one((seen ^ hash(settings) ^ counts * _TOKEN) & _MASK) % num_choices
 
