@@ -19,6 +19,7 @@ _TITLES: Final = {
     "product": "Matmuls: [rows, k] x [k, n]",
     "experts": "Experts: routing and matmuls of the chosen experts",
     "decode": "Attention, decode: one query per sequence",
+    "shared": "Attention, decode: answers to one prompt",
     "prefill": "Attention, prefill: whole prompts",
     "head": "Output head: matmul and sampling",
 }
@@ -75,6 +76,9 @@ def kernel_table(measurements: Sequence[Measurement]) -> Table:
         case "head":
             headers = ["shape", "n", "rows", *_PRODUCT, "drawn us", "drawing costs"]
             cells = _head_cells
+        case "shared":
+            headers = ["shape", "heads", "batch", "context", "us", "GB/s", "of floor", "apart us", "apart costs"]
+            cells = _shared_cells
         case _:
             rate = "GB/s" if kind == "decode" else "TFLOP/s"
             headers = ["shape", "heads", "batch", "context", "us", rate, "of floor", "in order", "paging costs"]
@@ -120,6 +124,14 @@ def _attention_cells(each: Measurement) -> list[str]:
         f"{of / in_order.median:.{digits}f}",
         _signed(each.extra_cost),
     ]
+
+
+def _shared_cells(each: Measurement) -> list[str]:
+    names, together = each.labels, each.main
+    heads = f"{names['heads']}/{names['kv_heads']}x{names['head_dim']}"
+    sizes = [str(names["shape"]), heads, f"{names['batch']:,}", f"{names['context']:,}"]
+    speed = [f"{together.median * 1e6:,.1f}", f"{each.nbytes / 1e9 / together.median:.1f}", f"{together.share:.0%}"]
+    return [*sizes, *speed, f"{each.timings['apart'].median * 1e6:,.1f}", _signed(each.extra_cost)]
 
 
 def _rates(each: Measurement) -> list[str]:

@@ -25,7 +25,15 @@ from chairlift.kernels.grouped import GroupKind
 from chairlift.kernels.roof import GPU, Roof
 from chairlift_lab.bench.limits import Limits, LimitsNow, beyond_cache
 from chairlift_lab.bench.machine import HostMachine
-from chairlift_lab.bench.programs import ExpertTokens, Kernels, Prepare, expert_bytes, kv_bytes, weight_bytes
+from chairlift_lab.bench.programs import (
+    BLOCK_SIZE,
+    ExpertTokens,
+    Kernels,
+    Prepare,
+    expert_bytes,
+    kv_bytes,
+    weight_bytes,
+)
 from chairlift_lab.bench.shapes import ExpertLayer, LayerShapes, Shapes
 
 if TYPE_CHECKING:
@@ -35,13 +43,16 @@ if TYPE_CHECKING:
 
 __all__ = ["KernelSettings", "KernelTiming", "Measurement", "measure_kernels"]
 
-Kind = Literal["product", "experts", "decode", "prefill", "head"]
+Kind = Literal["product", "experts", "decode", "shared", "prefill", "head"]
 
 _MOST_HEAD_ROWS: Final = 256
 """Maximum number of rows of an output head. It needs one row per sequence, not one per prompt token."""
 _LEAST_PREFILL: Final = 512
 """Minimum number of tokens in a measured prefill step. Several short prompts are put into one step."""
 _MOST_COUNT: Final = 512
+_ANSWERS: Final = 16
+"""Number of sequences that share a prefix. Each has :data:`_OWN_TOKENS` tokens of its own."""
+_OWN_TOKENS: Final = 48
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,11 +108,13 @@ class Measurement:
     """Number of times that a run repeats the operation."""
     timings: dict[str, KernelTiming]
     """Variant -> times. Matrix multiplications and experts have ``all``; on a GPU they have ``streamed`` (for few rows)
-    and ``library`` (cuBLAS). Attention has ``paged`` (shuffled blocks) and ``in order``. Output heads have ``greedy``
+    and ``library`` (cuBLAS). Attention has ``paged`` (shuffled blocks) and ``in order``, or, with a shared prefix,
+    ``together`` and ``apart``. Output heads have ``greedy``
     and ``drawn``."""
     extra_cost: float | None
     """Additional time of one variant relative to another, as a fraction (median over the rounds): ``paged`` to ``in
-    order``, ``drawn`` to ``greedy``, or ``streamed`` to ``library``. None if the case has only one variant."""
+    order``, ``drawn`` to ``greedy``, ``streamed`` to ``library``, or ``apart`` to ``together``.
+    None if the case has only one variant."""
 
     @property
     def main(self) -> KernelTiming:
@@ -142,7 +155,8 @@ def measure_kernels(
     if settings.kind is not None:
         kinds += [list(_heads(settings))]
     elif settings.dtype != torch.float8_e4m3fn:
-        kinds += [list(cases) for cases in (_decodes(settings), _prefills(settings), _heads(settings))]
+        shared = _shared(settings) if settings.isa != GPU else ()
+        kinds += [list(cases) for cases in (_decodes(settings), shared, _prefills(settings), _heads(settings))]
     largest = max((case for cases in kinds for case in cases), key=lambda case: case.footprint)
     limit = available_memory(device) // 4
     if largest.footprint > limit:
@@ -207,6 +221,35 @@ def _experts(settings: KernelSettings) -> Iterator[_Case]:
 def _decodes(settings: KernelSettings) -> Iterator[_Case]:
     for model, batch, context in itertools.product(settings.shapes.models, settings.batches, settings.contexts):
         yield _attention("decode", model, 1, context, batch, settings.dtype)
+
+
+def _shared(settings: KernelSettings) -> Iterator[_Case]:
+    """Decode attention of several answers to one prompt. Bytes are counted once for all that share them."""
+    for model, context in itertools.product(settings.shapes.models, settings.contexts):
+        prefix = (context - _OWN_TOKENS) // BLOCK_SIZE * BLOCK_SIZE
+        if prefix < _OWN_TOKENS:
+            continue
+
+        def variants(
+            kernels: AnyKernels, count: int, model: LayerShapes = model, context: int = context, prefix: int = prefix
+        ) -> dict[str, Prepare]:
+            if not isinstance(kernels, Kernels):
+                raise InvariantError("a GPU has no kernels for shared prefixes")
+            case = {"queries": 1, "context": context, "batch": _ANSWERS, "count": count, "shared": prefix}
+            return {name: kernels.attention(model, shuffled=True, apart=name == "apart", **case) for name in _WAYS}
+
+        labels: dict[str, int | str] = {"shape": model.name, "heads": model.heads, "kv_heads": model.kv_heads}
+        labels |= {"head_dim": model.head_dim, "batch": _ANSWERS, "context": context, "prefix": prefix}
+        tokens = prefix + _ANSWERS * (context - prefix)
+        nbytes = 2 * tokens * model.kv_heads * model.head_dim * settings.dtype.itemsize
+        operations = 4 * model.heads * model.head_dim * _ANSWERS * context
+        footprint = kv_bytes(model, 1, prefix, settings.dtype) + kv_bytes(
+            model, _ANSWERS, context - prefix, settings.dtype
+        )
+        yield _Case("shared", labels, nbytes, operations, footprint, variants)
+
+
+_WAYS: Final = ("together", "apart")
 
 
 def _prefills(settings: KernelSettings) -> Iterator[_Case]:
@@ -293,7 +336,7 @@ def _timing(times: Sequence[float], shares: Sequence[float]) -> KernelTiming:
 def _extra_cost(timings: Mapping[str, Sequence[float]]) -> float | None:
     """Compute ``Measurement.extra_cost``. Times are compared within a round, because a disturbance of the machine
     affects all variants of the round."""
-    for costly, plain in (("paged", "in order"), ("drawn", "greedy"), ("streamed", "library")):
+    for costly, plain in (("paged", "in order"), ("drawn", "greedy"), ("streamed", "library"), ("apart", "together")):
         if costly in timings:
             return (
                 statistics.median(one / other for one, other in zip(timings[costly], timings[plain], strict=True)) - 1

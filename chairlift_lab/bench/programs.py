@@ -19,7 +19,7 @@ from torch import Tensor
 from chairlift.base.step_batch import StepBatch
 from chairlift.errors import InvariantError
 from chairlift.kernels.cpu import library as lib
-from chairlift.kernels.cpu.lowering import OpKind
+from chairlift.kernels.cpu.lowering import OpFlag, OpKind
 from chairlift.kernels.cpu.packed_codes import code_format, packed_code_bytes
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, packed_bytes
 from chairlift.kernels.cpu.program import SPARE_ROWS
@@ -129,21 +129,34 @@ class Kernels:
         return {} if self._kind is None else {"format": code_format(self._kind), "group": self._kind.group}
 
     def attention(
-        self, model: LayerShapes, *, queries: int, context: int, batch: int, shuffled: bool, count: int
+        self,
+        model: LayerShapes,
+        *,
+        queries: int,
+        context: int,
+        batch: int,
+        shuffled: bool,
+        count: int,
+        shared: int = 0,
+        apart: bool = False,
     ) -> Prepare:
         """Prepare the attention of ``count`` layers over ``batch`` sequences of ``context`` tokens.
 
         The last ``queries`` tokens of each sequence are queries. Each layer has its own K and V. The KV blocks of the
-        sequences are in order, or in random order if ``shuffled``.
+        sequences are in order, or in random order if ``shuffled``. All sequences have the blocks of their first
+        ``shared`` tokens (whole blocks) in common. With ``apart`` the rows do not read them together.
         """
         width = model.heads * model.head_dim
         buffers = [self._activations(batch * queries, width), self._buffer(batch * queries, width)]
         blocks = -(-context // BLOCK_SIZE)
-        order = np.arange(batch * blocks, dtype=np.int32)
+        common = shared // BLOCK_SIZE
+        order = np.arange(common + batch * (blocks - common), dtype=np.int32)
         if shuffled:
             np.random.default_rng(0).shuffle(order)
-        rows = _Batch([queries] * batch, [context] * batch, order.reshape(batch, blocks))
-        nbytes = kv_bytes(model, batch, context, self._dtype)
+        own = order[common:].reshape(batch, blocks - common)
+        table = np.concatenate((np.tile(order[:common], (batch, 1)), own), axis=1)
+        rows = _Batch([queries] * batch, [context] * batch, np.ascontiguousarray(table))
+        nbytes = kv_bytes(model, 1, len(order) * BLOCK_SIZE, self._dtype)
         sizes = {"kv_heads": model.kv_heads, "head_dim": model.head_dim}
 
         def prepare() -> Callable[[], None]:
@@ -151,7 +164,7 @@ class Kernels:
                 lib.KVLayer(
                     kv=self._take(nbytes),
                     block_size=BLOCK_SIZE,
-                    num_blocks=batch * blocks,
+                    num_blocks=len(order),
                     **sizes,
                 )
                 for _ in range(count)
@@ -163,6 +176,7 @@ class Kernels:
                 "aux": -1,
                 "rotary": -1,
                 "heads": model.heads,
+                "flags": int(OpFlag.APART) if apart else 0,
                 **sizes,
             }
             ops = [lib.OpStruct(**fields, layer=layer, scale=model.head_dim**-0.5) for layer in range(count)]
