@@ -185,9 +185,9 @@ def differs(kernels: library.Library) -> bool:
         for seed in range(6):
             rng = random.Random(seed)
             machine = Machine("avx2", torch.float32, 2, int8_kv=seed % 2 == 1)
-            own = [rng.randint(1, 200) for _ in range(6)]
+            own = [*(rng.randint(1, 200) for _ in range(4)), -5, -9]  # the last two end within the shared block
             window = (0, 0, 0, 0, 300, 300)[seed]
-            step = Step(forest([1200, 112], own), 2, 2, 32, window=window).fill(rng, torch.float32)
+            step = Step(forest([1200, 160], own), 2, 2, 32, window=window).fill(rng, torch.float32)
             try:
                 check(machine, rng, step)
             except AssertionError:
