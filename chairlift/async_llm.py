@@ -71,7 +71,8 @@ class AsyncLLM:
 
     async def shutdown(self) -> None:
         """End the engine's process. Unfinished requests raise EngineDeadError."""
-        engine, self._engine = self._engine, None
+        engine = self._engine
+        self._engine = None
         if engine is not None:
             await engine.shutdown()
 
@@ -120,7 +121,8 @@ class AsyncLLM:
         params = SamplingParams(**self.info.sampling_defaults) if sampling_params is None else sampling_params
         if priority is not None and isinstance(params, SamplingParams):
             params = dataclasses.replace(params, priority=priority)
-        engine, kind = self._started(), OutputKind(kind)
+        engine = self._started()
+        kind = OutputKind(kind)
         self._check_loop()
         adapter = await engine.adapters.name_of(lora_request)
         stream = await engine.submit(prompt, params, kind=kind, cache_salt=cache_salt, tenant=tenant, adapter=adapter)

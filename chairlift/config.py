@@ -268,7 +268,8 @@ class SpeculativeConfig:
         unknown = sorted(str(key) for key in settings if key not in known)
         if unknown:
             raise ConfigError(f"speculative_config has unknown keys {unknown}; known: {sorted(known)}")
-        method, model = settings.get("method"), settings.get("model", "")
+        method = settings.get("method")
+        model = settings.get("model", "")
         *first, last = "ngram", *DRAFT_METHODS
         if not isinstance(method, str) or method not in (*first, last):
             raise ConfigError(f"speculative_config: method must be {', '.join(first)} or {last}, got {method!r:.80}")
@@ -428,7 +429,10 @@ class EngineConfig:
     lora: LoRAConfig = LoRAConfig()
 
     def __post_init__(self) -> None:
-        model, cache, scheduler, lora = self.model, self.cache, self.scheduler, self.lora
+        model = self.model
+        cache = self.cache
+        scheduler = self.scheduler
+        lora = self.lora
         if scheduler.governor == "shadow":
             raise ConfigError(
                 "governor shadow was removed; write rules (its changes stay within the settings, and each is logged)"
@@ -659,7 +663,9 @@ def _check_needs(config: ServerConfig) -> None:
 
 def _check_replicas(config: ServerConfig) -> None:
     """Raise ConfigError if the numbers of replicas contradict each other."""
-    least, most, count = config.min_replicas, config.max_replicas, config.replicas
+    least = config.min_replicas
+    most = config.max_replicas
+    count = config.replicas
     if most is None:
         return
     if count > most:
@@ -718,7 +724,8 @@ def server_fields() -> tuple[Flag, ...]:
 
 
 def _fields_of(part: str, owner: type[Any]) -> list[Flag]:
-    hints, docs = get_type_hints(owner), field_docs(owner)
+    hints = get_type_hints(owner)
+    docs = field_docs(owner)
     flags = []
     for field in dataclasses.fields(owner):
         hint = hints[field.name]
@@ -731,7 +738,8 @@ def _fields_of(part: str, owner: type[Any]) -> list[Flag]:
 def _check(settings: Any) -> None:
     """Raise ConfigError for a setting of the wrong type, out of range, or not among its choices."""
     for field in dataclasses.fields(settings):
-        name, value = field.name, getattr(settings, field.name)
+        name = field.name
+        value = getattr(settings, field.name)
         if value is None and field.default is None:
             continue
         if name in _CHOICES and value not in _CHOICES[name]:
@@ -782,7 +790,8 @@ def _policy(scheduler: SchedulerConfig) -> None:
     weights = parse_tenant_weights(scheduler.tenant_weights)
     if name == "fcfs" and (scheduler.service_classes or weights):
         raise ConfigError("service_classes and tenant_weights need scheduling_policy 'priority'; 'fcfs' ignores them")
-    rows, max_running = sum(each.min_seqs for each in classes.values()), scheduler.max_running
+    rows = sum(each.min_seqs for each in classes.values())
+    max_running = scheduler.max_running
     if rows and rows >= max_running:
         raise ConfigError(
             f"service classes reserve {rows} rows, but of the {max_running} that max_num_seqs and"

@@ -75,7 +75,8 @@ class LLM:
         if model is not None:
             settings["model"] = str(model)
         self.config = EngineConfig.from_flat(settings)
-        self._turn, self._process = threading.RLock(), os.getpid()
+        self._turn = threading.RLock()
+        self._process = os.getpid()
         self._pooled: PooledCalls | None = None
         self._engine: Engine | None = None
         self._ended: dict[str, RequestOutput] = {}  # outputs that ended while another call was waiting
@@ -86,7 +87,8 @@ class LLM:
         self.tokenizer: Tokenizer | None = None
         if not self.config.model.skip_tokenizer_init:
             self.tokenizer = read_tokenizer(self.config, loaded.model_dir)
-        self.max_model_len, self.memory_plan = loaded.max_model_len, loaded.memory_plan
+        self.max_model_len = loaded.max_model_len
+        self.memory_plan = loaded.memory_plan
         eos = set(loaded.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
         reader = None if self.tokenizer is None else read_images(self.config, loaded.model_dir, self.tokenizer)
         self._images = reader if loaded.takes_images else None
@@ -103,7 +105,8 @@ class LLM:
         )
         self.info = info = loaded.info(self.config, self.engine.kv.capacity_tokens)
         """Facts about the loaded model and how it is served."""
-        self._first_info, self._approximations = info, loaded.approximations
+        self._first_info = info
+        self._approximations = loaded.approximations
         self._sampling_defaults = info.sampling_defaults
         self.notes: tuple[str, ...] = info.notes
         """Notes on how the model is served here, one per line. They are also logged as warnings."""
@@ -123,8 +126,10 @@ class LLM:
     def _load_pooling(self, progress: Progress | None) -> None:
         """Load a model for embeddings, scores or classes. Such a model needs no generating engine."""
         loaded = load_pooling(self.config, progress)
-        self.info, self.notes = loaded.info, loaded.info.notes
-        self.max_model_len, self.memory_plan = self.info.max_model_len, self.info.memory_plan
+        self.info = loaded.info
+        self.notes = loaded.info.notes
+        self.max_model_len = self.info.max_model_len
+        self.memory_plan = self.info.memory_plan
         self.tokenizer = None
         if not self.config.model.skip_tokenizer_init:
             self.tokenizer = read_tokenizer(self.config, self.info.model_dir)
@@ -238,7 +243,8 @@ class LLM:
 
     def _pool(self, call: PooledCall[_Result]) -> list[PoolingRequestOutput[_Result]]:
         """Compute the results of one call. Raises RequestError if a text yields no vector."""
-        engine, ids = self._running, [text.request_id for text in call.texts]
+        engine = self._running
+        ids = [text.request_id for text in call.texts]
         try:
             for text in call.texts:
                 engine.add_text(text)
@@ -311,7 +317,8 @@ class LLM:
         count = len(listed)
         all_params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling parameters", all_params, count)
-        priorities, tenants = _one_each("priorities", priority, count), _one_each("tenants", tenant, count)
+        priorities = _one_each("priorities", priority, count)
+        tenants = _one_each("tenants", tenant, count)
         adapters = _one_each("adapters", lora_request, count)
         ids: list[str] = []
         self._check_process()
@@ -407,7 +414,8 @@ class LLM:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise RequestError("tools need the tokenizer, which was not loaded; leave skip_tokenizer_init out")
-        form, reasoning = tool_format_of(tokenizer.chat_template), reasoning_format_of(tokenizer.chat_template)
+        form = tool_format_of(tokenizer.chat_template)
+        reasoning = reasoning_format_of(tokenizer.chat_template)
         if form is None:
             raise RequestError("tools has functions, but no format of tool calls is known for the chat template")
         default = self.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -459,8 +467,11 @@ class LLM:
         """
         if self.tokenizer is None:
             raise RequestError("answers are read by the tokenizer, which was not loaded (skip_tokenizer_init)")
-        schemas, template, tokenizer = check_tools(tools).schemas, self.tokenizer.chat_template, self.tokenizer
-        form, reasoning = tool_format_of(template) if schemas else None, reasoning_format_of(template)
+        schemas = check_tools(tools).schemas
+        template = self.tokenizer.chat_template
+        tokenizer = self.tokenizer
+        form = tool_format_of(template) if schemas else None
+        reasoning = reasoning_format_of(template)
         if schemas and form is None:
             raise RequestError("tools has functions, but no format of tool calls is known for the chat template")
         tail = tokenizer.decode(output.prompt_token_ids[-64:], False, final=False)

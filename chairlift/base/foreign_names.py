@@ -162,7 +162,8 @@ def answer_to(flag: str, *, python: bool = False) -> str | None:
 
 def _shown(found: re.Match[str], python: bool) -> str:
     """A setting, and its value if there is one, as ``--max-model-len N`` or ``max_model_len=N``."""
-    name, value = found[1], found[2]
+    name = found[1]
+    value = found[2]
     if python:
         return name if value is None else f"{name}={value}"
     return " ".join(filter(None, ["--" + name.replace("_", "-"), value]))

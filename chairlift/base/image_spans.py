@@ -76,7 +76,8 @@ def axes_of(spans: Sequence[ImageSpan]) -> tuple[npt.NDArray[np.int32], int]:
         found[0, span.position : span.end] = begin
         found[1, span.position : span.end] = begin + np.repeat(np.arange(rows), columns)
         found[2, span.position : span.end] = begin + np.tile(np.arange(columns), rows)
-        index, shift = span.end, shift + max(rows, columns) - span.length
+        index = span.end
+        shift = shift + max(rows, columns) - span.length
     return found, shift
 
 

@@ -16,7 +16,8 @@ from chairlift.errors import ConfigError
 
 __all__ = ["opened_bytes", "opened_text"]
 
-_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_GZIP = b"\x1f\x8b"
+_PARQUET = b"PAR1"
 _ROWS: Final = 256
 """Number of Parquet rows that are converted at a time. The whole row group is in memory in addition."""
 
@@ -61,7 +62,8 @@ class _Rows(io.RawIOBase):
     """Binary stream of JSON lines, one for each row of a Parquet file."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
-        self._lines, self._rest = _json_lines(path, file), b""
+        self._lines = _json_lines(path, file)
+        self._rest = b""
 
     def readable(self) -> bool:
         return True
@@ -79,7 +81,8 @@ class _Rows(io.RawIOBase):
 
 def _json_lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
     try:
-        pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+        pyarrow = importlib.import_module("pyarrow")
+        parquet = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError:
         raise ConfigError(f"{path} is Parquet, which needs pyarrow; install it with pip install pyarrow") from None
     try:

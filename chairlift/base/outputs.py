@@ -154,7 +154,8 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
             raise ValueError(f"log-probabilities are cut in steps of 1, got {step}; make a list of them first")
         first = self._ends[begin - 1] if begin else 0
         last = self._ends[end - 1] if end > begin else first
-        found._ids, found._logprobs = self._ids[first:last], self._logprobs[first:last]
+        found._ids = self._ids[first:last]
+        found._logprobs = self._logprobs[first:last]
         found._ends = array("q", [each - first for each in self._ends[begin:end]])
         found._ranks = self._ranks[begin:end]
         return found

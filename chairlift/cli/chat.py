@@ -196,7 +196,8 @@ class _Chat:
 
     def _answer(self, message: str) -> None:
         self._turns.append({"role": "user", "content": message})
-        text, refused = "", False
+        text = ""
+        refused = False
         try:
             sampling = self._fit()
             with contextlib.closing(self._model.stream(self._system + self._turns, sampling)) as pieces:

@@ -82,7 +82,8 @@ def _check_pooling(llm: LLM, pooling: PoolingInfo, model_dir: Path) -> int:
     from chairlift.loading.pooled import read_pooled
     from chairlift.models.loader import check_pooled_weights, resolve_dtype
 
-    config, info = read_pooled(llm.config, model_dir), llm.info
+    config = read_pooled(llm.config, model_dir)
+    info = llm.info
     gives = f"embeddings of {pooling.width:,} numbers" if pooling.task == "embed" else f"classes {pooling.labels}"
     gives = gives if pooling.pair is None else f"scores of pairs, by the answers {' and '.join(pooling.labels)}"
     of_length = ", of length 1" if pooling.normalize else ""
@@ -119,7 +120,8 @@ def _test_pooling(llm: LLM, pooling: PoolingInfo) -> str:
             return [each.outputs.embedding for each in llm.embed(texts)]
         return [each.outputs.probs for each in llm.classify(texts)]
 
-    alone, together = [vectors([each])[0] for each in ids], vectors(list(ids))
+    alone = [vectors([each])[0] for each in ids]
+    together = vectors(list(ids))
     largest = max(abs(x) for vector in alone for x in vector)
     apart = max(abs(x - y) for one, other in zip(alone, together, strict=True) for x, y in zip(one, other, strict=True))
     if apart > _TIES[llm.info.dtype] * max(largest, 1e-6):
@@ -172,7 +174,8 @@ def _count(llm: LLM, network: NetworkConfig | TransformersConfig) -> tuple[int, 
     with torch.device("meta"):  # shapes only
         model = CausalLM(network)
     model.tie_weights()
-    dtype, kept_as = resolve_dtype(network, llm.info.dtype), llm.config.cache.kv_cache_dtype
+    dtype = resolve_dtype(network, llm.info.dtype)
+    kept_as = llm.config.cache.kv_cache_dtype
     kept_dtype = dtype if kept_as == "auto" else getattr(torch, kept_as)
     caches = [layer for layer in model.kv_cache_spec() if isinstance(layer, LayerCache)]  # other layers keep states
     sizes = [sum(layer.token_bytes(each) for layer in caches) for each in (dtype, kept_dtype)]

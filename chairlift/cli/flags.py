@@ -146,7 +146,8 @@ def _amount(name: str, kind: type) -> Callable[[str], int] | None:
 
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     """Add a flag for each sampling parameter. Flags that the user does not give are missing in the namespace."""
-    group, docs = parser.add_argument_group("sampling"), field_docs(SamplingParams)
+    group = parser.add_argument_group("sampling")
+    docs = field_docs(SamplingParams)
     notes = {"max_tokens": f" (default: {max_tokens}, or what fits)", "temperature": " (default: 0)"}
     for name, declared in PARAMETERS.items():
         if not declared.flag:

@@ -145,7 +145,8 @@ def _refuse_model_paths(prompts: Sequence[str]) -> None:
     """Raise ConfigError if a prompt is the path of a model on this machine: a GGUF file, or a directory with
     config.json. The user probably wanted ``--model``."""
     for prompt in prompts:
-        path, kind = Path(prompt), ""
+        path = Path(prompt)
+        kind = ""
         with contextlib.suppress(OSError, ValueError):  # most prompts are no paths: too long, or with a NUL
             if path.suffix == ".gguf" and path.is_file():
                 kind = "a GGUF file"
@@ -187,7 +188,11 @@ class _Run:
         quiet: bool,
         streamed: _Streamed | None,
     ) -> None:
-        self._jobs, self._llm, self._sampling, self._raw, self._quiet = jobs, llm, sampling, raw, quiet
+        self._jobs = jobs
+        self._llm = llm
+        self._sampling = sampling
+        self._raw = raw
+        self._quiet = quiet
         self._streamed = streamed
         self._running: dict[str, Job] = {}
         self.stopped: list[Job] = []
@@ -199,7 +204,8 @@ class _Run:
         for job in self._jobs:
             if not job.done:
                 self._send(job)
-        given, total = 0, len(self._jobs)
+        given = 0
+        total = len(self._jobs)
         show = not self._quiet and self._streamed is None and sys.stderr.isatty()
         with _Progress(total, total - len(self._running), show=show) as progress:
             while given < total:
@@ -226,7 +232,8 @@ class _Run:
             if output.error is None and job.turns:
                 self._next_turn(job, output)
                 continue
-            job.output, job.error = output, output.error
+            job.output = output
+            job.error = output.error
             ended.append(output)
         return ended
 

@@ -55,7 +55,8 @@ class RemoteModel:
             except RequestError:  # SGLang and TGI have other fields; real faults show in the answer
                 return 0
             else:
-                count, room = answer.get("count"), answer.get("max_model_len")
+                count = answer.get("count")
+                room = answer.get("max_model_len")
                 if isinstance(room, int):  # a server that was still loading could not list it
                     self._room = room
                 return count if isinstance(count, int) else 0

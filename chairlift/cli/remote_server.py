@@ -42,7 +42,8 @@ class RemoteServer:
     def __init__(self, url: str, *, api_key_file: Path | None = None, name: str = "--base-url") -> None:
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
-            self._host, self._port = parts.hostname or "", parts.port
+            self._host = parts.hostname or ""
+            self._port = parts.port
         except ValueError:
             raise ConfigError(f"{name} must be like http://127.0.0.1:8000, got {url!r}") from None
         if parts.scheme not in ("http", "https") or not self._host or parts.username is not None:
@@ -108,7 +109,8 @@ class RemoteServer:
             except (OSError, http.client.HTTPException) as error:
                 raise EngineDeadError(f"the connection to {self.url} broke: {plain(str(error))}") from None
         finally:
-            sock, self._socket = self._socket, None
+            sock = self._socket
+            self._socket = None
             connection.close()
             if sock is not None:
                 sock.close()

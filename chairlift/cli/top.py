@@ -109,7 +109,8 @@ class _Observer:
             if not self._model:
                 self._model, self._version = self._names()
         except ChairliftError as error:
-            self.failure, self._model = error, ""
+            self.failure = error
+            self._model = ""
             seen["state"] = str(error)
         return Snapshot(when, self._server.url, model=self._model, version=self._version, **seen)
 
@@ -176,7 +177,8 @@ class _Screen:
                 self._draw(now, before)
                 self._heed(self._pressed())
                 while not self._seen.empty():
-                    before, now = now, self._seen.get()
+                    before = now
+                    now = self._seen.get()
         self._over.set()
         return 128 + self._ended_by if self._ended_by else 0
 

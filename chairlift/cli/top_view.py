@@ -17,7 +17,8 @@ __all__ = ["SORTS", "Line", "Metrics", "Snapshot", "quantile", "span", "text_of"
 SORTS: Final = ("age", "output", "speed", "prompt", "queued")
 """Sort keys for requests; ``age`` is the order in which the server lists them."""
 
-_WATCH, _TOO_MANY = 0.02, 0.05
+_WATCH = 0.02
+_TOO_MANY = 0.05
 """Fractions of preempted sequences from which the preemption rate is shown as a warning and as an error."""
 _MANY: Final = 100
 """Number of observations from which a 99th percentile needs no remark. Below it, the number is shown."""
@@ -119,11 +120,14 @@ def quantile(before: Mapping[float, float], after: Mapping[float, float], share:
     counts = [after[bound] - before.get(bound, 0.0) for bound in bounds]
     if not counts or counts[-1] <= 0:
         return None
-    rank, low, seen = share * counts[-1], 0.0, 0.0
+    rank = share * counts[-1]
+    low = 0.0
+    seen = 0.0
     for bound, count in zip(bounds, counts, strict=True):
         if count >= rank and count > seen:
             return low if bound == float("inf") else low + (bound - low) * max(0.0, rank - seen) / (count - seen)
-        low, seen = (low if bound == float("inf") else bound), count
+        low = low if bound == float("inf") else bound
+        seen = count
     return low
 
 
@@ -192,8 +196,10 @@ def _gauges(now: Snapshot, before: Snapshot | None, width: int) -> list[Line]:
     metrics = now.metrics
     if metrics is None:
         return []
-    running, waiting = metrics.value("num_requests_running") or 0, metrics.value("num_requests_waiting") or 0
-    limit, usage = metrics.value("running_limit"), metrics.mean("kv_cache_usage_perc")
+    running = metrics.value("num_requests_running") or 0
+    waiting = metrics.value("num_requests_waiting") or 0
+    limit = metrics.value("running_limit")
+    usage = metrics.mean("kv_cache_usage_perc")
     rate = metrics.value("preemption_rate", window="60s")
     style, word = _judge(rate, metrics.value("request_success_total"))
     left: list[Line] = [
@@ -303,14 +309,18 @@ def _columns(width: int) -> Line:
 
 
 def _row(request: Mapping[str, Any], width: int) -> Line:
-    name, status = plain(str(request.get("id", ""))), plain(str(request.get("status", "")))
-    prompt, computed = _count(request, "prompt_tokens"), _count(request, "computed_tokens")
-    output, limit = _count(request, "output_tokens"), _count(request, "max_tokens") * max(1, _count(request, "n"))
+    name = plain(str(request.get("id", "")))
+    status = plain(str(request.get("status", "")))
+    prompt = _count(request, "prompt_tokens")
+    computed = _count(request, "computed_tokens")
+    output = _count(request, "output_tokens")
+    limit = _count(request, "max_tokens") * max(1, _count(request, "n"))
     done = min(computed, prompt)
     eta = _time(request, "expected_start_seconds" if status == "waiting" else "expected_token_seconds")
     style = {"decode": "good", "prefill": "busy", "preempted": "bad"}.get(status, "dim")
     progress = _short(prompt) if done == prompt else f"{_short(done)}/{_short(prompt)}"
-    speed, tenant = _speed(request), plain(str(request.get("tenant", "")))
+    speed = _speed(request)
+    tenant = plain(str(request.get("tenant", "")))
     line: Line = [
         (f"{_cut(name, _id_width(width)):<{_id_width(width)}} ", ""),
         (f"{status:<9} ", style),
@@ -346,7 +356,8 @@ def _id_width(width: int) -> int:
 
 def _speed(request: Mapping[str, Any]) -> float | None:
     """Tokens per second after the first token; None if unknown, or if the time is too short."""
-    first, age = _time(request, "first_token_seconds"), _time(request, "age_seconds")
+    first = _time(request, "first_token_seconds")
+    age = _time(request, "age_seconds")
     output = _count(request, "output_tokens")
     return (
         None

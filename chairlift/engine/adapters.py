@@ -79,7 +79,9 @@ class Adapters:
     def __init__(
         self, memory: AdapterMemory | None = None, config: LoRAConfig | None = None, beside: Beside | None = None
     ) -> None:
-        self._memory, self._config, self._beside = memory, config, beside
+        self._memory = memory
+        self._config = config
+        self._beside = beside
         self._known: dict[int, _Known] = {}
         self._resident: OrderedDict[int, _Known] = OrderedDict()
         """``adapter_id`` -> adapter in memory, least recently used first."""
@@ -171,7 +173,8 @@ class Adapters:
 
     def load_now(self, load: AdapterLoad) -> None:
         """Read an adapter in this thread. Raises ModelLoadError, and RequestError if the engine serves no adapters."""
-        known, root = _Known(load), None if load.root is None else Path(load.root)
+        known = _Known(load)
+        root = None if load.root is None else Path(load.root)
         self._arrived(known, self._served_memory().read(Path(load.path), root))
         self._known[load.adapter_id] = known
 
@@ -185,7 +188,8 @@ class Adapters:
 
     def take_states(self) -> list[AdapterState]:
         """Results of the loads that have ended since the last call."""
-        states, self._states = self._states, []
+        states = self._states
+        self._states = []
         return states
 
     def take_ready(self) -> tuple[list[Request], list[tuple[Request, str]]]:
@@ -194,7 +198,8 @@ class Adapters:
         for known in [each for each in self._known.values() if each.reading is not None and each.reading.done()]:
             self._take(known)
         ready = self._advance() if self._queue else []
-        failed, self._failed = self._failed, []
+        failed = self._failed
+        self._failed = []
         return ready, failed
 
     def _served_memory(self) -> AdapterMemory:
@@ -203,7 +208,8 @@ class Adapters:
         return self._memory
 
     def _read(self, known: _Known) -> None:
-        memory, load = self._served_memory(), known.load
+        memory = self._served_memory()
+        load = known.load
         root = None if load.root is None else Path(load.root)
 
         def work() -> Any:
@@ -218,7 +224,8 @@ class Adapters:
 
     def _take(self, known: _Known) -> None:
         """Handle the end of reading an adapter's files: store the adapter, or note the error."""
-        future, known.reading = known.reading, None
+        future = known.reading
+        known.reading = None
         first = not known.digest
         try:
             self._arrived(known, None if future is None else future.result())
@@ -299,7 +306,8 @@ class Adapters:
             return
         self._queue += [(known, request) for request in requests]
         for request in requests:
-            request.is_ready, request.waits_for = False, "adapter"
+            request.is_ready = False
+            request.waits_for = "adapter"
 
     def next_event(self, now: float) -> float | None:
         """Time of the next look at the files that are being read; None if none are read. The result of a read is

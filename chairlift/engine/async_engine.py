@@ -68,7 +68,8 @@ _Limits = tuple[float | None, float | None]
 Connect = Callable[["AsyncEngine"], RemoteCore]
 """Function that makes the core of an engine. The core sends its events to that engine."""
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
+_FIRST_PAUSE = 0.2
+_LONGEST_PAUSE = 30.0
 _SETTLED_SECONDS: Final = 60.0
 """If the engine process ran at least this many seconds before it died, the next pause before a restart is the shortest
 again."""
@@ -107,7 +108,8 @@ class AsyncEngine:
         health_timeout: float = 30.0,
         connect: Connect | None = None,
     ) -> None:
-        self.config, scheduler = config, config.scheduler
+        self.config = config
+        scheduler = config.scheduler
         self._connect = connect or (lambda events: ProcessClient(config.to_flat(), events))
         self._prompt_share = PromptShare(scheduler.open_policy_share)
         self.service_classes = scheduler.promises
@@ -136,8 +138,10 @@ class AsyncEngine:
             chat_template=chat_template,
         )
         self.adapters = ServedAdapters(lambda: self._client, self._ready, enabled=config.lora.enable_lora)
-        self._on_progress, self._restart = on_progress, restart
-        self._queue_timeout, self._request_timeout = queue_timeout, request_timeout
+        self._on_progress = on_progress
+        self._restart = restart
+        self._queue_timeout = queue_timeout
+        self._request_timeout = request_timeout
         self._health_timeout = health_timeout
         self.events = Events("began", "ended", "steps", changed=self._follow)
         """Subscribers to three events.
@@ -309,8 +313,10 @@ class AsyncEngine:
             raise EngineDeadError("the engine is not there")
         whose = cache_salt, tenant, text, bad_word_ids, self.adapters.names.id_of(adapter)
         prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, *whose, images=images)
-        num_tokens, service_class = len(prepared.prompt_token_ids), prepared.service.service_class
-        predicted, limits = self._predicted(prepared), self._timeouts(queue_timeout, timeout)
+        num_tokens = len(prepared.prompt_token_ids)
+        service_class = prepared.service.service_class
+        predicted = self._predicted(prepared)
+        limits = self._timeouts(queue_timeout, timeout)
         if not has_room:
             self.check_room(1, service_class, num_tokens, tenant)
         self._check_wait(prepared, predicted, limits)
@@ -323,7 +329,8 @@ class AsyncEngine:
 
     def _check_wait(self, request: PreparedRequest, predicted: float | None, limits: _Limits) -> None:
         """Raise QueueFullError if the request would pass one of its timeouts in the queue."""
-        allowed, spent = {"queue_timeout": limits[0], "timeout": limits[1]}, time.monotonic() - request.arrival_time
+        allowed = {"queue_timeout": limits[0], "timeout": limits[1]}
+        spent = time.monotonic() - request.arrival_time
         with counting_refusals(self.stats):
             self.intake.check_wait(predicted, allowed, request.service.service_class, spent)
 
@@ -331,7 +338,9 @@ class AsyncEngine:
         self, prepared: PreparedRequest, kind: OutputKind, name: str, predicted: float | None, limits: _Limits
     ) -> OutputStream:
         """Send a request to the core, and return the stream of its outputs."""
-        client, outputs, now = self._client, self._outputs, time.monotonic()
+        client = self._client
+        outputs = self._outputs
+        now = time.monotonic()
         if client is None or outputs is None:
             raise EngineDeadError("the engine is not there")
         client.add(prepared)
@@ -343,7 +352,8 @@ class AsyncEngine:
         stream = OutputStream(state, kind, self.abort, name)
         self._streams[stream.request_id] = stream
         self.events.tell("began", stream)
-        num_tokens, service = len(prepared.prompt_token_ids), prepared.service
+        num_tokens = len(prepared.prompt_token_ids)
+        service = prepared.service
         lane = service.tenant if self._is_foreseeable(prepared) else None
         self.intake.enter(stream.request_id, num_tokens, service.service_class, now, predicted, lane)
         for seconds, ended in zip(limits, (self._queued_too_long, self._took_too_long), strict=True):
@@ -374,9 +384,11 @@ class AsyncEngine:
         self._ready()
         if self._inputs is None or self.pooling_inputs is None:
             raise RequestError("the model generates texts; it gives no embeddings, scores or classes")
-        since, params = time.monotonic() if arrival is None else arrival, params or SamplingParams()
+        since = time.monotonic() if arrival is None else arrival
+        params = params or SamplingParams()
         prepared = [self._inputs.prepare_text(text, params, since, tenant) for text in texts]
-        service_class, limits = params.service_tier or DEFAULT_CLASS, self._timeouts(queue_timeout, timeout)
+        service_class = params.service_tier or DEFAULT_CLASS
+        limits = self._timeouts(queue_timeout, timeout)
         self.check_room(len(texts), service_class, sum(len(text.token_ids) for text in texts), tenant)
         streams: list[OutputStream] = []
         try:
@@ -407,7 +419,8 @@ class AsyncEngine:
         """Whether the forecast applies to this request. The forecast does not apply if the request's place in the queue
         is changed by a deadline, or by a priority other than that of its class. (The scheduler itself decides whether a
         deadline can be met.)"""
-        service, classes = request.service, self.service_classes
+        service = request.service
+        classes = self.service_classes
         usual = 0 if classes is None else classes[service.service_class].priority
         return request.priority == usual and not service.has_deadline
 
@@ -446,7 +459,8 @@ class AsyncEngine:
 
     async def shutdown(self) -> None:
         """End the engine's process. Unfinished requests fail with EngineDeadError."""
-        self.state, self.failure = EngineState.STOPPED, self.failure or "it was shut down"
+        self.state = EngineState.STOPPED
+        self.failure = self.failure or "it was shut down"
         self.stopped.set()
         if self._keeper is not None:
             self._keeper.cancel()
@@ -527,7 +541,8 @@ class AsyncEngine:
                 self.intake.leave(state.request_id, when, started=True)
         if step.forecast is not None:
             self.intake.foreseen(step.forecast)
-        finished, holds_batch = core.finished, self.info is not None and self.info.held
+        finished = core.finished
+        holds_batch = self.info is not None and self.info.held
         if stopped and self._client is not None:
             self._client.stop(stopped)
             if not holds_batch:  # in a static batch, requests that have ended wait until the core ends the batch
@@ -589,7 +604,8 @@ class AsyncEngine:
         """Start the engine's process, and start a new one whenever it dies."""
         pause = _FIRST_PAUSE
         while True:
-            started, loaded = time.monotonic(), False
+            started = time.monotonic()
+            loaded = False
             self._client = client = self._connect(self)
             try:
                 await self._prepare(await client.start())

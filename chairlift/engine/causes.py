@@ -220,7 +220,9 @@ class CauseLedger:
             columns[_HOST] += seconds
 
     def _charge(self, account: _Account) -> None:
-        elapsed, phase, seconds = self._at - account.since, account.phase, account.seconds
+        elapsed = self._at - account.since
+        phase = account.phase
+        seconds = account.seconds
         if elapsed <= 0:
             return
         if phase is _Phase.WAITING or phase is _Phase.DECODING:
@@ -270,7 +272,9 @@ class CauseLedger:
                 continue
             account = self._accounts[name]
             self._move(account, _Phase.AWAY)
-            account.step, account.stalled, account.back_at = out.step, False, account.request.num_ever_computed
+            account.step = out.step
+            account.stalled = False
+            account.back_at = account.request.num_ever_computed
             if by:
                 account.preempted_by = [*(name for name in account.preempted_by if name != by), by][-_MAX_NAMES:]
         for row in out.joined if out.num_tokens else ():  # otherwise the scheduler put them back

@@ -125,7 +125,9 @@ class EngineCore(EngineClient):
         self.preparers.attach(executor, self.scheduler, self.costs, self.clock, cache)
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
-        self.config, self.executor, self.weight_version = config, executor, 0
+        self.config = config
+        self.executor = executor
+        self.weight_version = 0
         setting = config.num_lookahead_steps
         self.num_lookahead_steps = executor.num_lookahead_steps if setting is None else setting
         counts = getattr(executor, "expert_counts", None)
@@ -184,7 +186,8 @@ class EngineCore(EngineClient):
 
     def add(self, request: PreparedRequest) -> None:
         """Queue all sequences of a request, or none of them. Raises RequestError, and any error of the scheduler."""
-        sequences, now = request.make_sequences(), self.clock.now()
+        sequences = request.make_sequences()
+        now = self.clock.now()
         try:
             self.preparers.add(request, sequences)
             for sequence in sequences:
@@ -240,7 +243,8 @@ class EngineCore(EngineClient):
             self.scheduler.dropped = []
         if ended:
             if outputs is None:  # no step has ended, so make an empty result for the ended requests
-                outputs, self._joined = CoreOutputs(joined=self._joined), []
+                outputs = CoreOutputs(joined=self._joined)
+                self._joined = []
             outputs.finished += ended
         return outputs
 
@@ -339,7 +343,8 @@ class EngineCore(EngineClient):
                 self._joined.append((row.request_id, request.num_cached_tokens, now))
                 self._statistics.joined(request)
         if self.on_joined is not None and self._joined:
-            joined, self._joined = self._joined, []
+            joined = self._joined
+            self._joined = []
             self.on_joined(CoreOutputs(joined=joined))
         if not self._flights:
             self.causes.began(out, self.clock.now())
@@ -360,7 +365,8 @@ class EngineCore(EngineClient):
         """Wait for the oldest step in flight and return its results."""
         flight = self._flights.popleft()
         out = flight.out
-        outputs, self._joined = CoreOutputs(joined=self._joined), []
+        outputs = CoreOutputs(joined=self._joined)
+        self._joined = []
         try:
             tokens = flight.tokens()
         except Exception as failure:
@@ -372,8 +378,10 @@ class EngineCore(EngineClient):
             result = self._update(flight, tokens, outputs, self._landed(out))
             self._note_chunks(out)
         self.masks.work_ahead(flight)
-        outputs.progress, self._progress = self._progress, []
-        outputs.decode_seconds, outputs.decoding = self.causes.decode_seconds, self.causes.decoding
+        outputs.progress = self._progress
+        self._progress = []
+        outputs.decode_seconds = self.causes.decode_seconds
+        outputs.decoding = self.causes.decoding
         self.causes.decoding = []
         record = StepRecord.of(out, result, flight.start, self.clock.now(), self.preparers.since_step())
         self.events.tell("landed", record)
@@ -393,7 +401,8 @@ class EngineCore(EngineClient):
             context = each * (chunk.end + remaining / 2)
             step = StepFeatures(out.num_decodes, out.context_tokens, each, context, out.kind_bytes)
             seconds = math.ceil(remaining / each) * self.costs.model.step_seconds(step)
-            known, again = request.num_output_tokens, chunk.why != "prefill"
+            known = request.num_output_tokens
+            again = chunk.why != "prefill"
             self._progress.append(Progress(name, known, chunk.end, again, seconds))
 
     def _landed(self, out: SchedulerOutput) -> float:

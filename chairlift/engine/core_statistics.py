@@ -39,8 +39,13 @@ class CoreStatistics:
         expert_load: ExpertLoad | None,
         reserved: Iterable[str],
     ) -> None:
-        self._scheduler, self._preparers, self._times, self._clock = scheduler, preparers, times, clock
-        self._governor, self._expert_load, self._reserved = governor, expert_load, list(reserved)
+        self._scheduler = scheduler
+        self._preparers = preparers
+        self._times = times
+        self._clock = clock
+        self._governor = governor
+        self._expert_load = expert_load
+        self._reserved = list(reserved)
         self._counted = EngineStats()
         self._shares_noted = -math.inf
         self._tenant_gap = 0.0
@@ -67,8 +72,11 @@ class CoreStatistics:
         self._note_shares()
         if self._expert_load is not None:
             self._expert_load.read(self._clock.now())
-        scheduler, kv = self._scheduler, self._scheduler.kv
-        counts, rate, floor = kv.counts(), scheduler.preemption_rate, self._times.floor
+        scheduler = self._scheduler
+        kv = self._scheduler.kv
+        counts = kv.counts()
+        rate = scheduler.preemption_rate
+        floor = self._times.floor
         return dataclasses.replace(
             self._counted,
             num_running=len(scheduler.running),
@@ -113,7 +121,8 @@ class CoreStatistics:
     def _note_shares(self) -> None:
         """Update three statistics: running requests per class of service, adapters in use, and the largest difference
         in service between tenants. They are not updated in every step, so that steady decoding stays cheap."""
-        now, running = self._clock.now(), self._scheduler.running
+        now = self._clock.now()
+        running = self._scheduler.running
         if running and now < self._shares_noted + _SHARES_SECONDS:
             return
         self._shares_noted = now if running else -math.inf

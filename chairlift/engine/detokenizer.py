@@ -141,7 +141,8 @@ class IncrementalDetokenizer:
         if not ends:
             return None
         _, _, stop, text = min(ends, key=lambda found: found[:2])
-        self._pieces, self._fresh = [text], [text[self._taken :]]
+        self._pieces = [text]
+        self._fresh = [text[self._taken :]]
         self._length = len(text)
         self._ended = True
         return stop
@@ -178,7 +179,8 @@ class _StopMatcher:
         ``piece``; None if none does. ``counts``: whether a match counts, because ``min_tokens`` tokens were generated
         before."""
         if counts:
-            text, old = self._tail + piece, len(self._tail)
+            text = self._tail + piece
+            old = len(self._tail)
             ends = [(at + len(stop), -len(stop), stop) for stop in self.stops if (at := self._at(text, stop, old)) >= 0]
             if ends:
                 end, _, stop = min(ends)
@@ -246,7 +248,12 @@ class _SpelledStops:
         spelling = None if token_id is None else self._tokenizer.special_texts.get(token_id)
         if token_id is None or not spelling:
             return self._read(piece, counts)
-        shown = spelling if piece.endswith(spelling) else self._tokenizer.token_text(token_id) if piece else ""
+        if piece.endswith(spelling):
+            shown = spelling
+        elif piece:
+            shown = self._tokenizer.token_text(token_id)
+        else:
+            shown = ""
         plain = piece.removesuffix(shown)
         found = self._read(plain, counts)
         if found is None:

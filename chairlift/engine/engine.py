@@ -234,7 +234,8 @@ class Engine:
             raise EngineDeadError("the engine was interrupted inside a step and cannot go on; make a new one")
 
     def _step(self) -> list[RequestOutput]:
-        ready, self._ready = self._ready, []
+        ready = self._ready
+        self._ready = []
         step = self.core.step()
         if step is not None:
             return ready + self._take(step)

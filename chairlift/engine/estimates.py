@@ -15,7 +15,8 @@ def estimator_from(costs: Costs, lengths: AnswerLengths, kv: KVCacheManager) -> 
     """Return a function that estimates the times and the answer length of one request."""
 
     def estimate(request: Request) -> Estimate:
-        source, num_shared = request.source, kv.num_shared(request)
+        source = request.source
+        num_shared = kv.num_shared(request)
         # Another answer of the same request computes the prompt. Its KV can be shared when its first token is known.
         if source is not None and not source.is_finished and not source.num_output_tokens:
             num_shared = request.num_prompt_tokens - 1

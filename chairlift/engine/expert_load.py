@@ -43,7 +43,8 @@ class ExpertLoad:
         if not new.any():
             return
         self._recent = self._recent * math.exp(-max(0.0, now - self._read_at) / _SECONDS) + new
-        self._seen, self._read_at = counts, now
+        self._seen = counts
+        self._read_at = now
         self.number += 1
         means = np.maximum(self._recent.mean(1), 1e-9)
         self.imbalance = [round(float(each), 3) for each in self._recent.max(1) / means]

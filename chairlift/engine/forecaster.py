@@ -50,7 +50,8 @@ class Forecaster:
         scheduler = self._scheduler
         if self._ahead is None:
             if not scheduler.waiting and scheduler.batch.open_rows:
-                had, self._queue = self._queue, False
+                had = self._queue
+                self._queue = False
                 return Forecast(now, {}, dict.fromkeys(self._priorities, now), 0.0) if had else None
             if now < self._not_before:
                 return None
@@ -62,10 +63,12 @@ class Forecaster:
             for _ in range(_STEPS_PER_STEP):
                 forecast = next(self._ahead)
                 if forecast is not None:
-                    self._ahead, self._not_before = None, now + _PAUSE
+                    self._ahead = None
+                    self._not_before = now + _PAUSE
                     return forecast
         except Exception:  # a custom policy that cannot be copied must not stop the engine
             name = scheduler.policy.name
             _log.exception("the queue could not be forecast, with policy %r; the next try is in a minute", name)
-            self._ahead, self._not_before = None, now + _PAUSE_OF_THE_FAILED
+            self._ahead = None
+            self._not_before = now + _PAUSE_OF_THE_FAILED
         return None

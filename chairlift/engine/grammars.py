@@ -195,7 +195,8 @@ class Grammars:
     def add(self, requests: Sequence[Request], grammar: Grammar) -> None:
         """Set the grammar of all sequences of one request. Sequences that must wait for the compiler are marked as not
         ready."""
-        compiler, key = self._compiler_of(), cache_key("grammar", requests[0].cache_salt, grammar.key)
+        compiler = self._compiler_of()
+        key = cache_key("grammar", requests[0].cache_salt, grammar.key)
         tenant = requests[0].service.tenant
         budget = MaskBudget(self.ledger, tenant)
         for request in requests:
@@ -330,7 +331,8 @@ class Grammars:
 
     def _start(self, requests: Sequence[Request], kept: _Kept, budget: MaskBudget) -> None:
         if kept.newest is not None:  # its masks will take about as long as those of the same grammar before
-            budget.price, budget.peak = kept.newest.price, kept.newest.peak
+            budget.price = kept.newest.price
+            budget.peak = kept.newest.peak
         kept.newest = budget
         for request in requests:
             self._follow_new(request, functools.partial(self._matcher_of, request, kept.compiled), budget)
@@ -371,7 +373,9 @@ class Grammars:
         row = self._rows.get(request.request_id)
         if row is None or not self._follow(row, ()):
             return 0
-        matcher, begin, count = row.matcher, row.matcher.num_consumed, 0
+        matcher = row.matcher
+        begin = row.matcher.num_consumed
+        count = 0
         for token in drafts[: matcher.num_allowed(drafts)]:
             if token in request.stop_token_ids or not matcher.consume(token) or matcher.stopped:
                 break
@@ -385,7 +389,8 @@ class Grammars:
     def _begin_again(row: GrammarRow) -> None:
         """Replace a matcher that failed on a draft. The draft might never be sampled, so the request does not fail; but
         it gets no more drafts."""
-        row.matcher, row.request.may_draft = row.fresh(), False
+        row.matcher = row.fresh()
+        row.request.may_draft = False
 
     # -- following -----------------------------------------------------------------------------------------------
 
@@ -397,7 +402,8 @@ class Grammars:
             names = (self._rows.get(name) for name, _ in out.decode_rows)
             self._decode_rows = out.decode_rows
             self._decoding = [SamplePlace(index, row) for index, row in enumerate(names) if row is not None]
-        rows, index = list(self._decoding), len(out.decode_rows)
+        rows = list(self._decoding)
+        index = len(out.decode_rows)
         for name, chunk in zip(out.chunk_ids, out.chunks, strict=True):
             index += chunk.samples
             if chunk.samples and name in self._rows:
@@ -430,7 +436,8 @@ class Grammars:
         wait until :meth:`take_ready` returns them. ``bound``: seconds to wait for the masks; None: wait for all."""
         masks, late = filling.result(bound)
         for job in late:
-            job.place.row.job, job.place.row.waits = job, True
+            job.place.row.job = job
+            job.place.row.waits = True
         for place in rows:
             made = place.row.made
             if made is not None and place.row.job is None:
@@ -465,15 +472,19 @@ class Grammars:
             self._released.append(row.request)
 
     def _make_apart(self, row: GrammarRow) -> None:
-        row.job, row.waits = MaskJob(SamplePlace(0, row), row.matcher.num_consumed), True
+        row.job = MaskJob(SamplePlace(0, row), row.matcher.num_consumed)
+        row.waits = True
         self.masks.later(row.job)
 
     def _take_masks(self) -> list[Request]:
         """Requests whose mask was made since the last call."""
-        ready, self._released = self._released, []
+        ready = self._released
+        self._released = []
         for job in self.masks.take_done():
             row = job.place.row
-            row.job, row.made, row.waits = None, job, False
+            row.job = None
+            row.made = job
+            row.waits = False
             row.request.mask_seconds = row.budget.price if row.budget.price > LEAST_MASK_SECONDS else 0.0
             ready.append(row.request)
         return [request for request in ready if not request.is_finished]
@@ -482,7 +493,8 @@ class Grammars:
         """Check the sampled tokens of a step before the scheduler gets them. A token that its grammar forbids becomes a
         failed token."""
         for place in rows:
-            row, request = place.row, place.row.request
+            row = place.row
+            request = place.row.request
             late = request.finish_reason is not None or request.slot < 0 or request.resumed_at_step > step
             late = late or row.job is not None  # its token is dropped, or the job has followed it already
             right = place.accepted(tokens.token_ids)
@@ -509,7 +521,8 @@ class Grammars:
             done = isinstance(matcher, ThinkingMatcher) and matcher.is_over
             if done and matcher.num_consumed <= row.request.num_output_tokens:
                 self.forget(row.request)
-                self._decode_rows, self._decoding = (), []
+                self._decode_rows = ()
+                self._decoding = []
                 row.request.is_guided = False
         return [
             row.request
@@ -524,8 +537,10 @@ class Grammars:
     def _follow(row: GrammarRow, drawn: Sequence[int]) -> bool:
         """Advance the matcher to the newest token. ``drawn`` are tokens that steps in flight have sampled after the
         request's known tokens. Returns False if no token may follow."""
-        request, matcher = row.request, row.matcher
-        begin, own = request.num_prompt_tokens, request.num_output_tokens
+        request = row.request
+        matcher = row.matcher
+        begin = request.num_prompt_tokens
+        own = request.num_output_tokens
         known = own + len(drawn)
         if not matcher.rewind(known):
             return False

@@ -38,7 +38,8 @@ def _of_any_model(config: EngineConfig) -> _Idle:
 
 def _of_scheduling(config: EngineConfig) -> _Idle:
     scheduler = config.scheduler
-    plain, ungoverned = scheduler.scheduling_policy == "fcfs", scheduler.governor == "off"
+    plain = scheduler.scheduling_policy == "fcfs"
+    ungoverned = scheduler.governor == "off"
     for_priority = "fcfs looks at no deadlines and priorities; choose scheduling_policy priority"
     for_governor = "the governor is off; choose governor rules"
     return {
@@ -59,7 +60,8 @@ def _of_scheduling(config: EngineConfig) -> _Idle:
 
 
 def _of_cache(config: EngineConfig, info: EngineInfo) -> _Idle:
-    scheduler, cache = config.scheduler, config.cache
+    scheduler = config.scheduler
+    cache = config.cache
     swaps = scheduler.preemption_mode in ("swap", "auto") and cache.swap_space_bytes != 0
     offloads = cache.enable_prefix_caching and cache.swap_space_bytes != 0
     unused = not swaps and not (offloads and cache.prefix_offload)

@@ -24,14 +24,18 @@ class ImageTurns:
     ``rows`` is the batch's kind of requests with images."""
 
     def __init__(self, batch: Batch, rows: ImageRows, costs: Costs, clock: Clock) -> None:
-        self._batch, self._rows, self._costs, self._clock = batch, rows, costs, clock
+        self._batch = batch
+        self._rows = rows
+        self._costs = costs
+        self._clock = clock
         self._encoder_waits = False
         """Whether the encoder had no turn before the newest step, because the step had prompt tokens of images."""
 
     def begin(self, images: Images) -> None:
         """Let the encoder compute, and limit the next step's prompt tokens of images, so that both together add at most
         a fraction of a decode step's time to the step. If both have work, they take turns."""
-        seconds, batch = decode_seconds(self._batch, self._costs), self._batch
+        seconds = decode_seconds(self._batch, self._costs)
+        batch = self._batch
         for request in images.without_rows():
             if request in batch.waiting and self._rows.obstacle(request):
                 batch.hold_back(request)
@@ -44,8 +48,10 @@ class ImageTurns:
             images.work(seconds)
         self._rows.tokens = math.inf
         if seconds is not None and not batch.membership.closed:
-            spent, rows = self._clock.now() - start, batch.decodes.count
-            context, most = batch.num_computed_tokens, batch.max_tokens
+            spent = self._clock.now() - start
+            rows = batch.decodes.count
+            context = batch.num_computed_tokens
+            most = batch.max_tokens
             limit = (1 + BUSY_FRACTION) * self._costs.model.step_seconds(StepFeatures(rows, context)) - spent
             least = 0 if spent else _LEAST_IMAGE_TOKENS
             self._rows.tokens = self._costs.chunk_budget(rows, context, limit, most, least)

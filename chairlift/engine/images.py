@@ -75,8 +75,10 @@ class Images:
     ) -> None:
         self._memory = memory
         self._clock = clock or SystemClock()
-        self.kept_bytes, self.limit = kept_bytes, limit
-        self._num_known, self._compute_seconds = num_known, compute_seconds
+        self.kept_bytes = kept_bytes
+        self.limit = limit
+        self._num_known = num_known
+        self._compute_seconds = compute_seconds
         self.num_bytes = 0
         """Number of bytes of all rows in memory, and of the rows that are being computed."""
         self._sizes: dict[bytes, int] = {}
@@ -157,7 +159,8 @@ class Images:
         """(tiles encoded, given up and encoded again since the last call, bytes of rows in memory)."""
         if self._memory is None:
             return 0, 0, 0, 0
-        before, self._at_step = self._at_step, (self.num_encoded, self.num_given_up, self.num_reencoded)
+        before = self._at_step
+        self._at_step = (self.num_encoded, self.num_given_up, self.num_reencoded)
         encoded, given_up, again = (now - then for now, then in zip(self._at_step, before, strict=True))
         return encoded, given_up, again, self.num_bytes
 
@@ -170,7 +173,8 @@ class Images:
         """Note the tiles of all sequences of one request. Sequences that must wait for the encoder are marked as not
         ready. Raises RequestError for a model that reads no images, and if the memory cannot hold all rows of the
         request."""
-        memory, tiles_by_key = self._memory, {tile.key: tile for tile in tiles}
+        memory = self._memory
+        tiles_by_key = {tile.key: tile for tile in tiles}
         if memory is None:
             raise RequestError("this engine reads no images; send texts only")
         for request in requests:
@@ -213,7 +217,8 @@ class Images:
 
     def encode_again(self, request: Request) -> None:
         """Encode the tiles without rows that a request, which has left the queue, must read again."""
-        known, memory = self._num_known(request), self._memory
+        known = self._num_known(request)
+        memory = self._memory
         missing = {
             span.key
             for span in request.images
@@ -275,7 +280,8 @@ class Images:
             may_go = all(each.slot < 0 and each.sequence > needy.sequence for each in bound) and key in self._tiles
             tokens = [each.images[-1].end - known[each.request_id] for each in needing]
             unready = any(each.request_id in self._waiting for each in needing)
-            seconds, size = self._seconds.get(key, 0.0), self._sizes[key]
+            seconds = self._seconds.get(key, 0.0)
+            size = self._sizes[key]
             yield HeldRows(key, size, seconds, may_go, bool(needing), None if unready else max(tokens, default=0))
 
     @staticmethod
@@ -320,7 +326,8 @@ class Images:
         """
         limit = _IDLE_SECONDS if step_seconds is None else BUSY_FRACTION * step_seconds
         if step_seconds is None:
-            self._saved, self._longest = limit, 0.0
+            self._saved = limit
+            self._longest = 0.0
         else:
             self._saved = min(self._saved + limit, limit if self._longest <= limit else self._longest + limit)
             if self._saved + _ROUNDING < self._longest:
@@ -357,8 +364,10 @@ class Images:
     def take_ready(self) -> tuple[list[Request], list[tuple[Request, str]]]:
         """(requests whose images were all encoded since the last call, (request, reason) of requests with an image that
         could not be encoded). Requests that have ended are not included."""
-        ready, self._ready = [each for each in self._ready if not each.is_finished], []
-        failed, self._failed = [each for each in self._failed if not each[0].is_finished], []
+        ready = [each for each in self._ready if not each.is_finished]
+        self._ready = []
+        failed = [each for each in self._failed if not each[0].is_finished]
+        self._failed = []
         return ready, failed
 
     def waits(self, request: Request) -> bool:

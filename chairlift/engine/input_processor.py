@@ -355,7 +355,8 @@ class InputProcessor:
         if scored:
             return 1
         if params.max_tokens > room:
-            capacity, limit = self._cache.capacity_tokens, self.limits.max_model_len
+            capacity = self._cache.capacity_tokens
+            limit = self.limits.max_model_len
             # With sliding windows the cache holds any number of positions.
             cache = f", the KV cache {capacity}" if capacity < limit else ""
             raise PromptTooLongError(
@@ -403,7 +404,8 @@ def images_of(prompt: Any) -> tuple[list[Any], Any]:
 def unnamed(prompt: Any) -> tuple[Any, str | None]:
     """(text or token ids of the prompt, its text or None). A prompt in vLLM's form is a mapping."""
     if isinstance(prompt, Mapping):
-        names, text = set(prompt), prompt.get("prompt")
+        names = set(prompt)
+        text = prompt.get("prompt")
         if "prompt_token_ids" in names <= {"prompt_token_ids", "prompt"} and isinstance(text, str | None):
             # No tokenizer checks this text. It may hold half of a surrogate pair, which cannot be sent to another
             # process, so that half is replaced.

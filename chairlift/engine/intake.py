@@ -155,7 +155,8 @@ class Intake:
         any call."""
         share = self.share(service_class)
         who = "may" if share == 1 else f"may before one of class {service_class} is taken"
-        most_requests, most_tokens = max(1, int(self.max_requests * share)), int(self.max_tokens * share)
+        most_requests = max(1, int(self.max_requests * share))
+        most_tokens = int(self.max_tokens * share)
         if self._waiting and len(self._waiting) + num_requests > most_requests:
             more = f"; this call has {num_requests}" if num_requests > 1 else ""
             raise QueueFullError(
@@ -254,7 +255,8 @@ class Intake:
 
         If a request arrived before there was a forecast, its predicted wait is that of the first later forecast.
         """
-        made_at, longer = forecast.made_at, self._stretches(forecast)
+        made_at = forecast.made_at
+        longer = self._stretches(forecast)
         newcomers, strangers = (
             {name: made_at + (start - made_at) * longer.get(name, 1.0) for name, start in starts.items()}
             for starts in (forecast.newcomers, forecast.strangers)

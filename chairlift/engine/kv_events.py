@@ -40,7 +40,8 @@ class KVEventPublisher:
             import zmq
         except ImportError:
             raise ConfigError("kv_events_endpoint needs pyzmq; pip install 'chairlift[kv-events]'") from None
-        self._cache, self._sequence = cache, 0
+        self._cache = cache
+        self._sequence = 0
         self._socket: Any = zmq.Context.instance().socket(zmq.PUB)
         self._socket.set(zmq.SNDHWM, _MAX_QUEUED)
         self._socket.set(zmq.LINGER, 0)
@@ -58,7 +59,8 @@ class KVEventPublisher:
 
     def landed(self, record: object) -> None:
         """Send the changes since the last call."""
-        changes, self._cache.journal = self._cache.journal, []
+        changes = self._cache.journal
+        self._cache.journal = []
         if changes:
             payload = msgspec.msgpack.encode([time.time(), events_of(changes, self._cache.block_size)])
             self._socket.send_multipart((b"", self._sequence.to_bytes(8, "big"), payload))
@@ -104,7 +106,8 @@ def events_of(changes: list[tuple[Any, ...]], block_size: int) -> list[dict[str,
                 events.append({"type": "BlockRemoved", "block_hashes": [_number(key)], "medium": "GPU"})
             last = b""
         else:
-            events, last = [{"type": "AllBlocksCleared"}], b""
+            events = [{"type": "AllBlocksCleared"}]
+            last = b""
     return events
 
 

@@ -120,7 +120,8 @@ class MaskLedger:
             budget.seconds += seconds
             budget.num_masks += num_masks
             excess = max(0.0, budget.excess + seconds - num_masks * limits.usual_ms / 1000)
-            added, budget.excess = excess - budget.excess, excess
+            added = excess - budget.excess
+            budget.excess = excess
             if not added:
                 return
             account = self._account(budget.tenant)

@@ -199,7 +199,8 @@ def fill(job: MaskJob, seconds: float | None = None) -> None:
 
     An answer whose request has reached a limit gets the limit's error. ``seconds``: time to charge; default: measure.
     """
-    matcher, budget = job.place.matcher, job.place.budget
+    matcher = job.place.matcher
+    budget = job.place.budget
     begin = time.thread_time()
     if not budget.error:
         try:
@@ -213,7 +214,8 @@ def fill(job: MaskJob, seconds: float | None = None) -> None:
 
 
 def _make_masks(job: MaskJob) -> None:
-    matcher, drafts = job.place.matcher, job.place.drafts
+    matcher = job.place.matcher
+    drafts = job.place.drafts
     for index in range(len(drafts) + 1):
         if job.is_dropped:
             return

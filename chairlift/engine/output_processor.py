@@ -95,7 +95,9 @@ class _Answer:
         """End the answer with an error and without text. An answer whose end was delivered is not changed."""
         if self._end_delivered:
             return
-        self.detokenizer, self.finish_reason, self.stop_reason = None, FinishReason.ERROR, None
+        self.detokenizer = None
+        self.finish_reason = FinishReason.ERROR
+        self.stop_reason = None
         if self.logprobs is not None:  # an error may have come between the two appends
             whole = min(len(self.token_ids) - self._taken, len(self.logprobs))
             del self.token_ids[self._taken + whole :]
@@ -111,7 +113,8 @@ class _Answer:
 
     def _ended_by(self, stop: str | None) -> str | None:
         if stop is not None:
-            self.num_tokens, self.stop_string = self.num_read, stop
+            self.num_tokens = self.num_read
+            self.stop_string = stop
         return stop
 
     def output(self) -> CompletionOutput:
@@ -144,7 +147,8 @@ class _Answer:
         self._taken += len(token_ids)
         logprobs = self.logprobs
         if logprobs is not None:
-            self.logprobs, logprobs = logprobs[len(token_ids) :], logprobs[: len(token_ids)]
+            self.logprobs = logprobs[len(token_ids) :]
+            logprobs = logprobs[: len(token_ids)]
         self._end_delivered = ended
         return CompletionOutput(
             index=self.index,
@@ -231,7 +235,8 @@ class RequestState:
         if self.metrics.first_scheduled_time is None:
             return RequestProgress(RequestPhase.WAITING, 0)
         answer = next((each for each in self.answers if each.finish_reason is None), self.answers[-1])
-        known, phase = len(answer.token_ids), RequestPhase.DECODE if answer.token_ids else RequestPhase.PREFILL
+        known = len(answer.token_ids)
+        phase = RequestPhase.DECODE if answer.token_ids else RequestPhase.PREFILL
         if answer.progress is not None and answer.progress[0].num_output_tokens == known:
             newest, when = answer.progress
             phase = RequestPhase.PREEMPTED if newest.preempted else phase
@@ -270,7 +275,8 @@ class RequestState:
         """Record of the ended request for the statistics."""
         metrics = self.metrics
         aborted = aborted or is_of_the_caller(self.error)  # an error of the caller's, not of the server
-        first, token = metrics.first_scheduled_time, metrics.first_token_time
+        first = metrics.first_scheduled_time
+        token = metrics.first_token_time
         ended = None if aborted else self.answers[0].finish_reason
         record = FinishedRequest(
             # If an answer has failed, the caller leaves because of the failure. So the failure is the reason.
@@ -292,7 +298,8 @@ class RequestState:
 
     def _with_missed_deadlines(self, record: FinishedRequest, now: float) -> FinishedRequest:
         """The record, with two more facts: the deadlines that the request had, and the deadlines that it missed."""
-        service, token = self.prepared.service, self.metrics.first_token_time
+        service = self.prepared.service
+        token = self.metrics.first_token_time
         per_token = record.seconds_per_token
         dropped = record.reason == FinishReason.DEADLINE
         misses = {
@@ -391,7 +398,8 @@ class OutputProcessor:
     def take_broken(self) -> list[tuple[RequestState, list[str]]]:
         """Requests ended by :meth:`break_off` since the last call, with the ids of the sequences that the core must
         abort."""
-        broken, self._broken = self._broken, []
+        broken = self._broken
+        self._broken = []
         return broken
 
     def take(self, step: CoreOutputs, now: float) -> list[str]:
@@ -421,7 +429,8 @@ class OutputProcessor:
                 self._answers[sequence_id][1].predicted = (accepted, rejected)
         for sequence_id, vector in step.vectors:
             if (found := self._answers.get(sequence_id)) is not None:
-                found[0].vector, found[0].metrics.first_token_time = vector, now
+                found[0].vector = vector
+                found[0].metrics.first_token_time = now
                 if self._stats is not None:
                     self._stats.prompt_computed(len(found[0].prepared.prompt_token_ids), 0)
         self._decode_seconds = step.decode_seconds
@@ -490,7 +499,8 @@ class OutputProcessor:
         causes = ended.causes
         if causes is None and answer.decodes_since is not None:
             causes = causes_until(*answer.decodes_since, self._decode_seconds)
-        state.metrics.causes, state.metrics.preempted_by = causes, ended.preempted_by
+        state.metrics.causes = causes
+        state.metrics.preempted_by = ended.preempted_by
         state.metrics.preempted_during = ended.preempted_during
         answer.close(ended, frozenset() if state.prepared.params.ignore_eos else self._eos)
         if answer.stop_string is None:  # a failure behind a stop string does not concern the answer

@@ -64,7 +64,8 @@ class OutputStream:
             return self.state.delta()
         if finished:
             return self.state.output()
-        seen, self._seen = self._seen, self.state.num_tokens
+        seen = self._seen
+        self._seen = self.state.num_tokens
         return self.state.output() if self._kind is OutputKind.CUMULATIVE and self._seen > seen else None
 
     def abort(self) -> None:

@@ -70,7 +70,8 @@ class Preparers:
 
     def attach(self, executor: Executor, scheduler: Scheduler, costs: Costs, clock: Clock, cache: CacheConfig) -> None:
         """Prepare the requests of this scheduler and this executor. Call this once, before the first request."""
-        known, seconds = scheduler.batch.num_known, costs.recompute_seconds
+        known = scheduler.batch.num_known
+        seconds = costs.recompute_seconds
         memory = getattr(executor, "images", None)
         self.images = Images(memory, clock, limit=cache.image_memory_bytes, num_known=known, compute_seconds=seconds)
         self._image_turns = ImageTurns(scheduler.batch, self.image_rows, costs, clock)

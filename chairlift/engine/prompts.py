@@ -52,8 +52,11 @@ class Prompts:
     ) -> None:
         self.tokenizer: Tokenizer | None = None
         """The model's tokenizer; None before :meth:`start`, and with skip_tokenizer_init."""
-        self._config, self._stats, self._check_ready = config, stats, check_ready
-        self._read_tokenizer, self._read_images = read_tokenizer, read_images
+        self._config = config
+        self._stats = stats
+        self._check_ready = check_ready
+        self._read_tokenizer = read_tokenizer
+        self._read_images = read_images
         self._chat_template = chat_template
         self._images: ImageReader | None = None
         self._encoder: PromptEncoder | None = None

@@ -36,7 +36,9 @@ class ServedAdapters:
     ) -> None:
         self.names = AdapterNames()
         """Adapters that requests may name."""
-        self._core, self._check_ready, self._enabled = core, check_ready, enabled
+        self._core = core
+        self._check_ready = check_ready
+        self._enabled = enabled
         self._loads: dict[int, tuple[str, asyncio.Future[AdapterState]]] = {}
         """``adapter_id`` of an adapter that is being loaded -> (its name, future of the load's result)."""
 

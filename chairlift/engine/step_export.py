@@ -19,7 +19,9 @@ from chairlift.errors import ConfigError
 
 __all__ = ["RecordedRequest", "Recording", "read_recording", "to_perfetto"]
 
-_ENGINE, _ROWS, _QUEUE = 1, 2, 3
+_ENGINE = 1
+_ROWS = 2
+_QUEUE = 3
 _SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "block_bytes")
 _MAX_SIZE = 1 << 32
 _MAX_NAMED_ROWS = 4096
@@ -153,14 +155,16 @@ class _Reader:
             Chunk(slot, at, count, samples, why, (0,) * (count - 1) if why == "verify" else ())
             for _, slot, at, count, samples, why in line.get("chunks", ())
         ]
-        count, context = 0 if line.get("rest") else len(self.rows), line.get("ctx", 0)
+        count = 0 if line.get("rest") else len(self.rows)
+        context = line.get("ctx", 0)
         adapters = line.get("adapters", 0)
         for number in (context, adapters):
             if type(number) is not int or number < 0:
                 raise ValueError(number)
         features = StepFeatures.of(count, context, chunks, adapters)
         self.steps.append((features, float(end - begin)))
-        self._step_end, self.end = end, max(self.end, end)
+        self._step_end = end
+        self.end = max(self.end, end)
         for number in () if line.get("rest") else self.rows.values():
             self._gave(number, 1)
         for number, *_, samples, _ in line.get("chunks", ()):
@@ -179,9 +183,12 @@ class _Reader:
     def _described(self, number: int, *fields: Any) -> None:
         name, arrival, prompt, _, service, _, _, started, cached, generated, _, _ = fields
         request = self._request(number)
-        request.request_id, request.arrival = name, arrival
-        request.prompt_tokens, request.service_class = prompt, service
-        request.cached_tokens, request.output_tokens = cached, generated
+        request.request_id = name
+        request.arrival = arrival
+        request.prompt_tokens = prompt
+        request.service_class = service
+        request.cached_tokens = cached
+        request.output_tokens = generated
         request.started = started
 
     def _happened(self, what: str, number: int, *fields: Any) -> None:

@@ -27,7 +27,10 @@ class StepMasks:
     def __init__(
         self, preparers: Preparers, scheduler: Scheduler, costs: Costs, clock: Clock, flights: Collection[Flight]
     ) -> None:
-        self._preparers, self._scheduler, self._costs, self._clock = preparers, scheduler, costs, clock
+        self._preparers = preparers
+        self._scheduler = scheduler
+        self._costs = costs
+        self._clock = clock
         self._flights = flights
         self.others: Callable[[SchedulerOutput], Masks | None] | None = None
         """Function that returns more masks for a step; called while the model computes the step. None if there are no
@@ -68,7 +71,8 @@ class StepMasks:
         all masks. With recurrent states, which cannot go back, no row is withdrawn: a step waits for a mask that is
         slow although no mask before was.
         """
-        grammars, places = self._grammars, flight.places
+        grammars = self._grammars
+        places = flight.places
         filling = flight.filling or grammars.begin(places, self._drawn)
         begin = self._clock.now()
         held = self._scheduler.membership.held

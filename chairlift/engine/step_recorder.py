@@ -93,7 +93,9 @@ class StepRecorder:
         """Lines recorded since the last call. If they contain a snapshot, it comes first, and a new reader may begin
         there."""
         self._end_idle()
-        lines, self._lines, self._num_bytes = self._lines, [], 0
+        lines = self._lines
+        self._lines = []
+        self._num_bytes = 0
         now = self._core.clock.now()
         enough = max(_KEY_BYTES, 4 * self._key_size)
         if lines and (self._since_key >= enough or (self._since_key and now >= self._key_at + _KEY_SECONDS)):
@@ -104,7 +106,8 @@ class StepRecorder:
 
     def added(self, request: Request) -> None:
         """Record that the scheduler has accepted the request."""
-        name, prompt = request.request_id, request.num_prompt_tokens
+        name = request.request_id
+        prompt = request.num_prompt_tokens
         max_tokens = request.max_total_tokens - prompt
         service_class = request.service.service_class
         arrived = round(request.arrival_time, 6)
@@ -112,7 +115,8 @@ class StepRecorder:
 
     def scheduled(self, out: SchedulerOutput, now: float) -> None:
         """Record that a step was scheduled. The step may be empty."""
-        requests, now = self._core.scheduler.requests, round(now, 6)
+        requests = self._core.scheduler.requests
+        now = round(now, 6)
         joins = {row.request_id for row in out.joined}
         for name, by in out.preempted_for.items():
             request = requests.get(name)
@@ -124,7 +128,8 @@ class StepRecorder:
         if not out.num_tokens:
             return
         for row in out.joined:
-            request, number = requests[row.request_id], self._number(row.request_id)
+            request = requests[row.request_id]
+            number = self._number(row.request_id)
             self._started.setdefault(row.request_id, now)
             again = request.was_preempted
             self._changes.append(["join", number, now, row.slot, row.num_computed_tokens, again])
@@ -166,7 +171,8 @@ class StepRecorder:
         # The buffer is over its limit, so no reader takes the lines: drop them, and write a new snapshot, with which
         # the next reader begins.
         if self._num_bytes > self._most_bytes + self._key_size:
-            self._lines, self._num_bytes = [], 0
+            self._lines = []
+            self._num_bytes = 0
             self._write_key()
 
     # -- lines -------------------------------------------------------------------------------------------------------
@@ -199,7 +205,8 @@ class StepRecorder:
         if not decodes and self._decodes:
             line["rest"] = True  # the decode rows keep their slots, but are not in this step
         elif decodes is not self._decodes:
-            before, now = set(self._decodes), set(decodes)
+            before = set(self._decodes)
+            now = set(decodes)
             line["off"] = [slot for name, slot in self._decodes if (name, slot) not in now]
             line["on"] = [(slot, self._number(name)) for name, slot in decodes if (name, slot) not in before]
             self._decodes = decodes
@@ -249,7 +256,8 @@ class StepRecorder:
         self._drain()
         line: dict[str, Any] = {"at": round(self._core.clock.now(), 6)}
         if not self._core.num_in_flight and (self._note_images(line) or self._changes):
-            changes, self._changes = self._changes, []
+            changes = self._changes
+            self._changes = []
             status = self._idle_status()
             if changes:
                 line["do"] = changes
@@ -271,7 +279,8 @@ class StepRecorder:
                 self._write({"at": round(record.end, 6), "do": ended})
 
     def _about(self) -> dict[str, Any]:
-        core, scheduler = self._core, self._core.scheduler
+        core = self._core
+        scheduler = self._core.scheduler
         return {
             "format": FORMAT,
             "run": self._run,
@@ -288,7 +297,8 @@ class StepRecorder:
     def _write_key(self) -> None:
         """Write a snapshot. Steps in flight were scheduled before it, but their lines come after it; applying their
         changes twice does no harm."""
-        core, requests = self._core, self._core.scheduler.requests
+        core = self._core
+        requests = self._core.scheduler.requests
         self._drain()
         if self._changes and not core.num_in_flight:
             self._end_idle()
@@ -307,11 +317,13 @@ class StepRecorder:
             images := core.preparers.images.state()
         ):  # older readers skip the snapshot, so the next line may repeat this state
             key |= {"images": images, "max_image_bytes": core.preparers.images.limit or 0}
-        size, self._key_at = self._num_bytes, core.clock.now()
+        size = self._num_bytes
+        self._key_at = core.clock.now()
         self._write({"key": key})
         if seen := [["seen", self._number(name), name] for name in self._leaving]:
             self._write({"at": round(self._key_at, 6), "do": seen})
-        self._key_size, self._since_key = max(0, self._num_bytes - size), 0
+        self._key_size = max(0, self._num_bytes - size)
+        self._since_key = 0
 
     def _described(self, request: Request) -> _Change:
         started = self._started.get(request.request_id)
@@ -327,7 +339,8 @@ class StepRecorder:
 
 def _settings(config: SchedulerConfig) -> dict[str, Any]:
     """Name of a setting -> its value, for settings that differ from their default and have a plain value."""
-    values, usual = dataclasses.asdict(config), dataclasses.asdict(SchedulerConfig())
+    values = dataclasses.asdict(config)
+    usual = dataclasses.asdict(SchedulerConfig())
     return {
         name: value
         for name, value in values.items()

@@ -27,14 +27,19 @@ class StepTimes:
     """Measures the steps of a core."""
 
     def __init__(self, scheduler: Scheduler, costs: Costs, governor: GovernorLoop | None) -> None:
-        self._scheduler, self._costs, self._governor = scheduler, costs, governor
+        self._scheduler = scheduler
+        self._costs = costs
+        self._governor = governor
         self.floor: FloorShare | None = None
         """Compares step times with the limits of this machine; None if the limits were not measured."""
         self._landed_at = self._drafted_seconds = 0.0
 
     def landed(self, flight: Flight, result: StepResult, record: StepRecord) -> None:
         """Learn from the oldest step in flight, which has ended."""
-        out, start, end, costs = flight.out, flight.start, record.end, self._costs
+        out = flight.out
+        start = flight.start
+        end = record.end
+        costs = self._costs
         # With look-ahead, a step is scheduled early, but begins only when the previous step has ended.
         since = max(start, self._landed_at)
         drafting = self._drafting_seconds()
@@ -56,5 +61,6 @@ class StepTimes:
         """Seconds that making drafts took since the last call. Call this for every step: the drafter measures this
         time itself, so that it must not count as part of a step."""
         drafts = self._scheduler.drafts
-        before, self._drafted_seconds = self._drafted_seconds, drafts.speculator.drafting_seconds if drafts else 0.0
+        before = self._drafted_seconds
+        self._drafted_seconds = drafts.speculator.drafting_seconds if drafts else 0.0
         return max(0.0, self._drafted_seconds - before)

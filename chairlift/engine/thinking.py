@@ -83,7 +83,8 @@ class ThinkingMatcher:
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         count = len(token_ids) if self._grammar is None else self._grammar.num_allowed(token_ids)
-        begin, allowed = self.num_consumed, 0
+        begin = self.num_consumed
+        allowed = 0
         for token_id in token_ids[:count]:
             forced = self._forced(self._states[-1])  # if a grammar delays it, there are fewer drafts
             if forced not in (None, token_id) or not self.consume(token_id):
@@ -93,7 +94,8 @@ class ThinkingMatcher:
         return allowed
 
     def forced(self, limit: int) -> Sequence[int]:
-        state, found = self._states[-1], list[int]()
+        state = self._states[-1]
+        found = list[int]()
         while len(found) < limit and (token_id := self._forced(state)) is not None:
             found.append(token_id)
             state = self._next(state, token_id)
@@ -101,7 +103,8 @@ class ThinkingMatcher:
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
         """Mask of the tokens that may come next. None if all tokens may come next, and after an :attr:`error`."""
-        own, forced = None, self._forced(self._states[-1])
+        own = None
+        forced = self._forced(self._states[-1])
         if self._grammar is not None:
             own = self._grammar.mask()
             if own is None:

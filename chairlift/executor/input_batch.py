@@ -85,7 +85,9 @@ class InputBatch:
         """Apply a step's changes to the rows. Returns the step's tokens as flat arrays: decode rows first, then the
         chunks."""
         self._unapplied.append(out)
-        last, self._steady = self._steady, None  # if this step fails, the next one is built from the rows
+        # if this step fails, the next one is built from the rows
+        last = self._steady
+        self._steady = None
         while self._unapplied:
             self.take(self._unapplied[0])
             del self._unapplied[0]
@@ -145,7 +147,8 @@ class InputBatch:
         return step.sample_slots, step.seq_lens[step.sample_rows]
 
     def _join(self, row: NewRow) -> None:
-        slot, count = row.slot, len(row.token_ids)
+        slot = row.slot
+        count = len(row.token_ids)
         self._clear(slot)
         self.tokens[slot, :count] = row.token_ids
         self.num_computed[slot] = row.num_computed_tokens
@@ -185,11 +188,14 @@ class InputBatch:
             step.block_tables[self._groups, begin, blocks] = numbers
             step.slot_mapping[:, begin] = numbers.astype(np.int64) * self._places
         step.token_ids[:] = self.tokens[step.slots, step.positions]
-        step.swap_out, step.copies, step.swap_in = out.swap_out, out.copies, out.swap_in
+        step.swap_out = out.swap_out
+        step.copies = out.copies
+        step.swap_in = out.swap_in
         return step
 
     def _flatten(self, out: SchedulerOutput) -> StepBatch:
-        decodes, chunks = self._decodes, out.chunks
+        decodes = self._decodes
+        chunks = out.chunks
         slots = np.concatenate((decodes, np.array([chunk.slot for chunk in chunks], dtype=np.int32)))
         seq_lens = self.num_computed[slots]
         lengths = np.array([1] * len(decodes) + [chunk.num_tokens for chunk in chunks], dtype=np.int32)
@@ -228,7 +234,8 @@ class InputBatch:
         found = []
         for chunk in chunks:
             for span in self.images.get(chunk.slot, ()):
-                first, end = max(span.position, chunk.start), min(span.end, chunk.end)
+                first = max(span.position, chunk.start)
+                end = min(span.end, chunk.end)
                 if first < end:
                     found.append((at + first - chunk.start, end - first, span.key, first - span.position))
             at += chunk.num_tokens
@@ -263,7 +270,8 @@ class InputBatch:
     @staticmethod
     def _verifies(chunks: list[Chunk], num_decodes: int) -> list[tuple[int, int, Chunk]]:
         """(first sample position, slot, chunk) of each row with drafts, as in :attr:`StepBatch.verifies`."""
-        found, position = [], num_decodes
+        found = []
+        position = num_decodes
         for chunk in chunks:
             if chunk.drafts:
                 found.append((position, chunk.slot, chunk))
@@ -275,7 +283,8 @@ class InputBatch:
         :attr:`StepBatch.prompt_rows`. ``first_row`` is the index of the first chunk's row in the step."""
         found = []
         for index, chunk in enumerate(chunks, first_row):
-            row, count = self.sampling[chunk.slot], self.num_prompt_tokens[chunk.slot]
+            row = self.sampling[chunk.slot]
+            count = self.num_prompt_tokens[chunk.slot]
             if row is not None and row.wants_prompt_logprobs and chunk.start < count - 1:
                 found.append((index, chunk.start, self.tokens[chunk.slot, :count]))
         return found
@@ -285,7 +294,8 @@ class InputBatch:
         return self.block_tables[self._groups, slots, :width]
 
     def _slot_mapping(self, slots: _Int32, positions: _Int32) -> npt.NDArray[np.int64]:
-        blocks, offsets = positions // self._spans, positions % self._places
+        blocks = positions // self._spans
+        offsets = positions % self._places
         found: npt.NDArray[np.int64] = self.block_tables[self._groups, slots, blocks].astype(np.int64)
         return found * self._places + offsets
 

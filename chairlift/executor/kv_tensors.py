@@ -148,7 +148,8 @@ def check_step_fits(
     rows = min(scheduler.max_num_seqs, tokens) if row_bytes else 0
     if tokens <= defaults.max_num_batched_tokens and rows <= defaults.max_num_seqs:
         return
-    limit, logits = available_memory(device), rows * row_bytes
+    limit = available_memory(device)
+    logits = rows * row_bytes
     if tokens * token_bytes + logits <= limit:
         return
     needs = f"{tokens * token_bytes:,} bytes"
@@ -211,7 +212,9 @@ def plan_kv_cache(
     by_window = [
         sum(layer.token_bytes(cache_dtype) for layer in layers if layer.window == window) for window in windows
     ]
-    bytes_per_token, states, blocks = sum(by_window), None, 0
+    bytes_per_token = sum(by_window)
+    states = None
+    blocks = 0
     if state_bytes := sum(sum(layer.part_bytes(dtype)) for layer in spec if isinstance(layer, LayerState)):
         how: dict[str, Any] = {"memory_bytes": memory_bytes, "rows": rows, "caching": caching}
         how |= {"token_bytes": bytes_per_token, "block_size": block_size, "interval": snapshot_interval}
@@ -222,11 +225,13 @@ def plan_kv_cache(
     if states is not None:
         states = states.with_snapshots(blocks * block_size, memory_bytes, most_tokens)
     num_host, state_hosts = _num_host_blocks(blocks, bytes_per_token * block_size, states, swap_bytes)
-    total, block_bytes = blocks * bytes_per_token * block_size, [block_size * each for each in by_window]
+    total = blocks * bytes_per_token * block_size
+    block_bytes = [block_size * each for each in by_window]
     groups = [CacheGroup(blocks, window, num_host) for window in windows]
     if states is not None:
         groups.append(CacheGroup(states.num_blocks, None, state_hosts, states.span))
-        total, block_bytes = total + states.nbytes * states.num_blocks, [*block_bytes, states.nbytes]
+        total = total + states.nbytes * states.num_blocks
+        block_bytes = [*block_bytes, states.nbytes]
     more = sum(layer.token_bytes(dtype) for layer in layers) / max(bytes_per_token, 1)
     return KVPlan(
         groups=groups,
@@ -254,7 +259,8 @@ def _num_kv_blocks(
 ) -> int:
     """Number of blocks of each group of K and V, at most ``max_blocks``. A token takes ``bytes_per_token`` in all
     groups together."""
-    remaining, each = memory_bytes, bytes_per_token * block_size
+    remaining = memory_bytes
+    each = bytes_per_token * block_size
     if states is not None:
         remaining -= states.num_blocks * states.nbytes
         each += math.ceil(states.token_bytes() * block_size)
@@ -307,7 +313,8 @@ def make_host_blocks(plan: KVPlan) -> list[npt.NDArray[np.uint8]]:
 
     All groups share one allocation or file. Raises ConfigError if the memory or file cannot be allocated.
     """
-    memory, offset = host_memory(plan.host_bytes, plan.swap_directory), 0
+    memory = host_memory(plan.host_bytes, plan.swap_directory)
+    offset = 0
     hosts = []
     for group, size in zip(plan.groups, plan.block_bytes, strict=True):
         end = offset + group.num_host_blocks * size

@@ -57,7 +57,8 @@ class TorchPooledRunner:
         ids, positions = (
             torch.from_numpy(array.astype(np.int64)).to(self._device) for array in (batch.token_ids, batch.positions)
         )
-        body, ctx = self._model.model, PackedContext(batch.cu_seqlens.tolist())
+        body = self._model.model
+        ctx = PackedContext(batch.cu_seqlens.tolist())
         if isinstance(body, EncoderNetwork):
             both = EncoderBatch()
             both.begin(batch.cu_seqlens.tolist(), None if token_types is None else token_types.to(self._device))
@@ -74,7 +75,9 @@ class NativePooledRunner:
     def __init__(
         self, model: PooledNetwork, dtype: torch.dtype, pool: ThreadPool, *, isa: str, max_tokens: int, max_rows: int
     ) -> None:
-        body, recorder, spec = model.model, Recorder(dtype), model.kv_cache_spec()
+        body = model.model
+        recorder = Recorder(dtype)
+        spec = model.kv_cache_spec()
         if isinstance(model.config.network, EncoderConfig):
             shared = kernel_attention_cache(model.config.network)
             spec = [] if shared is None else [shared]

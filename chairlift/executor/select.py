@@ -103,7 +103,8 @@ def _pick(
     device: torch.device,
     able: Sequence[type[Backend]],
 ) -> Backend:
-    setting, block_size = config.model.kernels, config.cache.block_size
+    setting = config.model.kernels
+    block_size = config.cache.block_size
     asked = backend_class(setting)
     if asked is not None:
         if reason := asked.why_not(network, dtype, device, block_size):
@@ -146,7 +147,8 @@ def _why_not_int8_kv(
 
 def choose_transformers(config: EngineConfig, network: TransformersConfig) -> Backend:
     """Backend for a model from transformers: always PyTorch's. Raises ConfigError for settings that need another."""
-    model, kv_dtype = config.model, config.cache.kv_cache_dtype
+    model = config.model
+    kv_dtype = config.cache.kv_cache_dtype
     refused = {
         "kernels": model.kernels not in ("auto", *FALLBACK.settings),
         "quantization": model.quantization not in (None, "none"),

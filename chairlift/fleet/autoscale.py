@@ -88,8 +88,11 @@ class Autoscaler:
             raise ConfigError(
                 f"autoscaling needs at least 1 replica and a maximum of at least the minimum, got {least}-{most}"
             )
-        self.least, self.most = least, most
-        self._most_wait, self._goodput, self._calm = most_wait, goodput, calm
+        self.least = least
+        self.most = most
+        self._most_wait = most_wait
+        self._goodput = goodput
+        self._calm = calm
         self._ended: deque[tuple[float, bool]] = deque()
         self._calm_since: float | None = None
         self._short_since: float | None = None
@@ -108,7 +111,8 @@ class Autoscaler:
 
     def failed(self, now: float) -> float:
         """Record that a replica could not start. Returns the time until which no other replica is added."""
-        self._not_before, self._pause = now + self._pause, min(_LONGEST_PAUSE, 2 * self._pause)
+        self._not_before = now + self._pause
+        self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
         return self._not_before
 
     def decide(self, now: float, demand: Demand) -> ScalingDecision:
@@ -150,7 +154,8 @@ class Autoscaler:
 
     def _spare(self, now: float, demand: Demand) -> ScalingDecision:
         """Decide while the replicas are enough."""
-        count, calm = demand.num_replicas, self._calm_time(demand)
+        count = demand.num_replicas
+        calm = self._calm_time(demand)
         if count > self.most:
             return ScalingDecision(self.most, f"at most {self.most} replicas are allowed, and there are {count}")
         busy = demand.load * count > 0.6 * (count - 1)
@@ -161,7 +166,8 @@ class Autoscaler:
         elif now - self._calm_since >= calm:
             if self._removed_at is not None and now - self._removed_at >= 2 * calm:
                 self._patience = 1
-            self._calm_since, self._removed_at = now, now
+            self._calm_since = now
+            self._removed_at = now
             reason = f"load {demand.load:.2f}, so {count - 1} would use at most 60 % of their rows, for {calm:.0f} s"
             return ScalingDecision(count - 1, f"{reason}; forecast wait {demand.forecast_wait:.2f} s")
         return ScalingDecision(count, "")

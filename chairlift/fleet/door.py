@@ -32,7 +32,8 @@ class Door:
 
     def __init__(self, replicas: Sequence[Replica], router: Router, policy: Policy) -> None:
         self.replicas = list(replicas)
-        self._router, self._policy = router, policy
+        self._router = router
+        self._policy = policy
         self._waiting = WaitingQueue(policy, _LOOK_AHEAD, _MAX_TIMES_PASSED)
         self._keys: dict[str, Sequence[int]] = {}
         self._requests: dict[str, Request] = {}

@@ -51,7 +51,8 @@ class DoorForecast:
 
     def _made(self, door: Door, now: float) -> Forecast | None:
         if not len(door):
-            had, self._line_since = self._line_since is not None, None
+            had = self._line_since is not None
+            self._line_since = None
             return Forecast(now, {}, dict.fromkeys(self._priorities, now), 0.0) if had else None
         if self._line_since is None:
             self._line_since = now
@@ -64,7 +65,8 @@ class DoorForecast:
         names = [*ahead, *(request.request_id for request in line)]
         starts = {name: now + position * pace for position, name in enumerate(names, start=1)}
         tenants = Counter(request.service.tenant for request in line)
-        newcomers, strangers = {}, {}
+        newcomers = {}
+        strangers = {}
         for name, priority in self._priorities.items():
             before = [request for request in line if request.priority <= priority]
             newcomers[name] = now + (len(ahead) + len(before) + 1) * pace

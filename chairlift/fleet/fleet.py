@@ -112,7 +112,8 @@ class _Member:
         self.busy_since: float | None = None
         """Time of the replica's newest step, or of its first request after an idle time. None while the replica is
         idle."""
-        self.quiet, self.opened = asyncio.Event(), asyncio.Event()
+        self.quiet = asyncio.Event()
+        self.opened = asyncio.Event()
         """``quiet`` is set when the replica has no request. ``opened`` is set while the replica is alive and accepts
         requests."""
 
@@ -128,11 +129,16 @@ class _Member:
     @property
     def state(self) -> str:
         if not self.alive:
-            return "loading" if self.core is not None else "down" if self.wanted else "off"
+            if self.core is not None:
+                return "loading"
+            if self.wanted:
+                return "down"
+            return "off"
         return "draining" if self.draining else "ready"
 
     def shown(self) -> ReplicaStats:
-        stats, view = self.stats, self.view
+        stats = self.stats
+        view = self.view
         blocks = stats.used_blocks + stats.cached_blocks + stats.free_blocks
         return ReplicaStats(
             index=view.index,
@@ -202,15 +208,21 @@ class Fleet(RemoteCore):
         now: Callable[[], float] = time.monotonic,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        self.config, self.events = config, events
-        self._connect, self._restart, self._health_timeout = connect, restart, health_timeout
+        self.config = config
+        self.events = events
+        self._connect = connect
+        self._restart = restart
+        self._health_timeout = health_timeout
         self._drain_timeout = drain_timeout
-        self._now, self._sleep = now, sleep
-        self._pace, scheduler = MeasuredPace(), config.scheduler
+        self._now = now
+        self._sleep = sleep
+        self._pace = MeasuredPace()
+        scheduler = config.scheduler
         pace = self._pace.pace(scheduler.max_num_batched_tokens)
         self._scaling = None if scaling is None else FleetScaling(scaling, now)
         most = replicas if scaling is None else scaling.most
-        rows, share = scheduler.max_running, scheduler.open_policy_share
+        rows = scheduler.max_running
+        share = scheduler.open_policy_share
         self._members = [
             _Member(self, Replica(index, pace, max_num_seqs=rows, cache_tokens=0, policy_share=share))
             for index in range(most)
@@ -276,7 +288,8 @@ class Fleet(RemoteCore):
         Raises the errors of :meth:`~chairlift.engine.process.process_client.ProcessClient.start` if a replica cannot
         start.
         """
-        first, began = [each for each in self._members if each.wanted], self._now()
+        first = [each for each in self._members if each.wanted]
+        began = self._now()
         outcomes = await asyncio.gather(*(self._load(each) for each in first), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -379,7 +392,9 @@ class Fleet(RemoteCore):
                     continue
                 if self._generation < target:
                     updated = self._info.updated(source, version, info.approximations)
-                self._info, self._generation, behind.generation = updated, target, target
+                self._info = updated
+                self._generation = target
+                behind.generation = target
                 self._undrain(behind)
             if self._generation < target:
                 raise EngineDeadError("the last replica died while its weights were being replaced")
@@ -399,7 +414,8 @@ class Fleet(RemoteCore):
 
     async def close(self) -> None:
         """Stop all engine processes."""
-        tasks, self._tasks = self._tasks, []
+        tasks = self._tasks
+        self._tasks = []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -440,7 +456,8 @@ class Fleet(RemoteCore):
     async def _drain(self, member: _Member, patience: float | None) -> None:
         """Send no more requests to a replica, and wait until its requests have ended, for at most ``patience``
         seconds. None: without a limit."""
-        member.draining, member.view.accepting = True, False
+        member.draining = True
+        member.view.accepting = False
         member.opened.clear()
         if member.num_requests:
             member.quiet.clear()
@@ -494,7 +511,8 @@ class Fleet(RemoteCore):
         could not be sent."""
         failed: dict[str, RequestError] = {}
         for request, view in self.door.send(self._now()):
-            member, job = self._members[view.index], self._jobs[request.request_id]
+            member = self._members[view.index]
+            job = self._jobs[request.request_id]
             if member.core is None:
                 continue
             if member.busy_since is None:
@@ -550,7 +568,9 @@ class Fleet(RemoteCore):
         """Handle the results of a step of a replica."""
         if not member.alive:
             return
-        outputs, now, view = step.outputs, self._now(), member.view
+        outputs = step.outputs
+        now = self._now()
+        view = member.view
         if view.unstarted:
             fresh = view.unstarted.keys() & set(outputs.sequence_ids)
             for name in [each for each in view.unstarted if each in fresh]:
@@ -598,20 +618,25 @@ class Fleet(RemoteCore):
             member.info = await member.core.start()
             member.generation = 0
             while self._info is not None and member.generation < self._generation:
-                weights, generation = (self._info.weights, self._info.weight_version), self._generation
+                weights = (self._info.weights, self._info.weight_version)
+                generation = self._generation
                 member.info = await member.core.update_weights(*weights, "continue")
                 member.generation = generation
         except BaseException:
-            core, member.core = member.core, None
+            core = member.core
+            member.core = None
             await core.close()
             raise
 
     def _open(self, member: _Member) -> None:
         """Let a replica accept requests after it has loaded its model."""
-        info, core = member.info, member.core
+        info = member.info
+        core = member.core
         if info is None or core is None:
             return
-        member.alive, member.draining, member.busy_since = True, False, None
+        member.alive = True
+        member.draining = False
+        member.busy_since = None
         known = [each.info for each in self._members if each.alive and each.info is not None]
         builds = {(each.weight_version, each.fingerprint) for each in known}
         self._alike = info.deterministic and len(builds) == len({version for version, _ in builds})
@@ -663,14 +688,17 @@ class Fleet(RemoteCore):
                 try:
                     await self._load(member)
                 except Exception as error:
-                    why, drained = str(error) or type(error).__name__, False
+                    why = str(error) or type(error).__name__
+                    drained = False
                     continue
                 member.num_restarts += 1
                 self._open(member)
 
     def _lose(self, member: _Member, why: str) -> None:
         """Move the requests of a dead replica to others. Requests that cannot move end with an error."""
-        member.alive, member.core, member.info = False, None, None
+        member.alive = False
+        member.core = None
+        member.info = None
         member.opened.clear()
         self._any_died = True
         member.dead_stats = merge_stats([member.dead_stats, member.stats.only_counters()])
@@ -682,7 +710,8 @@ class Fleet(RemoteCore):
         if not any(each.alive for each in self._members):
             self._end.set_result(why)  # the front end fails all requests
             return
-        lost, ended = list[_Job](), list[FinishedSequence]()
+        lost = list[_Job]()
+        ended = list[FinishedSequence]()
         for request in (*unstarted, *started):
             job = self._jobs[request.request_id]
             if (end := self._move(job)) is not None:
@@ -772,7 +801,8 @@ class Fleet(RemoteCore):
             if not member.wanted and member.alive and member.generation == self._generation:
                 if member.removal is not None:
                     member.removal.cancel()
-                member.wanted, member.removal = True, None
+                member.wanted = True
+                member.removal = None
                 self._undrain(member)
                 return
         off = next((each for each in self._members if each.state == "off"), None)
@@ -797,7 +827,8 @@ class Fleet(RemoteCore):
     def _shrink(self, member: _Member) -> None:
         """Send no more requests to a replica, and remove it after its last request."""
         member.wanted = False
-        member.draining, member.view.accepting = True, False
+        member.draining = True
+        member.view.accepting = False
         member.removal = asyncio.create_task(self._remove(member), name=f"removal of replica {member.view.index}")
         self._tasks.append(member.removal)
         self._report_failed(self._send())  # requests that waited for this replica may go to others
@@ -805,14 +836,16 @@ class Fleet(RemoteCore):
     async def _remove(self, member: _Member) -> None:
         await self._drain(member, None)
         if not any(each.wanted and each.alive for each in self._members):  # the others have died meanwhile
-            member.wanted, member.removal = True, None
+            member.wanted = True
+            member.removal = None
             self._undrain(member)
         elif member.core is not None:
             member.core.kill()
 
     def _switch_off(self, member: _Member) -> None:
         """Forget a replica whose process has ended, and which is not started again."""
-        member.draining, member.removal = False, None
+        member.draining = False
+        member.removal = None
         self.door.remove_replica(member.view)
         self._end_stranded()
         self._resized()

@@ -68,7 +68,8 @@ class FleetScaling:
         ended, kept = targets
         for number in range(ended - self._ended):
             self._scaler.ended(now, number < kept - self._kept)
-        self._ended, self._kept = ended, kept
+        self._ended = ended
+        self._kept = kept
         demand = demand_of(
             door,
             forecast,
@@ -81,8 +82,10 @@ class FleetScaling:
         )
         decision = self._scaler.decide(now, demand)
         stats = self._stats
-        stats.wanted_replicas, stats.starting_replicas = decision.wanted, starting
-        stats.forecast_wait_seconds, stats.load = demand.forecast_wait, demand.load
+        stats.wanted_replicas = decision.wanted
+        stats.starting_replicas = starting
+        stats.forecast_wait_seconds = demand.forecast_wait
+        stats.load = demand.load
         if decision.wanted != demand.num_replicas:
             grows = decision.wanted > demand.num_replicas
             stats.num_added += grows

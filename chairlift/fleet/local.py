@@ -30,7 +30,8 @@ def local_replicas(config: EngineConfig, count: int) -> ConnectReplica:
             f"replicas are processes on the processors of this machine, and device is {config.model.device!r}; start a"
             " server for each GPU, with CUDA_VISIBLE_DEVICES"
         )
-    settings, cache = config.to_flat(), config.cache
+    settings = config.to_flat()
+    cache = config.cache
     if cache.kv_cache_memory_bytes is None and cache.num_kv_blocks is None:
         settings["kv_cache_memory_bytes"] = int(total_memory() * CPU_CACHE_SHARE) // count
     processor_sets = processors_by_replica(machine_processors(), count)

@@ -112,7 +112,8 @@ class NodeReplica:
 
     def _accept(self) -> socket.socket:
         """Accept connections until one of them sends the secret, and return that connection."""
-        server, self._server = self._server, None
+        server = self._server
+        self._server = None
         if server is None:
             raise EngineDeadError("the replica does not listen")
         with server:
@@ -128,7 +129,8 @@ class NodeReplica:
         raise EngineDeadError(f"the door did not connect within {_OPEN_SECONDS:g} s; check that it reaches this port")
 
     def _knows(self, sock: socket.socket) -> bool:
-        received, end = b"", time.monotonic() + _HELLO_SECONDS
+        received = b""
+        end = time.monotonic() + _HELLO_SECONDS
         while len(received) < SECRET_BYTES and (remaining := end - time.monotonic()) > 0:
             sock.settimeout(remaining)
             try:
@@ -153,7 +155,8 @@ def keep_alive(sock: socket.socket) -> None:
 def listening_addresses() -> dict[str, str]:
     """TCP address on which a Ray process of this user listens -> name of the process. Empty on systems without
     ``/proc``."""
-    sockets, found = _listening_sockets(), dict[str, str]()
+    sockets = _listening_sockets()
+    found = dict[str, str]()
     for folder in Path("/proc").glob("[0-9]*") if sockets else ():
         with contextlib.suppress(OSError):  # the process has ended or belongs to another user
             command = (folder / "cmdline").read_bytes()

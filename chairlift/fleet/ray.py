@@ -94,7 +94,9 @@ class RayCluster:
         """Ray's id of the machine on which this process runs."""
         self.cores = 0
         """Number of processors of each replica. 0 before the cluster is joined."""
-        self._address, self._count, self._threads = address, count, threads
+        self._address = address
+        self._count = count
+        self._threads = threads
         self._joining = asyncio.Lock()
         self._claims: dict[int, tuple[str, list[int]]] = {}
         self._reported: set[str] = set()
@@ -189,7 +191,8 @@ class RayCluster:
 
     def room(self) -> str:
         """Text about the free processors of the cluster, for log messages."""
-        free, total = self.ray.available_resources().get("CPU", 0), self.ray.cluster_resources().get("CPU", 0)
+        free = self.ray.available_resources().get("CPU", 0)
+        total = self.ray.cluster_resources().get("CPU", 0)
         return f"{free:g} of {total:g} processors are free, {self.cores} on one machine are needed"
 
 
@@ -213,7 +216,9 @@ class _Actor(EnginePlace):
     """Starts and stops the engine process of one replica by a Ray actor."""
 
     def __init__(self, cluster: RayCluster, index: int, divide: bool) -> None:
-        self._cluster, self._index, self._divide = cluster, index, divide
+        self._cluster = cluster
+        self._index = index
+        self._divide = divide
         self._actor: Any = None
         self._pid: int | None = None
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -225,7 +230,8 @@ class _Actor(EnginePlace):
         return self._pid
 
     async def launch(self) -> tuple[socket.socket, dict[str, Any]]:
-        cluster, secret = self._cluster, secrets.token_bytes(SECRET_BYTES)
+        cluster = self._cluster
+        secret = secrets.token_bytes(SECRET_BYTES)
         await cluster.join()
         self._actor = cluster.actor()
         try:
@@ -256,7 +262,8 @@ class _Actor(EnginePlace):
 
     async def _place(self, opened: Any) -> tuple[str, NodeFacts]:
         """Wait for the result of :meth:`_Replica.open`. Ray starts the actor when it has found free processors."""
-        future, end = _future(opened), time.monotonic() + _ROOM_SECONDS
+        future = _future(opened)
+        end = time.monotonic() + _ROOM_SECONDS
         while not (await asyncio.wait({future}, timeout=_WAIT_SECONDS))[0]:
             if time.monotonic() >= end:
                 raise EngineDeadError(
@@ -287,7 +294,8 @@ class _Actor(EnginePlace):
 
     def kill(self) -> None:
         self._pid = None
-        actor, self._actor = self._actor, None
+        actor = self._actor
+        self._actor = None
         if actor is not None:
             with contextlib.suppress(Exception):  # the cluster itself may have ended
                 self._cluster.ray.kill(actor)
@@ -304,7 +312,8 @@ def _future(reference: Any) -> asyncio.Future[Any]:
 
 async def _connect(address: tuple[str, int], secret: bytes) -> socket.socket:
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    sock, loop = socket.socket(family, socket.SOCK_STREAM), asyncio.get_running_loop()
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    loop = asyncio.get_running_loop()
     try:
         sock.setblocking(False)
         async with asyncio.timeout(_CONNECT_SECONDS):

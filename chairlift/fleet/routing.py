@@ -49,7 +49,8 @@ def prefix_keys(token_ids: Sequence[int], salt: str = "", adapter_id: int = 0) -
 
     Keys of different prompts can collide. A router then expects a cache hit that does not happen; answers stay correct.
     """
-    keys, key = [], hash(cache_key("route", salt, str(adapter_id).encode()))
+    keys = []
+    key = hash(cache_key("route", salt, str(adapter_id).encode()))
     for begin in range(0, len(token_ids) - PREFIX_BLOCK + 1, PREFIX_BLOCK):
         key = hash((key, tuple(token_ids[begin : begin + PREFIX_BLOCK])))
         keys.append(key)
@@ -105,7 +106,9 @@ class MeasuredPace:
     """
 
     def __init__(self) -> None:
-        self._fixed, self._per_token = 0.01, 1e-4  # initial guess, enough to compare replicas
+        # initial guess, enough to compare replicas
+        self._fixed = 0.01
+        self._per_token = 1e-4
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def stepped(self, num_tokens: int, seconds: float) -> None:
@@ -144,7 +147,8 @@ class Replica:
     def __init__(
         self, index: int, pace: Pace, *, max_num_seqs: int, cache_tokens: int, policy_share: float = 1.0
     ) -> None:
-        self.index, self.pace = index, pace
+        self.index = index
+        self.pace = pace
         self.accepting = False
         """Whether the replica accepts requests: it has started, is alive, and is not being drained."""
         self.unstarted: dict[str, int] = {}

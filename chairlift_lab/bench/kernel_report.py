@@ -127,7 +127,8 @@ def _attention_cells(each: Measurement) -> list[str]:
 
 
 def _shared_cells(each: Measurement) -> list[str]:
-    names, together = each.labels, each.main
+    names = each.labels
+    together = each.main
     heads = f"{names['heads']}/{names['kv_heads']}x{names['head_dim']}"
     sizes = [str(names["shape"]), heads, f"{names['batch']:,}", f"{names['context']:,}"]
     speed = [f"{together.median * 1e6:,.1f}", f"{each.nbytes / 1e9 / together.median:.1f}", f"{together.share:.0%}"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import statistics
 import time
@@ -259,9 +260,10 @@ def _prefills(settings: KernelSettings) -> Iterator[_Case]:
 
 def _attention(kind: Kind, model: LayerShapes, queries: int, context: int, batch: int, dtype: torch.dtype) -> _Case:
     def variants(kernels: AnyKernels, count: int) -> dict[str, Prepare]:
-        case = {"queries": queries, "context": context, "batch": batch, "count": count}
-        orders = {"paged": True, "in order": False}
-        return {name: kernels.attention(model, shuffled=shuffled, **case) for name, shuffled in orders.items()}
+        of_order = functools.partial(
+            kernels.attention, model, queries=queries, context=context, batch=batch, count=count
+        )
+        return {"paged": of_order(shuffled=True), "in order": of_order(shuffled=False)}
 
     seen = batch * (queries * context - queries * (queries - 1) // 2)  # query-key pairs under the causal mask
     labels: dict[str, int | str] = {"shape": model.name, "heads": model.heads, "kv_heads": model.kv_heads}

@@ -42,7 +42,8 @@ def serve(prepare: Prepare, too_much: str) -> None:
     # them while it drains.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nothing, number)
@@ -80,7 +81,9 @@ def _serve(requests: IO[bytes], replies: IO[bytes], prepare: Prepare, too_much: 
             frame = encode_frame({"error": too_much, "kind": "request", "retire": True})
         replies.write(frame)
         replies.flush()
-        request, reply, frame = {}, {}, b""
+        request = {}
+        reply = {}
+        frame = b""
 
 
 def _address_space() -> int:

@@ -46,5 +46,6 @@ def read_frame(pipe: IO[bytes]) -> dict[str, Any] | None:
     if len(header) < HEADER:
         return None
     num_text, num_data = lengths(header)
-    body, data = pipe.read(num_text), pipe.read(num_data)
+    body = pipe.read(num_text)
+    data = pipe.read(num_data)
     return fields_of(body, data) if len(body) == num_text and len(data) == num_data else None

@@ -189,7 +189,9 @@ class WorkerPool:
         """The reply of a worker. Raises TimeoutError if the worker has computed for too long. Raises OverloadedError
         if it got too little processor time, so that the request is not at fault."""
         task = asyncio.ensure_future(process.ask(frame, self._max_reply))
-        begin, used, waited = process.seconds_computed(), 0.0, 0.0
+        begin = process.seconds_computed()
+        used = 0.0
+        waited = 0.0
         try:
             while waited < self._patience * limit:
                 timeout = max(_SHORTEST_WAIT, limit - used)

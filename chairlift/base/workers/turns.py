@@ -40,7 +40,8 @@ class Turns:
             await self._free.acquire()
         finally:
             self.num_waiting -= 1
-        began, work = asyncio.get_running_loop().time(), start()
+        began = asyncio.get_running_loop().time()
+        work = start()
         work.add_done_callback(lambda work: self._ended(work, began))
         return await asyncio.shield(work)
 

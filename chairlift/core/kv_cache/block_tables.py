@@ -25,7 +25,8 @@ class BlockTables:
     """
 
     def __init__(self, layout: CacheLayout, evicted: Callable[[int, int, PrefixNode], None]) -> None:
-        self.layout, self.block_size = layout, layout.block_size
+        self.layout = layout
+        self.block_size = layout.block_size
         self.pools = [BlockPool(group.num_blocks) for group in layout.groups]
         self.reservations = Reservations(layout, self.pools)
         # The attributes of each cache kind that every new block needs are looked up once, here.
@@ -60,7 +61,8 @@ class BlockTables:
         shared positions. ``path`` has the prefix-cache nodes of the shared blocks; None means that the request's blocks
         are never published.
         """
-        request.block_ids, request.reserved = [], [(0, 0)] * len(tables)
+        request.block_ids = []
+        request.reserved = [(0, 0)] * len(tables)
         request.num_out_of_reach = [self.layout.first_in_reach(group, known) for group in range(len(tables))]
         for group, (pool, shared, want) in enumerate(zip(self.pools, tables, wants, strict=True)):
             for block in shared:
@@ -84,7 +86,8 @@ class BlockTables:
         ``twins`` has, per group, a map from block ids of the other cache to block ids here, so that blocks shared in
         the other cache are also shared here. The copies are never published to the prefix cache.
         """
-        request.block_ids, request.reserved = [], [(0, 0)] * len(twins)
+        request.block_ids = []
+        request.reserved = [(0, 0)] * len(twins)
         request.num_out_of_reach = list(original.num_out_of_reach)
         request.num_published = NEVER
         for group, (found, theirs) in enumerate(zip(twins, original.block_ids, strict=True)):

@@ -19,7 +19,9 @@ def check_manager(kv: KVCacheManager, requests: Iterable[Request]) -> None:
     """Compare every counter with the tables of the unfinished requests. Raises InvariantError for the first
     difference."""
     references: list[dict[int, int]] = [{} for _ in kv.pools]
-    num_entries, reserved, unheld = 0, [0] * len(kv.pools), [0] * len(kv.pools)
+    num_entries = 0
+    reserved = [0] * len(kv.pools)
+    unheld = [0] * len(kv.pools)
     for request in requests:
         if request.request_id in kv.swapped and request.block_ids:
             raise InvariantError(f"{request!r} holds blocks, and is swapped out")
@@ -46,7 +48,8 @@ def check_manager(kv: KVCacheManager, requests: Iterable[Request]) -> None:
 
 
 def _check_table(kv: KVCacheManager, group: int, request: Request) -> None:
-    table, span = request.block_ids[group], kv.layout.kinds[group].span
+    table = request.block_ids[group]
+    span = kv.layout.kinds[group].span
     if len(table) * span < request.num_computed_tokens:
         raise InvariantError(f"{request!r} computed beyond its {len(table)} blocks in group {group}")
     first = kv.layout.first_in_reach(group, request.num_computed_tokens)

@@ -200,12 +200,14 @@ class KVCacheManager:
         safe = saved.step <= self.tables.done_step or saved.step == step == self.tables.done_step + 1
         if not safe or request.refused_at == (self.tables.num_changes, reserve, watermark):
             return None
-        known, path = saved.num_tokens, []
+        known = saved.num_tokens
+        path = []
         if share and request.may_share and self.prefix_cache is not None:
             path = self.prefix_cache.walk(request, known // self.block_size)
         tables: list[list[int | None]] = []
         for group, hosts in enumerate(saved.blocks):
-            kind, first = self.layout.kinds[group], self.layout.first_in_reach(group, known)
+            kind = self.layout.kinds[group]
+            first = self.layout.first_in_reach(group, known)
             ends = [kind.last_block(entry, self.block_size) for entry in range(first, first + len(hosts))]
             cached = [path[end].blocks[group] for end in ends if end < len(path)]
             tables.append([NULL_BLOCK] * first + cached + [None] * (len(hosts) - len(cached)))
@@ -233,7 +235,8 @@ class KVCacheManager:
         """Note that ``step`` was scheduled. Returns (group, block, host block) for the copies that it must make before
         it writes anything: blocks that the prefix cache evicted since the previous step."""
         self._scheduled_step = step
-        offloaded, self._offloaded = self._offloaded, []
+        offloaded = self._offloaded
+        self._offloaded = []
         return offloaded
 
     def step_done(self, step: int) -> None:
@@ -274,7 +277,8 @@ class KVCacheManager:
         never published."""
         self.tables.num_changes += 1
         for request in requests:
-            request.num_published, request.last_node = NEVER, None
+            request.num_published = NEVER
+            request.last_node = None
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
 
@@ -299,7 +303,8 @@ class KVCacheManager:
         """Find the leading positions whose KV the request can share."""
         if not request.may_share:
             return _Shared(0)
-        known, path = 0, []
+        known = 0
+        path = []
         if self.prefix_cache is not None:
             path = self.prefix_cache.walk(request, (len(request.token_ids) - 1) // self.block_size)
             known = self._agreed(path) * self.block_size
@@ -326,7 +331,8 @@ class KVCacheManager:
     def _agreed(self, path: list[PrefixNode]) -> int:
         """Number of leading blocks of ``path`` that every group still has, in its pool or in host memory. A window
         group needs only the blocks inside its window."""
-        hit, kinds = len(path), self.layout.kinds
+        hit = len(path)
+        kinds = self.layout.kinds
         for group, kind in enumerate(kinds):
             if not kind.releases:
                 hit = next((i for i, node in enumerate(path[:hit]) if not self._has(group, node)), hit)
@@ -336,7 +342,8 @@ class KVCacheManager:
 
     def _has_all(self, group: int, path: list[PrefixNode]) -> bool:
         """Whether the group has all entries that the token after ``path`` reads."""
-        kind, known = self.layout.kinds[group], len(path) * self.block_size
+        kind = self.layout.kinds[group]
+        known = len(path) * self.block_size
         needed = range(self.layout.first_in_reach(group, known), kind.num_entries(known))
         return known % kind.share_unit == 0 and all(
             self._has(group, path[kind.last_block(entry, self.block_size)]) for entry in needed
@@ -349,7 +356,8 @@ class KVCacheManager:
     def _shared_table(self, group: int, shared: _Shared) -> list[int | None]:
         """Table of the shared positions in one group: full blocks, the null block where a window has passed, and None
         for blocks that are only in host memory."""
-        kind, source = self.layout.kinds[group], shared.source
+        kind = self.layout.kinds[group]
+        source = shared.source
         first = self.layout.first_in_reach(group, shared.num_tokens)
         full: range = range(shared.num_tokens // kind.span)
         if source is not None:
@@ -366,7 +374,8 @@ class KVCacheManager:
 
     def _offload(self, group: int, block: int, node: PrefixNode) -> None:
         """Save an evicted block in host memory, if there is room."""
-        step, host = self._scheduled_step + 1, node.hosts[group]
+        step = self._scheduled_step + 1
+        host = node.hosts[group]
         if host is not None:
             self.swap_pool.touch(group, host, step)  # the copy exists already; it now counts as recently used
             return

@@ -16,7 +16,8 @@ class Reservations:
     released; no other request may take them."""
 
     def __init__(self, layout: CacheLayout, pools: Sequence[BlockPool]) -> None:
-        self._layout, self._pools = layout, pools
+        self._layout = layout
+        self._pools = pools
         self.reserved = [0] * len(pools)
         """Per group: number of blocks that guaranteed requests hold or may still take."""
         self.unheld = [0] * len(pools)

@@ -84,7 +84,8 @@ class SwapPool:
 
     def allocate(self, group: int, count: int) -> list[int]:
         """Allocate ``count`` blocks. :meth:`num_free` must be at least ``count``."""
-        free, kept = self._free[group], self._kept[group]
+        free = self._free[group]
+        kept = self._kept[group]
         blocks = [free.pop() for _ in range(min(count, len(free)))]
         while len(blocks) < count:
             host, oldest = kept.popitem(last=False)
@@ -134,7 +135,8 @@ class SwapPool:
         """Free the blocks that waited for the end of ``step``."""
         self._done_step = max(self._done_step, step)
         if self._deferred:
-            waiting, self._deferred = self._deferred, []
+            waiting = self._deferred
+            self._deferred = []
             for last, group, blocks in waiting:
                 self.release(group, blocks, last)
 

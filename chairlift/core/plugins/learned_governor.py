@@ -56,8 +56,10 @@ _LARGEST_WATERMARK_MOVE: Final = 0.05
 
 def features(seen: Observation, bounds: Bounds, targets: Targets, costs: Costs) -> list[float]:
     """Inputs of the policy, each from -2 to 2: logarithms of ratios, and fractions."""
-    now, most = seen.settings, bounds.most
-    in_time, tokens = most.running, tokens_for_throughput(seen, costs, most.tokens)
+    now = seen.settings
+    most = bounds.most
+    in_time = most.running
+    tokens = tokens_for_throughput(seen, costs, most.tokens)
     if targets.tpot < math.inf:
         in_time = rows_in_time(seen, costs, targets.tpot, most.running)
         tokens = tokens_in_time(seen, costs, targets.tpot, most.tokens)
@@ -82,7 +84,9 @@ class LearnedGovernor:
     name = "learned"
 
     def __init__(self, bounds: Bounds, targets: Targets, costs: Costs, weights: Weights | None = None) -> None:
-        self._bounds, self._targets, self._costs = bounds, targets, costs
+        self._bounds = bounds
+        self._targets = targets
+        self._costs = costs
         self.weights = shipped_weights() if weights is None else weights
 
     def decide(self, now: float, seen: Observation) -> Proposal | None:

@@ -95,7 +95,8 @@ class AdapterRows(RowKind):
         if not self.running:
             return 0
         if decodes is not self._decodes:
-            self._decodes, self._of_decodes = decodes, frozenset([request.adapter_id for request in decodes])
+            self._decodes = decodes
+            self._of_decodes = frozenset([request.adapter_id for request in decodes])
         used = self._of_decodes.union([request.adapter_id for request in chunks])
         return sum([self.sizes.get(adapter, 0) for adapter in used])
 
@@ -106,7 +107,9 @@ class AdapterRows(RowKind):
         self.running[request.adapter_id] -= 1
         if not self.running[request.adapter_id]:
             del self.running[request.adapter_id]
-        self._decodes, self._of_decodes = [], frozenset()  # so that no request is kept that has left
+        # so that no request is kept that has left
+        self._decodes = []
+        self._of_decodes = frozenset()
 
     def ended(self, request: Request) -> None:
         self._passes.pop(request.request_id, None)

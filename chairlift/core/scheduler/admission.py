@@ -116,7 +116,8 @@ class WaitingQueue:
             name = next(iter(passed))
             if len(passed) > 1:
                 name = min(passed, key=lambda name: self._rank(name, passed[name], now))
-            lane, at = self._lanes[name], passed[name]
+            lane = self._lanes[name]
+            at = passed[name]
             request = lane.requests[at]
             yield request
             if at < len(lane.requests) and lane.requests[at] is request:

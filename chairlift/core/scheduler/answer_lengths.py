@@ -96,7 +96,9 @@ class _Curve:
     def _upto(self, length: int) -> tuple[float, float]:
         """(area under the curve up to ``length``, fraction of longer answers at ``length``)."""
         index = bisect_right(self._at, length) - 1
-        area, share, start = self._area[index], self._share[index], self._at[index]
+        area = self._area[index]
+        share = self._share[index]
+        start = self._at[index]
         if length <= self._longest or not self._longest or share in (0.0, 1.0):
             return area + share * (length - start), share
         decay = math.log(share) / self._longest
@@ -107,7 +109,10 @@ class _Curve:
         if self._is_fitted:
             return
         self._is_fitted = True
-        self._at, self._share, self._area, self._longest = [0], [1.0], [0.0], 0
+        self._at = [0]
+        self._share = [1.0]
+        self._area = [0.0]
+        self._longest = 0
         remaining = len(self._recent)
         for length, cut in sorted(self._recent):  # at equal length, answers that were cut off come last
             if not cut:

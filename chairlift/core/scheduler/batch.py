@@ -47,7 +47,10 @@ class Batch:
         policy_share: float,
         kinds: Sequence[RowKind] = (),
     ) -> None:
-        self.kv, self.policy, self.membership, self.waiting = kv, policy, membership, waiting
+        self.kv = kv
+        self.policy = policy
+        self.membership = membership
+        self.waiting = waiting
         self.max_running = max_running
         """Maximum number of running requests; each has a row."""
         self.running_limit = max_running
@@ -152,7 +155,8 @@ class Batch:
             return False
         if request.size > self.prompt_share.short_tokens(self.token_budget):
             return False
-        pools, share = zip(self.kv.pools, self.kv.layout.kinds, strict=True), self._unused_blocks()
+        pools = zip(self.kv.pools, self.kv.layout.kinds, strict=True)
+        share = self._unused_blocks()
         return all(kind.num_entries(request.size) + 1 <= share * pool.capacity for pool, kind in pools if kind.grows)
 
     @property
@@ -231,7 +235,8 @@ class Batch:
         requests."""
         if not self.kinds:
             return 0
-        rows, decodes = [request for request, _ in chunks], self.decodes.requests if with_decodes else []
+        rows = [request for request, _ in chunks]
+        decodes = self.decodes.requests if with_decodes else []
         return sum([kind.num_bytes(rows, decodes) for kind in self.kinds])
 
     def obstacle(self, request: Request) -> str:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CostModel", "Roofline", "StepFeatures"]
 
-_KNOTS_BELOW, _KNOTS_ABOVE = 3, 7
+_KNOTS_BELOW = 3
+_KNOTS_ABOVE = 7
 _NUM_KNOTS = _KNOTS_BELOW + _KNOTS_ABOVE + 1
 _NUM_PRICES = 5
 _NUM_LOCAL = 2 + _NUM_PRICES
@@ -67,7 +68,8 @@ class StepFeatures(NamedTuple):
         cls, num_decodes: int, context_tokens: int, chunks: Iterable[Chunk], adapter_bytes: float = 0.0
     ) -> StepFeatures:
         """Features of a step, from its number of decode rows, the context of these rows, and its prompt chunks."""
-        tokens, context = 0, 0.0
+        tokens = 0
+        context = 0.0
         for chunk in chunks:
             if chunk.drafts:
                 num_decodes += chunk.num_tokens
@@ -215,7 +217,8 @@ class CostModel:
     def _set(self, coefficients: list[float]) -> None:
         self._coefficients = coefficients
         level = max(coefficients[0], _MIN_SECONDS)
-        self._levels, self._slopes = [], []
+        self._levels = []
+        self._slopes = []
         for begin, end, rise in zip(self._begins, self._ends, coefficients[1:], strict=False):
             self._levels.append(level)
             self._slopes.append(rise / (end - begin))
@@ -238,7 +241,8 @@ class CostModel:
         covered = (tokens - self._begins[at]) / (self._ends[at] - self._begins[at])
         counts = step.num_decodes, step.prefill_tokens, step.context_tokens, step.prefill_context, step.adapter_bytes
         local = (1.0, covered, *map(float, counts))
-        gram, target = self._gram[at], self._target[at]
+        gram = self._gram[at]
+        target = self._target[at]
         for pair, (one, other) in enumerate(_PAIRS):
             gram[pair] = forget * gram[pair] + weight * local[one] * local[other]
         for one, value in enumerate(local):
@@ -265,7 +269,8 @@ class CostModel:
                         gram[i][j] += value
                         if one != other:
                             gram[j][i] += value
-        scale, level = math.exp(self._log_scale), 0.0
+        scale = math.exp(self._log_scale)
+        level = 0.0
         for i, prior in enumerate(self._prior):
             level += prior if i <= _NUM_KNOTS else 0.0
             usual = prior or (0.2 * level if i <= _NUM_KNOTS else 0.2 * self.prior.token_seconds)
@@ -304,7 +309,8 @@ class CostModel:
         try:
             model = cls(Roofline(**fields["prior"]), float(fields["copy_bandwidth"]))
             model.num_observed = int(fields["num_observed"])
-            model._error, model._log_scale = float(fields["error"]), float(fields["log_scale"])
+            model._error = float(fields["error"])
+            model._log_scale = float(fields["log_scale"])
             coefficients = [float(value) for value in fields["coefficients"]]
             grams = [[float(value) for value in row] for row in fields["gram"]]
             targets = [[float(value) for value in row] for row in fields["target"]]
@@ -321,7 +327,8 @@ class CostModel:
             raise ConfigError("this cost model was made by another version; make it again with chairlift sim --fit")
         if not all(map(math.isfinite, [*numbers, model._error, model._log_scale])) or min(coefficients) < 0:
             raise ConfigError("this cost model has numbers out of range; make it again with chairlift sim --fit")
-        model._gram, model._target = grams, targets
+        model._gram = grams
+        model._target = targets
         model._set(coefficients)
         return model
 

@@ -83,7 +83,8 @@ class Deadlines:
 
     def doubtful(self) -> list[Request]:
         """Requests that :meth:`lost` has marked as doubtful since the last call of this method."""
-        moved, self._moved = self._moved, []
+        moved = self._moved
+        self._moved = []
         return moved
 
     def is_urgent(self, request: Request, now: float) -> bool:

@@ -78,7 +78,9 @@ class Drafts:
     """
 
     def __init__(self, batch: Batch, speculator: Speculator, guide: Guide | None = None) -> None:
-        self._batch, self._kv, self._decodes = batch, batch.kv, batch.decodes
+        self._batch = batch
+        self._kv = batch.kv
+        self._decodes = batch.decodes
         self.speculator = speculator
         self.guide = guide
         """Restricts the drafts of requests that follow a grammar. None: requests with a grammar get no drafts."""
@@ -158,7 +160,8 @@ class Drafts:
     def _num_fitting(self, request: Request, count: int) -> int:
         """Number of drafts, at most ``count``, for which the request gets blocks. It takes a new block only if every
         other running request could get one too."""
-        kv, known = self._kv, len(request.token_ids)
+        kv = self._kv
+        known = len(request.token_ids)
         count = min(count, self._max_drafts(request))
         room = min(len(table) for table in request.block_ids) * kv.block_size - known
         scarce = min(pool.num_free for pool in kv.pools) <= len(self._batch.running)
@@ -221,7 +224,8 @@ class Drafts:
 
     def measures(self) -> bool:
         """Whether the newest step has no drafts so that its time is measured. True only once for such a step."""
-        found, self.speculator.measures = self.speculator.measures, False
+        found = self.speculator.measures
+        self.speculator.measures = False
         return found
 
     def rejoin(self, flight: Step) -> None:

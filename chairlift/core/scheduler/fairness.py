@@ -50,7 +50,8 @@ class VirtualTokenCounters:
 
     def catch_up(self, original: VirtualTokenCounters) -> None:
         """Copy weights and counters from ``original``. This object must already contain the same waiting requests."""
-        self._weights, self._last = original._weights, original._last
+        self._weights = original._weights
+        self._last = original._last
         self._counters = dict(original._counters)
 
     def active(self) -> list[str]:

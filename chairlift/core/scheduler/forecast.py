@@ -89,7 +89,8 @@ def foresee(
     tenants = Counter(request.service.tenant for request in scheduler.requests.values())
     busiest = max(tenants, key=lambda tenant: (tenants[tenant], tenant), default=_NEWCOMER)
     names = _add_newcomers(twin, classes, busiest, now)
-    missing, clock = {*waiting, *names}, now
+    missing = {*waiting, *names}
+    clock = now
     pauses = _Pauses(twin, scheduler, now)
     yield None
     for _ in range(max_steps):
@@ -147,7 +148,8 @@ class _Pauses:
     One mask is made at a time."""
 
     def __init__(self, twin: Scheduler, original: Scheduler, now: float) -> None:
-        self._twin, self._free_at = twin, now
+        self._twin = twin
+        self._free_at = now
         self._paused: deque[tuple[float, Request]] = deque()
         """(time at which its mask is made, request), in the order of the times."""
         self._may_begin = not twin.membership.held and any(each.mask_seconds for each in original.requests.values())
@@ -189,7 +191,8 @@ class _NewcomersDisplaceNobody:
     """
 
     def __init__(self, policy: Policy, starts: dict[str, float]) -> None:
-        self._policy, self._starts = policy, starts
+        self._policy = policy
+        self._starts = starts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._policy, name)
@@ -261,7 +264,10 @@ def _like(request: Request, lengths: AnswerLengths) -> Request:
     copy.num_prompt_tokens = request.num_prompt_tokens
     copy.max_total_tokens += request.num_prompt_tokens
     copy.limit = request.limit  # blocks are reserved for the longest answer, not for the expected one
-    copy.num_preemptions, copy.sequence = request.num_preemptions, request.sequence
-    copy.times_passed, copy.size, copy.mask_seconds = request.times_passed, request.size, request.mask_seconds
+    copy.num_preemptions = request.num_preemptions
+    copy.sequence = request.sequence
+    copy.times_passed = request.times_passed
+    copy.size = request.size
+    copy.mask_seconds = request.mask_seconds
     copy.finish_reason = request.finish_reason
     return copy

@@ -38,7 +38,8 @@ __all__ = [
 
 _MARGIN = 4.5
 _NEARLY_FREE = 1.25
-HEALTHY, UNHEALTHY = 0.02, 0.05
+HEALTHY = 0.02
+UNHEALTHY = 0.05
 """Fractions of requests that are preempted at least once. Below the first value the engine is healthy, above the second
 it is not."""
 
@@ -161,7 +162,8 @@ def expected_growth(seen: Observation) -> float:
     value: the first request leaves after r / n steps on average, while all requests together grow by r. A margin of a
     few r covers the case that it leaves later.
     """
-    mean, context = seen.answer_length, seen.context_length
+    mean = seen.answer_length
+    context = seen.context_length
     growth = seen.running * (mean * math.exp(context / mean - 1) - context) if mean > context else 0.0
     return (growth + _MARGIN * mean) / seen.capacity_tokens
 
@@ -223,7 +225,9 @@ class RuleGovernor:
     name = "rules"
 
     def __init__(self, bounds: Bounds, targets: Targets, costs: Costs) -> None:
-        self._bounds, self._targets, self._costs = bounds, targets, costs
+        self._bounds = bounds
+        self._targets = targets
+        self._costs = costs
         self._factor = 1.0
         """Factor by which the forecast number of rows is multiplied, to correct errors of the forecast."""
         self._round = _Round()
@@ -232,7 +236,8 @@ class RuleGovernor:
         requests wait and the measured time per token is below its target."""
 
     def decide(self, now: float, seen: Observation) -> Proposal | None:
-        upper, target = self._bounds.most, self._targets.tpot
+        upper = self._bounds.most
+        target = self._targets.tpot
         because = self._correct(seen)
         fit = rows_that_fit(seen) * self._factor
         running = int(min(fit, upper.running))
@@ -255,7 +260,8 @@ class RuleGovernor:
         generation of requests: the effect is visible only when the requests that were admitted with it have ended.
         """
         self._round.add(seen)
-        turn, rate = self._round, seen.preemption_rate
+        turn = self._round
+        rate = seen.preemption_rate
         if turn.preempted and rate > HEALTHY and turn.preempted >= 0.1 * seen.running:
             sharply = rate > UNHEALTHY
             self._factor *= 0.9 if sharply else 0.95

@@ -26,7 +26,9 @@ from chairlift.core.scheduler.scheduler import Scheduler
 
 __all__ = ["Decision", "GovernorLoop", "Window", "governor_from_config"]
 
-_USUAL_PROMPT, _USUAL_ANSWER, _USUAL_COUNT = 64, 160, 4
+_USUAL_PROMPT = 64
+_USUAL_ANSWER = 160
+_USUAL_COUNT = 4
 """Assumed tokens per prompt and per answer, and the number of requests that are assumed to have these lengths at the
 start of a window. Real requests soon outweigh them."""
 
@@ -91,7 +93,9 @@ class Window:
 
     def __init__(self, scheduler: Scheduler, now: float) -> None:
         self._scheduler = scheduler
-        self._prompts, self._answers, self._preempted = _Ratio(64), _Ratio(64), _Ratio(100)
+        self._prompts = _Ratio(64)
+        self._answers = _Ratio(64)
+        self._preempted = _Ratio(100)
         self._prompts.add(_USUAL_PROMPT, 1)
         self._answers.add(_USUAL_COUNT * _USUAL_ANSWER, _USUAL_COUNT)
         self._num_finished = scheduler.preemption_rate.num_finished
@@ -129,15 +133,19 @@ class Window:
 
     def close(self, now: float, settings: Settings) -> Observation:
         """Return the observation for the time since the last call, and begin the next window."""
-        scheduler, seconds = self._scheduler, now - self._since
+        scheduler = self._scheduler
+        seconds = now - self._since
         finished = scheduler.preemption_rate.num_finished - self._num_finished
         self._num_finished += finished
         self._preempted.add(self._preemptions, finished)
         self._answers.add(self._tokens, finished)
-        waiting, running = len(scheduler.waiting), len(scheduler.running)
-        steps, computed = sorted(self._steps), self._tokens + self._prefill
+        waiting = len(scheduler.waiting)
+        running = len(scheduler.running)
+        steps = sorted(self._steps)
+        computed = self._tokens + self._prefill
         oldest = scheduler.waiting.oldest_arrival if waiting else now
-        kv, length = scheduler.kv, max(1, round(self._prompts.value() + self._answers.value()))
+        kv = scheduler.kv
+        length = max(1, round(self._prompts.value() + self._answers.value()))
         # Number of positions per block, for each cache group. A sliding window releases blocks, so a longer request
         # does not need more blocks.
         per_block = [max(kv.block_size, length / kv.layout.blocks_for(group, length)) for group in range(len(kv.pools))]
@@ -187,7 +195,8 @@ class GovernorLoop:
         interval: float = 1.0,
         capacity: int = 1024,
     ) -> None:
-        self.governor, self.interval = governor, interval
+        self.governor = governor
+        self.interval = interval
         self.decisions: deque[Decision] = deque(maxlen=capacity)
         self.num_decisions = 0
         self._scheduler = scheduler
@@ -222,7 +231,8 @@ class GovernorLoop:
             self._set(now, after, why, seen)
 
     def _set(self, now: float, after: Settings, why: str, seen: Observation) -> None:
-        before, self.settings = self.settings, after
+        before = self.settings
+        self.settings = after
         batch = self._scheduler.batch
         batch.running_limit, batch.token_budget, batch.watermark = dataclasses.astuple(after)
         decision = Decision(now, self.governor.name, before, after, why, seen)
@@ -238,7 +248,8 @@ def governor_from_config(
     that cannot be used."""
     if config.governor == "off":
         return None
-    max_rows, reserved = config.max_running, sum(each.min_seqs for each in (config.promises or {}).values())
+    max_rows = config.max_running
+    reserved = sum(each.min_seqs for each in (config.promises or {}).values())
     # Rows reserved for classes must stay available, and prompts must make progress.
     lowest = Settings(reserved + 1, min(config.max_num_batched_tokens, 64), min(config.admission_watermark, 0.01))
     bounds = Bounds(lowest, Settings(max_rows, config.max_num_batched_tokens, max(config.admission_watermark, 0.4)))

@@ -30,10 +30,12 @@ class GuardRails:
         patience: int = 16,
         hold: float = 30.0,
     ) -> None:
-        self.configured, self.bounds = configured, bounds
+        self.configured = configured
+        self.bounds = bounds
         self._cool_down = cool_down
         """Minimum seconds before a setting may change in the opposite direction."""
-        self._worst_drop, self._patience = worst_drop, patience
+        self._worst_drop = worst_drop
+        self._patience = patience
         self._hold = self._first_hold = hold
         self._held_until = float("-inf")
         self._moved: dict[str, tuple[int, float]] = {}

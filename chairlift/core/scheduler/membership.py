@@ -63,7 +63,11 @@ class Membership:
     def lacks(self, places: int) -> str:
         """Name of the resource that prevents the next waiting request from joining. ``places`` is the number of
         requests that may still join in this step."""
-        return "tokens" if places else "batch" if self.closed else "slots"
+        if places:
+            return "tokens"
+        if self.closed:
+            return "batch"
+        return "slots"
 
     def needs_budget(self) -> int:
         """Number of tokens that the step's budget must have left before one more request may join."""

@@ -148,7 +148,8 @@ class Precedence(FirstComeFirstServed):
     def _is_owed(self, request: Request, running: Request) -> bool:
         """Whether the tenant of ``request`` may take a row from the tenant of ``running``: the former has fewer rows
         than its weight entitles it to, and the latter has more."""
-        tenant, other = request.service.tenant, running.service.tenant
+        tenant = request.service.tenant
+        other = running.service.tenant
         if tenant == other or self.counters[tenant] > self.counters[other]:
             return False
         num_requests = self._tenant_rows[tenant] + self.counters.num_waiting(tenant)
@@ -175,7 +176,8 @@ class Precedence(FirstComeFirstServed):
         if len(needs) == 1:
             return super().share(needs, budget)
         floors = self._floors(needs)
-        shares, open_to_all = [], budget - sum(floors.values())
+        shares = []
+        open_to_all = budget - sum(floors.values())
         for request, num_tokens in sorted(needs, key=self._chunk_order):
             name = request.service.service_class
             assigned = min(num_tokens, floors[name] + max(0, open_to_all), budget)

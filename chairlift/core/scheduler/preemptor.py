@@ -23,8 +23,11 @@ class Preemptor:
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.kv, self.policy, self.membership = batch.kv, batch.policy, batch.membership
-        self.running, self.waiting = batch.running, batch.waiting
+        self.kv = batch.kv
+        self.policy = batch.policy
+        self.membership = batch.membership
+        self.running = batch.running
+        self.waiting = batch.waiting
         self.num_preemptions = 0
         self.num_swaps = self.num_tails = 0
         """Counters: preemptions that saved the KV in host memory; preemptions that dropped only the last blocks of the
@@ -70,7 +73,8 @@ class Preemptor:
             and step.out.step < self._compared_at + _ASK_AGAIN_STEPS
         ):
             return
-        self._refused_state, self._compared_at = state, step.out.step
+        self._refused_state = state
+        self._compared_at = step.out.step
         self.policy.observe(self.running.values(), self.batch.now)
         while self.waiting:
             head = next(self.waiting.line(self.batch.now))
@@ -98,7 +102,8 @@ class Preemptor:
     def _displace(self, head: Request, step: Step) -> bool:
         """Preempt running requests for a waiting request, but only if it can then join as soon as the steps in flight
         have ended. Returns whether the preemptions were made."""
-        outranks, now = self.policy.outranks, self.batch.now
+        outranks = self.policy.outranks
+        now = self.batch.now
 
         def able(resource: Resource) -> list[Request]:
             lower = [running for running in self.running.values() if outranks(head, running, resource, now)]
@@ -115,7 +120,8 @@ class Preemptor:
                 return False
             if self.batch.free_rows:  # a free row reserved for short requests is taken before a row in use
                 evicted = None
-        reserve, leaving = head.reserve, able("blocks")
+        reserve = head.reserve
+        leaving = able("blocks")
         if evicted is not None and evicted not in leaving:
             leaving.append(evicted)  # its blocks come free with its row
         if self.kv.lacks(head, reserve, self.batch.free_fraction(), leaving):

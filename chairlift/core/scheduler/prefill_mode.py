@@ -115,7 +115,8 @@ class _Auto:
         return self._mode.name
 
     def turn(self, batch: Batch) -> Turn:
-        rows, tokens = batch.decodes.count, batch.num_prefill_tokens(self._max_tokens)
+        rows = batch.decodes.count
+        tokens = batch.num_prefill_tokens(self._max_tokens)
         if rows and tokens:
             self._ratio += _NEWEST * (tokens / rows - self._ratio)
             self._cost += _NEWEST * (self._costs.mixed_cost(rows, batch.num_computed_tokens, tokens) - self._cost)

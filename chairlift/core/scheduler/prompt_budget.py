@@ -22,9 +22,13 @@ class PromptBudget:
     """Assigns the token budget that decodes leave: to chunks of running requests, and to waiting requests that join."""
 
     def __init__(self, batch: Batch, preemptor: Preemptor, max_model_len: int) -> None:
-        self.batch, self.preemptor = batch, preemptor
-        self.kv, self.policy, self.membership = batch.kv, batch.policy, batch.membership
-        self.running, self.waiting = batch.running, batch.waiting
+        self.batch = batch
+        self.preemptor = preemptor
+        self.kv = batch.kv
+        self.policy = batch.policy
+        self.membership = batch.membership
+        self.running = batch.running
+        self.waiting = batch.waiting
         self.max_model_len = max_model_len
 
     def run(self, step: Step, budget: int, turn: Turn) -> None:
@@ -33,14 +37,16 @@ class PromptBudget:
         Both parts go to running and to waiting requests. Tokens that one part cannot use are added to the other part.
         """
         out = step.out
-        rows, rest = self.batch.computable(), 0
+        rows = self.batch.computable()
+        rest = 0
         if turn is Turn.DECODE:  # chunks only for stalled decodes
             self._run_chunks(step, budget, [r for r in rows if r.num_computed_tokens >= r.progress_mark])
             return
         younger: list[Request] = []
         if self.batch.prompt_share.by_size and budget > 0 and (rows or self.waiting):
             part = self.batch.prompt_share.split(budget, self.policy.reserved_tokens(self._needs(rows)))
-            rest, budget = budget - part, part
+            rest = budget - part
+            budget = part
             rows, younger = self._split_at_first_waiting(rows)
         budget = self._run_younger(step, budget, rows, younger) if younger else self._run_chunks(step, budget, rows)
         budget = self._admit(step, budget)
@@ -56,7 +62,8 @@ class PromptBudget:
     def _run_younger(self, step: Step, budget: int, rows: list[Request], younger: list[Request]) -> int:
         """Assign the budget to ``rows``, then to ``younger`` requests and to waiting requests between these, in policy
         order. Tokens that the policy reserves for later rows stay for them. Returns the remaining budget."""
-        needs, reserved_tokens = self._needs([*rows, *younger]), self.policy.reserved_tokens
+        needs = self._needs([*rows, *younger])
+        reserved_tokens = self.policy.reserved_tokens
         reserved = reserved_tokens(needs)
 
         def kept(number: int) -> int:
@@ -77,7 +84,8 @@ class PromptBudget:
         the second list joined early because they are small."""
         if not (self.waiting and rows):
             return rows, []
-        order, first_order = self.policy.order, self._first_waiting_order()
+        order = self.policy.order
+        first_order = self._first_waiting_order()
         younger = [r for r in rows if r.num_computed_tokens < r.progress_mark and order(r) > first_order]
         if not younger:
             return rows, []
@@ -109,7 +117,8 @@ class PromptBudget:
         newcomer = self._smallest_newcomer(step)
         while budget > 0 and (rows or newcomer):
             if newcomer and not (rows and size_order(rows[0]) < size_order(newcomer)):
-                request, newcomer = newcomer, None
+                request = newcomer
+                newcomer = None
                 if self._admit_smallest(request, step):
                     # The size of the request is known only now: the request that it forks from, or a cached prefix, may
                     # be gone.
@@ -194,9 +203,11 @@ class PromptBudget:
     def _run_chunks(self, step: Step, budget: int, rows: list[Request]) -> int:
         """Divide the budget between running requests with more than one token to compute. Returns the remaining
         budget."""
-        rows, short = [r for r in rows if r.slot >= 0], True
+        rows = [r for r in rows if r.slot >= 0]
+        short = True
         while rows and budget > 0 and short:
-            short, needs = False, self._needs(rows)
+            short = False
+            needs = self._needs(rows)
             for request, num_tokens in list(self.policy.share(needs, budget)):
                 num_tokens = self._uncut(request, min(num_tokens, budget), step)
                 if num_tokens <= 0 or request.slot < 0:  # this step has just preempted it for an earlier request
@@ -304,7 +315,12 @@ class PromptBudget:
             kind.spent(request, num_tokens)
         end = start + num_tokens
         samples = min(request.num_sample_positions, num_tokens) if end == request.num_tokens else 0
-        why = "stalled" if start >= request.progress_mark else "recompute" if request.was_preempted else "prefill"
+        if start >= request.progress_mark:
+            why = "stalled"
+        elif request.was_preempted:
+            why = "recompute"
+        else:
+            why = "prefill"
         chunk = Chunk(request.slot, start, num_tokens, samples, why)
         step.out.chunks.append(chunk)
         step.chunks.append((request, chunk))

@@ -60,7 +60,8 @@ class RowTimes:
             self._factors[size] = math.exp(self._error_at(size))
 
     def _error_at(self, rows: int) -> float:
-        total, weight = 0.0, _PRIOR_STEPS
+        total = 0.0
+        weight = _PRIOR_STEPS
         for other in range(max(1, rows - len(_NEAR) + 1), min(_MOST_ROWS, rows + len(_NEAR) - 1) + 1):
             share = _NEAR[abs(other - rows)] * self._counts[other]
             total += share * self._errors[other]

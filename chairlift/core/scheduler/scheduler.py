@@ -84,8 +84,12 @@ class Scheduler:
             policy_share=policy_share,
             kinds=kinds,
         )
-        self.kv, self.policy, self.membership = kv, policy, batch.membership
-        self.requests, self.running, self.waiting = batch.requests, batch.running, batch.waiting
+        self.kv = kv
+        self.policy = policy
+        self.membership = batch.membership
+        self.requests = batch.requests
+        self.running = batch.running
+        self.waiting = batch.waiting
         self.decodes = batch.decodes
         self.preemptor = Preemptor(batch)
         self.prompts = PromptBudget(batch, self.preemptor, max_model_len)
@@ -112,7 +116,8 @@ class Scheduler:
         Its division of the prompt budget starts as it was before the steps in flight. It does not swap, and its prefill
         mode is ``mixed``.
         """
-        batch, waiting = self.batch, self.waiting
+        batch = self.batch
+        waiting = self.waiting
         twin = Scheduler(
             kv,
             max_num_seqs=batch.max_running,
@@ -131,7 +136,8 @@ class Scheduler:
             kinds=[twin for kind in batch.kinds if (twin := kind.twin()) is not None],
         )
         twin._arrivals = self._arrivals
-        twin.batch.running_limit, twin.batch.token_budget = batch.running_limit, batch.token_budget
+        twin.batch.running_limit = batch.running_limit
+        twin.batch.token_budget = batch.token_budget
         oldest = next(iter(self._flights.values()), None)
         twin.batch.prompt_share.carried = batch.prompt_share.carried if oldest is None else oldest.carried
         return twin
@@ -225,7 +231,8 @@ class Scheduler:
         """
         self.batch.now = now
         self.add(request)
-        known, computed = len(request.token_ids), original.num_computed_tokens if begins is None else begins
+        known = len(request.token_ids)
+        computed = original.num_computed_tokens if begins is None else begins
         decodes = begins is None and (original.decoding or computed >= known)
         is_held = request.finish_reason is not None  # a held row computes beyond its known tokens, up to its limit
         if is_held and original.decoding:
@@ -278,9 +285,15 @@ class Scheduler:
         if not self.waiting:
             out.held_up_by = self.batch.unready_for
         elif not out.held_up_by:
-            out.held_up_by = "slots" if not self.batch.open_rows else "blocks" if out.preempted else "tokens"
+            if not self.batch.open_rows:
+                out.held_up_by = "slots"
+            elif out.preempted:
+                out.held_up_by = "blocks"
+            else:
+                out.held_up_by = "tokens"
         if self.preemptor.preempted_for:
-            out.preempted_for, self.preemptor.preempted_for = self.preemptor.preempted_for, {}
+            out.preempted_for = self.preemptor.preempted_for
+            self.preemptor.preempted_for = {}
         return out
 
     def _is_late(self, request: Request) -> None:
@@ -343,12 +356,17 @@ class Scheduler:
                 self.preemptor.break_stall()
             return
         self.batch.step = out.step
-        out.left, self.batch.left = self.batch.left, []
-        out.swap_out, self.preemptor.swap_out = self.preemptor.swap_out + self.kv.scheduled(out.step), []
+        out.left = self.batch.left
+        self.batch.left = []
+        out.swap_out = self.preemptor.swap_out + self.kv.scheduled(out.step)
+        self.preemptor.swap_out = []
         if decodes.slots is not self._sent_slots:
             out.decode_slots = self._sent_slots = decodes.slots
-        out.decode_rows, out.num_held = decodes.ids, decodes.num_held
-        step.sampled, step.appends, step.epoch = decodes.sampled, decodes.appends, self.batch.epoch
+        out.decode_rows = decodes.ids
+        out.num_held = decodes.num_held
+        step.sampled = decodes.sampled
+        step.appends = decodes.appends
+        step.epoch = self.batch.epoch
         self._describe(step)
         samples: list[Request | None] = []
         for request, chunk in step.chunks:
@@ -357,7 +375,8 @@ class Scheduler:
                 samples += [*[None] * (chunk.samples - 1), taker]  # tokens of earlier sample positions are dropped
         if samples:
             sampled, appends = receivers(samples)
-            step.sampled, step.appends = decodes.sampled + sampled, decodes.appends + appends
+            step.sampled = decodes.sampled + sampled
+            step.appends = decodes.appends + appends
             self.decodes.start([r for r in samples if r is not None and r.num_computed_tokens < r.limit])
         self._flights[out.step] = step
 
@@ -529,7 +548,8 @@ class Scheduler:
             request.num_computed_tokens -= 1
             self.batch.num_computed_tokens -= 1
             self.unready(request)
-        computed, position = list(flight.sampled), len(flight.sampled) - sum(c.samples for _, c in flight.verifies)
+        computed = list(flight.sampled)
+        position = len(flight.sampled) - sum(c.samples for _, c in flight.verifies)
         for request, chunk in flight.verifies:
             computed[position] = request if request in flight.withdrawn else None
             position += chunk.samples
@@ -553,8 +573,10 @@ class Scheduler:
         """Finish a request. In a static batch its row stays until all rows have finished. Returns the requests that
         leave now."""
         if request.finish_reason is None:
-            request.finish_reason, request.stop_reason = reason, stop_reason
-        is_static, leaving = self.membership.held, [request]
+            request.finish_reason = reason
+            request.stop_reason = stop_reason
+        is_static = self.membership.held
+        leaving = [request]
         if is_static and request.slot >= 0 and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.batch.epoch += 1
             self.decodes.stale = True

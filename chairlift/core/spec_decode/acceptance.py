@@ -73,7 +73,8 @@ class _Own:
         like the others."""
         self.weight = 0.0
         """Weight of the drafts in these sums."""
-        self.factor, self.version = 1.0, -1
+        self.factor = 1.0
+        self.version = -1
         self.survivals: list[float] = []
         """Result of :meth:`SourceAcceptance.survivals`, valid for one version of the source's chances."""
 
@@ -126,7 +127,8 @@ class SourceAcceptance:
         factor = 1.0 if own is None else self._factor(own)
         found = self._survivals if own is None else own.survivals
         if len(found) < number:
-            survival, chances = found[-1] if found else 1.0, self._chances_of(number)
+            survival = found[-1] if found else 1.0
+            chances = self._chances_of(number)
             for at in range(len(found), number):
                 odds = factor * chances[at]
                 chance = odds / (1 - chances[at] + odds)
@@ -139,12 +141,14 @@ class SourceAcceptance:
         because requests differ by one factor."""
         if self._num_new:
             self._settle()
-        best, highest = "", -1.0
+        best = ""
+        highest = -1.0
         for name in request_ids:
             own = self.requests.get(name)
             factor = 1.0 if own is None else self._factor(own)
             if factor > highest:
-                best, highest = name, factor
+                best = name
+                highest = factor
         return self.survivals(best, number)
 
     def weight(self, request_id: str) -> float:
@@ -157,21 +161,29 @@ class SourceAcceptance:
         if not num_drafts:
             return
         chances = self._chances_of(num_checked := min(num_drafts, num_accepted + 1))
-        own, right, checked = self.requests.get(request_id), self._right, self._checked
+        own = self.requests.get(request_id)
+        right = self._right
+        checked = self._checked
         if own is None:
-            own, factor = self.requests.setdefault(request_id, _Own()), 1.0
+            own = self.requests.setdefault(request_id, _Own())
+            factor = 1.0
         else:
             factor = own.factor_with(self._weight)
             self._compare(own, chances[:num_checked], num_accepted)
         missing = num_checked - len(checked)
         right += [0.0] * missing
         checked += [0.0] * missing
-        above, below, spread, weight = own.above, own.below, own.spread, own.weight
+        above = own.above
+        below = own.below
+        spread = own.spread
+        weight = own.weight
         for at in range(num_checked):
             chance = chances[at]
             rest = 1 - chance
-            above, below = _KEPT * above, _KEPT * below
-            spread, weight = _KEPT * spread + chance * rest, _KEPT * weight + 1
+            above = _KEPT * above
+            below = _KEPT * below
+            spread = _KEPT * spread + chance * rest
+            weight = _KEPT * weight + 1
             # Drafts of a request with other odds count for the source as if the request had the source's odds.
             share = 1 / (rest + factor * chance)
             if at < num_accepted:
@@ -181,16 +193,23 @@ class SourceAcceptance:
                 below += chance
                 share *= factor
             checked[at] += share
-        own.above, own.below, own.spread, own.weight = above, below, spread, weight
+        own.above = above
+        own.below = below
+        own.spread = spread
+        own.weight = weight
         self._num_new += 1
         if self._num_new >= _STALE * checked[0]:
             self._settle()
 
     def _compare(self, own: _Own, chances: Sequence[float], num_accepted: int) -> None:
         """Choose the weight of the source's chances whose estimates for the newest drafts were best."""
-        losses, above, below, spread = self._losses, own.above, own.below, own.spread / own.weight
+        losses = self._losses
+        above = own.above
+        below = own.below
+        spread = own.spread / own.weight
         for i, shared in enumerate(_SHARED_WEIGHTS):
-            factor, loss = (above + shared * spread) / (below + shared * spread), _LOSS_KEPT * losses[i]
+            factor = (above + shared * spread) / (below + shared * spread)
+            loss = _LOSS_KEPT * losses[i]
             for at, chance in enumerate(chances):
                 odds = factor * chance
                 error = odds / (1 - chance + odds) - (at < num_accepted)
@@ -209,7 +228,9 @@ class SourceAcceptance:
         kept = _SHARED_KEPT**self._num_new
         self._right = [kept * weight for weight in self._right]
         self._checked = [kept * weight for weight in self._checked]
-        self._num_new, self._chances, self._survivals = 0, [], []
+        self._num_new = 0
+        self._chances = []
+        self._survivals = []
         self._version += 1
 
     def _chances_of(self, number: int) -> Sequence[float]:

@@ -31,13 +31,16 @@ _PROBE_STEPS = (4, 24)
 """(first number, largest number) of steps without drafts after which one draft is tried although the estimates are
 against it, because the text may have changed. The number is the first one at the start and after a right draft. It
 doubles after each wrong draft, up to the largest one."""
-_PROBE_SHARE, _MAX_PAID_PROBE_STEPS = 0.005, 1200
+_PROBE_SHARE = 0.005
+_MAX_PAID_PROBE_STEPS = 1200
 """Fraction of the time that probes may take if making drafts costs time, and the number of steps without drafts after
 which there is a probe whatever it costs, because the measured cost of a drafter may have been an outlier."""
 _REST_STEPS = 16
 """Maximum number of steps for which the answer that no drafts pay stays valid. It depends only on the rows and on
 estimates, which change little without drafts."""
-_LOOK_SECONDS, _LOOK_SHARE, _MAX_PAID_REST_STEPS = 6e-5, 0.002, 128
+_LOOK_SECONDS = 6e-5
+_LOOK_SHARE = 0.002
+_MAX_PAID_REST_STEPS = 128
 """If making drafts costs time: the seconds in which the answer is found, the fraction of the time that this may take,
 and the largest number of steps for which the answer is valid, instead of ``_REST_STEPS``. Beside a short step, finding
 it takes a tenth of the step."""
@@ -50,14 +53,16 @@ _MAX_DRAFTS = 64
 """Maximum number of drafts in a step, over all rows. On a CPU, more are never useful."""
 _SIZES_COMPARED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, _MAX_DRAFTS)
 """Numbers of drafts that :meth:`AdaptiveSpeculator._may_pay` compares."""
-_MIN_GAINS, _GAIN_PER_COST = (1.005, 1.02), 0.2
+_MIN_GAINS = (1.005, 1.02)
+_GAIN_PER_COST = 0.2
 """Drafts are used only if they increase the tokens per second by a factor between the first and the last of
 ``_MIN_GAINS``. It is above 1 because the estimates are noisy. It grows with the relative time that the drafts add,
 times ``_GAIN_PER_COST``: drafts that cost almost nothing lose almost nothing if an estimate is wrong."""
 _ALIKE = 0.8
 """Rows take turns if the probability of a row's first draft is at least this fraction of that of the draft that was
 added last."""
-_FIRST_REACH, _ROWS_PER_REACH = 1, 8
+_FIRST_REACH = 1
+_ROWS_PER_REACH = 8
 """Most drafts that the proposer makes for a row at first, and the number of checked rows with that many after which it
 doubles. If large steps came first, the times of smaller ones would stay guesses, and the choice would stay wrong."""
 _PLAIN_AFTER = 200
@@ -81,13 +86,15 @@ def best_number(num_rows: int, drafts: Sequence[tuple[float, str]], seconds: Cal
         seconds: Function from the number of drafts to the seconds of the step. A number below 0 stands for fewer rows.
     """
     alone = seconds(0)
-    best, plain = 0, num_rows / alone
+    best = 0
+    plain = num_rows / alone
     rate = plain
     first: dict[str, float] = {}
     for chance, name in drafts:
         first.setdefault(name, chance)
     waiting = list(first.values())[::-1]
-    gained, sharing = 0.0, 0
+    gained = 0.0
+    sharing = 0
     for number, (chance, _) in enumerate(drafts, 1):
         gained += chance
         while waiting and waiting[-1] >= _ALIKE * chance:
@@ -100,7 +107,8 @@ def best_number(num_rows: int, drafts: Sequence[tuple[float, str]], seconds: Cal
         saved = gained / (gained + sharing)
         rest = seconds(-sharing) if sharing < num_rows else 0.0
         if (1 - saved) * taken + saved * rest <= alone:
-            best, rate = number, found
+            best = number
+            rate = found
     return best
 
 
@@ -162,7 +170,10 @@ class AdaptiveSpeculator:
         proposer: Proposer | None = None,
         guide: Guide | None = None,
     ) -> None:
-        self._seconds, self.most, self._proposer, self._guide = step_seconds, most, proposer, guide
+        self._seconds = step_seconds
+        self.most = most
+        self._proposer = proposer
+        self._guide = guide
         self._most_proposed = min(most, getattr(proposer, "most", most))
         """Maximum number of drafts for a row that the proposer makes, such as the number of Medusa heads."""
         self.acceptance = Acceptance()
@@ -172,7 +183,8 @@ class AdaptiveSpeculator:
         self.reach = _FIRST_REACH
         """Most drafts that the proposer makes for a row now. It doubles while the engine learns what steps cost."""
         self._num_reached = 0
-        self._idle_steps, self._probe_steps = 0, _PROBE_STEPS[0]
+        self._idle_steps = 0
+        self._probe_steps = _PROBE_STEPS[0]
         self._resting_steps = self._resting_rows = 0
         """For how many more steps the answer that drafts do not pay is valid, and for how many decode rows it was
         given."""
@@ -196,7 +208,8 @@ class AdaptiveSpeculator:
         steps without drafts then cost nothing more than this call. Also true without decode rows, and while the
         proposer keeps no states: then it can make no drafts, and a probe is due when it keeps them again."""
         if not self._upkeep.is_on:
-            self._idle_steps, self._resting_steps = _MAX_PAID_PROBE_STEPS, 0
+            self._idle_steps = _MAX_PAID_PROBE_STEPS
+            self._resting_steps = 0
             return True
         if not num_rows:
             return True
@@ -216,7 +229,8 @@ class AdaptiveSpeculator:
         ``rows`` has (decoding request, maximum number of its drafts)."""
 
         times: dict[int, float] = {}
-        num_decodes, others = step.num_decodes, step[1:]
+        num_decodes = step.num_decodes
+        others = step[1:]
 
         def seconds(number: int) -> float:
             found = times.get(number)
@@ -251,7 +265,8 @@ class AdaptiveSpeculator:
         number = best_number(step.num_decodes, order, seconds)
         if probes and order:
             if not number:
-                number, order = 1, [self._least_tried(drafted)]
+                number = 1
+                order = [self._least_tried(drafted)]
             self._idle_steps = 0
         counts = {name: _FIRST_TRY if self._is_new(each) else 0 for name, each in drafted.items()}
         chosen = Counter(name for _, name in order[:number])
@@ -266,7 +281,9 @@ class AdaptiveSpeculator:
         """Let :meth:`rests` be true for the next few steps, until a probe is due: ``probe_after`` steps without drafts.
         One draft for each row costs ``price`` seconds, and a step without drafts ``alone``."""
         self._drafted_steps[num_rows] = 0  # one of the next few steps, which have no drafts, is measured
-        self._resting_rows, self._is_paid_rest, steps = num_rows, price > 0, _REST_STEPS
+        self._resting_rows = num_rows
+        self._is_paid_rest = price > 0
+        steps = _REST_STEPS
         if price:
             steps = max(steps, min(int(_LOOK_SECONDS / (_LOOK_SHARE * alone)), _MAX_PAID_REST_STEPS))
         self._resting_steps = min(steps, math.ceil(probe_after) - self._idle_steps - 1)
@@ -303,7 +320,9 @@ class AdaptiveSpeculator:
         probable ones. In full batches the answer is no. Then the search for drafts is skipped, and this method is the
         only cost."""
         names: dict[Source, list[str]] = {}
-        proposes, others, expecting = self._proposer is not None, [], self.acceptance[Source.PREDICTED].requests
+        proposes = self._proposer is not None
+        others = []
+        expecting = self.acceptance[Source.PREDICTED].requests
         for request, _ in rows:
             if request.prediction or request.is_guided:
                 if request.prediction and request.request_id not in expecting:
@@ -319,7 +338,9 @@ class AdaptiveSpeculator:
         depth = min(self.most, -(-_MAX_DRAFTS // len(rows)))
         curves = [self.acceptance[source].best(each, depth)[:depth] for source, each in names.items()]
         chances = list(map(max, *curves)) if len(curves) > 1 else curves[0]
-        gains, alone, most = [0.0, *accumulate(chances)], seconds(0), len(rows) * depth
+        gains = [0.0, *accumulate(chances)]
+        alone = seconds(0)
+        most = len(rows) * depth
         for size in _SIZES_COMPARED:
             number = min(size, most)
             full, rest = divmod(number, len(rows))
@@ -340,14 +361,17 @@ class AdaptiveSpeculator:
             return self._most_proposed
         acceptance = self.acceptance[Source.PROPOSED]
         survivals = [acceptance.survivals(request.request_id, self._most_proposed) for request, _ in rows]
-        depth, tokens, alone = 0, float(step.num_decodes), seconds(0)
+        depth = 0
+        tokens = float(step.num_decodes)
+        alone = seconds(0)
         plain = rate = tokens / alone
         for number in range(1, self._most_proposed + 1):
             tokens += sum([chances[number - 1] for chances in survivals])
             taken = seconds(number * len(rows)) + number * price
             found = tokens / taken
             if found > max(rate, plain * _least_gain(taken, alone)):
-                depth, rate = number, found
+                depth = number
+                rate = found
         return depth
 
     def _sources_of(self, request: Request) -> Iterable[Source]:
@@ -403,7 +427,8 @@ class AdaptiveSpeculator:
         source = self._sources.get(request.request_id, Source.PROPOSED)
         self._num_reached += source is Source.PROPOSED and len(drafts) >= self.reach
         if self._num_reached == _ROWS_PER_REACH:
-            self.reach, self._num_reached = 2 * self.reach, 0
+            self.reach = 2 * self.reach
+            self._num_reached = 0
         self.acceptance[source].learn(request.request_id, len(drafts), num_accepted)
         if source is Source.PROPOSED:
             self._upkeep.saved(num_accepted * self._token_seconds)

@@ -50,7 +50,8 @@ class NgramIndex:
     def _index(self, token_ids: Sequence[int]) -> None:
         """Add all n-grams to the index that end before the last token of the text. For these n-grams the next token is
         known."""
-        size, ends = self._size, self._ends
+        size = self._size
+        ends = self._ends
         last = min(len(token_ids) - 1, self._num_indexed + _MAX_PER_CALL)
         for end in range(max(size, self._num_indexed + 1), last + 1):
             ends[tuple(token_ids[end - size : end])] = end

@@ -48,7 +48,8 @@ class PredictedText:
     def propose(self, token_ids: Sequence[int], num_prompt_tokens: int, limit: int) -> Sequence[int]:
         """Up to ``limit`` tokens that may follow ``token_ids``. The first ``num_prompt_tokens`` of ``token_ids`` are
         the prompt. Empty while the answer differs from the text."""
-        text, fresh = self._text, tuple(token_ids[num_prompt_tokens + self._num_seen :])
+        text = self._text
+        fresh = tuple(token_ids[num_prompt_tokens + self._num_seen :])
         self._num_seen += len(fresh)
         if self._place is not None:
             begin, end = self._place, self._place + len(fresh)

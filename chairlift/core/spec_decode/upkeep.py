@@ -64,7 +64,8 @@ class Upkeep:
         if self._balance < 0:
             self.is_on = False
             self._pause = int(-self._balance / (_SHARE * step_seconds))
-        self._balance, self._steps = max(0.0, _CREDIT_KEPT * self._balance), 0
+        self._balance = max(0.0, _CREDIT_KEPT * self._balance)
+        self._steps = 0
 
     @property
     def is_due(self) -> bool:

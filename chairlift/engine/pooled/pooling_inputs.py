@@ -186,6 +186,7 @@ def floats(values: bytes) -> list[float]:
 
 def cosine(first: bytes, second: bytes) -> float:
     """Cosine of the angle between two vectors, given as float32 bytes."""
-    a, b = floats(first), floats(second)
+    a = floats(first)
+    b = floats(second)
     lengths = math.sqrt(sum(x * x for x in a) * sum(x * x for x in b))
     return sum(x * y for x, y in zip(a, b, strict=True)) / max(lengths, 1e-12)

@@ -165,7 +165,8 @@ class CoreProcess:
 
     def run(self) -> None:
         """Serve until the other side closes the connection."""
-        connection, core = self._connection, self._core
+        connection = self._connection
+        core = self._core
         connection.send(Ready(self._info))
         while not connection.closed:
             for message in connection.receive(self._patience()):
@@ -233,7 +234,8 @@ class CoreProcess:
 
     def _show(self) -> None:
         """Send the recorded steps to viewers if a report is due, or if there is no other work."""
-        recorder, now = self._core.recorder, self._core.clock.now()
+        recorder = self._core.recorder
+        now = self._core.clock.now()
         if recorder is None or self._connection.backlog:
             return
         if now >= self._watched_at + _WATCH_SECONDS or not self._core.has_work:

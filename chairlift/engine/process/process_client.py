@@ -264,7 +264,8 @@ class ProcessClient(RemoteCore):
         """Wait for the end of the process. Returns a text that says how it ended."""
         if self._transport is None:
             return "the engine was not started"
-        lost, ended = asyncio.ensure_future(self._lost.wait()), asyncio.ensure_future(self._place.wait())
+        lost = asyncio.ensure_future(self._lost.wait())
+        ended = asyncio.ensure_future(self._place.wait())
         try:
             await asyncio.wait({lost, ended}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({lost}, timeout=0.5)  # its last messages may still be on the way

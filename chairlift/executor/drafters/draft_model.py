@@ -72,8 +72,11 @@ class DraftModel:
         block_size: int,
         max_tokens: int,
     ) -> None:
-        self._runner, self._block_size, self.most = runner, block_size, most
-        self._most_positions, self._max_tokens = min(max_positions, max_model_len), max_tokens
+        self._runner = runner
+        self._block_size = block_size
+        self.most = most
+        self._most_positions = min(max_positions, max_model_len)
+        self._max_tokens = max_tokens
         self._tokens = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
         """Per slot: the tokens of its sequence, followed by its drafts."""
         self._counts = [0] * num_slots
@@ -137,7 +140,9 @@ class DraftModel:
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
         """Drafts for each row: at most the given number, and only as many as fit into the request's blocks."""
         drafts: list[list[int]] = [[] for _ in rows]
-        limits, parts, room = [0] * len(rows), list[_Part](), min(self._max_tokens, len(rows) + _MAX_CATCH_UP)
+        limits = [0] * len(rows)
+        parts = list[_Part]()
+        room = min(self._max_tokens, len(rows) + _MAX_CATCH_UP)
         for index, (request, requested) in enumerate(rows):
             known = len(request.token_ids)
             positions = min(len(table) for table in request.block_ids) * self._block_size
@@ -175,7 +180,8 @@ class DraftModel:
     def _begin(self, request: Request) -> int:
         """Copy the request's new tokens into ``_tokens``. Returns the first position that the small model must
         compute."""
-        slot, known = request.slot, len(request.token_ids)
+        slot = request.slot
+        known = len(request.token_ids)
         if self._owners[slot] != request.request_id:
             self._owners[slot], self._sure[slot], self._counts[slot] = request.request_id, 0, 0
         sure = min(self._sure[slot], known)
@@ -244,7 +250,8 @@ class DraftModel:
 def load_drafts(folder: Path, served: Served) -> DraftSource:
     """Read the small model in ``folder``. Raises ConfigError and ModelLoadError."""
     subject = f"speculative_config: the draft model {served.name!r:.200}"
-    small, target = read_network(folder, "native"), served.network
+    small = read_network(folder, "native")
+    target = served.network
     if not isinstance(small, NetworkConfig):
         raise ConfigError(f"{subject} has no native family; use another")
     if small.vocab_size != target.vocab_size:
@@ -256,7 +263,8 @@ def load_drafts(folder: Path, served: Served) -> DraftSource:
         raise ConfigError(f"{subject} has another tokenizer ({found}); use a model of the same series")
     served.check_runs(small)
     length = min(served.config.model.max_model_len or small.max_model_len, small.max_model_len)
-    small, weight_format = small.for_length(length), served.backend.weight_format(None)
+    small = small.for_length(length)
+    weight_format = served.backend.weight_format(None)
     model = load_model(folder, small, served.dtype, "cpu", served.progress, weight_format=weight_format)
     if any(isinstance(layer, LayerState) for layer in model.kv_cache_spec()):
         raise ConfigError(f"{subject} has recurrent states, which cannot go back; use another")

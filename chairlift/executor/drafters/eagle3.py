@@ -116,7 +116,10 @@ class Eagle3Drafter:
         block_size: int,
         max_tokens: int,
     ) -> None:
-        self._network, self._runner, self._block_size, self.most = network, runner, block_size, most
+        self._network = network
+        self._runner = runner
+        self._block_size = block_size
+        self.most = most
         self._most_positions = min(max_model_len, network.config.layer.max_position_embeddings)
         self._first = _Layer(network, runner, max(max_tokens, _MIN_TOKENS), projects=True)
         self._further = _Layer(network, runner, num_slots, projects=False)
@@ -154,8 +157,10 @@ class Eagle3Drafter:
 
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
         """Note in which rows of the step the request is new."""
-        captured, keeps = self._runner.captures, self.upkeep.passes(bool(out.joined), out.step - self._step)
-        self._step, self.sleeps = out.step, not keeps
+        captured = self._runner.captures
+        keeps = self.upkeep.passes(bool(out.joined), out.step - self._step)
+        self._step = out.step
+        self.sleeps = not keeps
         if captured and not keeps:
             self._kept.stop(np.flatnonzero(self._whole).tolist(), self._counts)
         self._kept.joined(out)
@@ -210,7 +215,8 @@ class Eagle3Drafter:
         self._stored[slots[rows], places] = self._tapped[sources]
         full = np.flatnonzero(whole & ~long & (waiting > _MAX_WAITING))
         if len(full):
-            begins, behind = self._counts[slots].tolist(), (ends - 1).tolist()
+            begins = self._counts[slots].tolist()
+            behind = (ends - 1).tolist()
             self._compute(
                 [_Part(int(slots[row]), begins[row], behind[row], batch.block_tables[:, row]) for row in full.tolist()]
             )
@@ -218,7 +224,8 @@ class Eagle3Drafter:
     def _prompt_part(self, batch: StepBatch, row: int, end: int) -> _Part:
         """The part of a row's prompt that the drafting layer has not computed yet, up to the last position whose next
         token is known."""
-        slot, at = int(batch.slots[row]), int(batch.cu_seqlens[row])
+        slot = int(batch.slots[row])
+        at = int(batch.cu_seqlens[row])
         start = int(self._counts[slot])
         return _Part(slot, start, end - 1, batch.block_tables[:, row], at, int(batch.positions[at]))
 
@@ -231,9 +238,12 @@ class Eagle3Drafter:
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
         """Drafts for each row: at most the given number, and only as many as fit into the request's blocks."""
         drafts: list[list[int]] = [[] for _ in rows]
-        limits, active, parts = [0] * len(rows), list[int](), list[_Part]()
+        limits = [0] * len(rows)
+        active = list[int]()
+        parts = list[_Part]()
         for index, (request, requested) in enumerate(rows):
-            slot, known = request.slot, len(request.token_ids)
+            slot = request.slot
+            known = len(request.token_ids)
             positions = min(len(table) for table in request.block_ids) * self._block_size
             limits[index] = min(requested, min(positions, self._most_positions) - known + 2)
             is_ready = self._owners[slot] == request.request_id and self._ends[slot] == known - 1 > 0
@@ -276,7 +286,8 @@ class Eagle3Drafter:
         found: list[tuple[Tensor, Tensor]] = []
         waiting = [part for part in parts if part.start < part.end]
         while waiting:
-            room, pieces = self._first.max_tokens, list[_Part]()
+            room = self._first.max_tokens
+            pieces = list[_Part]()
             while waiting and room:
                 part = waiting.pop(0)
                 end = min(part.end, part.start + room)
@@ -311,9 +322,9 @@ class Eagle3Drafter:
                 first = part.tapped + part.start + skipped - part.first
                 count = part.end - part.start - skipped
                 given[begin + skipped : begin + skipped + count] = self._tapped[first : first + count]
-        kept = (
-            (cu_seqlens[1:] - 1).astype(np.intp)[: len(parts) if is_last else -1] if samples else np.zeros(0, np.intp)
-        )
+        kept = np.zeros(0, np.intp)
+        if samples:
+            kept = (cu_seqlens[1:] - 1).astype(np.intp)[: len(parts) if is_last else -1]
         features, hidden = self._first.run(batch, kept)
         self._counts[slots] = ends
         return features, hidden

@@ -25,7 +25,8 @@ class KeptBlocks:
     """
 
     def __init__(self, group: int, num_blocks: int, block_size: int) -> None:
-        self._group, self._block_size = group, block_size
+        self._group = group
+        self._block_size = block_size
         self._lacks = np.zeros(num_blocks, dtype=np.bool_)
         """Per block: whether it lacks the layer's KV."""
         self._saved: set[int] = set()
@@ -35,7 +36,9 @@ class KeptBlocks:
 
     def joined(self, out: SchedulerOutput) -> None:
         """Note the copies and the new rows of a step. Call this before :meth:`has_all`."""
-        group, lacks, saved = self._group, self._lacks, self._saved
+        group = self._group
+        lacks = self._lacks
+        saved = self._saved
         for slot in out.left:
             self._tables.pop(slot, None)
         for other, block, host in out.swap_out:
@@ -60,7 +63,8 @@ class KeptBlocks:
         kept from this step on."""
         for row in out.joined:
             # A block that is partly computed keeps its mark if the row's hidden states are kept.
-            table, positions = row.block_ids[self._group], row.num_computed_tokens
+            table = row.block_ids[self._group]
+            positions = row.num_computed_tokens
             self._lacks[table[-(-positions // self._block_size) :]] = lacking = not keeps[row.slot]
             self._lacks[table[positions // self._block_size :]] |= lacking
         for slot, blocks in out.new_blocks:

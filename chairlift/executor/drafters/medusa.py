@@ -63,7 +63,8 @@ class MedusaHeads:
     """
 
     def __init__(self, heads: Sequence[MedusaHead], runner: DraftRunner, num_slots: int) -> None:
-        self._runner, self.most = runner, len(heads)
+        self._runner = runner
+        self.most = len(heads)
         self._outputs = [head.head for head in heads]
         self._shared = all(output is None for output in self._outputs)
         self._blocks = _Blocks(heads, runner, num_slots)
@@ -82,7 +83,8 @@ class MedusaHeads:
 
     def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
         """Note the newest step. Its hidden states are read only if the next step gets drafts."""
-        self._tokens, self._newest = batch.tokens, (hidden, batch, token_ids)
+        self._tokens = batch.tokens
+        self._newest = (hidden, batch, token_ids)
 
     def _places(self) -> dict[int, int]:
         """Slot -> index of the hidden state from which the slot's newest token was sampled, for rows of the newest
@@ -133,7 +135,8 @@ class MedusaHeads:
         for part in [numbers] if together else [range(number, number + 1) for number in numbers]:
             drawn = self._draw(part, states[part.start : part.stop], slots, known, sampling)
             for at, token in enumerate(drawn):
-                number, row = part[at // len(rows)], at % len(rows)
+                number = part[at // len(rows)]
+                row = at % len(rows)
                 if len(drafts[row]) == number < rows[row][1] and token >= 0:
                     drafts[row].append(token)
                     self._tokens[slots[row], known[row] + number] = token
@@ -149,7 +152,8 @@ class MedusaHeads:
         could be sampled. ``states`` [heads, R, D] are the results of the heads' blocks. Several ``numbers`` are allowed
         only if the heads use the same output matrix."""
         if len(numbers) > 1:
-            slots, sampling = np.tile(slots, len(numbers)), sampling * len(numbers)
+            slots = np.tile(slots, len(numbers))
+            sampling = sampling * len(numbers)
         lengths = np.concatenate([known + number for number in numbers])
         lengths = np.minimum(lengths, self._tokens.shape[1] - 1)
         batch = drawing_batch(self._tokens, slots, lengths, sampling)
@@ -170,7 +174,8 @@ class _Blocks:
         shapes = [MatrixShape(*weight.shape) for weight, _ in blocks]
         packed = iter(NATIVE.empty(shapes, runner.dtype, torch.device("cpu")))
         recorder: Any = runner.recorder()
-        given, made = recorder.given(shapes[0].in_features), list[Value]()
+        given = recorder.given(shapes[0].in_features)
+        made = list[Value]()
         for head in heads:
             state = given
             for (weight, bias), matrix in zip(head.blocks, packed, strict=False):
@@ -178,7 +183,8 @@ class _Blocks:
                 NATIVE.finish(matrix, bias)
                 state = state + ops.silu(ops.native_linear(state, matrix))
             made.append(state)
-        self._made, self._dtype = made, runner.dtype
+        self._made = made
+        self._dtype = runner.dtype
         self._program = runner.program_of(recorder, made[-1], max_rows, made[:-1])
         # Rows as bytes of numpy arrays. Copies in torch would start threads that spin on the model's processors.
         self._given, *self._results = (

@@ -49,10 +49,12 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple
     for _ in range(_ROUNDS):
         # The products wrap modulo 2^64, which keeps all their bits. c1 and c3 may have wrong bits above bit 31, but
         # these bits are masked after the exclusive or.
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        p0 = c0 * _MULTIPLIERS[0]
+        p1 = c2 * _MULTIPLIERS[1]
         torch.bitwise_right_shift(p1, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK)
         torch.bitwise_right_shift(p0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK)
-        c1, c3 = p1, p0
+        c1 = p1
+        c3 = p0
         k0.add_(_WEYL[0])
         k1.add_(_WEYL[1])
     return c0, c1 & _MASK, c2, c3 & _MASK
@@ -102,7 +104,8 @@ def gumbel_argmax(scores: Tensor, seeds: Sequence[int], positions: Sequence[int]
     grouped = scores.view(scores.shape[0], -1, 4)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     for start in range(0, len(rows), _COUNTERS_PER_CHUNK):
-        row, group = rows[start : start + _COUNTERS_PER_CHUNK], groups[start : start + _COUNTERS_PER_CHUNK]
+        row = rows[start : start + _COUNTERS_PER_CHUNK]
+        group = groups[start : start + _COUNTERS_PER_CHUNK]
         zero = torch.zeros_like(row)
         words = torch.stack(philox4x32((group, position[row], zero, zero), (k0[row], k1[row])), dim=-1)
         v = (0x100000000 - words).to(torch.float32).mul_(2.0**-32)

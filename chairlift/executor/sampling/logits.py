@@ -147,7 +147,8 @@ def rank_token_ids(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     top, token_ids = values.topk(min(k + 1, values.shape[1]), dim=-1)
     if top.shape[1] > k:
         tied = top[:, k - 1] == top[:, k]  # the last value inside equals the first one outside: take the lowest ids
-        top, token_ids = top[:, :k], token_ids[:, :k]
+        top = top[:, :k]
+        token_ids = token_ids[:, :k]
         for i in tied.nonzero().squeeze(-1).tolist():
             above = token_ids[i][top[i] > top[i, -1]]
             equal = (values[i] == top[i, -1]).nonzero().squeeze(-1)[: k - len(above)]

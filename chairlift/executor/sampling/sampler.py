@@ -104,7 +104,8 @@ class Sampler:
             if masked:
                 bits = torch.from_numpy(np.stack([masks[part[j]] for j in masked]).view(np.int32)).to(logits.device)
                 transforms.apply_allowed_mask(scores, torch.tensor(masked, device=logits.device), bits)
-            part_rows, part_tokens = [rows[i] for i in part], [tokens[i] for i in part]
+            part_rows = [rows[i] for i in part]
+            part_tokens = [tokens[i] for i in part]
             _reshape(scores, part_rows, part_tokens)
             _truncate(scores, part_rows)
             self._draw(scores, part, part_rows, part_tokens, output)
@@ -215,7 +216,8 @@ class _Pairs:
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """(rows, token ids) of the collected triples, each int64 ``[K]``."""
-        rows, ids = np.concatenate(self._rows), np.concatenate(self._token_ids)
+        rows = np.concatenate(self._rows)
+        ids = np.concatenate(self._token_ids)
         return torch.from_numpy(rows).to(self._device), torch.from_numpy(ids).to(self._device)
 
     def values(self) -> Tensor:

@@ -292,7 +292,8 @@ class Library(ctypes.CDLL):
         try:
             for name, (result, arguments) in _PROTOTYPES.items():
                 function = getattr(self, name)
-                function.restype, function.argtypes = result, arguments
+                function.restype = result
+                function.argtypes = arguments
         except AttributeError:
             raise OSError(f"{path} has no function {name}, so it is of another version") from None
         room = (c_int64 * 64)()  # another version of the library may write more entries
@@ -380,7 +381,8 @@ def best_isa() -> str | None:
 def default_threads() -> int:
     """Number of processors that this process may use, according to its affinity mask and its control groups' quotas. At
     most 256."""
-    allowed, limit = min(_allowed_processors(), MAX_THREADS), processor_limit()
+    allowed = min(_allowed_processors(), MAX_THREADS)
+    limit = processor_limit()
     return allowed if limit is None else max(1, min(allowed, math.ceil(limit)))
 
 
@@ -416,7 +418,8 @@ class Memory:
         it."""
         self._count(1, [nbytes], offset)
         part = Memory.__new__(Memory)
-        part.address, part.nbytes = self.address + offset, nbytes
+        part.address = self.address + offset
+        part.nbytes = nbytes
         part._buffer = (ctypes.c_char * nbytes).from_buffer(self._buffer, offset)  # keeps the whole memory alive
         return part
 

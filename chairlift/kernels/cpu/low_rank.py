@@ -57,12 +57,14 @@ class PackedAdapter:
             sizes.append(packed_bytes(weight.out_features, rank, dtype, interleaved=weight.interleaved))
         self.nbytes = sum(sizes)
         """Size in bytes of all packed panels of the adapter."""
-        self._memory, offset = Memory(max(self.nbytes, 1)), 0
+        self._memory = Memory(max(self.nbytes, 1))
+        offset = 0
         self.products: dict[int, tuple[PackedWeight, PackedWeight, npt.NDArray[np.int32]]] = {}
         """Number of a layer (``site`` of its weight) -> (packed A, packed B, ``slices`` of ``cl_lora``: the ranks that
         are not zero in each panel of B)."""
         for index, (name, parts) in enumerate(layers.items()):
-            weight, rank = weights[name], ranks[name]
+            weight = weights[name]
+            rank = ranks[name]
             first, second = sizes[2 * index], sizes[2 * index + 1]
             a = PackedWeight(rank, weight.k, dtype, memory=self._memory.part(offset, first))
             b = PackedWeight(
@@ -79,12 +81,14 @@ class PackedAdapter:
 def _fill(a: PackedWeight, b: PackedWeight, parts: Sequence[LowRankPart]) -> npt.NDArray[np.int32]:
     """Write the parts of one linear layer into ``a`` and ``b``. Returns int32 [panels, 2]: for each panel of outputs,
     (first rank dimension that has nonzero values, number of such dimensions)."""
-    panels, whole = b.columns().numpy() // PANEL, torch.zeros(b.out_features, b.k)
+    panels = b.columns().numpy() // PANEL
+    whole = torch.zeros(b.out_features, b.k)
     begin = np.full(b.panels, np.iinfo(np.int32).max, dtype=np.int64)
     end = np.zeros(b.panels, dtype=np.int64)
     at = 0
     for part in parts:
-        rank, rows = len(part.a), slice(part.start, part.start + len(part.b))
+        rank = len(part.a)
+        rows = slice(part.start, part.start + len(part.b))
         a.pack_rows(part.a, at)
         whole[rows, at : at + rank] = part.b
         touched = np.unique(panels[rows])
@@ -111,7 +115,8 @@ class LowRankTable:
         """Make a program read this table. The table must outlive the program."""
         program.lora = ctypes.addressof(self._entries)
         program.num_sites = self.num_sites
-        program.lora_rows, program.lora_stride = self._rows.address, self._stride
+        program.lora_rows = self._rows.address
+        program.lora_stride = self._stride
 
     def put(self, adapter_id: int, adapter: PackedAdapter) -> None:
         """Add an adapter to the table. Raises InvariantError if its number is in use, or if the table is full."""

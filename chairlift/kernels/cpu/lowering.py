@@ -202,7 +202,8 @@ def _embedding(fuser: _Fuser, node: Node, out: Value | None = None, factor: floa
 
 
 def _scale(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
-    embedding, factor = fuser.absorbed.get(node.inputs[0]), node.attributes["factor"]
+    embedding = fuser.absorbed.get(node.inputs[0])
+    factor = node.attributes["factor"]
     if embedding is None:
         yield FusedOp(OpKind.SCALE, node.out, node.inputs, {"n": node.out.width, "scale": factor})
     else:
@@ -222,7 +223,8 @@ def _rms_norm(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
 
 def _layer_norm(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     fields = {"k": node.out.width, "eps": node.attributes["eps"]}
-    weight, bias = node.attributes["weight"], node.attributes["bias"]
+    weight = node.attributes["weight"]
+    bias = node.attributes["bias"]
     yield FusedOp(OpKind.LAYER_NORM, node.out, node.inputs, fields, weight, bias=bias)
 
 
@@ -308,7 +310,9 @@ def _attention(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     heads = node.inputs[0].node
     if heads is None:
         raise InvariantError("attention reads heads that no operation made")
-    given, attended, qkv = heads.attributes, node.attributes, heads.inputs[0]
+    given = heads.attributes
+    attended = node.attributes
+    qkv = heads.inputs[0]
     sizes = {"heads": given["num_heads"], "kv_heads": given["num_kv_heads"], "head_dim": given["head_dim"]}
     sizes["layer"] = attended["layer"]
     found = fuser.absorbed.get(qkv)
@@ -342,7 +346,8 @@ def _recurrence(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
 def _short_conv(node: Node, cell: ShortConv, out: Value, column: int = 0) -> list[FusedOp]:
     """The operation that convolves the columns of the input from ``column`` on. Empty if no kernel supports its
     sizes."""
-    channels, taps = cell.channels, cell.taps
+    channels = cell.channels
+    taps = cell.taps
     if channels % PANEL or taps > MOST_TAPS:
         return []
     flags = (OpFlag.GATED if cell.gated else 0) | (OpFlag.SILU if cell.silu else 0)
@@ -355,8 +360,11 @@ def _short_conv(node: Node, cell: ShortConv, out: Value, column: int = 0) -> lis
 def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
     """The operations of a Mamba-2 layer: the convolution, the scan, and the gate with its norm. Empty if no kernel
     supports the layer's sizes."""
-    shape, recorder, given = cell.shape, out.recorder, node.inputs[0]
-    mixed, scanned = Value(recorder, "rows", shape.channels), Value(recorder, "rows", shape.inner)
+    shape = cell.shape
+    recorder = out.recorder
+    given = node.inputs[0]
+    mixed = Value(recorder, "rows", shape.channels)
+    scanned = Value(recorder, "rows", shape.inner)
     conv = _short_conv(node, cell.conv, mixed, shape.inner)
     group = shape.inner // shape.norm_groups
     if not conv or shape.head_dim % LANES or shape.state_size % 2 or shape.state_size > MOST_STATE or group % LANES:
@@ -387,7 +395,8 @@ def _delta_rule(node: Node, cell: DeltaRule, out: Value) -> list[FusedOp]:
     supports the layer's sizes."""
     given, rates = node.inputs
     width = cell.value_heads * cell.value_dim
-    mixed, scanned = Value(out.recorder, "rows", cell.channels), Value(out.recorder, "rows", width)
+    mixed = Value(out.recorder, "rows", cell.channels)
+    scanned = Value(out.recorder, "rows", width)
     conv = _short_conv(node, ShortConv(cell.conv, None, silu=True), mixed)
     if not conv or cell.value_dim % LANES or cell.key_dim % LANES or cell.key_dim > MOST_STATE:
         return []
@@ -402,7 +411,8 @@ def _delta_rule(node: Node, cell: DeltaRule, out: Value) -> list[FusedOp]:
 
 MOST_TAPS = 8
 """Maximum number of tokens that the convolution kernel spans: ``MOST_TAPS`` of ``csrc/cpu/recurrent.h``."""
-LANES, MOST_STATE = 16, 256
+LANES = 16
+MOST_STATE = 256
 """Vector width and maximum state size of the scan kernels: ``LANES`` and ``MOST_STATE`` of ``csrc/cpu/scan.h``."""
 
 _CELLS: dict[type, Callable[[Node, Any, Value], list[FusedOp]]] = {

@@ -64,7 +64,9 @@ class PackedCodes(PackedMatrix):
         code = code_format(kind)
         nbytes = packed_code_bytes(out_features, in_features, kind, interleaved=interleaved, stack=stack)
         super().__init__(out_features, in_features, nbytes, interleaved=interleaved, stack=stack, memory=memory)
-        self.kind, self.format, self.group = kind, code, kind.group
+        self.kind = kind
+        self.format = code
+        self.group = kind.group
         self.rounds_weights = False
         """Whether numbers were rounded to codes, because they were floats or codes of another kind."""
         self.rounds_scales = False
@@ -72,9 +74,13 @@ class PackedCodes(PackedMatrix):
 
     def rows(self) -> GroupedRows:
         """A copy of the stored codes, for tests."""
-        k, group, bits = -(-self.k // GROUP) * GROUP, self.group, self.kind.bits
+        k = -(-self.k // GROUP) * GROUP
+        group = self.group
+        bits = self.kind.bits
         memory = self.memory.tensor(torch.uint8, (self.panels, self.memory.nbytes // self.panels))
-        tables, codes, at = [], [], 0
+        tables = []
+        codes = []
+        at = 0
         for start in range(0, k, group):
             count = min(group, k - start)
             header = PANEL * (4 if self.kind.minimum else 2)
@@ -100,7 +106,8 @@ class PackedCodes(PackedMatrix):
         library = require()
 
         def pack(start: int, rows: GroupedRows) -> None:
-            codes, given = rows.codes.contiguous(), [rows.scales]
+            codes = rows.codes.contiguous()
+            given = [rows.scales]
             if rows.minimums is not None:
                 given.append(rows.minimums)
             tables = [_stored(each) for each in given]

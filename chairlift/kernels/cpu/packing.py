@@ -106,10 +106,12 @@ class PackedMatrix(abc.ABC):
                 f"rows {first_row} to {first_row + rows} of shape {list(source.shape)} do not fit into a weight of "
                 f"shape {[self.out_features, self.k]}"
             )
-        each, panels = self.out_features // self.stack, self.panels // self.stack
+        each = self.out_features // self.stack
+        panels = self.panels // self.stack
         for member in range(first_row // each, -(-(first_row + rows) // each)):
             begin, end = max(member * each, first_row), min((member + 1) * each, first_row + rows)
-            some, start = source[begin - first_row : end - first_row], begin - member * each
+            some = source[begin - first_row : end - first_row]
+            start = begin - member * each
             if not self.interleaved:
                 self._pack(some, start, member * panels, 1, mapped)
                 continue
@@ -128,7 +130,9 @@ class PackedMatrix(abc.ABC):
 
     def point(self, op: OpStruct) -> None:
         """Make the operation ``op`` use this weight and its bias. Both must outlive the operation."""
-        op.weight, op.format, op.group = self.memory.address, self.format, self.group
+        op.weight = self.memory.address
+        op.format = self.format
+        op.group = self.group
         op.bias = None if self.bias is None else self.bias.data_ptr()
         op.site = self.site
 
@@ -144,8 +148,10 @@ class PackedMatrix(abc.ABC):
 
     def columns(self) -> Tensor:
         """int64 [out]: for each output of the layer, the index of the packed column that holds it."""
-        each, outputs = self.out_features // self.stack, torch.arange(self.out_features)
-        base, outputs = outputs // each * (self.panels // self.stack * PANEL), outputs % each
+        each = self.out_features // self.stack
+        outputs = torch.arange(self.out_features)
+        base = outputs // each * (self.panels // self.stack * PANEL)
+        outputs = outputs % each
         if not self.interleaved:
             return base + outputs
         half = each // 2
@@ -179,7 +185,8 @@ class PackedWeight(PackedMatrix):
     def _pack(
         self, source: Tensor | GroupedRows, first_row: int, first_panel: int, panel_step: int, mapped: bool
     ) -> None:
-        library, dtype = require(), NATIVE_DTYPES[self.dtype]
+        library = require()
+        dtype = NATIVE_DTYPES[self.dtype]
 
         def pack(start: int, rows: Tensor) -> None:
             values = rows.to("cpu", self.dtype).contiguous()

@@ -62,12 +62,17 @@ class StepProgram:
         taps: Sequence[Value] = (),
         others: Sequence[Value] = (),
     ) -> None:
-        self._library, self._adapters = lib.require(), adapters
+        self._library = lib.require()
+        self._adapters = adapters
         self._adapter_rows: npt.NDArray[np.int32] | None = None
-        self._pool, self._max_tokens, self._batch = pool, max_tokens, lib.BatchStruct()
+        self._pool = pool
+        self._max_tokens = max_tokens
+        self._batch = lib.BatchStruct()
         self._step: StepBatch | None = None
         """The step whose arrays the struct ``_batch`` points to; None before the first step."""
-        self._recorder, self._states, self._parts = recorder, states or {}, parts or {}
+        self._recorder = recorder
+        self._states = states or {}
+        self._parts = parts or {}
         self._state_layers = {layer: (kv_layers[layer].group, kv_layers[layer].block_size) for layer in self._states}
         self.plan = lower(recorder.nodes, output, *others)
         self._referenced: list[Any] = []
@@ -102,11 +107,13 @@ class StepProgram:
         if adapters is not None:
             adapters.point(self._program)
         self._output = self._buffers[self.plan.buffer_of[output]][:, : output.width]
-        self._num_rows, self._rows = -1, self._output
+        self._num_rows = -1
+        self._rows = self._output
         self._narrow_at, narrowed = narrow_at(self.plan.ops, output)
         # Buffers as numpy bytes. Indexing in torch would start threads that spin on the pool's processors.
         self._narrowed = [self._buffers[self.plan.buffer_of[value]].view(torch.uint8).numpy() for value in narrowed]
-        self._taps, self.captures = self._make_taps(taps, capacity), True
+        self._taps = self._make_taps(taps, capacity)
+        self.captures = True
 
     def run(
         self,
@@ -121,7 +128,8 @@ class StepProgram:
         are not computed. ``images`` maps tile key -> bytes of its rows in the program's dtype. Each row has an
         embedding, followed by the terms to add after each of the first layers.
         """
-        num_tokens, end = len(step.token_ids), len(self._ops)
+        num_tokens = len(step.token_ids)
+        end = len(self._ops)
         if not 0 < num_tokens <= self._max_tokens or step.cu_seqlens[-1] != num_tokens:
             raise InvariantError(f"a step has {num_tokens} tokens, but this program allows 1 to {self._max_tokens}")
         begin = 0
@@ -212,7 +220,8 @@ class StepProgram:
         """View of the first ``count`` rows of the output. Views are cached, because creating one in torch touches much
         memory."""
         if self._num_rows != count:
-            self._num_rows, self._rows = count, self._output[:count]
+            self._num_rows = count
+            self._rows = self._output[:count]
         return self._rows
 
     def _run(self, step: StepBatch, at: int, end: int) -> None:
@@ -438,7 +447,8 @@ class StepProgram:
 
     def _recur(self, node: Node, step: StepBatch, given: Sequence[Tensor]) -> Tensor:
         """Compute a recurrent layer in plain torch. It reads and writes the states that native kernels use, too."""
-        layer, cell = node.attributes["layer"], node.attributes["cell"]
+        layer = node.attributes["layer"]
+        cell = node.attributes["cell"]
         group, span = self._state_layers[layer]
         tables = step.block_tables[group].tolist()
         pieces = plan_pieces(step.cu_seqlens.tolist(), step.seq_lens.tolist(), tables, span)

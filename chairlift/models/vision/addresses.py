@@ -81,7 +81,9 @@ class MediaSource:
     ) -> None:
         self._domains = {each.lower().rstrip(".") for each in domains}
         self._folder = None if folder is None else Path(folder).resolve()
-        self.seconds, self._resolve, self._public = seconds, resolve or _addresses, public
+        self.seconds = seconds
+        self._resolve = resolve or _addresses
+        self._public = public
         self._places = {host: asyncio.Semaphore(_PER_HOST) for host in ("", *self._domains)}
         """Host in the list -> its places on the threads. The empty name is for files."""
         # These threads are separate from the server's threads, which must not wait for other machines.
@@ -99,7 +101,8 @@ class MediaSource:
         Returns (the file, seconds that reading took). It first waits for one of the places of the address's host, for
         as long as it takes. A redirect to another host keeps the place."""
         host = (_split(where, url).hostname or "").rstrip(".")
-        places, loop = self._places.get(host) or self._places[""], asyncio.get_running_loop()
+        places = self._places.get(host) or self._places[""]
+        loop = asyncio.get_running_loop()
         begun = asyncio.Event()
 
         def call(function: Callable[[], object]) -> None:
@@ -131,7 +134,8 @@ class MediaSource:
     def read(self, where: str, url: str, end: float | None = None) -> bytes:
         """Return the file at an address. ``where`` names the image in errors. ``end`` is the deadline, a time of the
         monotonic clock. Raises RequestError."""
-        parts, end = _split(where, url), time.monotonic() + self.seconds if end is None else end
+        parts = _split(where, url)
+        end = time.monotonic() + self.seconds if end is None else end
         return self._file(where, parts) if parts.scheme == "file" else self._fetch(where, url, end)
 
     def _file(self, where: str, parts: SplitResult) -> bytes:
@@ -170,7 +174,8 @@ class MediaSource:
 
     def _get(self, where: str, parts: SplitResult, end: float) -> bytes | str:
         """Content at one address (bytes), or the address to which it redirects (str)."""
-        host, port = (parts.hostname or "").rstrip("."), parts.port or _PORTS[parts.scheme]
+        host = (parts.hostname or "").rstrip(".")
+        port = parts.port or _PORTS[parts.scheme]
         if host not in self._domains:
             named = ", ".join(sorted(self._domains))
             raise RequestError(f"{where} is on {host!r:.80}, but images are read from {named} only; send it itself")

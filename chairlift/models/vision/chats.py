@@ -96,13 +96,15 @@ async def fetch_images(
     """Return ``messages`` in which every address that ``source`` reads is replaced by the prepared image at that
     address. All other parts are unchanged. Images are read one after another, in ``source.seconds`` together, and each
     is prepared before the next is read. Raises RequestError that names the path of an image that cannot be read."""
-    found, left = list(messages), source.seconds
+    found = list(messages)
+    left = source.seconds
     for count, (index, place, url) in enumerate(_addresses_in(messages, source), 1):
         if count > MOST_ADDRESSES:
             raise RequestError(f"the messages name more than {MOST_ADDRESSES} images by address; send some as data")
         where = f"messages[{index}].content[{place}].image_url.url"
         data, seconds = await source.fetch(where, url, left)
-        image, left = await prepare(where, data), left - seconds
+        image = await prepare(where, data)
+        left = left - seconds
         budget.add(where, image)
         parts = list(found[index]["content"])
         parts[place] = {"type": "image", "image": image}
@@ -127,7 +129,8 @@ def prepare_images(processor: ImageProcessor, images: Sequence[GivenImage]) -> l
     """Decode and cut images in this process, at most :data:`MAX_IMAGES`. Raises RequestError that names the path of a
     bad image."""
     check_number(images)
-    prepared, budget = list[PreparedImage](), ImageBudget(processor)
+    prepared = list[PreparedImage]()
+    budget = ImageBudget(processor)
     for where, given in images:
         image = from_data_url(where, given) if isinstance(given, str) else given
         done = processor.prepare(where, image)

@@ -27,8 +27,12 @@ class ClipTower:
     rounds_floats = False
 
     def __init__(self, config: LlavaConfig, weights: Weights) -> None:
-        self.config, self.dtype = config, weights.dtype
-        width, patch, text, take = config.hidden_size, config.patch_size, config.text_width, weights.take
+        self.config = config
+        self.dtype = weights.dtype
+        width = config.hidden_size
+        patch = config.patch_size
+        text = config.text_width
+        take = weights.take
 
         def product(name: str, *shape: int) -> Product:
             bias = take(f"{name}.bias", text) if config.projector_bias else None

@@ -46,7 +46,8 @@ class ImageReader:
         worker does. Returns (token ids, placed images). Raises RequestError that names the path of a bad image, and the
         errors of :meth:`ImageWorker.prepare <chairlift.models.vision.image_worker.ImageWorker.prepare>`."""
         check_number(images)
-        prepared, budget = list[PreparedImage](), ImageBudget(self.processor, self._most_positions)
+        prepared = list[PreparedImage]()
+        budget = ImageBudget(self.processor, self._most_positions)
         for where, given in images:
             prepared.append(await self._prepared(where, given, beside))
             budget.add(where, prepared[-1])

@@ -38,8 +38,11 @@ class PatchTower:
     rounds_floats = False
 
     def __init__(self, config: PatchConfig, weights: Weights) -> None:
-        self.config, self.dtype = config, weights.dtype
-        width, inner, patch = config.hidden_size, config.intermediate_size, config.patch_size
+        self.config = config
+        self.dtype = weights.dtype
+        width = config.hidden_size
+        inner = config.intermediate_size
+        patch = config.patch_size
 
         top = "model.visual." if config.deep else "visual."
 
@@ -65,7 +68,8 @@ class PatchTower:
             mlp = ("linear_fc1",) if config.deep else ("gate_proj", "up_proj")
             ups = [product(f"{at}mlp.{name}", inner, width) for name in mlp]
             down = product(f"{at}mlp.{'linear_fc2' if config.deep else 'down_proj'}", width, inner)
-            qkv, out = product(f"{at}attn.qkv", 3 * width, width), product(f"{at}attn.proj", width, width)
+            qkv = product(f"{at}attn.qkv", 3 * width, width)
+            out = product(f"{at}attn.proj", width, width)
             self._layers.append((norm(f"{at}norm1"), qkv, out, norm(f"{at}norm2"), ups, down))
         merged = width * config.merge_size**2
 
@@ -124,7 +128,8 @@ class PatchTower:
         side = self.config.side
         places = [torch.arange(count).float() * (side - 1) / max(count - 1, 1) for count in (rows, columns)]
         (top, low), (left, right) = ([each.long(), (each.long() + 1).clamp(max=side - 1)] for each in places)
-        down, along = places[0] - top, places[1] - left
+        down = places[0] - top
+        along = places[1] - left
         weights = (1 - down, 1 - along), (1 - down, along), (down, 1 - along), (down, along)
         corners = (top, left), (top, right), (low, left), (low, right)
         parts = []
@@ -148,7 +153,8 @@ class PatchTower:
 
     def _windows(self, grid: tuple[int, int]) -> tuple[Tensor, list[int]]:
         """Indices of the squares of patches ordered by attention window, and the number of patches of each window."""
-        merge, side = self.config.merge_size, self.config.window
+        merge = self.config.merge_size
+        side = self.config.window
         rows, columns = (count // merge for count in grid)
         squares = torch.arange(rows * columns).view(rows, columns)
         if not side:
@@ -172,7 +178,8 @@ class PatchTower:
         yield None
         begin = 0
         for count in windows:
-            end, piece = begin + count, max(16, min(PIECE, _SCORES // count))
+            end = begin + count
+            piece = max(16, min(PIECE, _SCORES // count))
             for at in range(begin, end, piece):
                 last = min(at + piece, end)
                 with torch.inference_mode():
@@ -226,6 +233,7 @@ class PatchTower:
 def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Rotate heads [heads, patches, size]: dimension i of the first half of a head is paired with dimension i of the
     second half."""
-    wide, half = heads.float(), heads.shape[-1] // 2
+    wide = heads.float()
+    half = heads.shape[-1] // 2
     turned = torch.cat((-wide[..., half:], wide[..., :half]), -1)
     return (wide * cosines + turned * sines).to(heads.dtype)

@@ -17,7 +17,8 @@ from chairlift.models.vision.vision_tower import Pixels, Product, VisionLayers, 
 
 __all__ = ["PooledTower"]
 
-_TOP, _PROJECTOR = "vision_tower.", "multi_modal_projector."
+_TOP = "vision_tower."
+_PROJECTOR = "multi_modal_projector."
 
 
 class PooledTower:
@@ -27,9 +28,13 @@ class PooledTower:
     rounds_floats = False
 
     def __init__(self, config: PooledTowerConfig, weights: Weights) -> None:
-        self.config, self.dtype = config, weights.dtype
-        width, patch, text = config.hidden_size, config.patch_size, config.text_width
-        take, pair = weights.take, weights.pair
+        self.config = config
+        self.dtype = weights.dtype
+        width = config.hidden_size
+        patch = config.patch_size
+        text = config.text_width
+        take = weights.take
+        pair = weights.pair
         self._patches = pair(f"{_TOP}embeddings.patch_embedding", width, 3, patch, patch)
         self._positions = take(f"{_TOP}embeddings.position_embedding.weight", config.side**2, width)
         self._layers = VisionLayers(config, weights, f"{_TOP}encoder.layers.", config.num_hidden_layers)

@@ -94,7 +94,9 @@ class ImageProcessor(abc.ABC):
     """
 
     def __init__(self, marker: str, image_token_id: int, settings: ImageSettings) -> None:
-        self.marker, self.image_token_id, self.settings = marker, image_token_id, settings
+        self.marker = marker
+        self.image_token_id = image_token_id
+        self.settings = settings
 
     def prepare(self, where: str, image: Any) -> PreparedImage:
         """Resize and cut a Pillow image; a prepared image is returned unchanged. ``where`` names the image in errors.
@@ -131,14 +133,17 @@ class ImageProcessor(abc.ABC):
         ``images`` are :class:`PreparedImage` objects in the order of the markers. Raises RequestError if the numbers of
         images and markers differ.
         """
-        marker, marker_text = self.image_token_id, repr(self.marker)
+        marker = self.image_token_id
+        marker_text = repr(self.marker)
         count = sum(token == marker for token in token_ids)
         if count != len(images):
             fix = _FEW_PLACES if count < len(images) else f"send one for each, and no {marker_text} in a text"
             raise RequestError(
                 f"the prompt has {count} places for images ({marker_text}), and {len(images)} images were sent; {fix}"
             )
-        found, spans, left = list[int](), list[ImageSpan](), iter(images)
+        found = list[int]()
+        spans = list[ImageSpan]()
+        left = iter(images)
         for token in token_ids:
             if token == marker:
                 self.lay_out(next(left), found, spans)

@@ -42,7 +42,8 @@ class SquareSettings(ImageSettings):
     def cut(self, where: str, image: Any) -> tuple[int, int, list[Any]]:
         width, height = self._resized(image.size)
         image = resize(where, image, (width, height), self.resample)
-        left, top = (width - self.size) // 2, (height - self.size) // 2
+        left = (width - self.size) // 2
+        top = (height - self.size) // 2
         return 0, 0, [image.crop((left, top, left + self.size, top + self.size))]
 
     def shapes(self, rows: int, columns: int) -> tuple[tuple[int, int], list[int]]:
@@ -98,7 +99,8 @@ class FramedProcessor(SquareProcessor):
     def expand(self, token_ids: Sequence[int], images: Sequence[Any]) -> tuple[list[int], list[ImageSpan]]:
         """Put two line breaks before and after each marker, join them with the line breaks around it, and expand the
         markers."""
-        found, lines = list[int](), 0
+        found = list[int]()
+        lines = 0
         for token in token_ids:
             if token == self.image_token_id:
                 while found and found[-1] in self._counts:

@@ -46,7 +46,8 @@ class TileSettings(ImageSettings):
         if not self.splits:
             return 0, 0, [self._resize(where, image, (size, size))]
         image = self._resize(where, image, _whole_tiles(image.size, size))
-        columns, rows = image.size[0] // size, image.size[1] // size
+        columns = image.size[0] // size
+        rows = image.size[1] // size
         if rows * columns == 1:
             return 0, 0, [image]
         boxes = ((x * size, y * size, (x + 1) * size, (y + 1) * size) for y in range(rows) for x in range(columns))

@@ -219,9 +219,11 @@ def _read_patches(raw: Mapping[str, Any], where: str, text_width: int, deep: boo
     ropes = Fields(rope if isinstance(rope, Mapping) else {}, f"{where}: rope_parameters of vision_config")
     if ropes.get("rope_type") not in (None, "axial"):
         ropes.fail(f"rope_type {ropes.get('rope_type')!r:.80} is not 'axial'")
-    layers, heads = fields.integer("depth", 1, 256), fields.integer("num_heads", 1, 256)
+    layers = fields.integer("depth", 1, 256)
+    heads = fields.integer("num_heads", 1, 256)
     more: dict[str, Any]
-    patch, merge = fields.integer("patch_size", 1, 256), fields.integer("spatial_merge_size", 1, 16)
+    patch = fields.integer("patch_size", 1, 256)
+    merge = fields.integer("spatial_merge_size", 1, 16)
     if deep:
         positions = fields.integer("num_position_embeddings", 1, 2**22)
         more = {"side": math.isqrt(positions), "levels": _layers(fields, "deepstack_visual_indexes", layers)}
@@ -271,7 +273,8 @@ def _read_square(fields: Fields, activations: Mapping[str, str]) -> dict[str, An
         fields.fail(f"hidden_act {activation!r:.80} is not one of {', '.join(activations)}")
     if fields.integer("num_channels", 1, 16) != 3:
         fields.fail(f"num_channels is {fields.get('num_channels')}, and images have 3")
-    size, width = fields.integer("image_size", 1, 4_096), fields.integer("hidden_size", 1, 16_384)
+    size = fields.integer("image_size", 1, 4_096)
+    width = fields.integer("hidden_size", 1, 16_384)
     heads = fields.integer("num_attention_heads", 1, 256)
     if width % heads:
         fields.fail(f"hidden_size {width} is not a multiple of num_attention_heads")
@@ -313,7 +316,8 @@ def _read_clip(raw: Mapping[str, Any], where: str, text_width: int) -> LlavaConf
     if fields.get("model_type") not in (None, "clip_vision_model"):
         fields.fail(f"model_type {fields.get('model_type')!r:.80} is not 'clip_vision_model'")
     square = _read_square(fields, activations)
-    activation, strategy = whole.get("projector_hidden_act"), whole.get("vision_feature_select_strategy")
+    activation = whole.get("projector_hidden_act")
+    strategy = whole.get("vision_feature_select_strategy")
     if activation not in activations:
         whole.fail(f"projector_hidden_act {activation!r:.80} is not one of {', '.join(activations)}")
     if strategy not in ("default", "full"):
@@ -336,7 +340,8 @@ def _read_clip(raw: Mapping[str, Any], where: str, text_width: int) -> LlavaConf
 
 
 def _read_pooled(raw: Mapping[str, Any], where: str, text_width: int) -> PooledTowerConfig:
-    whole, fields = Fields(raw, where), _vision_part(raw, where, _SIGLIP)
+    whole = Fields(raw, where)
+    fields = _vision_part(raw, where, _SIGLIP)
     if fields.get("model_type") not in (None, "siglip_vision_model"):
         fields.fail(f"model_type {fields.get('model_type')!r:.80} is not 'siglip_vision_model'")
     rows = whole.integer("mm_tokens_per_image", 1, 2**16, default=256)
@@ -367,7 +372,8 @@ def square_settings(vision: SquareConfig, preprocessor: Mapping[str, Any], where
         if fields.boolean(key, False):
             fields.fail(f"{key} is true")
     is_clip = isinstance(vision, LlavaConfig)
-    crops, size = fields.boolean("do_center_crop", is_clip), _sides(fields, "size")
+    crops = fields.boolean("do_center_crop", is_clip)
+    size = _sides(fields, "size")
     crop = _sides(fields, "crop_size") if crops else size
     if crop != (vision.image_size,) * 2 and crop != (vision.image_size,):
         fields.fail(f"images become {crop}, but the encoder takes {vision.image_size} pixels a side")

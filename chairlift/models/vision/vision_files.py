@@ -45,7 +45,8 @@ def read_processor(model_dir: Path, tokens: Tokens) -> ImageProcessor | None:
     vision = read_hf_config(model_dir).vision
     if vision is None:
         return None
-    preprocessor, where = _preprocessor(model_dir), model_dir / _FILE
+    preprocessor = _preprocessor(model_dir)
+    where = model_dir / _FILE
     if isinstance(vision, PatchConfig):
         return PatchProcessor(PatchSettings(**patch_settings(vision, preprocessor, where)), tokens, model_dir)
     if isinstance(vision, VisionConfig):

@@ -70,7 +70,8 @@ class Product:
         packed = pack_weight(weight)
         self.width = weight.shape[1]
         self._packs = packed is not None
-        self._weight, self._bias = weight if packed is None else packed, bias
+        self._weight = weight if packed is None else packed
+        self._bias = bias
 
     def __call__(self, rows: Tensor) -> Tensor:
         if self._packs:
@@ -129,7 +130,10 @@ class Pixels:
 
     def __init__(self, size: int, normalise: tuple[float, list[float], list[float]]) -> None:
         factor, mean, deviation = normalise
-        self._size, self._factor, self._mean, self._deviation = size, factor, _channels(mean), _channels(deviation)
+        self._size = size
+        self._factor = factor
+        self._mean = _channels(mean)
+        self._deviation = _channels(deviation)
 
     def __call__(self, tile: ImageTile) -> Tensor:
         image = torch.frombuffer(bytearray(tile.pixels), dtype=torch.uint8).view(3, self._size, self._size)
@@ -141,8 +145,11 @@ class VisionLayers:
     the number of a layer."""
 
     def __init__(self, config: SquareConfig, weights: Weights, prefix: str, count: int) -> None:
-        self._config, self._layers = config, list[Any]()
-        width, inner, pair = config.hidden_size, config.intermediate_size, weights.pair
+        self._config = config
+        self._layers = list[Any]()
+        width = config.hidden_size
+        inner = config.intermediate_size
+        pair = weights.pair
         for index in range(count):
             at = f"{prefix}{index}."
             parts = [pair(f"{at}self_attn.{name}_proj", width, width) for name in "qkv"]
@@ -166,7 +173,8 @@ class VisionLayers:
         ((norm, _), qkv, out, *_), heads = layer, self._config.num_attention_heads
         found = yield from in_pieces(state, lambda part: qkv(self._normed(part, norm)))
         with torch.inference_mode():
-            width, size = state.shape[1], state.shape[1] // heads
+            width = state.shape[1]
+            size = state.shape[1] // heads
             # [heads, patches, size]
             q, k, v = (each.reshape(-1, heads, size).transpose(0, 1) for each in torch.split(found, width, 1))
         for at in range(0, len(state), PIECE):
@@ -197,8 +205,11 @@ class VisionTower:
     rounds_floats = False
 
     def __init__(self, config: VisionConfig, weights: Weights) -> None:
-        self.config, self.dtype = config, weights.dtype
-        width, patch, top = config.hidden_size, config.patch_size, "model.vision_model."
+        self.config = config
+        self.dtype = weights.dtype
+        width = config.hidden_size
+        patch = config.patch_size
+        top = "model.vision_model."
         self._patches = weights.pair(f"{top}embeddings.patch_embedding", width, 3, patch, patch)
         positions = weights.take(f"{top}embeddings.position_embedding.weight", config.side**2, width)
         self._positions = positions[_position_ids(config.side)]
@@ -224,7 +235,8 @@ class VisionTower:
 
     def _connect(self, state: Tensor) -> Tensor:
         """Merge each square of patches into one row, and project the rows to the text model's width."""
-        scale, side = self.config.scale_factor, self.config.side
+        scale = self.config.scale_factor
+        side = self.config.side
         normed = functional.layer_norm(state, state.shape[1:], *self._norm, self.config.norm_eps)
         squares = normed.view(side // scale, scale, side // scale, scale, -1)
         return self._project(squares.transpose(1, 2).reshape(self.config.rows_per_tile, -1))

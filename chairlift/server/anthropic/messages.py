@@ -114,7 +114,8 @@ class _MessageBuilder:
         self.reply = MessageReply(id=f"msg_{secrets.token_hex(12)}", model=run.model, usage=_usage(meter))
         self._reading = run.reading()
         self._counts = run.plan.reasoning is not None
-        self._was_shortened, self._meter = run.was_shortened, meter
+        self._was_shortened = run.was_shortened
+        self._meter = meter
         self._open: TextBlock | ThinkingBlock | None = None
         """The block that may still grow: further text of the same kind is added to it."""
         self._pieces: list[str] = []
@@ -156,7 +157,8 @@ class _MessageBuilder:
         elif self._reading.ids:
             self.reply.stop_reason = "tool_use"
         elif isinstance(answer.stop_reason, str):
-            self.reply.stop_reason, self.reply.stop_sequence = "stop_sequence", answer.stop_reason
+            self.reply.stop_reason = "stop_sequence"
+            self.reply.stop_sequence = answer.stop_reason
         else:
             self.reply.stop_reason = "end_turn"
 
@@ -176,12 +178,14 @@ class _MessageBuilder:
             yield self._delta({"type": f"{name}_delta", name: event.text})
 
     def _close(self) -> Iterator[EventFields]:
-        block, self._open = self._open, None
+        block = self._open
+        self._open = None
         if block is None:
             return
         text = "".join(self._pieces)
         if isinstance(block, ThinkingBlock):
-            block.thinking, block.signature = text, _SIGNATURE
+            block.thinking = text
+            block.signature = _SIGNATURE
             yield self._delta({"type": "signature_delta", "signature": _SIGNATURE})
         else:
             block.text = text

@@ -75,7 +75,8 @@ def to_chat(payload: _Payload, client_names: Names, template: str, ignored: list
         chat_template_kwargs=_thinking(payload, template, ignored),
     )
     if turns.messages[-1]["role"] == "assistant":  # the answer continues this message
-        chat.add_generation_prompt, chat.continue_final_message = False, True
+        chat.add_generation_prompt = False
+        chat.continue_final_message = True
     if payload.thinking is not None:
         chat.include_reasoning = payload.thinking.display != "omitted"
     if isinstance(payload, MessagesRequest):
@@ -128,7 +129,8 @@ class _Turns:
             self._message("system", {"role": "system", "content": text})
 
     def add(self, where: str, message: Mapping[str, Any]) -> None:
-        role, content = message.get("role"), message.get("content")
+        role = message.get("role")
+        content = message.get("content")
         if role not in ("user", "assistant", "system"):
             wrong(f"{where}.role", "must be user, assistant or system", role)
         if isinstance(content, str):
@@ -151,7 +153,8 @@ class _Turns:
     def _others(self, where: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> None:
         """Add the tool results, and the texts between them, in the order of the blocks."""
         texts: list[dict[str, Any]] = []
-        num_before, kinds = len(self.messages), ("text",) if role == "system" else ("text", "image", "tool_result")
+        num_before = len(self.messages)
+        kinds = ("text",) if role == "system" else ("text", "image", "tool_result")
         for index, block in enumerate(blocks):
             place = f"{where}.content[{index}]"
             if block.get("type") == "image" and role == "user":
@@ -182,7 +185,8 @@ class _Turns:
         thoughts: list[str] = []
         calls: list[dict[str, Any]] = []
         for index, block in enumerate(blocks):
-            place, kind = f"{where}.content[{index}]", block.get("type")
+            place = f"{where}.content[{index}]"
+            kind = block.get("type")
             if kind == "thinking":
                 if not isinstance(block.get("thinking"), str):
                     wrong(f"{place}.thinking", "must be a text", block.get("thinking"))
@@ -238,7 +242,10 @@ def _text(where: str, block: Mapping[str, Any], kinds: Sequence[str]) -> str:
 
 
 def _whole(texts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    return texts if len(texts) > 1 or (texts and "text" not in texts[0]) else texts[0]["text"] if texts else ""
+    if len(texts) > 1 or (texts and "text" not in texts[0]):
+        return texts
+    text: str = texts[0]["text"] if texts else ""
+    return text
 
 
 def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,7 +266,8 @@ def _choice(given: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | Non
     """(``tool_choice``, ``parallel_tool_calls``) for a chat request."""
     if given is None:
         return None, None
-    kind, single = given.get("type"), given.get("disable_parallel_tool_use")
+    kind = given.get("type")
+    single = given.get("disable_parallel_tool_use")
     if single not in (None, True, False):
         wrong("tool_choice.disable_parallel_tool_use", "must be true or false", single)
     parallel = None if single is None else not single

@@ -102,7 +102,11 @@ class _App:
 
     def _admit(self, scope: Scope) -> None:
         """Raise ApiError for a request that the checks do not let through to an endpoint."""
-        hosts, authorization, keys, sites, origins = [], [], [], [], []
+        hosts = []
+        authorization = []
+        keys = []
+        sites = []
+        origins = []
         for name, value in scope["headers"]:
             if name == b"host":
                 hosts.append(value)
@@ -140,7 +144,9 @@ class _Exchange:
     """Data of one HTTP request and its response, for the log."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._scope, self._receive, self._send = scope, receive, send
+        self._scope = scope
+        self._receive = receive
+        self._send = send
         self._start = time.monotonic()
         self._first_byte: float | None = None
         self._bytes_in = self._bytes_out = 0

@@ -238,7 +238,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._expect_reading()
 
     def _expect_reading(self) -> None:
-        unread, by = self._num_unread(), self.loop.time() + self._limits.stall_timeout
+        unread = self._num_unread()
+        by = self.loop.time() + self._limits.stall_timeout
         self._schedule_check(self._num_written - unread, unread, by)
 
     def _schedule_check(self, num_read: int, unread: int, by: float) -> None:
@@ -272,7 +273,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self.loop.time() < by:
             self._schedule_check(num_read, unread, by)
             return
-        request_id, limit = self.scope.get("state", {}).get("request_id", ""), self._limits.stall_timeout
+        request_id = self.scope.get("state", {}).get("request_id", "")
+        limit = self._limits.stall_timeout
         self.logger.info(
             "request %s: the client did not read its response for %g s; the connection is closed", request_id, limit
         )
@@ -292,7 +294,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _read_without_offer(self) -> None:
         """Read the body with a new parser. This parser gets the length headers but no upgrade offer, so it reads the
         body as HTTP."""
-        head, self._framing = b"".join(b"%b: %b\r\n" % header for header in self._framing), []
+        head = b"".join(b"%b: %b\r\n" % header for header in self._framing)
+        self._framing = []
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._discards = True  # ignore its output for headers that were handled already
@@ -435,7 +438,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _linger_on(self, end: float) -> None:
         """Wait for ``linger_timeout`` seconds, and again if data has arrived meanwhile. ``end`` is the last moment, on
         the event loop's clock."""
-        seen, seconds = self._num_received, min(self._limits.linger_timeout, end - self.loop.time())
+        seen = self._num_received
+        seconds = min(self._limits.linger_timeout, end - self.loop.time())
 
         def check() -> None:
             too_many = self._num_received - self._ignored_from > self._limits.max_ignored_bytes

@@ -114,8 +114,10 @@ def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress:
             raise ConfigError(
                 f"{config.chat_template}: {error}; correct the file, or leave out --chat-template for the model's own"
             ) from None
-    scheduler, count = engine_config.scheduler, config.max_replicas or config.replicas
-    limit, token_limit = config.max_num_queued_reqs, config.max_num_queued_tokens
+    scheduler = engine_config.scheduler
+    count = config.max_replicas or config.replicas
+    limit = config.max_num_queued_reqs
+    token_limit = config.max_num_queued_tokens
     connect = None
     if count > 1 or config.ray_address is not None or config.max_replicas is not None:
         limit = max(64, 4 * scheduler.max_num_seqs * count) if limit is None else limit
@@ -140,7 +142,9 @@ def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress:
 def _replicated(engine_config: EngineConfig, config: ServerConfig) -> Callable[[AsyncEngine], Fleet]:
     """A function that makes the replicas of an engine. Raises ConfigError if replicas do not support one of the
     settings."""
-    address, count, scaling = config.ray_address, config.max_replicas or config.replicas, _scaling(config)
+    address = config.ray_address
+    count = config.max_replicas or config.replicas
+    scaling = _scaling(config)
     if engine_config.cache.kv_events_endpoint is not None:
         raise ConfigError(
             "kv_events_endpoint is for one engine, and replicas behind one queue need no router that knows their"
@@ -203,7 +207,8 @@ async def serve(
     check_adapter_settings(config, engine_config, keys.values())
     exporter = None if config.otlp_traces_endpoint is None else otlp_exporter(config.otlp_traces_endpoint)
     sock = bind(config, keys)
-    url, store = _url(sock), None
+    url = _url(sock)
+    store = None
     try:
         store = open_store(config)
         _raise_file_limit(config.max_connections)
@@ -336,7 +341,8 @@ def served_names(config: ServerConfig, engine_config: EngineConfig) -> tuple[str
 
 def _pooling_banner(state: ServerState, info: EngineInfo, pooling: PoolingInfo, url: str) -> str:
     """Banner of a server whose model computes embeddings, scores or classes."""
-    config, intake = state.config, state.engine.intake
+    config = state.config
+    intake = state.engine.intake
     gives = f"embeddings of {pooling.width:,} numbers" if pooling.task == "embed" else f"{len(pooling.labels)} classes"
     paths = ["/v1/embeddings" if pooling.task == "embed" else "/v1/classify"]
     paths += ["/v1/score", "/v1/rerank"] if pooling.scores else []
@@ -373,8 +379,10 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
     """Text that is printed when the server is ready: model, device, memory, limits and an example request."""
     if info.pooling is not None:
         return _pooling_banner(state, info, info.pooling, url)
-    config, engine = state.config, state.engine
-    count, several = _first_replicas(config), bool(engine.replicas())
+    config = state.config
+    engine = state.engine
+    count = _first_replicas(config)
+    several = bool(engine.replicas())
     range_ = (
         f", {config.min_replicas or config.replicas} to {config.max_replicas} by autoscaling"
         if config.max_replicas
@@ -524,7 +532,8 @@ async def _report(state: ServerState) -> None:
 
 
 async def _watch_preemption(state: ServerState) -> None:
-    engine, alarm = state.engine, PreemptionAlarm()
+    engine = state.engine
+    alarm = PreemptionAlarm()
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
         if engine.info is not None and (warning := alarm.next(engine.stats, engine.info, now=time.monotonic())):

@@ -188,7 +188,8 @@ def _without_strings(body: bytes) -> bytes:
     """The text outside the strings of valid JSON."""
     if body.count(b'"') * _FEW_QUOTES > len(body):
         return _STRING.sub(b"", body)
-    outside, inside = [], False
+    outside = []
+    inside = False
     for piece in body.split(b'"'):  # a quotation mark ends a string, unless an odd number of backslashes precedes it
         if not inside:
             outside.append(piece)
@@ -199,7 +200,9 @@ def _without_strings(body: bytes) -> bytes:
 def _count_names(value: Any, max_depth: int) -> int:
     """Number of names in all objects of ``value``, counted level by level without recursion. Raises ApiError if the
     nesting is too deep."""
-    level, depth, names = [value], 0, 0
+    level = [value]
+    depth = 0
+    names = 0
     while level:
         depth += 1
         if depth > max_depth:

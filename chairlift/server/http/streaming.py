@@ -153,7 +153,8 @@ class Meter:
                 self._predicted[prompt, answer.index] = counts
 
     def usage(self) -> Usage:
-        read, written = self._prompt_tokens, self._completion_tokens
+        read = self._prompt_tokens
+        written = self._completion_tokens
         details: CompletionTokensDetails | UnsetType = UNSET
         if self.reasoning_tokens is not None or self._predicted is not None:
             details = CompletionTokensDetails()
@@ -476,7 +477,9 @@ class ChunkWriter(StreamWriter):
     def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
         self.note(prompt, output)
         times = timing([output], self._timing) if output.finished else UNSET
-        buffer, size, last = list[bytes](), 0, b""
+        buffer = list[bytes]()
+        size = 0
+        last = b""
         for answer in output.outputs:
             for choice in self.choices(prompt, output, answer):
                 if last:
@@ -485,7 +488,8 @@ class ChunkWriter(StreamWriter):
                 last = choice
                 if size >= _PIECE:
                     yield b"".join(buffer)
-                    buffer, size = [], 0
+                    buffer = []
+                    size = 0
         if last:
             buffer.append(self.event(last, b"" if times is UNSET else b',"timing":' + _encode(times)))
             yield b"".join(buffer)
@@ -537,9 +541,11 @@ class EventStream(Response):
         headers: Mapping[str, str] | None = None,
         over: Callable[[], object] = lambda: None,
     ) -> None:
-        self.status_code, self.background = 200, None
+        self.status_code = 200
+        self.background = None
         self.init_headers({**(headers or {}), "cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._events, self._over = events, over
+        self._events = events
+        self._over = over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -132,13 +132,16 @@ async def create_chat_completion(request: Request) -> Response:
     state: ServerState = request.app.state.server
     chat, ignored = parse(ChatRequest, await read_json(request))
     run = await begin_chat(request, chat, ignored)
-    head, headers = run.head("chatcmpl"), warning_headers(ignored)
+    head = run.head("chatcmpl")
+    headers = warning_headers(ignored)
     if chat.stream:
         return await start_stream(state, run.streams, _ChatChunks(head, run), headers)
     (output,) = await collect(run.streams)
-    meter, texts = Meter(run.streams, predicted=chat.prediction is not None), run.texts
+    meter = Meter(run.streams, predicted=chat.prediction is not None)
+    texts = run.texts
     meter.note(0, output)
-    num_prompt_logprobs, pieces = chat.prompt_logprobs, Pieces()
+    num_prompt_logprobs = chat.prompt_logprobs
+    pieces = Pieces()
     readings = [run.reading() for _ in output.outputs]
     read = list(zip(output.outputs, readings, strict=True))
     choices = [_choice(chat, answer, texts, pieces, reading if run.plan.reads else None) for answer, reading in read]
@@ -161,7 +164,8 @@ def _choice(
     chat: ChatRequest, answer: CompletionOutput, texts: TokenTexts, pieces: Pieces, reading: AnswerReading | None
 ) -> ChatChoice:
     """The choice for a finished output. ``reading`` finds the tool calls and the reasoning in its text."""
-    logprobs, top = None, chat.top_logprobs or 0
+    logprobs = None
+    top = chat.top_logprobs or 0
     if answer.logprobs is not None:
         content = json_items(chosen_logprob(entry, top, texts) for entry in answer.logprobs)
         part = itertools.chain([b'{"content":'], content, [b',"refusal":null}'])

@@ -75,10 +75,12 @@ def plan_prompt(state: ServerState, payload: ChatRequest | TokenizeRequest, igno
     """Plan for the tools and variables of a prompt. Names of ignored fields are added to ``ignored``. Raises
     ApiError."""
     template = state.engine.prompts.chat_template
-    choice, parallel = None, None
+    choice = None
+    parallel = None
     variables = template_variables(payload.chat_template_kwargs)
     if isinstance(payload, ChatRequest):
-        choice, parallel = payload.tool_choice, payload.parallel_tool_calls
+        choice = payload.tool_choice
+        parallel = payload.parallel_tool_calls
         variables = _with_effort(payload.reasoning_effort, variables, template or "", ignored)
         if (max_reasoning := _budget(payload)) is not None and "thinking_budget" in (template or ""):
             variables = {"thinking_budget": max_reasoning, **variables}
@@ -116,7 +118,8 @@ def chat_plan(state: ServerState, chat: ChatRequest, ignored: list[str]) -> Chat
     """Make the plan for reading the outputs of a chat request. Names of ignored fields are added to ``ignored``.
     Raises ApiError."""
     plan = plan_prompt(state, chat, ignored)
-    template, config = state.engine.prompts.chat_template, state.config
+    template = state.engine.prompts.chat_template
+    config = state.config
     reasoning = None
     if chat.separate_reasoning is not False and config.reasoning_parser != NONE:
         reasoning = named_reasoning_format(config.reasoning_parser) or reasoning_format_of(template)

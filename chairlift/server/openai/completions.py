@@ -133,7 +133,8 @@ async def create_completion(request: Request) -> Response:
     headers = warning_headers(ignored)
     if payload.stream:
         return await start_stream(state, streams, _TextChunks(head, payload, streams, writer), headers)
-    meter, pieces = Meter(streams, predicted=payload.prediction is not None), Pieces()
+    meter = Meter(streams, predicted=payload.prediction is not None)
+    pieces = Pieces()
     choices: list[TextChoice] = []
     outputs = await collect(streams)
     for index, output in enumerate(outputs):
@@ -146,7 +147,8 @@ async def create_completion(request: Request) -> Response:
 
 
 def _params(payload: CompletionRequest, defaults: Mapping[str, Any], ends: Sequence[int]) -> SamplingParams:
-    n, best_of = payload.n or 1, payload.best_of or payload.n or 1
+    n = payload.n or 1
+    best_of = payload.best_of or payload.n or 1
     problem = ("", "")
     if best_of < n:
         problem = ("best_of", f"best_of is {best_of} but n is {n}; raise best_of, or leave it out")
@@ -157,7 +159,8 @@ def _params(payload: CompletionRequest, defaults: Mapping[str, Any], ends: Seque
     if problem[0]:
         raise ApiError(400, problem[1], code="invalid_value", param=problem[0])
     no_prompt_logprobs_in_stream(payload)
-    logprobs, of_prompt = payload.logprobs, payload.prompt_logprobs
+    logprobs = payload.logprobs
+    of_prompt = payload.prompt_logprobs
     if payload.echo and logprobs is not None:
         of_prompt = max(logprobs, of_prompt or 0)
     if best_of > n and logprobs is None:
@@ -200,7 +203,8 @@ async def _encode_prompts(
 ) -> list[list[int]]:
     if between is not None:
         return await between.encode(state, payload, [str(each) for each in given])
-    texts, ids = [each for each in given if isinstance(each, str)], [each for each in given if isinstance(each, list)]
+    texts = [each for each in given if isinstance(each, str)]
+    ids = [each for each in given if isinstance(each, list)]
     found = await state.engine.prompts.encode_all(texts, payload.add_special_tokens is not False) if texts else ids
     if texts and not all(found):
         raise ApiError(400, "the prompt is empty; send at least one character", code="invalid_value", param="prompt")
@@ -212,7 +216,8 @@ async def _echoes(
 ) -> list[str]:
     """For each prompt, the text to put before its outputs (``echo``): the text that the client sent, or the decoded
     prompt tokens."""
-    tokenizer, skip = state.engine.prompts.tokenizer, payload.skip_special_tokens is not False
+    tokenizer = state.engine.prompts.tokenizer
+    skip = payload.skip_special_tokens is not False
     if tokenizer is None:
         raise ApiError(400, "echo needs the tokenizer, which was not loaded; leave it out", param="echo")
     texts = [each for each in given if isinstance(each, str)]
@@ -238,7 +243,8 @@ async def _prompt_offsets(state: ServerState, payload: CompletionRequest, given:
     tokenizer = state.engine.prompts.tokenizer
     if tokenizer is None or tokenizer.doubt or payload.logprobs is None or not _echoes_given(payload, given):
         return None
-    text, special = str(given), payload.add_special_tokens is not False
+    text = str(given)
+    special = payload.add_special_tokens is not False
     return await on_thread_if_long(state, len(text), lambda: tokenizer.offsets(text, special))
 
 
@@ -250,7 +256,8 @@ def _echoes_given(payload: CompletionRequest, given: str | list[int]) -> bool:
 
 def _delivered(payload: CompletionRequest, output: RequestOutput) -> RequestOutput:
     """The output with only the best ``n`` of its ``best_of`` candidates."""
-    answers, n = output.outputs, payload.n or 1
+    answers = output.outputs
+    n = payload.n or 1
     if len(answers) > n:
         ranked = sorted(answers, key=lambda answer: (-_mean_logprob(answer), answer.index))[:n]
         answers = [dataclasses.replace(answer, index=index) for index, answer in enumerate(ranked)]
@@ -304,12 +311,16 @@ class _Writer:
 
     def whole(self, prompt: int, output: RequestOutput, answer: CompletionOutput, pieces: Pieces) -> TextChoice:
         """The choice for a finished output, with the prompt before it if ``echo`` is set."""
-        ids, echo = self._prompts[prompt], self._echoes[prompt] if self._echoes else ""
+        ids = self._prompts[prompt]
+        echo = self._echoes[prompt] if self._echoes else ""
         choice = self._choice(prompt, answer, echo + answer.text, None)
-        choice.finish_reason, choice.stop_reason = answer.finish_reason, answer.stop_reason
+        choice.finish_reason = answer.finish_reason
+        choice.stop_reason = answer.stop_reason
         if self._payload.return_token_ids:
-            choice.prompt_token_ids, choice.token_ids = ids, answer.token_ids
-        top, of_prompt = self._payload.logprobs, self._payload.prompt_logprobs
+            choice.prompt_token_ids = ids
+            choice.token_ids = answer.token_ids
+        top = self._payload.logprobs
+        of_prompt = self._payload.prompt_logprobs
         if top is not None:
             scored = [_Scored(answer.token_ids, answer.logprobs or ())]
             if self._echoes:
@@ -348,10 +359,12 @@ class _Writer:
         chunks."""
         if not self._echoes and not self._payload.return_token_ids:
             return
-        ids, top = self._prompts[prompt], self._payload.logprobs
+        ids = self._prompts[prompt]
+        top = self._payload.logprobs
         size = tokens_at_once(top) if self._echoes and top is not None else len(ids)
         for start in range(0, len(ids), size):
-            logprobs, cut = None, slice(start, start + size)
+            logprobs = None
+            cut = slice(start, start + size)
             if self._echoes:
                 entries = output.prompt_logprobs or [None] * len(ids)
                 logprobs = self._logprobs(self.index(prompt, answer), ids[cut], entries[cut])
@@ -462,8 +475,10 @@ class _Offsets:
         if self._tokenizer is None:
             return 0
         if self._window is not None:
-            piece, own = self._window.feed(token_id), self._tokenizer.token_text(token_id)
-            start, self._at = self._at, self._at + len(piece)
+            piece = self._window.feed(token_id)
+            own = self._tokenizer.token_text(token_id)
+            start = self._at
+            self._at = self._at + len(piece)
             shown = own if piece.endswith(own) else own[:-1]  # a decoder may drop the space at the end of the last word
             return self._at - len(shown) if shown and piece.endswith(shown) else start
         raw = self._tokenizer.token_bytes(token_id, self._skip)

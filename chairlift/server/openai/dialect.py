@@ -95,7 +95,8 @@ def _responses_paths() -> dict[str, Any]:
 
 def _files_and_batches() -> dict[str, dict[str, Any]]:
     """OpenAPI paths of files and batches. Without ``--batch-dir`` these paths return 404."""
-    file_id, batch_id = path_parameter("file_id"), path_parameter("batch_id")
+    file_id = path_parameter("file_id")
+    batch_id = path_parameter("batch_id")
     pages = (query("after", "List only entries after this id", {"type": "string"}), LIMIT_OF_A_PAGE)
     sorts = (
         ORDER,
@@ -104,10 +105,8 @@ def _files_and_batches() -> dict[str, dict[str, Any]]:
     upload = operation("Upload a file of requests for a batch", ref(FileObject), WITH_BODY)
     upload["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD_SCHEMA}}}
     content = operation("Content of a file", {"application/octet-stream": {"schema": {"type": "string"}}}, (404,))
-    shown, removed = (
-        get("One file", FileObject, (404,), [file_id]),
-        get("Delete a file", FileDeleted, (404,), [file_id]),
-    )
+    shown = get("One file", FileObject, (404,), [file_id])
+    removed = get("Delete a file", FileDeleted, (404,), [file_id])
     listed = get("Your files", FileList, (404,), [*pages, *sorts])
     cancel = get("Cancel a batch; finished results are kept", BatchObject, (404,), [batch_id])
     return {

@@ -32,9 +32,11 @@ class Infilling:
 
     async def encode(self, state: ServerState, payload: CompletionRequest, prompts: Sequence[str]) -> list[list[int]]:
         """Token ids of each prompt, combined with the suffix. Raises the errors of the engine's ``encode_all``."""
-        tokenizer, lead = self.tokenizer, lead_of(self.tokenizer)
+        tokenizer = self.tokenizer
+        lead = lead_of(self.tokenizer)
         *prefixes, suffix = await state.engine.prompts.encode_all([*prompts, lead + (payload.suffix or "")], False)
-        suffix, special = cut_lead(tokenizer, lead, suffix), payload.add_special_tokens is not False
+        suffix = cut_lead(tokenizer, lead, suffix)
+        special = payload.add_special_tokens is not False
         return [self.layout.lay_out(tokenizer, prefix, suffix, special) for prefix in prefixes]
 
 

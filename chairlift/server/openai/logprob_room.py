@@ -41,8 +41,10 @@ def reserve_logprobs(
     if info is None:
         return
     of_prompts, of_answers = _num_logprobs(payload, prompts, info)
-    total, whole = of_prompts + of_answers, _MAX_PER_TOKEN * info.max_model_len
-    limit, total_limit = max(_ALWAYS_ALLOWED, _ANSWERS * whole), _IN_FLIGHT * max(_ALWAYS_ALLOWED, whole)
+    total = of_prompts + of_answers
+    whole = _MAX_PER_TOKEN * info.max_model_len
+    limit = max(_ALWAYS_ALLOWED, _ANSWERS * whole)
+    total_limit = _IN_FLIGHT * max(_ALWAYS_ALLOWED, whole)
     if total > limit:
         message = (
             f"the request asks for up to {total:,} log-probabilities, {of_prompts:,} of its prompts and {of_answers:,}"
@@ -72,7 +74,8 @@ def _num_logprobs(
 ) -> tuple[int, int]:
     """(number of log-probabilities for prompts, maximum number for outputs) in the response. Prompt log-probabilities
     count once per choice that repeats them."""
-    n, lengths = payload.n or 1, [len(prompt) for prompt in prompts]
+    n = payload.n or 1
+    lengths = [len(prompt) for prompt in prompts]
     of_prompt = 0 if payload.prompt_logprobs is None else payload.prompt_logprobs + 1
     if isinstance(payload, ChatRequest):
         per_token = (payload.top_logprobs or 0) + 1 if payload.logprobs else 0

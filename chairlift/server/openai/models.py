@@ -127,10 +127,13 @@ def _card(state: ServerState, name: str) -> ModelCard:
     card.parent = card.root if adapter_named(state, name) else None
     info = state.engine.info
     if info is not None:
-        card.max_model_len, card.deterministic = info.max_model_len, info.deterministic
-        card.quantization, card.kv_cache_dtype = info.quantization, info.kv_cache_dtype
+        card.max_model_len = info.max_model_len
+        card.deterministic = info.deterministic
+        card.quantization = info.quantization
+        card.kv_cache_dtype = info.kv_cache_dtype
         card.approximations = list(info.approximations)
-        card.speculative_method, card.takes_images = info.speculative_method, info.takes_images
+        card.speculative_method = info.speculative_method
+        card.takes_images = info.takes_images
         card.determinism = _BITS if info.deterministic else _NOISE
     return card
 

@@ -205,7 +205,9 @@ class _Call:
 
     def __init__(self, request: Request, payload: PooledRequest, ignored: list[str], task: str) -> None:
         self.state: ServerState = request.app.state.server
-        self._request, self.payload, self._ignored = request, payload, ignored
+        self._request = request
+        self.payload = payload
+        self._ignored = ignored
         self._caller = read_scheduling_fields(request, payload, ignored)
         self._params = SamplingParams(
             priority=payload.priority,
@@ -227,7 +229,8 @@ class _Call:
 
     async def encode(self, given: Sequence[Any], prefix: str, name: str) -> list[PooledText]:
         """Check and tokenize texts or lists of token ids. ``name`` is the request field, for error messages."""
-        engine, truncate = self.state.engine, self.payload.truncate_prompt_tokens
+        engine = self.state.engine
+        truncate = self.payload.truncate_prompt_tokens
         texts = iter(await engine.prompts.encode_all([prefix + each for each in given if isinstance(each, str)]))
         added = engine.prompts.tokenizer.num_added if engine.prompts.tokenizer is not None else (0, 0)
         found = []
@@ -241,7 +244,8 @@ class _Call:
         """Vector of each text, as float32 bytes."""
         release_body(self._request)
         self.num_tokens += sum(len(text.token_ids) for text in texts)
-        caller, patience = self._caller, self.payload.queue_timeout
+        caller = self._caller
+        patience = self.payload.queue_timeout
         return await self.state.engine.pool(
             texts,
             self._params,
@@ -254,7 +258,8 @@ class _Call:
     async def scores(self, first: Sequence[str], second: Sequence[str], names: tuple[str, str]) -> list[float]:
         """Scores of pairs of texts. If ``first`` has one text, it forms a pair with each text of ``second``; otherwise
         texts with the same index form a pair."""
-        inputs, truncate = self.inputs, self.payload.truncate_prompt_tokens
+        inputs = self.inputs
+        truncate = self.payload.truncate_prompt_tokens
         if len(first) not in (1, len(second)):
             message = (
                 f"there are {len(first)} texts in {names[0]} and {len(second)} in {names[1]}; send one, or as many"

@@ -633,7 +633,12 @@ def _readable(struct_type: type[msgspec.Struct], body: Mapping[str, Any], text: 
     known = place is not None and not place[1]
     for field, index, _ in _STEP.findall(place[2]) if place else ():
         kind = _inner(kind, field)
-        value = value[field] if field else value[int(index)] if index else None
+        if field:
+            value = value[field]
+        elif index:
+            value = value[int(index)]
+        else:
+            value = None
         known = known and bool(field or index)
     reason = text[: place.start()] if place else text
     code = "invalid_type" if ", got" in reason else "invalid_value"

@@ -99,7 +99,8 @@ async def create_response(request: Request) -> HttpResponse:
 
 def _hints(payload: ResponsesRequest) -> Iterator[tuple[str, Any]]:
     """(name, value) of those request fields that have no effect in this server."""
-    text, reasoning = payload.text or TextOptions(), payload.reasoning or ReasoningOptions()
+    text = payload.text or TextOptions()
+    reasoning = payload.reasoning or ReasoningOptions()
     yield "text.verbosity", text.verbosity
     yield "reasoning.summary", reasoning.summary
     yield "reasoning.generate_summary", reasoning.generate_summary
@@ -143,7 +144,8 @@ def _holder(request: Request) -> str:
 def _keeper(request: Request, payload: ResponsesRequest, earlier: _Items) -> _Keep:
     """Return a function that stores a finished response, together with all items of the conversation."""
     state: ServerState = request.app.state.server
-    before, holder = [*earlier, *input_items(payload)], _holder(request)
+    before = [*earlier, *input_items(payload)]
+    holder = _holder(request)
     limits = (state.config.max_stored_responses, state.config.max_stored_response_bytes)
 
     def keep(response: Response, body: bytes) -> None:

@@ -50,7 +50,9 @@ class ResponseBuilder:
         self.response = response
         self._reading: AnswerReading = run.reading()
         self._counts = run.plan.reasoning is not None
-        self._top, self._texts, self._meter = run.chat.top_logprobs or 0, run.texts, meter
+        self._top = run.chat.top_logprobs or 0
+        self._texts = run.texts
+        self._meter = meter
         self._special = run.texts.tokenizer.special_ids if run.texts.tokenizer else frozenset()
         """Ids of the tokenizer's special tokens, which have no text."""
         self._open: OutputMessage | ReasoningItem | None = None
@@ -127,7 +129,8 @@ class ResponseBuilder:
         prefix = "msg" if kind is OutputMessage else "rs"
         self._open = kind(id=_new_id(prefix), status="in_progress", content=[])
         self.response.output.append(self._open)
-        self._pieces, self._logprobs = [], []
+        self._pieces = []
+        self._logprobs = []
         yield self._event("response.output_item.added", output_index=self._index, item=self._open)
         part = OutputText(text="") if kind is OutputMessage else ReasoningText(text="")
         yield self._event("response.content_part.added", **self._location(), content_index=0, part=part)
@@ -136,7 +139,8 @@ class ResponseBuilder:
         item = self._open
         if item is None:
             return
-        text, location = "".join(self._pieces), self._location()
+        text = "".join(self._pieces)
+        location = self._location()
         part: OutputText | ReasoningText
         fields: EventFields = {"text": text}
         if isinstance(item, OutputMessage):
@@ -161,7 +165,8 @@ class ResponseBuilder:
         for start in range(0, len(call.arguments), ARGUMENTS):
             piece = call.arguments[start : start + ARGUMENTS]
             yield self._event("response.function_call_arguments.delta", **location, delta=piece)
-        item.arguments, item.status = call.arguments, "completed"
+        item.arguments = call.arguments
+        item.status = "completed"
         done = {"name": call.name, "arguments": call.arguments}
         yield self._event("response.function_call_arguments.done", **location, **done)
         yield self._event("response.output_item.done", output_index=self._index, item=item)

@@ -260,7 +260,8 @@ def _choice(given: str | Mapping[str, Any] | None) -> str | dict[str, Any] | Non
     """``tool_choice`` as a chat request writes it: the function's name is one level deeper."""
     if given is None or isinstance(given, str):
         return given
-    kind, tools = given.get("type"), given.get("tools")
+    kind = given.get("type")
+    tools = given.get("tools")
     if kind == "function":
         return {"type": "function", "function": {"name": given.get("name")}}
     if kind == "allowed_tools" and isinstance(tools, list):

@@ -56,7 +56,9 @@ def naming(request: GenerationRequest) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        message, given, forces = str(error), _form_fields(request), _forces_call(request)
+        message = str(error)
+        given = _form_fields(request)
+        forces = _forces_call(request)
         if message.startswith("tool_choice "):
             param = "tool_choice" if forces else given[0]
             raise ApiError(400, message, code="unsupported_parameter", param=param) from None

@@ -76,7 +76,8 @@ async def detokenize(request: Request) -> Response:
     payload, ignored = parse(DetokenizeRequest, await read_json(request))
     check_model(state, payload.model)
     highest = engine_info(state).vocab_size - 1
-    tokens, tokenizer = payload.tokens, _tokenizer(state)
+    tokens = payload.tokens
+    tokenizer = _tokenizer(state)
     if tokens and max(tokens) > highest:
         message = f"tokens has id {max(tokens)}, but the model knows ids from 0 to {highest}"
         raise ApiError(400, message, code="invalid_value", param="tokens")

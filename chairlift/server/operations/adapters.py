@@ -114,7 +114,8 @@ def _named(state: ServerState, module: str) -> tuple[str, str]:
             given = msgspec.json.decode(module, type=_Module)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"lora_modules: {module!r:.200} is not name and path in JSON ({error})") from None
-        name, path = given.name, given.path
+        name = given.name
+        path = given.path
         if given.base_model_name not in (None, *state.model_names):
             served = ", ".join(state.model_names)
             raise ConfigError(f"lora_modules: base_model_name is {given.base_model_name!r:.100}, but here is {served}")

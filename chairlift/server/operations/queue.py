@@ -76,7 +76,8 @@ async def show_queue(request: Request) -> Response:
     """Show the whole queue, or only the request that the parameter ``request_id`` names. Raises ApiError 404 for an
     unknown id."""
     state: ServerState = request.app.state.server
-    engine, forecast = state.engine, state.engine.intake.forecast
+    engine = state.engine
+    forecast = state.engine.intake.forecast
     caller: Caller = getattr(request.state, "caller", Caller())
     requests = _requests(state, caller, request.query_params.get("request_id"))
     reply = QueueReply(

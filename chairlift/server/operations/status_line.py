@@ -62,9 +62,11 @@ class StatusLine:
         ``num_waiting`` is the number of requests that have not been in a step. The line has a mark if 2 % or more of
         the sequences that finished in the last 60 s were preempted.
         """
-        counts, before = _Counts.of(stats), self._before
+        counts = _Counts.of(stats)
+        before = self._before
         seconds = max(now - self._time, 1e-3)
-        self._before, self._time = counts, now
+        self._before = counts
+        self._time = now
         if counts == before and not stats.engine.num_running and not num_waiting:
             return None
         engine = stats.engine
@@ -105,7 +107,8 @@ class PreemptionAlarm:
         """The warning, if more than 5 % of the sequences that finished in the last 60 s were preempted; otherwise
         None."""
         engine = stats.engine
-        stands_still, self._num_steps = engine.num_steps == self._num_steps, engine.num_steps
+        stands_still = engine.num_steps == self._num_steps
+        self._num_steps = engine.num_steps
         if stands_still or engine.preemption_rate <= _TOO_MANY or now < self._quiet_until:
             return None
         self._quiet_until = now + _QUIET_SECONDS

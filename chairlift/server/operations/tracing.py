@@ -91,7 +91,8 @@ class RequestTracer:
 
         context, operation = self._under_way.pop(stream.request_id, (None, "text_completion"))
         wall = time.time_ns() - int(time.monotonic() * _SECONDS)
-        metrics, facts = stream.state.metrics, stream.state.record(now, aborted=cut_off is FinishReason.ABORT)
+        metrics = stream.state.metrics
+        facts = stream.state.record(now, aborted=cut_off is FinishReason.ABORT)
         root = self._tracer.start_span(
             f"{operation} {self._model}",
             context=context,
@@ -107,7 +108,8 @@ class RequestTracer:
             span = self._tracer.start_span(name, context=below, start_time=wall + int(start * _SECONDS))
             span.end(wall + int(end * _SECONDS))
 
-        started, token = metrics.first_scheduled_time, metrics.first_token_time
+        started = metrics.first_scheduled_time
+        token = metrics.first_token_time
         part("queue", metrics.arrival_time, now if started is None else started)
         if started is not None:
             part("prefill", started, now if token is None else token)
@@ -120,7 +122,8 @@ class RequestTracer:
     def _attributes(
         self, stream: OutputStream, operation: str, facts: FinishedRequest, cut_off: FinishReason | None
     ) -> dict[str, Any]:
-        state, params = stream.state, stream.state.prepared.params
+        state = stream.state
+        params = stream.state.prepared.params
         first = state.metrics.first_token_time
         reasons = [str(cut_off or answer.finish_reason or facts.reason) for answer in state.answers]
         attributes = {

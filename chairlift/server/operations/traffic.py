@@ -150,7 +150,8 @@ async def list_requests(request: Request) -> Response:
     state: ServerState = request.app.state.server
     caller: Caller = getattr(request.state, "caller", Caller())
     limit = _number(request, "limit", 100, 1, _MAX_LISTED)
-    now, engine = time.monotonic(), state.engine
+    now = time.monotonic()
+    engine = state.engine
     positions = {stream.request_id: place for stream, place in engine.line()}
     own = [stream for stream in engine.requests() if caller.sees(stream.tenant)]
     started = [stream for stream in own if stream.request_id not in positions]
@@ -162,9 +163,13 @@ async def list_requests(request: Request) -> Response:
 
 
 def _live(stream: OutputStream, place: Place | None, now: float) -> LiveRequest:
-    state, prepared = stream.state, stream.state.prepared
-    progress, metrics = state.progress(), state.metrics
-    arrival, first_token, started = metrics.arrival_time, metrics.first_token_time, metrics.first_scheduled_time
+    state = stream.state
+    prepared = stream.state.prepared
+    progress = state.progress()
+    metrics = state.metrics
+    arrival = metrics.arrival_time
+    first_token = metrics.first_token_time
+    started = metrics.first_scheduled_time
     until = progress.next_token_at
     return LiveRequest(
         id=stream.name,
@@ -269,7 +274,8 @@ class TrafficRecording:
         self._under_way.remove(stream.request_id)
         facts = stream.state.record(now, aborted=cut_off is not None)
         self._number += 1
-        record, prepared = self._record(stream.state, facts, cut_off or facts.reason), stream.state.prepared
+        record = self._record(stream.state, facts, cut_off or facts.reason)
+        prepared = stream.state.prepared
         self._ended.append((self._number, record, prepared.prompt_token_ids, prepared.cache_salt))
         self._num_tokens += facts.prompt_tokens
         while len(self._ended) > 1 and (len(self._ended) > _MAX_WAITING or self._num_tokens > _MAX_WAITING_TOKENS):
@@ -293,7 +299,9 @@ class TrafficRecording:
         return number, record
 
     def _record(self, state: RequestState, facts: FinishedRequest, reason: str) -> TrafficRecord:
-        service, arrival, params = state.prepared.service, state.metrics.arrival_time, state.prepared.params
+        service = state.prepared.service
+        arrival = state.metrics.arrival_time
+        params = state.prepared.params
         first_token = state.metrics.first_token_time
         return TrafficRecord(
             arrival_seconds=round(arrival - self._began, 6),
@@ -394,7 +402,8 @@ async def _recording_events(
         if state.draining:
             recording.close()
         if recording.num_lost:
-            lost, recording.num_lost = recording.num_lost, 0
+            lost = recording.num_lost
+            recording.num_lost = 0
             yield _event("lost", {"lost": lost})
         entry = await recording.take()
         now = time.monotonic()

@@ -81,7 +81,8 @@ def _feed(request: Request) -> LiveFeed:
 def _ring(request: Request, feed: LiveFeed) -> StepRing:
     """Buffer of the steps of the replica that the request names by its parameter ``replica``; by default, of the first
     replica. Raises ApiError 400 for a replica that does not exist."""
-    text, count = request.query_params.get("replica", "0"), feed.num_rings
+    text = request.query_params.get("replica", "0")
+    count = feed.num_rings
     if not (text.isascii() and text.isdigit() and len(text) < 9 and int(text) < count):
         allowed = f"a number from 0 to {count - 1}" if count > 1 else "0, because this server has one engine"
         raise ApiError(400, f"replica must be {allowed}; got {text!r:.40}", param="replica", code="invalid_value")
@@ -123,7 +124,8 @@ async def _events(request: Request) -> Response:
 
 async def _follow(feed: LiveFeed, ring: StepRing, state: ServerState, holder: str = "") -> AsyncGenerator[bytes, None]:
     with feed.viewing(), _count_use(feed, "viewers", holder, _MAX_VIEWERS):
-        at, last_sent = ring.first, time.monotonic()
+        at = ring.first
+        last_sent = time.monotonic()
         yield b"retry: 2000\n\n"
         while not state.draining:
             # Some entries that this viewer had not read were dropped. Send a notice, and continue with the newest
@@ -165,11 +167,14 @@ async def _export(request: Request) -> Response:
         raise ApiError(400, f"format must be jsonl or perfetto, got {kind!r:.40}", param="format")
     name = "trace" if kind == "perfetto" else "steps"
     if kind == "jsonl":
-        content, suffix = await _recording(request) + b"\n", "jsonl"
+        content = await _recording(request) + b"\n"
+        suffix = "jsonl"
     elif request.query_params.get("source") == "demo":
-        content, suffix = await asyncio.to_thread(to_perfetto, await _demo(request)), "json"
+        content = await asyncio.to_thread(to_perfetto, await _demo(request))
+        suffix = "json"
     else:
-        content, suffix = await _in_turn(request, lambda: _converted(request)), "json"
+        content = await _in_turn(request, lambda: _converted(request))
+        suffix = "json"
     headers = {"content-disposition": f'attachment; filename="chairlift-{name}-{int(time.time())}.{suffix}"'}
     return Response(content, media_type="application/json" if suffix == "json" else _NDJSON, headers=headers)
 

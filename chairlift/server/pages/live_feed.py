@@ -46,7 +46,8 @@ class StepRing:
         self.first = 0
         """Number of the oldest entry in the buffer. Entries are numbered without gaps."""
         self.num_bytes = 0
-        self.max_bytes, self._max_seconds = max_bytes, max_seconds
+        self.max_bytes = max_bytes
+        self._max_seconds = max_seconds
         self._clock = clock
         self._entries: deque[tuple[bytes, float]] = deque()
         """(lines as one server-sent event, time). All viewers receive the same bytes."""
@@ -86,7 +87,8 @@ class StepRing:
             for stream in streams():
                 self.name(stream)
             if b'"past":true' in lines[:4096].partition(b"\n")[0]:  # a new recorder began; it repeats what is known
-                self.first, self.num_bytes = self.end, 0
+                self.first = self.end
+                self.num_bytes = 0
                 self._entries.clear()
                 self._keys.clear()
         if self._names:
@@ -154,7 +156,8 @@ class LiveFeed(StepRing):
         while lines:
             size = count = 0
             while count < len(lines) and size < _CHUNK:
-                size, count = size + len(lines[count]), count + 1
+                size = size + len(lines[count])
+                count = count + 1
             self._append(b"".join(lines[:count]).rstrip(b"\n"))
             del lines[:count]
 

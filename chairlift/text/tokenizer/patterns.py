@@ -228,7 +228,12 @@ def _repeated(part: _Part, times: re.Match[str]) -> _Part:
     if not (minimum or maximum) or (maximum and not comma):
         raise ValueError(times.string)
     low = int(minimum or 0)
-    high = float(maximum) if maximum else math.inf if comma else float(low)
+    if maximum:
+        high = float(maximum)
+    elif comma:
+        high = math.inf
+    else:
+        high = float(low)
     if high < low:
         raise ValueError(times.string)
     return dataclasses.replace(part, minimum=low, maximum=math.inf if twice else high, times=times[0])

@@ -125,7 +125,8 @@ def _tagged(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> dict[str,
     where = f"the parameters of {name}"
     if unknown := [key for key in schema if key not in _DESCRIBES]:
         raise _not_here(form, where, unknown[0])
-    properties, required = dict(schema.get("properties") or {}), schema.get("required") or ()
+    properties = dict(schema.get("properties") or {})
+    required = schema.get("required") or ()
     properties |= {key: {} for key in required if key not in properties}
     parts = []
     for key, value in properties.items():
@@ -138,7 +139,11 @@ def _tagged(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> dict[str,
     section = form.section[0] + "\n" if form.bare_call else ""
     # The line break belongs to the call. As a separate part, the grammar could not distinguish "\n" from the beginning
     # of "\n</section>".
-    end = form.call_end + ("\n" + form.section_end if form.bare_call else "\n" if form.call else "")
+    end = form.call_end
+    if form.bare_call:
+        end += "\n" + form.section_end
+    elif form.call:
+        end += "\n"
     head = section + (form.call or form.section[0]) + name + form.name_ends[0].removesuffix("\n") + "\n"
     return tag(head, sequence(*parts, *literal(end)), "")
 

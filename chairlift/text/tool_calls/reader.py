@@ -105,7 +105,9 @@ class AnswerReader:
         parallel: bool = True,
         held: bool = False,
     ) -> None:
-        self._format, self._reasoning, self._tools = tool_format, reasoning, tools or {}
+        self._format = tool_format
+        self._reasoning = reasoning
+        self._tools = tools or {}
         self._inside = inside or (reasoning is not None and reasoning.opened)
         needed = {*(tool_format.markers if tool_format else ())}
         needed |= {reasoning.begin, reasoning.end} if reasoning else set()
@@ -186,7 +188,9 @@ class AnswerReader:
 
     def _emit(self, kind: str, text: str) -> None:
         if kind != self._kind:
-            self._kind, self._space, self._at_start = kind, "", True
+            self._kind = kind
+            self._space = ""
+            self._at_start = True
         self._code[kind].feed(text)
         if self._at_start:
             text = text.lstrip()
@@ -215,7 +219,8 @@ class AnswerReader:
                 return ""
 
     def _think(self) -> Reading[None]:
-        form, text = self._reasoning, self._text
+        form = self._reasoning
+        text = self._text
         if form is None:
             return
         begin = text.num_bytes
@@ -230,7 +235,8 @@ class AnswerReader:
         yield from self._reason(form.end)
         self._spans.append(text.num_bytes)
         self._emit(_CONTENT, "")
-        self._space, self._at_start = "", True
+        self._space = ""
+        self._at_start = True
 
     def _reason(self, end: str) -> Reading[None]:
         """Read reasoning up to the text ``end``. If ``end`` never comes, the complete calls in the reasoning are
@@ -244,7 +250,8 @@ class AnswerReader:
                 break
             self._text.add(piece)
             next(thought, None)
-        self._closed, self._text.ended = bool(found), True
+        self._closed = bool(found)
+        self._text.ended = True
         for _ in thought:
             pass
         self._text = self._input
@@ -252,9 +259,13 @@ class AnswerReader:
     def _thought(self) -> Reading[None]:
         """Read the text of the reasoning. A complete call and the text after it wait for the end of the reasoning,
         because only then it is known whether the call is a part of the reasoning."""
-        form, text, broken = self._format, self._text, list[str]()
+        form = self._format
+        text = self._text
+        broken = list[str]()
         while form is not None and (marker := (yield from self._stream(_REASONING, form.begins))):
-            text.record, self._held, reason = [marker], [], ""
+            text.record = [marker]
+            self._held = []
+            reason = ""
             try:
                 yield from _BODIES[form.body](self, form, marker)
             except NotReadable as error:
@@ -308,7 +319,8 @@ class AnswerReader:
             return
         self._text.record = []
         if self._kind == _CONTENT:
-            self._space, self._at_start = "", True
+            self._space = ""
+            self._at_start = True
         if self.num_calls and not self._parallel:
             self._num_left_out += 1
             return
@@ -317,7 +329,8 @@ class AnswerReader:
 
     def _tool(self, written: str) -> str:
         """Name of the offered function that the text ``written`` names. Raises NotReadable if there is none."""
-        name, prefix = written.strip(), self._format.prefix if self._format else ""
+        name = written.strip()
+        prefix = self._format.prefix if self._format else ""
         if name not in self._tools and self._format is not None and self._format.numbered:
             name = name.rpartition(":")[0] if name.rpartition(":")[2].isdigit() else name
         if name not in self._tools and prefix:
@@ -390,7 +403,8 @@ class AnswerReader:
         yield from self._series(form, marker, self._named_call)
 
     def _named_call(self, form: ToolFormat) -> Reading[None]:
-        text, call_id = self._text, ""
+        text = self._text
+        call_id = ""
         yield from text.skip_space()
         written, end = yield from text.word(form.name_ends)
         name = self._tool(written)
@@ -411,7 +425,8 @@ class AnswerReader:
         text = self._text
         yield from text.skip_space()
         written, _ = yield from text.word(form.name_ends, keep=(form.key, form.call_end))
-        name, arguments = self._tool(written), dict[str, Any]()
+        name = self._tool(written)
+        arguments = dict[str, Any]()
         while True:
             yield from text.skip_space()
             mark = yield from text.take((form.key, form.call_end))
@@ -445,7 +460,8 @@ class AnswerReader:
         is_json = how == "json" or (how == "schema" and self._held_to_json and types != {"string"})
         value = yield from self._text.until((form.value_end,))
         if is_json or (how == "schema" and types and "string" not in types):
-            scanner, more = JsonScanner(), "[" + value
+            scanner = JsonScanner()
+            more = "[" + value
             while scanner.feed(more, 0) == len(more) and scanner.in_text:
                 more = form.value_end + (yield from self._text.until((form.value_end,)))
                 value += more
@@ -471,7 +487,8 @@ class AnswerReader:
     def _message(self, form: ToolFormat) -> Reading[None]:
         """Read a message that consists of calls only. Any other message is content, even if it is JSON."""
         text = self._text
-        text.record, reason = [], ""
+        text.record = []
+        reason = ""
         sign = "{" if form.body is Body.JSON else "["
         while (yield from text.skip_space()) and self._hidden:
             if not (yield from text.take(self._hidden)):
@@ -491,7 +508,8 @@ class AnswerReader:
             self._events.append(Broken(reason))
 
     def _json_message(self) -> Reading[list[tuple[str, dict[str, Any]]]]:
-        text, calls = self._text, []
+        text = self._text
+        calls = []
         while True:
             value = json_value((yield from text.json()))
             if not isinstance(value, dict) or not set(value) <= {"type", "id", "name", "parameters", "arguments"}:
@@ -528,7 +546,8 @@ class AnswerReader:
         marker = yield from text.take((*_HEADERS, " to=", "to="))
         marker = marker or (yield from self._stream(_CONTENT, _HEADERS))
         while marker:
-            text.record, begin = [marker], text.num_bytes - len(marker)
+            text.record = [marker]
+            begin = text.num_bytes - len(marker)
             try:
                 header, _ = yield from text.word(("<|message|>",), max_chars=400)
             except NotReadable as error:
@@ -547,7 +566,8 @@ class AnswerReader:
                 self._spans.append(begin)
             kind = _REASONING if thinks else _CONTENT
             self._emit(kind, "")
-            self._space, self._at_start = "\n" if kind in self._said else "", True
+            self._space = "\n" if kind in self._said else ""
+            self._at_start = True
             marker = yield from self._stream(kind, _ENDS)
             if thinks:
                 self._spans.append(text.num_bytes)
@@ -560,7 +580,8 @@ class AnswerReader:
         return (yield from self._stream(_CONTENT, _HEADERS))
 
     def _harmony_call(self, recipient: str) -> Reading[str]:
-        text, marker = self._text, ""
+        text = self._text
+        marker = ""
 
         def body() -> Reading[None]:
             nonlocal marker

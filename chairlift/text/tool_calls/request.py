@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from chairlift.errors import RequestError
@@ -130,7 +130,11 @@ def _schema(where: str, schema: Any) -> None:
 
 
 def _too_deep(value: Any, levels: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    inner: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list):
+        inner = value
     return levels < 0 or any(_too_deep(each, levels - 1) for each in inner)
 
 
@@ -169,7 +173,8 @@ def check_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     known: dict[str, str] = {}
     checked: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
-        where, plain = f"messages[{index}]", dict(message)
+        where = f"messages[{index}]"
+        plain = dict(message)
         calls = plain.get("tool_calls")
         if isinstance(calls, list):
             known |= _ids(where, calls)

@@ -92,7 +92,8 @@ class TextScanner:
         while (yield from self.more()):
             pieces.append(self.rest[self.at :])
             self.at = len(self.rest)
-        self.rest, self.at = "".join(pieces), 0
+        self.rest = "".join(pieces)
+        self.at = 0
 
     def skip_space(self) -> Reading[bool]:
         """Read white space. Returns False if the text ends after the white space."""
@@ -125,7 +126,8 @@ class TextScanner:
     def until(self, texts: tuple[str, ...]) -> Reading[str]:
         """Text before the first of ``texts`` that occurs. This marker is read, too. Raises NotReadable at the end of
         the text."""
-        markers, pieces = markers_of(texts), []
+        markers = markers_of(texts)
+        pieces = []
         while True:
             place, found = markers.find(self.rest, self.at)
             pieces.append(self.advance(place))
@@ -140,7 +142,8 @@ class TextScanner:
         """(text before a marker, marker), for the first of ``texts`` that occurs. The marker is read, except if it is
         in ``keep``. Raises NotReadable at a line break, or if the text before the marker has more than ``max_chars``
         characters."""
-        markers, text = markers_of(texts), ""
+        markers = markers_of(texts)
+        text = ""
         while True:
             remaining = self.at + max_chars - len(text)
             end, found = markers.find(self.rest, self.at)
@@ -158,7 +161,8 @@ class TextScanner:
 
     def json(self) -> Reading[str]:
         """Text of a JSON object or list. Raises NotReadable for anything else."""
-        scanner, pieces = JsonScanner(), []
+        scanner = JsonScanner()
+        pieces = []
         while True:
             pieces.append(self.advance(scanner.feed(self.rest, self.at)))
             if scanner.done:
@@ -217,4 +221,5 @@ class CodeBlocks:
             self._open = found[1]
         elif found is not None and found[1].startswith(self._open) and not self._head[found.end() :].strip():
             self._open = ""
-        self._head, self._ticks = "", 0
+        self._head = ""
+        self._ticks = 0

@@ -101,13 +101,15 @@ class JsonScanner:
             if self._scalar not in ("true", "false", "null") and not _NUMBER.fullmatch(self._scalar):
                 self.fault = f"{self._scalar[:40]} is no JSON value"
                 return at
-            self._scalar, self._want = "", "next"
+            self._scalar = ""
+            self._want = "next"
         if (space := _SPACE.match(text, at)) is not None:
             return space.end()
         return self._sign(text[at], at)
 
     def _sign(self, char: str, at: int) -> int:
-        want, inside = self._want, self._stack[-1] if self._stack else ""
+        want = self._want
+        inside = self._stack[-1] if self._stack else ""
         if want in ("value", "first value") and char in "{[" and len(self._stack) < MAX_DEPTH:
             self._stack.append(char)
             self._want = "first key" if char == "{" else "first value"
@@ -123,7 +125,8 @@ class JsonScanner:
             want in ("next", "first value") and char == "]" and inside == "["
         ):
             self._stack.pop()
-            self._want, self.done = "next", not self._stack
+            self._want = "next"
+            self.done = not self._stack
         else:
             self.fault = f"there is {char!r} where JSON has something else" if inside else "there is no JSON object"
             return at
@@ -193,8 +196,10 @@ class _Literals:
     texts that are arguments have no escapes. Raises NotReadable."""
 
     def __init__(self, text: str, *, names: re.Pattern[str] = _NAME, raw: bool = False) -> None:
-        self.text, self.at = text, 0
-        self._names, self._raw = names, raw
+        self.text = text
+        self.at = 0
+        self._names = names
+        self._raw = raw
 
     def peek(self) -> str:
         space = _SPACE.match(self.text, self.at)
@@ -264,7 +269,8 @@ class _Literals:
         return self.text[begin:end]
 
     def _python_text(self, quote: str) -> str:
-        pieces, at = list[str](), self.at + 1
+        pieces = list[str]()
+        at = self.at + 1
         while at < len(self.text) and self.text[at] != quote:
             char = self.text[at]
             if char != "\\":
@@ -286,7 +292,8 @@ class _Literals:
         return "".join(pieces)
 
     def call(self) -> tuple[str, dict[str, Any]]:
-        name, arguments = self.name(), dict[str, Any]()
+        name = self.name()
+        arguments = dict[str, Any]()
 
         def argument() -> None:
             key = self.name()
@@ -303,7 +310,8 @@ class _Literals:
         ends = _RAW_END[sign].search(self.text, self.at + 1) if self._raw and sign in _RAW_END else None
         if ends is None:
             return self.value()
-        begin, self.at = self.at + 1, ends.end()
+        begin = self.at + 1
+        self.at = ends.end()
         return self.text[begin : ends.start()]
 
     def end(self) -> None:

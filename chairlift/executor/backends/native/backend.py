@@ -128,7 +128,8 @@ class NativeBackend(Backend):
     ) -> PooledExecutor:
         if config.model.threads is not None:
             torch.set_num_threads(config.model.threads)  # an encoder's attention runs in PyTorch
-        rows, pool = config.scheduler.max_num_seqs, _pool(config)
+        rows = config.scheduler.max_num_seqs
+        pool = _pool(config)
         runner = NativePooledRunner(model, dtype, pool, isa=self.kernels, max_tokens=max_tokens, max_rows=rows)
         return PooledExecutor(model, runner)
 

@@ -39,14 +39,16 @@ class NativeKV:
             [-(-count * size // _ALIGNED) * _ALIGNED for size in each]
             for count, each in zip(counts, sizes, strict=True)
         ]
-        memory, offset = Memory(sum(map(sum, padded))), 0
+        memory = Memory(sum(map(sum, padded)))
+        offset = 0
         self.states: dict[int, tuple[Tensor, ...]] = {}
         """Index of a recurrent layer -> the parts of its states, each [num_blocks, ...]."""
         self.parts: dict[tuple[int, int], int] = {}
         """(index of a recurrent layer, index of a part of its state) -> index in :attr:`layers`."""
         self._caches: list[list[npt.NDArray[np.uint8]]] = [[] for _ in plan.groups]
         """Per group: the memory of its layers as arrays [num_blocks, bytes of a block]."""
-        self.layers, further = list[KVLayer](), list[KVLayer]()
+        self.layers = list[KVLayer]()
+        further = list[KVLayer]()
         for number, (layer, group, count) in enumerate(zip(spec, plan.layer_groups, counts, strict=True)):
             regions = []
             for size, room in zip(sizes[number], padded[number], strict=True):

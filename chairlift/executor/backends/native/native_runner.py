@@ -66,7 +66,8 @@ class NativeModelRunner:
     ) -> None:
         self.images = images
         """Stored embeddings of images; None if the model reads only texts."""
-        self.cache_groups, self.block_bytes = plan.groups, plan.block_bytes
+        self.cache_groups = plan.groups
+        self.block_bytes = plan.block_bytes
         self._model = model
         spec = model.kv_cache_spec()
         draft_spec = () if drafts is None else drafts.layers
@@ -80,7 +81,8 @@ class NativeModelRunner:
         recorder = Recorder(dtype)
         taps = () if drafts is None else drafts.taps
         hidden, tapped = _record(model, recorder, taps)
-        layers, states = self._kv.layers[first_layer:], {} if first_layer else self._kv.states
+        layers = self._kv.layers[first_layer:]
+        states = {} if first_layer else self._kv.states
         windows = ((each.group, plan.groups[each.group].window) for each in layers)
         self.windows = {group: window for group, window in windows if window is not None}
         """Cache group -> its sliding window in positions, for the groups of this model's layers that have one."""
@@ -101,7 +103,10 @@ class NativeModelRunner:
         self._head_weight: PackedMatrix = head[0].attributes["weight"]
         self._templates = RowTemplates(self._head_weight.n)
         self._draft_templates = RowTemplates(self._head_weight.n)
-        self._max_tokens, self._dtype, self._isa, self._pool = max_tokens, dtype, isa, pool
+        self._max_tokens = max_tokens
+        self._dtype = dtype
+        self._isa = isa
+        self._pool = pool
         self._draft_layers = self._kv.layers[first_layer + len(spec) :][: len(draft_spec)]
         self._logits: Tensor | None = None
         self.draft: NativeModelRunner | None = None
@@ -138,7 +143,8 @@ class NativeModelRunner:
         """Compute the logits of the sample positions and sample their tokens, in one call of the native library."""
         # Indices in ``hidden``. In ``at``: the first hidden state of each row. In ``hidden_rows``: the hidden state of
         # each sample position.
-        at, hidden_rows = batch.cu_seqlens, self.sample_places(batch)
+        at = batch.cu_seqlens
+        hidden_rows = self.sample_places(batch)
         if (needed := _needed(batch)) is not None:
             at = np.searchsorted(needed, at).astype(np.int32)
         tokens = SampledTokens([])
@@ -151,8 +157,10 @@ class NativeModelRunner:
 
             tokens = sample_rows(batch, masks, draw)
         for row, first, known in batch.prompt_rows:
-            start, count = int(at[row]), min(int(at[row + 1] - at[row]), len(known) - 1 - first)
-            targets, slot = known[first + 1 : first + 1 + count], int(batch.slots[row])
+            start = int(at[row])
+            count = min(int(at[row + 1] - at[row]), len(known) - 1 - first)
+            targets = known[first + 1 : first + 1 + count]
+            slot = int(batch.slots[row])
             try:
                 targets_rows = NativeRows.for_targets(
                     targets, batch.sampling[row].params.prompt_logprobs, self._head_weight.n
@@ -239,7 +247,8 @@ class NativeModelRunner:
 
     def _logits_of(self, states: Tensor, head: PackedMatrix) -> npt.NDArray[np.float32]:
         """Logits [R, n] of hidden states [R, D] in the model's dtype with an output head [n, D]."""
-        count, width = len(states), -(-head.n // PANEL) * PANEL
+        count = len(states)
+        width = -(-head.n // PANEL) * PANEL
         rows = NativeRows.for_targets(np.zeros(count, dtype=np.int32), -1, head.n)  # such rows store their logits
         stored = Memory(4 * count * width).tensor(torch.float32, (count, width))
         self.program.head(head, self._padded(states), np.arange(count, dtype=np.int32), rows.records, stored)
@@ -304,7 +313,8 @@ def _needed(batch: StepBatch) -> npt.NDArray[np.intp] | None:
     with prompt log-probabilities. None if these are all tokens, as in a step that only decodes."""
     if len(batch.sample_tokens) == len(batch.token_ids):
         return None
-    starts, needed = batch.cu_seqlens, np.zeros(len(batch.token_ids), dtype=bool)
+    starts = batch.cu_seqlens
+    needed = np.zeros(len(batch.token_ids), dtype=bool)
     needed[batch.sample_tokens] = True
     for row, *_ in batch.prompt_rows:
         needed[starts[row] : starts[row + 1]] = True

@@ -165,7 +165,8 @@ class RowTemplates:
             self._records = _blank(count)
             self._needs_logits, self._changing = np.zeros((2, count), dtype=np.bool_)
             self._kept = [[] for _ in range(count)]
-        owners, sampling = self._owners, batch.sampling
+        owners = self._owners
+        sampling = batch.sampling
         for index, slot in zip(batch.sample_rows.tolist(), slots.tolist(), strict=True):
             if owners[slot] is not sampling[index]:
                 self._write(slot, sampling[index])

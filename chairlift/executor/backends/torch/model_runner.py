@@ -97,7 +97,8 @@ class TorchModelRunner:
     def _score_prompts(self, hidden: Tensor, batch: StepBatch, tokens: SampledTokens) -> None:
         """Add the log-probabilities of prompt tokens to ``tokens``, for the rows that asked for them."""
         for row, first, known in batch.prompt_rows:
-            start, count = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
+            start = int(batch.cu_seqlens[row])
+            count = int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
             count = min(count, len(known) - 1 - first)
             entries: list[TokenLogprobs] = []
             reason = ""
@@ -108,7 +109,8 @@ class TorchModelRunner:
                     counts = [batch.sampling[row].params.prompt_logprobs] * len(targets)
                     entries += token_logprobs(logits, targets, counts)
             except Exception as error:  # out of memory for them; other requests of the step are not affected
-                entries, reason = [], output_reason(error)
+                entries = []
+                reason = output_reason(error)
             tokens.prompt_logprobs.append(PromptLogprobs(int(batch.slots[row]), first + 1, entries, reason))
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:

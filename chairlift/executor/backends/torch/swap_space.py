@@ -81,16 +81,19 @@ class CudaHostBlocks:
     """
 
     def __init__(self, caches: list[list[Tensor]], hosts: list[Tensor]) -> None:
-        self._caches, self._hosts = caches, hosts
+        self._caches = caches
+        self._hosts = hosts
         self._device = caches[0][0].device
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def swap_out(self, saved: Iterable[tuple[int, int, int]]) -> None:
         """Save blocks in host memory; ``saved`` has (group, block, host block). The saved content is the content after
         all earlier steps."""
-        current, under_way = torch.cuda.current_stream(self._device), 0
+        current = torch.cuda.current_stream(self._device)
+        under_way = 0
         for moves in self._parts((group, host, block) for group, block, host in saved):
-            blocks, host = to_device(moves.blocks, self._device), self._hosts[moves.group]
+            blocks = to_device(moves.blocks, self._device)
+            host = self._hosts[moves.group]
             parts = [cache.index_select(0, blocks).flatten(1) for cache in self._caches[moves.group]]
             staged = torch.cat(parts, dim=1)
             del parts
@@ -104,9 +107,11 @@ class CudaHostBlocks:
     def swap_in(self, loaded: Iterable[tuple[int, int, int]]) -> None:
         """Copy blocks from host memory to the device before the step is computed; ``loaded`` has (group, host block,
         block)."""
-        current, under_way = torch.cuda.current_stream(self._device), 0
+        current = torch.cuda.current_stream(self._device)
+        under_way = 0
         for moves in self._parts(loaded):
-            blocks, host = to_device(moves.blocks, self._device), self._hosts[moves.group]
+            blocks = to_device(moves.blocks, self._device)
+            host = self._hosts[moves.group]
             with torch.cuda.stream(self._stream):  # after every save, so that it reads what was saved
                 staged = torch.empty((len(blocks), host.shape[1]), dtype=host.dtype, device=self._device)
                 for entries, hosts in moves.runs():

@@ -103,7 +103,8 @@ class TritonModelRunner(TorchModelRunner):
         """Whether the device computes a step while the host prepares the next one."""
         self._multiprocessors = num_multiprocessors(device)
         recorder = recording.Recorder(dtype)
-        self._token_ids, self._positions = recorder.token_ids, recorder.positions
+        self._token_ids = recorder.token_ids
+        self._positions = recorder.positions
         hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
         body = len(recorder.nodes)
         logits: Any = model.compute_logits(hidden)
@@ -140,7 +141,8 @@ class TritonModelRunner(TorchModelRunner):
         """Compute a step and sample its tokens, without waiting for the device."""
         if self._device.index is not None:
             torch.cuda.set_device(self._device)  # Triton launches on the current device of the calling thread
-        num_rows, slots = len(batch.slots), batch.sample_slots
+        num_rows = len(batch.slots)
+        slots = batch.sample_slots
         for group, tables in enumerate(batch.block_tables):
             self._state.note_tables(group, batch.slots, tables)
         changed = self._settings.update(slots.tolist(), [batch.sampling[row] for row in batch.sample_rows])
@@ -165,7 +167,8 @@ class TritonModelRunner(TorchModelRunner):
 
         Such a row is sampled on the host in every step, so the host knows all its earlier tokens.
         """
-        tokens, masks = SampledTokens([]), masks or {}
+        tokens = SampledTokens([])
+        masks = masks or {}
         if hidden.drawn is not None:
             known = self._settings.on_device[batch.sample_slots]
             if masks:
@@ -198,7 +201,8 @@ class TritonModelRunner(TorchModelRunner):
         # PyTorch's sums may depend on the number of rows and on their memory layout.
         size = 1 if self._batch_invariant else len(rest)
         for at in range(0, len(rest), size):
-            some, part = rest[at : at + size], slice(at, at + size)
+            some = rest[at : at + size]
+            part = slice(at, at + size)
             rows = [batch.sampling[batch.sample_rows[i]] for i in some]
             scores = logits[part].clone() if self._batch_invariant else logits[part]
             masked = {j: masks[i] for j, i in enumerate(some) if i in masks}
@@ -212,7 +216,8 @@ class TritonModelRunner(TorchModelRunner):
     def _decode(self, batch: StepBatch, size: int, truncates: bool, keep: bool) -> _Outputs:
         """Compute and sample one token of each row of ``batch``, padded to ``size`` rows. First the changes of the
         state are sent to the device."""
-        step, state = self._recorded(size, truncates, keep), self._state
+        step = self._recorded(size, truncates, keep)
+        state = self._state
         known = batch.token_ids >= 0
         rows = np.full(size, -1, dtype=np.int32)
         rows[: len(batch.slots)] = batch.slots
@@ -232,7 +237,8 @@ class TritonModelRunner(TorchModelRunner):
             # request.
             self._state.note("slots", np.arange(size), np.full(size, -1))
             self._state.flush()
-            inputs, launch = self._state.inputs(size), self._launch(size, True)
+            inputs = self._state.inputs(size)
+            launch = self._launch(size, True)
             if keep and not len(self._kept_logits):  # all sizes share them, because only one runs at a time
                 self._kept_logits = self._kept_logits.new_empty((self._sizes[-1], self._model.config.vocab_size))
             step = TritonModelRunner._decode_step
@@ -242,9 +248,11 @@ class TritonModelRunner(TorchModelRunner):
     def _decode_step(self, inputs: DecodeInputs, launch: AttentionLaunch, truncates: bool, keep: bool) -> _Outputs:
         """Decode step that a CUDA graph records. It reads its inputs from the state on the device, and writes the
         sampled tokens there, so it needs no input from the host."""
-        state, slots = self._state, self._state.slots[: len(inputs.token_ids)]
+        state = self._state
+        slots = self._state.slots[: len(inputs.token_ids)]
         state.begin_step(inputs)
-        tables, mapping = state.block_tables, inputs.slot_mapping.unbind()
+        tables = state.block_tables
+        mapping = inputs.slot_mapping.unbind()
         offsets = None if self._offsets is None else self._offsets[: len(slots) + 1]
         step = StepTensors(inputs.token_ids, inputs.positions, inputs.seq_lens, offsets, slots, tables, mapping)
         hidden = self._run_body(step, launch)
@@ -257,11 +265,13 @@ class TritonModelRunner(TorchModelRunner):
         """Compute a step that has prompt chunks. Its sampling is launched without a graph."""
         late = np.flatnonzero(batch.token_ids < 0)
         owners = np.searchsorted(batch.cu_seqlens, late, side="right") - 1
-        tokens, sizes = len(batch.token_ids), self._token_sizes
+        tokens = len(batch.token_ids)
+        sizes = self._token_sizes
         size = padded_size(sizes, tokens) if tokens <= sizes[-1] else 0
         buffer, body = self._recorded_body(size) if size else (self._buffer, None)
         last = batch.cu_seqlens[batch.sample_rows + 1] - 1 == batch.sample_tokens
-        slots, lengths = batch.sample_slots, batch.sample_lengths
+        slots = batch.sample_slots
+        lengths = batch.sample_lengths
         newest = np.where(last, slots, -1)  # for a row with several sample positions, the last one gives the next input
         rest: list[npt.NDArray[Any]] = [late, batch.slots[owners], batch.sample_tokens, slots, lengths, newest]
         step, (places, sources, wanted, *sampling) = self._send(buffer, batch, size, rest)
@@ -278,10 +288,13 @@ class TritonModelRunner(TorchModelRunner):
         if not self._bodies and size != largest and isinstance(self.graphs, CudaGraphs):
             self._recorded_body(largest)  # smaller graphs reuse its memory
         if size not in self._bodies:
-            groups, none = len(self._state.block_tables), np.zeros(0, dtype=np.int32)
-            tables, mapping = np.zeros((groups, 0, 0), dtype=np.int32), np.zeros((groups, 0), dtype=np.int64)
+            groups = len(self._state.block_tables)
+            none = np.zeros(0, dtype=np.int32)
+            tables = np.zeros((groups, 0, 0), dtype=np.int32)
+            mapping = np.zeros((groups, 0), dtype=np.int64)
             nobody = StepBatch(none, none, none, none, tables, mapping)
-            buffer, largest_input = StepBuffer(self._device), np.zeros(max(size, self._state.num_slots), dtype=np.int64)
+            buffer = StepBuffer(self._device)
+            largest_input = np.zeros(max(size, self._state.num_slots), dtype=np.int64)
             # Use the largest possible inputs, so that the buffer never has to move.
             step, _ = self._send(buffer, nobody, size, [largest_input] * 6)
             launch = self._launch(self._state.num_slots, False)
@@ -318,7 +331,8 @@ class TritonModelRunner(TorchModelRunner):
         ]
         filled = [np.append(array, np.full(length - len(array), fill, array.dtype)) for array, length, fill in arrays]
         token_ids, positions, seq_lens, cu_seqlens, slots, *others = buffer.send([*filled, *rest])
-        tables, groups = self._state.block_tables, len(batch.slot_mapping)
+        tables = self._state.block_tables
+        groups = len(batch.slot_mapping)
         return StepTensors(token_ids, positions, seq_lens, cu_seqlens, slots, tables, others[:groups]), others[groups:]
 
     def _run_body(self, step: StepTensors, launch: AttentionLaunch) -> Tensor:

@@ -132,7 +132,8 @@ def _object(request: Request, record: BatchRecord) -> BatchObject:
 
 async def create_batch(request: Request) -> Response:
     """Create a batch from the requests of a file."""
-    worker, owner = batch_worker(request), owner_of(request)
+    worker = batch_worker(request)
+    owner = owner_of(request)
     payload, ignored = parse(BatchRequest, await read_json(request))
     _check(payload)
     source = await worker.call(lambda store: store.file(payload.input_file_id, owner))
@@ -172,7 +173,8 @@ def _check(payload: BatchRequest) -> None:
 
 async def list_batches(request: Request) -> Response:
     """List the caller's batches."""
-    worker, owner = batch_worker(request), owner_of(request)
+    worker = batch_worker(request)
+    owner = owner_of(request)
     after, limit = page_of(request, 20, 100)
     found = await worker.call(lambda store: store.batches(owner, after=after, limit=limit + 1))
     listed = [_object(request, record) for record in found[:limit]]
@@ -180,7 +182,9 @@ async def list_batches(request: Request) -> Response:
 
 
 async def _found(request: Request) -> BatchRecord:
-    worker, owner, batch_id = batch_worker(request), owner_of(request), request.path_params["batch_id"]
+    worker = batch_worker(request)
+    owner = owner_of(request)
+    batch_id = request.path_params["batch_id"]
     record = await worker.call(lambda store: store.batch(batch_id, owner))
     if record is None:
         message = f"there is no batch {batch_id!r:.80} of yours; GET /v1/batches lists those there are"
@@ -195,7 +199,8 @@ async def show_batch(request: Request) -> Response:
 
 async def cancel_batch(request: Request) -> Response:
     """Cancel a batch. Results that exist are kept. A finished batch does not change."""
-    worker, record = batch_worker(request), await _found(request)
+    worker = batch_worker(request)
+    record = await _found(request)
     await worker.call(lambda store: store.cancel(record.id, int(time.time())))
     worker.wake()
     return json_response(_object(request, await _found(request)))

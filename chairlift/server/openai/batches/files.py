@@ -110,7 +110,9 @@ def file_object(record: FileRecord) -> FileObject:
 
 async def upload_file(request: Request) -> Response:
     """Store a file: multipart/form-data with ``purpose`` and ``file``."""
-    worker, owner, now = batch_worker(request), owner_of(request), int(time.time())
+    worker = batch_worker(request)
+    owner = owner_of(request)
+    now = int(time.time())
     num_files = await worker.call(lambda store: store.num_files(owner))
     length = request.headers.get("content-length", "")
     if length.isdecimal():  # before the body is read
@@ -120,7 +122,8 @@ async def upload_file(request: Request) -> Response:
         message = f"you have {num_files:,} files, and {MAX_FILES:,} may be kept; delete some"
         raise ApiError(400, message, code="too_many_files")
     async with worker.uploads, _form(request) as form:
-        upload, purpose = form.get("file"), form.get("purpose")
+        upload = form.get("file")
+        purpose = form.get("purpose")
         if not isinstance(upload, UploadFile):
             raise ApiError(
                 400,
@@ -136,7 +139,8 @@ async def upload_file(request: Request) -> Response:
                 message = f"the form has a field {name!r:.80}; known are {', '.join(_FIELDS)}"
                 raise ApiError(400, message, code="unsupported_parameter", param=name[:80])
         expires_at = _expires_at(form, now)
-        content, name = upload.file, _plain_name(upload.filename)
+        content = upload.file
+        name = _plain_name(upload.filename)
         record = await worker.call(
             lambda store: store.add_file(content, name, "batch", owner=owner, now=now, expires_at=expires_at)
         )
@@ -185,7 +189,8 @@ def _too_long(maximum: int) -> ApiError:
 
 
 def _expires_at(form: FormData, now: int) -> int | None:
-    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    anchor = form.get("expires_after[anchor]")
+    seconds = form.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None
     minimum, maximum = EXPIRES
@@ -204,9 +209,11 @@ def _plain_name(given: str | None) -> str:
 
 async def list_files(request: Request) -> Response:
     """List the caller's files: the newest first, or in the order that the ``order`` parameter asks for."""
-    worker, owner = batch_worker(request), owner_of(request)
+    worker = batch_worker(request)
+    owner = owner_of(request)
     after, limit = page_of(request, 10_000, 10_000)
-    order, purpose = request.query_params.get("order", "desc"), request.query_params.get("purpose")
+    order = request.query_params.get("order", "desc")
+    purpose = request.query_params.get("purpose")
     if order not in ("asc", "desc"):
         raise ApiError(400, f"order must be asc or desc; got {order!r:.40}", code="invalid_value", param="order")
     found = await worker.call(
@@ -222,7 +229,9 @@ def ends(listed: Sequence[Any]) -> dict[str, Any]:
 
 
 async def _found(request: Request) -> FileRecord:
-    worker, owner, file_id = batch_worker(request), owner_of(request), request.path_params["file_id"]
+    worker = batch_worker(request)
+    owner = owner_of(request)
+    file_id = request.path_params["file_id"]
     record = await worker.call(lambda store: store.file(file_id, owner))
     if record is None:
         message = f"there is no file {file_id!r:.80} of yours; GET /v1/files lists those there are"
@@ -245,7 +254,8 @@ async def file_content(request: Request) -> Response:
 
 async def delete_file(request: Request) -> Response:
     """Delete a file. Refused while a batch reads the file."""
-    worker, record = batch_worker(request), await _found(request)
+    worker = batch_worker(request)
+    record = await _found(request)
     reader = await worker.call(lambda store: store.reader_of(record.id))
     if reader is not None:
         message = f"the batch {reader} reads the file; cancel it, or wait for its end"

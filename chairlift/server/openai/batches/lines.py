@@ -29,7 +29,9 @@ class BadLine(ValueError):
 
     def __init__(self, message: str, code: str, param: str | None = None, custom_id: str | None = None) -> None:
         super().__init__(message)
-        self.code, self.param, self.custom_id = code, param, custom_id
+        self.code = code
+        self.param = param
+        self.custom_id = custom_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ def read_line(line: bytes, endpoint: str) -> BatchLine:
                 field[:80],
                 name,
             )
-    method, url = _text(fields, "method", name), _text(fields, "url", name)
+    method = _text(fields, "method", name)
+    url = _text(fields, "url", name)
     if method != "POST":
         raise BadLine(f"method must be POST, got {method!r:.80}", "invalid_method", "method", name)
     if url != endpoint:

@@ -240,7 +240,8 @@ class BatchStore:
         """Files of the owner, in order of creation. With ``after``: only files that follow the file with this id."""
         where, values = _page("files", owner, after, newest_first)
         if purpose is not None:
-            where, values = f"{where} AND purpose = ?", [*values, purpose]
+            where = f"{where} AND purpose = ?"
+            values = [*values, purpose]
         order = "DESC" if newest_first else "ASC"
         rows = self._db.execute(
             f"SELECT {_FILE} FROM files WHERE {where} ORDER BY rowid {order} LIMIT ?", [*values, limit]
@@ -358,11 +359,14 @@ class BatchStore:
         batch = self.batch(batch_id)
         if batch is None or batch.status != "validating":
             return
-        problem, num_lines, num_bad = "", 0, 0
+        problem = ""
+        num_lines = 0
+        num_bad = 0
         with self._transaction() as db:
             names: set[str] = set()
             for line, offset, length, answer in self._lines(batch, names, max_line):
-                num_lines, num_bad = num_lines + 1, num_bad + (answer is not None)
+                num_lines = num_lines + 1
+                num_bad = num_bad + (answer is not None)
                 if num_lines > MAX_REQUESTS:
                     problem = f"the input file has more than {MAX_REQUESTS:,} requests; split it"
                     break
@@ -394,7 +398,8 @@ class BatchStore:
         with self.path(batch.input_file_id).open("rb") as file:
             number = offset = 0
             while content := file.readline(max_line + 1):
-                number, length = number + 1, len(content)
+                number = number + 1
+                length = len(content)
                 is_long = length > max_line and not content.endswith(b"\n")
                 while is_long and not content.endswith(b"\n") and (content := file.readline(1 << 20)):
                     length += len(content)

@@ -261,7 +261,8 @@ class BatchWorker:
         """Send requests of the batches in turn, up to the limit. While other clients' requests wait for the engine,
         only one batch request runs. While the disk fails, no request is sent, because its answer could not be
         stored."""
-        info, engine = self._state.engine.info, self._state.engine
+        info = self._state.engine.info
+        engine = self._state.engine
         rows = 1 if info is None else info.max_num_seqs
         limit = self._state.config.batch_max_in_flight or max(1, rows // 2)
         started = not self._disk.is_failing
@@ -363,7 +364,9 @@ def _scope(path: str, body: bytes, request_id: str) -> dict[str, Any]:
 async def _ask(app: ASGIApp, scope: Scope, body: bytes) -> _Reply:
     """Send a request to the application without HTTP, and return the response."""
     given = False
-    status, headers, parts = 500, dict[bytes, bytes](), list[bytes]()
+    status = 500
+    headers = dict[bytes, bytes]()
+    parts = list[bytes]()
 
     async def receive() -> Message:
         nonlocal given
