@@ -8,6 +8,9 @@ A model of SmolLM2-135M's shape with random weights in bfloat16 answers one prom
 turns, in pairs of random order. The bits of a step do not depend on it. Results are the median and the minimum time of
 a decode step, the median ratio within the pairs, and the same for its attention alone: a step of attention operations
 on the same block tables.
+
+``--first-tokens`` measures something else: the time from the arrival of ``--answers`` equal prompts until each has its
+first token, divided by the time of one such prompt alone. One and all take turns.
 """
 
 from __future__ import annotations
@@ -83,6 +86,35 @@ def measure(llm: LLM, answers: int, prompt: int, args: argparse.Namespace) -> di
     return taken
 
 
+def first_tokens(llm: LLM, answers: int, prompt: int, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds until the first tokens of one prompt ("one"), and of ``answers`` equal prompts that arrive together
+    ("all"). Each time the prompt is new."""
+    rng, clock = random.Random(prompt), CLOCKS[args.clock]
+    taken: dict[str, list[float]] = {"one": [], "all": []}
+    for _ in range(args.pairs):
+        for name, count in rng.sample((("one", 1), ("all", answers)), 2):
+            text = [rng.randrange(2, 30_000) for _ in range(prompt)]
+            begin = clock()
+            for _ in range(count):
+                llm.engine.add_request(text, SamplingParams(max_tokens=1, ignore_eos=True))
+            while llm.engine.has_unfinished:
+                llm.engine.step()
+            taken[name].append(clock() - begin)
+    return taken
+
+
+def report_first_tokens(name: str, taken: dict[str, list[float]]) -> dict[str, float]:
+    """Print and return the ratio of all equal prompts to one."""
+    ratios = sorted(many / one for one, many in list(zip(taken["one"], taken["all"], strict=True))[1:])
+    least = min(taken["all"]) / min(taken["one"])
+    print(
+        f"{name} first tokens: one prompt {1e3 * statistics.median(taken['one']):.0f} ms,"
+        f" all {1e3 * statistics.median(taken['all']):.0f} ms, ratio {statistics.median(ratios):.2f}"
+        f" ({ratios[0]:.2f} to {ratios[-1]:.2f}), of minima {least:.2f}"
+    )
+    return {"ratio": statistics.median(ratios), "ratio of minima": least}
+
+
 def report(name: str, taken: dict[str, list[float]]) -> dict[str, float]:
     """Print and return the median ratio of apart to shared within the pairs, for steps and for their attention."""
     found = {}
@@ -113,6 +145,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--apart", action="store_true", help="different prompts, which share nothing")
+    parser.add_argument("--first-tokens", action="store_true", help="equal prompts that arrive together")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -131,8 +164,13 @@ def main() -> None:
             )
             for answers in args.answers:
                 for prompt in args.prompts:
-                    taken = measure(llm, answers, prompt, args)
-                    found = report(f"{kernels:11s} {answers:3d} x {prompt:5d}", taken)
+                    name = f"{kernels:11s} {answers:3d} x {prompt:5d}"
+                    if args.first_tokens:
+                        taken = first_tokens(llm, answers, prompt, args)
+                        found = report_first_tokens(name, taken)
+                    else:
+                        taken = measure(llm, answers, prompt, args)
+                        found = report(name, taken)
                     results.append(
                         {"kernels": kernels, "answers": answers, "prompt": prompt, **found, "seconds": taken}
                     )

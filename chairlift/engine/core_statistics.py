@@ -84,6 +84,8 @@ class CoreStatistics:
             used_blocks=counts.used,
             cached_blocks=counts.cached,
             free_blocks=counts.free,
+            shared_blocks=counts.shared,
+            num_prefix_waits=scheduler.batch.in_flight.num_followed,
             num_steps=scheduler.step,
             num_preemptions=scheduler.num_preemptions,
             num_finished_sequences=rate.num_finished,

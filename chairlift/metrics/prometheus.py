@@ -276,6 +276,8 @@ def _gauges(
     yield names.waiting("num_requests_waiting_by_reason", text, reasons)
     text = "Share of the KV cache that requests hold, 0 to 1."
     yield names.gauge("kv_cache_usage_perc", text, _usage(engine, up), lambda each: _usage(each.engine, up))
+    text = "KV blocks that sharing saves: a block in use by three sequences saves two."
+    yield names.gauge("kv_blocks_shared", text, engine.shared_blocks if up else 0)
     if info is not None:
         # Routers expect the label name num_gpu_blocks, even on a CPU.
         shape = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
@@ -300,6 +302,8 @@ def _counters(names: _Names, stats: RequestStats) -> Iterator[CounterMetricFamil
         ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     ):
         yield names.counter(name, text, getattr(engine, name), operator.attrgetter(f"engine.{name}"))
+    text = "Sequences that waited while another one computed the beginning of their prompt."
+    yield names.counter("prefix_waits", text, engine.num_prefix_waits)
     text = "Prompt tokens of requests that have their first token, by where their KV came from."
     sources = {"local_compute": stats.prompt_tokens - stats.cached_tokens, "local_cache_hit": stats.cached_tokens}
     by_source = {(source,): float(count) for source, count in {**sources, "external_kv_transfer": 0}.items()}

@@ -78,6 +78,10 @@ class EngineStats:
     cached_blocks: int = 0
     """Number of unused blocks whose content is in the prefix cache."""
     free_blocks: int = 0
+    shared_blocks: int = 0
+    """Number of blocks that sharing saves: a block in the tables of three sequences saves two."""
+    num_prefix_waits: int = 0
+    """Number of sequences that waited while another one computed the beginning of their prompt."""
     num_steps: int = 0
     num_preemptions: int = 0
     num_finished_sequences: int = 0
@@ -466,7 +470,8 @@ _COUNTERS = tuple(
 )
 _SUMMED = (
     *_COUNTERS,
-    *("num_running", "num_waiting", "used_blocks", "cached_blocks", "free_blocks", "running_limit", "token_budget"),
+    *("num_running", "num_waiting", "used_blocks", "cached_blocks", "free_blocks", "shared_blocks"),
+    *("running_limit", "token_budget"),
     *("image_bytes", "max_image_bytes"),
 )
 _summed_of = operator.attrgetter(*_SUMMED)

@@ -35,6 +35,9 @@ class BlockPool:
         self.nodes: list[PrefixNode | None] = [None] * num_blocks
         """Per block: the prefix-cache node that knows the block's content, or None."""
         self.num_cached = 0
+        self.num_shares = 0
+        """Number of block tables that contain a used block, minus the number of used blocks: the blocks that sharing
+        saves."""
         # The first block is allocated next. Blocks without content are put at the front, cached blocks at the back.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._levels = [0] * num_blocks
@@ -80,6 +83,8 @@ class BlockPool:
         if self.ref_counts[block] == 0:
             self._withdraw(block)
             self.num_cached -= 1
+        else:
+            self.num_shares += 1
         self.ref_counts[block] += 1
 
     def retain(self, block: int, level: int) -> None:
@@ -100,6 +105,8 @@ class BlockPool:
             else:
                 self.num_cached += 1
                 self._queue_cached(block)
+        else:
+            self.num_shares -= 1
 
     def attach(self, block: int, node: PrefixNode) -> None:
         """Note that the prefix cache knows the content of this used block."""
@@ -154,6 +161,9 @@ class BlockPool:
                 raise InvariantError(f"block {block} counts {counted} references, {named} tables name it")
             if (block in queued) != (not counted):
                 raise InvariantError(f"block {block}: reference count {counted} contradicts the free list")
+        shares = sum(count - 1 for count in self.ref_counts if count)
+        if shares != self.num_shares:
+            raise InvariantError(f"blocks are shared {shares} times, but {self.num_shares} are counted")
         if len(free) != len(queued):
             raise InvariantError("a block stands in the free list twice")
         if NULL_BLOCK in queued or self.ref_counts[NULL_BLOCK] or self.nodes[NULL_BLOCK] is not None:

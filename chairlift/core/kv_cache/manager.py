@@ -91,7 +91,8 @@ class KVCacheManager:
     def counts(self) -> BlockCounts:
         free = sum(pool.num_free for pool in self.pools)
         cached = sum(pool.num_cached for pool in self.pools)
-        return BlockCounts(free - cached, sum(pool.num_used for pool in self.pools), cached)
+        used = sum(pool.num_used for pool in self.pools)
+        return BlockCounts(free - cached, used, cached, sum(pool.num_shares for pool in self.pools))
 
     def admit(self, request: Request, reserve: int, watermark: float = 0.0, *, share: bool = True) -> Admission | None:
         """Give the request blocks for its first ``reserve`` positions. Returns None, and gives no block, if they do not

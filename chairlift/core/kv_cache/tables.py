@@ -39,3 +39,5 @@ class BlockCounts:
     free: int
     used: int
     cached: int
+    shared: int = 0
+    """Number of blocks that sharing saves: a block in the tables of three requests saves two."""

@@ -59,8 +59,6 @@ class PromptsInFlight:
         """Id of a request -> number of times that it has waited."""
         self.num_followed = 0
         """Counter: requests that waited for blocks of another request."""
-        self.num_tokens_saved = 0
-        """Counter: positions that requests did not compute because they had waited."""
 
     def __len__(self) -> int:
         return len(self._followers)

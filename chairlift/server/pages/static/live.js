@@ -15,7 +15,7 @@ const CAUSES = {  // docs/why-slow.md explains them
   waiting: "before its first step", "first token": "from its first step to its first token", writing: "from its first token on, pauses included",
 };
 const WAITS_FOR = { slots: "a row", blocks: "KV memory", tokens: "the token budget", reservation: "a reserved row", batch: "their batch",
-  grammar: "their grammar", adapter: "their adapter", image: "their images" };
+  grammar: "their grammar", adapter: "their adapter", image: "their images", prefix: "another request that computes the same beginning" };
 const model = new Model(), line = new Timeline($("timeline"), model);
 const view = { mode: "steps", left: 0, right: 400, chosen: undefined };
 let span = Math.max(120, Math.min(400, innerWidth / 3));
