@@ -223,8 +223,12 @@ def _copy(scheduler: Scheduler, lengths: AnswerLengths, now: float, starts: dict
 
 def _queue(twin: Scheduler, scheduler: Scheduler, lengths: AnswerLengths, now: float) -> None:
     """Add copies of the waiting requests to ``twin``."""
-    for request in [*scheduler.waiting.line(now), *scheduler.batch.in_flight]:
-        twin.add(_like(request, lengths))
+    for request in scheduler.waiting.line(now):
+        # Its size is the number of tokens that no other request has computed for it.
+        known = 0 if request.was_preempted else len(request.token_ids) - request.size
+        twin.add(_like(request, lengths, known))
+    for request, known in scheduler.batch.in_flight.shares():
+        twin.add(_like(request, lengths, known))
     twin.waiting.catch_up(scheduler.waiting)
     twin.policy.catch_up(scheduler.policy)
 
@@ -245,9 +249,13 @@ def _add_newcomers(twin: Scheduler, classes: dict[str, int], busiest: str, now: 
     return names
 
 
-def _like(request: Request, lengths: AnswerLengths) -> Request:
+def _like(request: Request, lengths: AnswerLengths, num_shared: int = 0) -> Request:
     """Copy a request for the simulation: same number of tokens, same place in the order, and an answer of expected
-    length."""
+    length.
+
+    The copy is shorter by the ``num_shared`` leading positions that it shares with other requests: they are neither
+    computed nor do they need blocks, and steps read them once for all rows.
+    """
     # An ended request that is held in its static batch is also held in the copy, and gets no more tokens.
     num_tokens = request.num_output_tokens + 1 if request.finish_reason else lengths.expected(request)
     copy = Request(
@@ -260,10 +268,10 @@ def _like(request: Request, lengths: AnswerLengths) -> Request:
         service=request.service,
         adapter_id=request.adapter_id,
     )
-    copy.token_ids = [_TOKEN] * len(request.token_ids)
-    copy.num_prompt_tokens = request.num_prompt_tokens
-    copy.max_total_tokens += request.num_prompt_tokens
-    copy.limit = request.limit  # blocks are reserved for the longest answer, not for the expected one
+    copy.token_ids = [_TOKEN] * (len(request.token_ids) - num_shared)
+    copy.num_prompt_tokens = request.num_prompt_tokens - num_shared
+    copy.max_total_tokens += copy.num_prompt_tokens
+    copy.limit = request.limit - num_shared  # blocks are reserved for the longest answer, not for the expected one
     copy.num_preemptions = request.num_preemptions
     copy.sequence = request.sequence
     copy.times_passed = request.times_passed

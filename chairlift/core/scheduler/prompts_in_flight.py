@@ -70,6 +70,10 @@ class PromptsInFlight:
         """Iterate over the requests that wait for blocks of another request."""
         return (follower.request for follower in self._followers.values())
 
+    def shares(self) -> Iterator[tuple[Request, int]]:
+        """(request, number of leading positions that it will share) for each request that waits."""
+        return ((follower.request, follower.num_tokens) for follower in self._followers.values())
+
     def begun(self, request: Request) -> None:
         """Note that a request got a row. It becomes a leader if it has enough positions to compute."""
         remaining = len(request.token_ids) - request.num_computed_tokens

@@ -86,8 +86,30 @@ def test_a_start_behind_answers_with_slow_masks_waits_for_one_mask_after_the_oth
     core.scheduler.check_invariants()
 
 
+def test_prompts_that_are_cached_are_not_expected_to_be_computed() -> None:
+    """One long prompt has run. Then many requests wait that continue it."""
+    settings = {"max_num_seqs": 2, "num_kv_blocks": 400, "max_num_batched_tokens": 256, "enable_prefix_caching": True}
+    core, limits = simulated_core(*deployed(settings))
+    door = InputProcessor(limits, None, core.kv, seed=0)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    common = [7] * 1500
+    core.add(door.prepare("first", common, params, core.clock.now()))
+    while core.has_work:
+        core.step()
+    for index in range(20):
+        core.add(door.prepare(str(index), [*common, index], params, core.clock.now()))
+    now = core.clock.now()
+    made = last(foresee(core.scheduler, core.costs.wall_seconds, AnswerLengths(), now, {}, max_steps=5000))
+    started: dict[str, float] = {}
+    while core.has_work:
+        outputs = core.step()
+        for name, _, when in outputs.joined if outputs is not None else ():
+            started.setdefault(name, when)
+    assert made.starts["19"] - now == pytest.approx(started["19"] - now, rel=0.25)
+
+
 def deployed(settings: dict[str, Any]) -> tuple[Deployment, EngineConfig]:
-    config = EngineConfig.from_flat({**settings, "enable_prefix_caching": False})
+    config = EngineConfig.from_flat({"enable_prefix_caching": False, **settings})
     return deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config
 
 
