@@ -106,9 +106,9 @@ def test_each_document_has_a_line_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     decisions = (ROOT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8")
     for path in DOCUMENTS:
-        if path.name != "README.md" and path.parent.name == "docs":
+        if path.name != "README.md" and path.parent == ROOT / "docs":
             assert f"]({path.name})" in index, f"docs/README.md does not mention {path.name}"
-        elif path.name != "README.md" and path.parent.name == "decisions":
+        elif path.name != "README.md" and path.parent == ROOT / "docs" / "decisions":
             assert f"]({path.name})" in decisions, f"docs/decisions/README.md does not mention {path.name}"
 
 
