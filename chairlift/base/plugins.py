@@ -47,6 +47,10 @@ def _made(setting: str, path: str, make: Callable[[Any], Any]) -> Any:
     if "" not in sys.path:
         sys.path.append("")  # search the current directory too; the installed command does not by itself
     try:
-        return make(getattr(importlib.import_module(module_name), name))
+        found = getattr(importlib.import_module(module_name), name)
+    except Exception as error:
+        raise ConfigError(f"{setting} {path!r} cannot be imported: {type(error).__name__}: {error}") from error
+    try:
+        return make(found)
     except Exception as error:
         raise ConfigError(f"{setting} {path!r} cannot be made: {type(error).__name__}: {error}") from error

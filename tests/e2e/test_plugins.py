@@ -85,8 +85,8 @@ def test_formats_read_answers() -> None:
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
-        ("nowhere:FAMILY", "model_impl 'nowhere:FAMILY' cannot be made: ModuleNotFoundError"),
-        (f"{HERE}:MISSING", "cannot be made: AttributeError"),
+        ("nowhere:FAMILY", "model_impl 'nowhere:FAMILY' cannot be imported: ModuleNotFoundError"),
+        (f"{HERE}:MISSING", "cannot be imported: AttributeError"),
         (f"{HERE}:ARROWS", "is of type ToolFormat, and must be a Family; start from"),
         ("chairlift.models.family:Family", "is the class Family, and must be a Family; start from"),
         (f"{HERE}:SECOND_LLAMA", "is for model_type 'llama', which Chairlift has itself"),

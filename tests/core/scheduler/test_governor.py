@@ -455,7 +455,7 @@ def test_settings_are_checked() -> None:
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
-        ("nowhere:Governor", "cannot be made: ModuleNotFoundError"),
+        ("nowhere:Governor", "cannot be imported: ModuleNotFoundError"),
         ("chairlift.core.scheduler.governor:Bounds", "cannot be made: TypeError"),
         ("tests.core.scheduler.test_governor:Scripted", "has no decide"),
     ],

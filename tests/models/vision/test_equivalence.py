@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from chairlift import LLM, SamplingParams
-from chairlift.core.kv_cache import prefix_cache
+from chairlift.core.rows.images import ImageRows
 from chairlift.executor.input_batch import InputBatch
 from chairlift.models.vision.vision_tower import VisionTower
 from tests.models.vision.tiny import Reference, picture, tiny_vlm
@@ -145,7 +145,8 @@ def test_images_that_are_not_cut(tmp_path: Path) -> None:
     assert len(output.prompt_token_ids) < 45
 
 
-_image_rows, _marks, _encode = InputBatch._image_rows, prefix_cache.marks, VisionTower.encode
+_image_rows = InputBatch._image_rows
+_encode = VisionTower.encode
 
 
 def _shifted(self: InputBatch, chunks: Any, at: int) -> Any:
@@ -160,7 +161,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "rows shifted by one": (InputBatch, "_image_rows", _shifted),
     "a cut span begins again": (InputBatch, "_image_rows", _same_rows),
     "no rows": (InputBatch, "_image_rows", lambda self, chunks, at: []),
-    "hash left out of the key": (prefix_cache, "marks", lambda spans, start, end: b""),
+    "hash left out of the key": (ImageRows, "marks", lambda self, request, start, end: b""),
     "positions of patches": (VisionTower, "_connect", lambda self, state: _connect(self, state.flip(0))),
 }
 _connect = VisionTower._connect

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, SamplingParams
-from chairlift.core.kv_cache import manager, prefix_cache
+from chairlift.core.rows.images import ImageRows
 from chairlift.core.scheduler.prompt_budget import PromptBudget
 from chairlift.errors import ConfigError, ModelLoadError
 from chairlift.executor.input_batch import InputBatch
@@ -244,7 +244,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "rows shifted by one": (InputBatch, "_image_rows", _shifted),
     "causal inside an image": (InputBatch, "_seen_ends", lambda self, chunks, positions, at: None),
     "last row of an image unseen": (InputBatch, "_seen_ends", _last_row_unseen),
-    "hash left out of the key": (prefix_cache, "marks", lambda spans, start, end: b""),
+    "hash left out of the key": (ImageRows, "marks", lambda self, request, start, end: b""),
     "order of patches": (PooledTower, "_pool", lambda self, state: _pool(self, state.flip(0))),
 }
 
@@ -273,6 +273,6 @@ def test_a_chunk_that_cuts_an_image_is_refused(llm: Callable[..., LLM], monkeypa
 def test_a_hit_that_cuts_an_image_is_refused(llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = llm()
     engine.chat(chat("sixteen letters.", picture(1), "and a text behind it"), _GREEDY)
-    monkeypatch.setattr(manager, "cut_by", lambda spans, index: None)
+    monkeypatch.setattr(ImageRows, "whole", lambda self, request, index: None)
     (output,) = engine.chat(chat("sixteen letters.", picture(1), "another text behind it"), _GREEDY)
     assert output.outputs[0].finish_reason == "error"

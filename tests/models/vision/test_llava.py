@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, SamplingParams
-from chairlift.core.kv_cache import prefix_cache
+from chairlift.core.rows.images import ImageRows
 from chairlift.errors import ModelLoadError, RequestError
 from chairlift.executor.input_batch import InputBatch
 from chairlift.models.hf_config import parse_config
@@ -223,7 +223,7 @@ def _same_rows(self: InputBatch, chunks: Any, at: int) -> Any:
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "rows shifted by one": (InputBatch, "_image_rows", _shifted),
     "a cut span begins again": (InputBatch, "_image_rows", _same_rows),
-    "hash left out of the key": (prefix_cache, "marks", lambda spans, start, end: b""),
+    "hash left out of the key": (ImageRows, "marks", lambda self, request, start, end: b""),
     "order of patches": (ClipTower, "_embed", lambda self, tile: _embed(self, tile).flip(0)),
     "projector's activation left out": (clip_tower, "activated", lambda name, rows: rows),
     "encoder's activation is gelu": (vision_tower, "activated", lambda name, rows: torch.nn.functional.gelu(rows)),

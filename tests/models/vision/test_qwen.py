@@ -20,7 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from chairlift import LLM, SamplingParams
 from chairlift.base.image_spans import ImageSpan, axes_of
-from chairlift.core.kv_cache import prefix_cache
+from chairlift.core.rows.images import ImageRows
 from chairlift.errors import ModelLoadError, RequestError
 from chairlift.executor import input_batch
 from chairlift.executor.input_batch import InputBatch
@@ -296,7 +296,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "positions of a text": (input_batch, "axes_of", _as_text),
     "no offset behind an image": (input_batch, "axes_of", _no_shift),
     "height and width exchanged": (input_batch, "axes_of", _turned),
-    "hash left out of the key": (prefix_cache, "marks", lambda spans, start, end: b""),
+    "hash left out of the key": (ImageRows, "marks", lambda self, request, start, end: b""),
     "squares in another order": (PatchTower, "_merge", lambda self, state, *how: _merge(self, state, *how).flip(0)),
     "patches not turned": (
         PatchTower,
