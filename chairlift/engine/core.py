@@ -37,7 +37,7 @@ from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.preparers import Preparers
 from chairlift.engine.step_log import StepLog, StepRecord
 from chairlift.engine.step_masks import StepMasks
-from chairlift.engine.step_times import StepTimes
+from chairlift.engine.step_times import CoreTimes
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.executor import Executor, LiveWeights, OnProgress, WeightSource
 from chairlift.metrics.stats import EngineStats
@@ -161,7 +161,7 @@ class EngineCore(EngineClient):
         self._progress: list[Progress] = []
         self._flights: deque[Flight] = deque()
         self.masks = StepMasks(self.preparers, self.scheduler, self.costs, self.clock, self._flights)
-        self.times = StepTimes(self.scheduler, self.costs, self.governor)
+        self.times = CoreTimes(self.scheduler, self.costs, self.governor)
         self._statistics = CoreStatistics(
             self.scheduler,
             self.preparers,

@@ -16,7 +16,7 @@ from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.clock import Clock
 from chairlift.engine.expert_load import ExpertLoad
 from chairlift.engine.preparers import Preparers
-from chairlift.engine.step_times import StepTimes
+from chairlift.engine.step_times import CoreTimes
 from chairlift.metrics.stats import EngineStats
 
 __all__ = ["CoreStatistics"]
@@ -32,7 +32,7 @@ class CoreStatistics:
         self,
         scheduler: Scheduler,
         preparers: Preparers,
-        times: StepTimes,
+        times: CoreTimes,
         clock: Clock,
         *,
         governor: GovernorLoop | None,

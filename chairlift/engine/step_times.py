@@ -12,7 +12,7 @@ from chairlift.engine.flight import Flight
 from chairlift.engine.floor_share import FloorShare
 from chairlift.engine.step_log import StepRecord
 
-__all__ = ["StepTimes", "decode_seconds"]
+__all__ = ["CoreTimes", "decode_seconds"]
 
 
 def decode_seconds(batch: Batch, costs: Costs) -> float | None:
@@ -23,7 +23,7 @@ def decode_seconds(batch: Batch, costs: Costs) -> float | None:
     return costs.model.step_seconds(StepFeatures(len(batch.running), batch.num_computed_tokens))
 
 
-class StepTimes:
+class CoreTimes:
     """Measures the steps of a core."""
 
     def __init__(self, scheduler: Scheduler, costs: Costs, governor: GovernorLoop | None) -> None:
