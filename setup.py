@@ -49,10 +49,12 @@ class BuildKernels(build_ext):
         library.parent.mkdir(parents=True, exist_ok=True)
         flags = [*kernels.COMMON, *kernels.MODES[mode]]
         kernels.run_compiler([*compiler, *flags, "-shared", *map(str, objects), "-o", str(library)])
+        origin = kernels.note_origin(library, objects)
         in_tree = Path(self.get_ext_filename(ext.name)).resolve()
         if mode == "release" and not self.editable_mode and in_tree != library:
             # Tests run in the source tree, also after `pip install .`, so the library is copied into that tree, too.
             self.copy_file(str(library), str(in_tree))
+            self.copy_file(str(origin), str(in_tree.with_suffix(".json")))
 
 
 class KernelWheel(bdist_wheel):

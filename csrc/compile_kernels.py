@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
+import json
 import os
 import platform
 import re
@@ -46,9 +47,10 @@ MODES = {
 
 AVX2 = ["avx2", "fma", "f16c"]
 AVX512 = [*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq"]
-AVX512_BF16 = [*AVX512, "avx512bf16", "avx512vnni"]
+AVX512_VNNI = [*AVX512, "avx512vnni"]
+AVX512_BF16 = [*AVX512_VNNI, "avx512bf16"]
 AMX = [*AVX512_BF16, "amx-tile", "amx-bf16", "amx-int8"]
-SETS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": AVX512_BF16, "amx": AMX}
+SETS = {"avx2": AVX2, "avx512": AVX512, "avx512_vnni": AVX512_VNNI, "avx512_bf16": AVX512_BF16, "amx": AMX}
 """Name of an instruction set -> compiler's names of its extensions. The oldest set is the first, and the position is
 the number of the path in ``cl_isa``. Code outside ``paths/`` runs on every x86-64 processor."""
 
@@ -202,6 +204,17 @@ def compile_objects(mode: str, compiler: list[str], sets: Sequence[str]) -> list
             if old.name not in kept and old.name.rpartition("-")[0] in stems:
                 old.unlink(missing_ok=True)
     return [job.target for job in everything]
+
+
+def note_origin(library: Path, objects: Sequence[Path]) -> Path:
+    """Write beside a library what it was made from, and return the file's path. Equal sources, compilers and flags give
+    equal origins, although two builds may differ in a byte."""
+    names = "\n".join(sorted(each.name for each in objects))
+    origin = hashlib.sha256(names.encode()).hexdigest()
+    digest = hashlib.sha256(library.read_bytes()).hexdigest()
+    target = library.with_suffix(".json")
+    target.write_text(json.dumps({"library": digest, "origin": origin}) + "\n")
+    return target
 
 
 def compile_missing(missing: list[Job]) -> None:

@@ -8,7 +8,7 @@ GPU, all rows are computed at once instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Weight: TypeAlias = Tensor | PackedMatrix
 
-__all__ = ["experts", "latent_experts", "route"]
+__all__ = ["ExpertChange", "changed_experts", "experts", "latent_experts", "route"]
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,22 @@ def latent_experts(
     return _summed(x, routed, None, gate_up, down, router, routing, correction, gated=gated)
 
 
-def _summed(
+class ExpertChange(NamedTuple):
+    """Change of a layer of experts by an adapter. The low-rank parts of an expert are (first output, A [r, in],
+    B [rows, r]) tuples: ``x @ A.T @ B.T`` is added to the outputs from the first one on."""
+
+    first: Mapping[int, Sequence[tuple[int, Tensor, Tensor]]]
+    """Expert -> low-rank parts of its gate and up."""
+    down: Mapping[int, Sequence[tuple[int, Tensor, Tensor]]]
+    """Expert -> low-rank parts of its down."""
+    router: Tensor | None = None
+    """New weight of the router; None: the model's own."""
+    shared_gate: Tensor | None = None
+    """New weight of the gate of the shared expert; None: the model's own."""
+
+
+def changed_experts(
+    change: ExpertChange,
     x: Tensor,
     routed: Tensor,
     shared: Tensor | None,
@@ -148,13 +163,46 @@ def _summed(
     clamp: tuple[float, float] | None = None,
     gated: bool = True,
 ) -> Tensor:
-    """Computes :func:`experts`, but the router reads ``routed`` instead of ``x``."""
+    """:func:`experts`, or :func:`latent_experts` if ``routed`` are other rows than ``x``, with the change of an
+    adapter."""
+    router = router if change.router is None else change.router
+    shared_gate = shared_gate if change.shared_gate is None else change.shared_gate
+    given = (gate_up, down, router, routing, correction, shared_gate, router_bias, biases, clamp, gated)
+    return _summed(x, routed, shared, *given, change=change)
+
+
+def _with_low_rank(
+    out: Tensor, x: Tensor, parts: Sequence[tuple[int, Tensor, Tensor]], product: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    for start, a, b in parts:
+        out[:, start : start + len(b)] += product(product(x, a), b)
+    return out
+
+
+def _summed(
+    x: Tensor,
+    routed: Tensor,
+    shared: Tensor | None,
+    gate_up: Weight,
+    down: Weight,
+    router: Tensor,
+    routing: Routing,
+    correction: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    router_bias: Tensor | None = None,
+    biases: tuple[Tensor, Tensor] | None = None,
+    clamp: tuple[float, float] | None = None,
+    gated: bool = True,
+    *,
+    change: ExpertChange | None = None,
+) -> Tensor:
+    """Computes :func:`experts`, but the router reads ``routed`` instead of ``x``. ``change`` is that of an adapter."""
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         raise InvariantError(
             "these experts are laid out for the native kernels, which run them in a step program only; "
             "keep them out of functions given to ops.call_out, or load the model in another layout"
         )
-    layer = _Experts.of(routing.num_experts, gate_up, down, biases, clamp, gated)
+    layer = _Experts.of(routing.num_experts, gate_up, down, biases, clamp, gated)._replace(change=change)
     product = functional.linear if x.requires_grad or gate_up.requires_grad or x.is_cuda else _row_by_row
     logits = product(routed.float(), router.float())
     logits = logits if router_bias is None else logits + router_bias.float()
@@ -192,6 +240,7 @@ class _Experts(NamedTuple):
     down_biases: Tensor | None
     clamp: tuple[float, float] | None
     gated: bool
+    change: ExpertChange | None = None
 
     @classmethod
     def of(
@@ -212,6 +261,8 @@ class _Experts(NamedTuple):
         """Result of one expert's MLP for the rows ``x``. The gate is computed in float64, for the reason given in
         :func:`route`."""
         both = product(x, self.gate_ups[expert])
+        if self.change is not None:
+            both = _with_low_rank(both, x, self.change.first.get(expert, ()), product)
         both = both if self.gate_up_biases is None else both + self.gate_up_biases[expert]
         if not self.gated:
             return self._down(expert, functional.relu(both).square(), product)
@@ -226,6 +277,8 @@ class _Experts(NamedTuple):
 
     def _down(self, expert: int, inner: Tensor, product: _Product) -> Tensor:
         out = product(inner, self.downs[expert])
+        if self.change is not None:
+            out = _with_low_rank(out, inner, self.change.down.get(expert, ()), product)
         return out if self.down_biases is None else out + self.down_biases[expert]
 
 

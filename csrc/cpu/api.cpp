@@ -85,8 +85,8 @@ int sharing_kinds(const cl_program& program, SharingPlan* kinds) {
 }
 
 // Plans which spans read keys together. It needs SharingPlanner::bytes bytes of memory.
-void plan_sharing(const cl_batch& batch, SharingPlan* kinds, int num_kinds, char* memory, StepPlan& plan) {
-  SharingPlanner planner(batch, plan);
+void plan_sharing(const cl_batch& batch, int least, SharingPlan* kinds, int num_kinds, char* memory, StepPlan& plan) {
+  SharingPlanner planner(batch, plan, least);
   int count = 0;
   for (int i = 0; i < num_kinds; i++) {
     SharingPlan kind = kinds[i];
@@ -138,7 +138,7 @@ bool valid(const cl_program& program, const cl_batch& batch) {
 
 int32_t cl_abi_version(void) { return CL_ABI_VERSION; }
 
-void cl_struct_sizes(int64_t sizes[7]) {
+void cl_struct_sizes(int64_t sizes[8]) {
   sizes[0] = sizeof(cl_op);
   sizes[1] = sizeof(cl_kv_layer);
   sizes[2] = sizeof(cl_program);
@@ -146,6 +146,7 @@ void cl_struct_sizes(int64_t sizes[7]) {
   sizes[4] = sizeof(cl_sampling_row);
   sizes[5] = sizeof(cl_experts);
   sizes[6] = sizeof(cl_lora);
+  sizes[7] = sizeof(cl_embedding);
 }
 
 int64_t cl_expert_bytes(const cl_op* op, int32_t dtype, int32_t tokens) {
@@ -171,7 +172,7 @@ int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batch* batch, 
   StepPlan plan{};
   plan.num_threads = pool->num_threads();
   plan_spans(*batch, spans, plan);
-  if (num_kinds) plan_sharing(*batch, kinds, num_kinds, memory + span_bytes, plan);
+  if (num_kinds) plan_sharing(*batch, kernels->least_shared, kinds, num_kinds, memory + span_bytes, plan);
   plan.shared = spans;  // not null, because split_tasks returns false for null, and split_bytes calls split_tasks
   const size_t bytes = split_bytes(*kernels, *program, plan), handed = handed_bytes(*program, plan);
   char* shared = bytes + handed ? static_cast<char*>(pool->shared(bytes + handed)) : nullptr;
@@ -184,7 +185,7 @@ int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batch* batch, 
 }
 
 int32_t cl_head(cl_pool* pool, const cl_program* program, const void* hidden, int64_t stride, const int32_t* token_rows,
-                int32_t num_rows, const cl_op* product, cl_sampling_row* rows, float* logits, int64_t logits_rows) {
+                const int32_t* adapters, int32_t num_rows, const cl_op* product, cl_sampling_row* rows, float* logits, int64_t logits_rows) {
   const Kernels* kernels = kernels_of(program->isa);
   if (!kernels || num_rows < 0) return -1;
   if (num_rows == 0) return 0;
@@ -196,7 +197,7 @@ int32_t cl_head(cl_pool* pool, const cl_program* program, const void* hidden, in
   if (!shared || !reserve(*pool, *kernels, program->dtype, product->n)) return -1;
   const int64_t logits_stride = (int64_t(product->n) + CL_PANEL - 1) / CL_PANEL * CL_PANEL;
   Head head{*pool, kernels->head,
-            HeadCall{*program, hidden, stride, token_rows, num_rows, product, product->n, rows, logits, logits_stride, shared}};
+            HeadCall{*program, hidden, stride, token_rows, adapters, num_rows, product, product->n, rows, logits, logits_stride, shared}};
   pool->run(head_on_thread, &head);
   return 0;
 }
@@ -213,7 +214,7 @@ int32_t cl_sample(cl_pool* pool, const float* logits, int64_t stride, int32_t nu
   if (!kernels || num_rows < 0 || !reserve(*pool, *kernels, CL_F32, vocab)) return -1;
   static const cl_program no_program{};
   Head head{*pool, kernels->sample,
-            HeadCall{no_program, nullptr, 0, nullptr, num_rows, nullptr, vocab, rows, const_cast<float*>(logits), stride,
+            HeadCall{no_program, nullptr, 0, nullptr, nullptr, num_rows, nullptr, vocab, rows, const_cast<float*>(logits), stride,
                      nullptr}};
   pool->run(head_on_thread, &head);
   return 0;

@@ -55,7 +55,8 @@ struct AttentionScratch {
   alignas(64) Left<T, T> weights[ROOM_ROWS * SCORES_STRIDE];
   alignas(64) SoftmaxState all, split;
   CodeScratch<Left<T, T>> codes;
-  float factor[MAX_ATTENTION_ROWS];
+  // of each row in the current tile: the highest score after it, and the factor of the sums before it
+  float highest[MAX_ATTENTION_ROWS], factor[MAX_ATTENTION_ROWS];
   int low[MAX_ATTENTION_ROWS], high[MAX_ATTENTION_ROWS];  // each row attends to the positions low <= position < high
 };
 
@@ -202,15 +203,13 @@ static void score(const AttentionTask& task, AttentionScratch<T>& s, const Readi
     score_codes<true>(task, s, s.codes, reading, column0);
 }
 
-// Turns a row's scores in columns [from, to) (multiples of 16) into softmax weights, and updates the row's highest
-// score and sum. Afterwards s.factor is the factor by which the row's values summed so far must be multiplied. `scale`
-// is positive and includes log2(e).
+// Finds a row's highest score so far, after columns [from, to) (multiples of 16) of a tile, and hides the scores of
+// positions that the row does not attend to. `scale` is positive and includes log2(e).
 template <typename T>
-static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int from, int to, int tile_start,
-                      float scale) {
+static void find_highest(AttentionScratch<T>& s, const SoftmaxState& state, int row, int from, int to, int tile_start,
+                         float scale) {
   const int low = s.low[row] - tile_start, high = s.high[row] - tile_start;
   float* scores = s.scores + row * SCORES_STRIDE;
-  Left<T, T>* weights = s.weights + row * SCORES_STRIDE;
   vf best = vset(-INFINITY);
   for (int j = from; j < to; j += LANES) {
     vf x = vload(scores + j);
@@ -220,17 +219,32 @@ static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int 
     }
     best = vmax(best, x);
   }
-  float highest = vhighest(best) * scale;
-  highest = state.highest[row] > highest ? state.highest[row] : highest;
+  const float highest = vhighest(best) * scale;
+  s.highest[row] = state.highest[row] > highest ? state.highest[row] : highest;
+}
+
+// Computes the factors by which the sums so far of the first `rows` rows must be multiplied, sixteen rows at a time: one
+// exponential takes as long for sixteen numbers as for one. Every row must have its new highest score.
+template <typename T>
+static void find_factors(AttentionScratch<T>& s, const SoftmaxState& state, int rows) {
+  for (int row = 0; row < rows; row += LANES)
+    vstore(s.factor + row, vexp2(vsub(vload(state.highest + row), vload(s.highest + row))));
+}
+
+// Turns a row's scores in columns [from, to) into softmax weights, and updates the row's highest score and sum.
+template <typename T>
+static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int from, int to, float scale) {
+  const float* scores = s.scores + row * SCORES_STRIDE;
+  Left<T, T>* weights = s.weights + row * SCORES_STRIDE;
+  const vf factor = vset(scale), shift = vset(-s.highest[row]);
   vf sum = vset(0.0f);
   for (int j = from; j < to; j += LANES) {
-    vf weight = vexp2(vfma(vload(scores + j), vset(scale), vset(-highest)));
+    const vf weight = vexp2(vfma(vload(scores + j), factor, shift));
     sum = vadd(sum, weight);
     store_power(weights + j, weight, T());
   }
-  s.factor[row] = vfirst(vexp2(vset(state.highest[row] - highest)));
   state.sum[row] = state.sum[row] * s.factor[row] + vsum(sum);
-  state.highest[row] = highest;
+  state.highest[row] = s.highest[row];
 }
 
 // Applies the score cap: replaces each score in columns [from, to) by tanh(score * factor).
@@ -437,8 +451,9 @@ __attribute__((noinline, noclone)) static void attend_tokens(const AttentionTask
     const int begin_column = at.first * CL_KV_TOKENS - start, end_column = end * CL_KV_TOKENS - start;
     score(task, s, reading, begin_column);
     if (cap > 0.0f) cap_scores(task, s, begin_column, end_column, task.op.scale / cap);
-    for (int row = 0; row < task.rows; row++)
-      weigh_row(s, state, row, begin_column, end_column, start, scale);
+    for (int row = 0; row < task.rows; row++) find_highest(s, state, row, begin_column, end_column, start, scale);
+    find_factors(s, state, task.rows);
+    for (int row = 0; row < task.rows; row++) weigh_row(s, state, row, begin_column, end_column, scale);
     if (edges) leave_out_unseen(at, edges, task.kv.head_dim, from, to);
     apply_factors(task, s, state);
     add_values(task, s, state, reading, from, to, begin_column);

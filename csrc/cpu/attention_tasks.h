@@ -42,10 +42,7 @@ class AttentionTasks {
   }
 
  private:
-  const Sharer* sharer_of(int64_t span) const {
-    const int32_t index = sharing_ ? sharing_->sharer_of[span] : -1;
-    return index < 0 ? nullptr : sharing_->sharers + index;
-  }
+  const Sharer* sharer_of(int64_t span) const { return sharing_ ? sharing_->sharer(span) : nullptr; }
   const int32_t* table_of(const AttentionSpan& span) const { return block_table(batch_, kv_.group, span.row); }
   AttentionTask task_of(const AttentionSpan& span, int kv_head, int rows) const {
     return AttentionTask{op_, kv_, table_of(span), kv_head, rows, far_};

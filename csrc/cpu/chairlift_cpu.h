@@ -13,7 +13,7 @@ extern "C" {
 
 #define CL_EXPORT __attribute__((visibility("default")))
 
-enum { CL_ABI_VERSION = 11 };
+enum { CL_ABI_VERSION = 12 };
 
 // Dtype of a program's activations, dense weights and KV cache (a KV layer may be stored in 8 bits instead: see
 // cl_kv_kind). Sums are always float32.
@@ -28,7 +28,7 @@ enum cl_format { CL_DENSE = 0, CL_Q8 = 1, CL_Q4 = 2, CL_Q8_MIN = 3, CL_Q4_MIN = 
 
 // Instruction-set paths, in ascending order of capability. Two paths may round differently. Within one path, a row's
 // result never depends on the other rows of the batch.
-enum cl_isa { CL_AVX2 = 0, CL_AVX512 = 1, CL_AVX512_BF16 = 2, CL_AMX = 3, CL_NUM_ISAS = 4 };
+enum cl_isa { CL_AVX2 = 0, CL_AVX512 = 1, CL_AVX512_VNNI = 2, CL_AVX512_BF16 = 3, CL_AMX = 4, CL_NUM_ISAS = 5 };
 
 // Kinds of matrix multiplication, by the type of the factors. Each has a fastest instruction in every path that has any.
 enum cl_product { CL_F32_PRODUCT = 0, CL_BF16_PRODUCT = 1, CL_INT8_PRODUCT = 2, CL_NUM_PRODUCTS = 3 };
@@ -138,6 +138,9 @@ typedef struct {
   const float* down_bias;             // per expert, padded to whole panels; or null
   void* scratch;                      // memory of cl_expert_bytes(...) bytes
   int64_t* load;                      // [E]: counts the tokens of each expert over all steps; or null
+  // cl_program.lora_stride, or 0 if no adapter may change the experts. From the operation's `site` on, cl_program.lora
+  // has E columns for `weight`, E for `down`, one for the router and one for the gate of the shared expert
+  int64_t lora_stride;
 } cl_experts;
 
 // One fused operation of a step program. Its kind says which fields it uses.
@@ -188,18 +191,35 @@ typedef struct {
   int32_t reserved;
 } cl_kv_layer;
 
-// Change of one matmul by one adapter (LoRA; Hu et al., 2021): (x @ a.T) @ b.T is added to the matmul's result before
-// bias, activation and everything that follows. a and b are packed panels in the program's dtype. x @ a.T is rounded to
-// that dtype.
+// Change of one matmul by one adapter. The matmul's result before bias, activation and everything that follows becomes
+// gains * (x @ w.T + (x @ a.T) @ b.T) + offsets. `w` is the matmul's weight, or `whole` if that is not null. a and b are
+// LoRA's matrices (Hu et al., 2021), gains are those of DoRA (Liu et al., 2024). Matrices are packed panels in the
+// program's dtype; x @ a.T is rounded to that dtype. `gains` and `offsets` have the order of the packed columns.
 typedef struct {
-  const void* a;          // [rank, k]; null: this adapter does not change the matmul
+  const void* a;          // [rank, k]; null: no matrices a and b
   const void* b;          // [n, rank], its columns in the order of the matmul's weight
   // Two numbers for each panel of n, (first, count): in this panel of b, only the `count` ranks from `first` on have
   // numbers other than zero. Both numbers are even
   const int32_t* slices;
+  const void* whole;      // [n, k]; or null. Of an expert's router and of a shared expert's gate: rows as in cl_experts
+  const float* gains;     // float32, padded to whole panels; or null
+  const float* offsets;   // float32, padded to whole panels; or null
   int32_t rank;           // a multiple of 32
-  int32_t reserved;
+  int32_t used;           // 0: this adapter does not change the matmul
 } cl_lora;
+
+// Change of the embedding table [n, k] by one adapter: the row of a token is the row of `table`, or of `rows` if `index`
+// has one for the token, or else of the embedding's own weight. Then a[token] @ b is added. Tables are in the program's
+// dtype, a and b in float32.
+typedef struct {
+  const void* table;      // [n, k]; or null
+  const int32_t* index;   // [n]: row of `rows`, or negative; or null
+  const void* rows;       // [*, k]
+  const float* a;         // [n, rank]; or null
+  const float* b;         // [rank, k padded to 32]
+  int32_t rank;
+  int32_t reserved;
+} cl_embedding;
 
 // A step program: the operations of a model, in order, and the memory that they use.
 typedef struct {
@@ -217,6 +237,7 @@ typedef struct {
   const cl_lora* lora;           // [adapters, num_sites], or null
   void* lora_rows;               // scratch [capacity, lora_stride] float32, if there are adapters
   int64_t lora_stride;           // at least the largest rank plus 16
+  const cl_embedding* embeddings;  // [adapters], or null
 } cl_program;
 
 // One step: N rows with T tokens in total. A row has the tokens of one sequence that this step computes.
@@ -277,8 +298,8 @@ enum cl_sample_status {
 typedef struct cl_pool cl_pool;
 
 CL_EXPORT int32_t cl_abi_version(void);
-// Sizes of cl_op, cl_kv_layer, cl_program, cl_batch, cl_sampling_row, cl_experts, cl_lora.
-CL_EXPORT void cl_struct_sizes(int64_t sizes[7]);
+// Sizes of cl_op, cl_kv_layer, cl_program, cl_batch, cl_sampling_row, cl_experts, cl_lora, cl_embedding.
+CL_EXPORT void cl_struct_sizes(int64_t sizes[8]);
 // Bit i is set if this processor, operating system and build can run instruction-set path i (a cl_isa).
 CL_EXPORT int32_t cl_supported_isas(void);
 // Bit i is set if this build contains instruction-set path i. The processor may be unable to run it.
@@ -322,12 +343,13 @@ CL_EXPORT int64_t cl_expert_bytes(const cl_op* op, int32_t dtype, int32_t tokens
 CL_EXPORT int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batch* batch, int32_t first_op);
 
 // Output head: multiplies the R = num_rows rows token_rows of `hidden` (`stride` elements apart) by the weight [n, k]
-// of `product`, and samples one of n token ids for each row. Of `product` only n, k, format, group, weight, bias and
-// cap are used. logits: float32 scratch [number of rows for which cl_needs_logits is true, n rounded up to a multiple
+// of `product`, and samples one of n token ids for each row. Of `product` only n, k, format, group, weight, bias, cap
+// and site are used. adapters [R]: index of each row's adapter in cl_program's table `lora`, negative without one; or
+// null. logits: float32 scratch [number of rows for which cl_needs_logits is true, n rounded up to a multiple
 // of 32]; or null if there is no such row. Returns 0, or -1 if an argument is invalid or memory is short.
 CL_EXPORT int32_t cl_head(cl_pool* pool, const cl_program* program, const void* hidden, int64_t stride,
-                          const int32_t* token_rows, int32_t num_rows, const cl_op* product, cl_sampling_row* rows,
-                          float* logits, int64_t logits_rows);
+                          const int32_t* token_rows, const int32_t* adapters, int32_t num_rows, const cl_op* product,
+                          cl_sampling_row* rows, float* logits, int64_t logits_rows);
 // 1 if sampling this row needs all its logits in memory. For other rows the token is chosen while the logits are
 // computed.
 CL_EXPORT int32_t cl_needs_logits(const cl_sampling_row* row);

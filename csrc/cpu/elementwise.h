@@ -44,11 +44,30 @@ CL_INLINE void scale_row(const T* from, T* to, int size, float factor) {
   clear_pad(to, size);
 }
 
+// Changes the embedding `row` [k] of token `id` as an adapter says.
+template <typename T>
+static void adapt_embedding(const cl_embedding& change, int32_t id, int k, T* row) {
+  const int32_t place = change.index ? change.index[id] : -1;
+  if (place >= 0)
+    memcpy(row, static_cast<const T*>(change.rows) + int64_t(place) * k, k * sizeof(T));
+  else if (change.table)
+    memcpy(row, static_cast<const T*>(change.table) + int64_t(id) * k, k * sizeof(T));
+  if (!change.a) return;
+  const float* factors = change.a + int64_t(id) * change.rank;
+  const int64_t stride = padded(k);
+  for (int i = 0; i < k; i += LANES) {
+    vf sum = vload(row + i);
+    for (int r = 0; r < change.rank; r++) sum = vfma(vset(factors[r]), vload(change.b + r * stride + i), sum);
+    vstore(row + i, sum);
+  }
+}
+
 template <typename T>
 static void embed(const cl_op& op, const cl_program& program, const cl_batch& batch, Share share) {
   T* out = static_cast<T*>(program.buffers[op.out]);
   const int64_t stride = program.strides[op.out];
   const int32_t* ids = op.flags & CL_POSITIONS ? batch.positions : batch.token_ids;
+  const bool adapted = batch.adapters && program.embeddings && !(op.flags & CL_POSITIONS);
   for (int t = share.begin; t < share.end; t++) {
     const int32_t id = ids[t];
     CL_ASSERT(id >= 0 && id < op.n);
@@ -58,6 +77,10 @@ static void embed(const cl_op& op, const cl_program& program, const cl_batch& ba
       memcpy(row, static_cast<const T*>(op.weight) + int64_t(id) * op.k, op.k * sizeof(T));
     } else {
       with_weight<T>(op, [&](const auto& weight) { unpack_column(weight, id, op.k, row); });
+    }
+    if (adapted && batch.adapters[t] >= 0) {
+      adapt_embedding(program.embeddings[batch.adapters[t]], id, op.k, row);
+      clear_pad(row, op.k);
     }
     if (op.scale != 0.0f && op.scale != 1.0f) scale_row(row, row, op.k, op.scale);
   }

@@ -25,6 +25,8 @@ struct ExpertScratch {
   void* inner;            // [rows, I]: activations between the two matmuls of an expert
   void* inner_codes;      // inner rounded to 8 bits, if `down` is in codes
   float* results;         // [rows, D]: results of the experts
+  int64_t* change;        // [rows]: number of the adapter's change of `weight` in cl_program.lora, or -1; if there are adapters
+  void* low;              // [rows, lora_stride]: products with the adapters' matrices a
   int64_t row_stride, inner_stride, result_stride;
 
   // Sets the pointers of `s` to parts of the memory at `at`, and returns the number of bytes that they need. `at` may
@@ -54,6 +56,8 @@ struct ExpertScratch {
     s.inner = take(more * s.inner_stride * item);
     s.inner_codes = take(experts.down_format == CL_DENSE ? 0 : more * size_t(cl_code_bytes(experts.inner)));
     s.results = static_cast<float*>(take(rows * s.result_stride * sizeof(float)));
+    s.change = static_cast<int64_t*>(take(experts.lora_stride ? rows * sizeof(int64_t) : 0));
+    s.low = take(more * size_t(experts.lora_stride) * sizeof(float));
     return bytes;
   }
 };
@@ -279,9 +283,26 @@ static void expert_products(cl_pool& pool, int thread, const Panels<Weight>& wei
   gemm_items<Row>(pool, thread, rows, stride, items, weight, chunk, scratch, epilogue, NOTHING, static_cast<KVAhead<Row>*>(nullptr));
 }
 
+// Writes the number of the adapter's change of each row to s.change.
+static void find_changes(const cl_op& op, const cl_program& program, const cl_batch& batch, const ExpertScratch& s, int first) {
+  for (int row = 0; row < s.rows; row++) {
+    const int32_t adapter = batch.adapters[first + s.token[row]];
+    s.change[row] = adapter < 0 ? -1 : int64_t(adapter) * program.num_sites + op.site - 1 + expert_of(s, row);
+  }
+}
+
+// The router's weight, or the shared expert's gate, for token number `t` of the step: `own`, or that of the token's
+// adapter. `column`: its column among those of the layer of experts in cl_program.lora.
+static const void* of_adapter(const void* own, const cl_op& op, const cl_program& program, const cl_batch& batch, int t, int column) {
+  if (!batch.adapters || !op.site || batch.adapters[t] < 0) return own;
+  const void* changed = program.lora[int64_t(batch.adapters[t]) * program.num_sites + op.site - 1 + column].whole;
+  return changed ? changed : own;
+}
+
 // For each token: out = weighted sum of its experts' results, best expert first, plus aux times the shared gate.
 template <typename Row>
-static void sum_experts(const cl_op& op, const cl_program& program, const ExpertScratch& s, int first, Share share) {
+static void sum_experts(const cl_op& op, const cl_program& program, const cl_batch& batch, const ExpertScratch& s, int first,
+                        Share share) {
   const cl_experts& experts = *op.experts;
   const int64_t in_stride = program.strides[op.in], out_stride = program.strides[op.out];
   for (int t = share.begin; t < share.end; t++) {
@@ -289,7 +310,11 @@ static void sum_experts(const cl_op& op, const cl_program& program, const Expert
     Row* out = static_cast<Row*>(program.buffers[op.out]) + (first + t) * out_stride;
     const Row* shared = op.aux < 0 || experts.routed_k ? nullptr : static_cast<const Row*>(program.buffers[op.aux]) + (first + t) * program.strides[op.aux];
     float gate = 1.0f;
-    if (experts.shared_gate) gate = float(1.0 / (1.0 + exp(-double(dot(x, static_cast<const Row*>(experts.shared_gate), padded(op.k))))));
+    if (experts.shared_gate) {
+      const int column = 2 * experts.num_experts + 1;
+      const Row* weight = static_cast<const Row*>(of_adapter(experts.shared_gate, op, program, batch, first + t, column));
+      gate = float(1.0 / (1.0 + exp(-double(dot(x, weight, padded(op.k))))));
+    }
     const int32_t* place = s.place + int64_t(t) * experts.top_k;
     const float* weights = s.weights + int64_t(t) * experts.top_k;
     for (int64_t i = 0; i < op.k; i += LANES) {
@@ -310,7 +335,6 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
   const int E = experts.num_experts, threads = pool.num_threads();
   const int64_t in_stride = program.strides[op.in], router_stride = padded(experts.routed_k ? experts.routed_k : op.k);
   const int routed = experts.routed_k ? op.aux : op.in;
-  const Row* router = static_cast<const Row*>(experts.router);
   cl_op down = op;
   down.weight = experts.down, down.format = experts.down_format, down.group = experts.down_group;
   down.n = op.k, down.k = experts.inner;
@@ -323,6 +347,7 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
     // The threads divide (token, expert) pairs, so that all of them work even if there is a single token.
     const Share pairs = share_of(tokens * E, thread, threads);
     for (int i = pairs.begin; i < pairs.end; i++) {
+      const Row* router = static_cast<const Row*>(of_adapter(experts.router, op, program, batch, first + i / E, 2 * E));
       s.logits[i] = dot(read + i / E * program.strides[routed], router + i % E * router_stride, router_stride);
       if (experts.router_bias) s.logits[i] += experts.router_bias[i % E];
     }
@@ -334,6 +359,19 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
     if (thread == 0) group_rows(experts, s, tokens);
     pool.barrier(thread);
     const Share rows = share_of(int(s.rows), thread, threads);
+    const bool adapted = batch.adapters && op.site && experts.lora_stride;
+    if (adapted) {
+      if (thread == 0) find_changes(op, program, batch, s, first);
+      pool.barrier(thread);
+    }
+    Left<Row, Row>* low = static_cast<Left<Row, Row>*>(s.low);
+    const auto gate_entries = [&](int row) { return s.change[row]; };
+    const auto gate_rows = [&](int row) { return in + s.token[row] * in_stride; };
+    const Changes<Row, decltype(gate_entries), decltype(gate_rows)> gate_changes{program, gate_entries, gate_rows, op.n, op.k, low};
+    const auto down_entries = [&](int row) { return s.change[row] < 0 ? int64_t(-1) : s.change[row] + E; };
+    const auto down_rows = [&](int row) { return static_cast<const Row*>(s.inner) + row * s.inner_stride; };
+    const Changes<Row, decltype(down_entries), decltype(down_rows)> down_changes{program, down_entries, down_rows, down.n, down.k, low};
+    const bool gate_adapted = adapted && low_rank<Row>(pool, thread, gate_changes, int(s.rows), in_stride, scratch);
     with_weight<Row>(op, [&](const auto& weight) {
       typedef std::decay_t<decltype(*weight.data)> Weight;
       Source<Row, Weight>* gathered = static_cast<Source<Row, Weight>*>(s.gathered);
@@ -343,11 +381,15 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
       const auto products = [&](const auto& gate) {
         typedef std::decay_t<decltype(gate)> Gate;
         const StoreGated<Row, Gate> store{static_cast<Row*>(s.inner), s.inner_stride, op.bias, gate};
-        const StoreGatedExpert<Row, Gate> epilogue{s, store, int64_t(weight.count) * CL_PANEL};
+        const StoreGatedExpert<Row, Gate> result{s, store, int64_t(weight.count) * CL_PANEL};
+        const WithAdapters<Row, StoreGatedExpert<Row, Gate>, decltype(gate_entries), decltype(gate_rows)> epilogue{
+            result, gate_changes, in_stride, scratch, gate_adapted};
         expert_products<Row>(pool, thread, weight, s, 2, gathered, stride, scratch, epilogue);
       };
       if (experts.activation == CL_RELU_SQUARED) {
-        const StoreSquaredExpert<Row> epilogue{s, op.bias, int64_t(weight.count) * CL_PANEL};
+        const StoreSquaredExpert<Row> result{s, op.bias, int64_t(weight.count) * CL_PANEL};
+        const WithAdapters<Row, StoreSquaredExpert<Row>, decltype(gate_entries), decltype(gate_rows)> epilogue{
+            result, gate_changes, in_stride, scratch, gate_adapted};
         expert_products<Row>(pool, thread, weight, s, 1, gathered, stride, scratch, epilogue);
       } else if (experts.limit > 0.0f)
         products(ClampedGate{experts.alpha, experts.limit});
@@ -355,6 +397,7 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
         products(SiluGate());
     });
     pool.barrier(thread);
+    const bool down_adapted = adapted && low_rank<Row>(pool, thread, down_changes, int(s.rows), s.inner_stride, scratch);
     with_weight<Row>(down, [&](const auto& weight) {
       typedef std::decay_t<decltype(*weight.data)> Weight;
       const bool codes = down.format != CL_DENSE;
@@ -365,11 +408,13 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
         pool.barrier(thread);
       }
       const int64_t stride = put_row<Row>(weight, nullptr, s.inner_stride, 0, inner);
-      const StoreSums epilogue{s, experts.down_bias, int64_t(weight.count) * CL_PANEL};
+      const StoreSums result{s, experts.down_bias, int64_t(weight.count) * CL_PANEL};
+      const WithAdapters<Row, StoreSums, decltype(down_entries), decltype(down_rows)> epilogue{
+          result, down_changes, s.inner_stride, scratch, down_adapted};
       expert_products<Row>(pool, thread, weight, s, 1, inner, stride, scratch, epilogue);
     });
     pool.barrier(thread);
-    sum_experts<Row>(op, program, s, first, share);
+    sum_experts<Row>(op, program, batch, s, first, share);
   }
 }
 

@@ -133,8 +133,10 @@ static void with_weight(const cl_op& op, const Then& then) {
 // Address of a row's element number `from`, counted along k.
 template <typename T>
 CL_INLINE const T* forward(const T* row, int64_t from) { return row + from; }
-template <typename Lane>
-CL_INLINE const RowBlock<Lane>* forward(const RowBlock<Lane>* row, int64_t from) { return row + from / CL_Q_BLOCK; }
+template <typename Lane, int ZERO>
+CL_INLINE const RowBlock<Lane, ZERO>* forward(const RowBlock<Lane, ZERO>* row, int64_t from) {
+  return row + from / CL_Q_BLOCK;
+}
 
 // Memory that a thread will read next. A multiplication prefetches it evenly over its steps.
 struct Ahead {

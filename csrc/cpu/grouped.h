@@ -27,13 +27,13 @@ struct Code {
 alignas(16) static const uint8_t E2M1_VALUES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // 32 elements of a row, each rounded to code * scale * CL_SCALE_UNIT. `scale` lacks the factor CL_SCALE_UNIT because
-// the stored scales of weights have it.
-template <typename Lane>
+// the stored scales of weights have it. ZERO: that of the weight's codes.
+template <typename Lane, int ZERO>
 struct RowBlock {
   Lane code[CL_Q_BLOCK];
   float scale;
-  int32_t sum;       // sum of the codes
-  float scaled_sum;  // scale * sum
+  int32_t offset;    // -ZERO * (sum of the codes): the weight's codes are ZERO larger than the integers that they mean
+  float scaled_sum;  // scale * (sum of the codes)
   int32_t zeros;     // start value of 16-bit sums for E2M1: see Dot and zeros_of
 };
 
@@ -58,28 +58,27 @@ struct LaneOf<4> {
 
 template <typename Row, int B, Meaning M>
 struct Pair<Row, Code<B, M>> {
-  typedef RowBlock<typename LaneOf<B>::Lane> Left, Source;
+  typedef RowBlock<typename LaneOf<B>::Lane, Code<B, M>::ZERO> Left, Source;
   enum { PARTS = 1 };
 };
 
 CL_INLINE float to_float32(uint16_t half) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half))); }
 
 // Dot products of one block of 32 k of one row with sixteen columns. They are integers, so they are exact in any order.
-// A step has four k of 8 bits, or eight k of 4 bits. `offset` is -ZERO * (sum of the row's codes), because the weight's
-// codes are ZERO larger than the integers that they mean.
+// A step has four k of 8 bits, or eight k of 4 bits.
 template <int B, bool TABLE = false>
 struct Dot {
   enum { STEPS = CL_Q_BLOCK * B / 32, PARTS = 2 };
   typedef typename LaneOf<B>::Lane Lane;
 #if defined(__AVX512VNNI__)
-  CL_INLINE vi start(int32_t offset, int32_t) { return iset(offset); }
+  CL_INLINE vi start(const int32_t& offset, const int32_t&) { return ispread(four_at(&offset)); }
   CL_INLINE vi finish(vi sum, int32_t) { return sum; }
   CL_INLINE vi add(vi sum, vi codes, const Four& row) { return _mm512_dpbusd_epi32(sum, codes, ispread(row)); }
 #else
   // 4-bit codes are summed in 16 bits over a whole block: a sum is at most 8 * 2 * 15 * 127 = 30480. With the table's
   // values, which are up to 24, a sum can exceed 16 bits and wrap around. But sums begin at `zeros`, so the final sums
   // are within 16 * 12 * 127, which fits, and wrapping around in between does not change them.
-  CL_INLINE vi start(int32_t offset, int32_t zeros) { return iset(B == 8 ? offset : TABLE ? zeros : 0); }
+  CL_INLINE vi start(const int32_t& offset, const int32_t& zeros) { return iset(B == 8 ? offset : TABLE ? zeros : 0); }
   CL_INLINE vi finish(vi sum, int32_t offset) {
     if (B == 8) return sum;
     const vi both = imadd(sum, iset(0x00010001));
@@ -109,7 +108,7 @@ template <>
 struct Dot<8, false> {
   enum { STEPS = 8, PARTS = 1 };
   typedef int8_t Lane;
-  CL_INLINE vi start(int32_t offset, int32_t) { return iset(offset); }
+  CL_INLINE vi start(const int32_t& offset, const int32_t&) { return ispread(four_at(&offset)); }
   CL_INLINE vi finish(vi sum, int32_t) { return sum; }
   CL_INLINE vi add(vi sum, vi codes, const Four& row) { return _mm512_dpbusd_epi32(sum, codes, ispread(row)); }
   CL_INLINE vi part(const uint8_t* codes, int) { return iload(codes); }
@@ -141,56 +140,70 @@ CL_NOINLINE void code_product_of(const typename Pair<float, Weight>::Left* a, in
     rows[i] = a + 3 * i * a_stride;
     __asm__("" : "+r"(rows[i]));
   }
+  // The sums of all blocks, at constant distances: addresses in `out` would take instructions in each block.
+  alignas(64) float total[R][V * LANES];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) vstore(total[r] + v * LANES, vload(out + r * out_stride + v * LANES));
   const uint8_t* at = &panel->byte;
+  const uint16_t* scales = nullptr;
   const char* ahead = prefetch.lines > 0 ? prefetch.at[0] : reinterpret_cast<const char*>(at);
-  for (int left = blocks; left > 0; left -= per_group) {
-    const uint16_t *scales = reinterpret_cast<const uint16_t*>(at) + first * LANES, *minimums = scales + CL_PANEL;
-    at += Weight::HEADER;
-    for (int block = left < per_group ? left : per_group; block > 0; block--) {
-      vi sum[R][V];
+  // One loop over the blocks of all groups: a loop for each group would move addresses to memory between groups.
+  for (int block = 0, left = 0; block < blocks; block++, left--) {
+    if (left == 0) {
+      scales = reinterpret_cast<const uint16_t*>(at) + first * LANES;
+      at += Weight::HEADER;
+      left = per_group;
+    }
+    vi sum[R][V];
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-        for (int v = 0; v < V; v++) {
-          const Block& row = rows[r / 3][r % 3 * a_stride];
-          sum[r][v] = D::start(-Weight::ZERO * row.sum, row.zeros);
-        }
-#pragma GCC unroll 8
-      for (int step = 0; step < D::STEPS; step++) {
-        fetch_line<false>(ahead);
-        if (R <= FEW_CODE_ROWS) fetch_line<false>(ahead + 64);
-        ahead += prefetch.stride;
-#pragma GCC unroll 2
-        for (int part = 0; part < D::PARTS; part++) {
-          vi codes[V];
-#pragma GCC unroll 2
-          for (int v = 0; v < V; v++) codes[v] = D::part(at + step * CL_PANEL * 4 + (first + v) * STEP_BYTES, part);
-#pragma GCC unroll 16
-          for (int r = 0; r < R; r++) {
-            const Four& row = D::row(rows[r / 3][r % 3 * a_stride].code, step, part);
-#pragma GCC unroll 2
-            for (int v = 0; v < V; v++) sum[r][v] = D::add(sum[r][v], codes[v], row);
-          }
-        }
-      }
+    for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
       for (int v = 0; v < V; v++) {
-        const vf scale = load_halves(scales + v * LANES);
+        const Block& row = rows[r / 3][r % 3 * a_stride];
+        sum[r][v] = D::start(row.offset, row.zeros);
+      }
+#pragma GCC unroll 8
+    for (int step = 0; step < D::STEPS; step++) {
+      fetch_line<false>(ahead);
+      if (R <= FEW_CODE_ROWS) fetch_line<false>(ahead + 64);
+      ahead += prefetch.stride;
+#pragma GCC unroll 2
+      for (int part = 0; part < D::PARTS; part++) {
+        vi codes[V];
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) codes[v] = D::part(at + step * CL_PANEL * 4 + (first + v) * STEP_BYTES, part);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-          const Block& row = rows[r / 3][r % 3 * a_stride];
-          float* to = out + r * out_stride + v * LANES;
-          const vf product = vmul(ifloat(D::finish(sum[r][v], -Weight::ZERO * row.sum)), scale);
-          vf total = vfma(product, vset(row.scale), vload(to));
-          if (Weight::HEADER > CL_PANEL * 2) total = vfma(load_halves(minimums + v * LANES), vset(row.scaled_sum), total);
-          vstore(to, total);
+          const Four& row = D::row(rows[r / 3][r % 3 * a_stride].code, step, part);
+#pragma GCC unroll 2
+          for (int v = 0; v < V; v++) sum[r][v] = D::add(sum[r][v], codes[v], row);
         }
       }
-      at += Weight::BLOCK;
-#pragma GCC unroll 4
-      for (int i = 0; i < (R + 2) / 3; i++) rows[i]++;
     }
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) {
+      const vf scale = load_halves(scales + v * LANES);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        const Block& row = rows[r / 3][r % 3 * a_stride];
+        float* to = total[r] + v * LANES;
+        const vf product = vmul(ifloat(D::finish(sum[r][v], row.offset)), scale);
+        vf next = vfma(product, vset(row.scale), vload(to));
+        if (Weight::HEADER > CL_PANEL * 2)
+          next = vfma(load_halves(scales + CL_PANEL + v * LANES), vset(row.scaled_sum), next);
+        vstore(to, next);
+      }
+    }
+    at += Weight::BLOCK;
+#pragma GCC unroll 4
+    for (int i = 0; i < (R + 2) / 3; i++) rows[i]++;
   }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) vstore(out + r * out_stride + v * LANES, vload(total[r] + v * LANES));
 }
 
 template <typename Weight, int V>
@@ -236,12 +249,12 @@ CL_INLINE int32_t zeros_of(const int8_t* code) {
 }
 
 // Rounds 32 numbers to 8 bits. If one is not finite, the scale is NaN, and so are the results of this row only.
-template <typename T, typename Lane>
-CL_INLINE void quantize_block(const T* x, RowBlock<Lane>& to) {
+template <typename T, typename Lane, int ZERO>
+CL_INLINE void quantize_block(const T* x, RowBlock<Lane, ZERO>& to) {
   const vf a = vload(x), b = vload(x + LANES), zero = vset(0.0f);
   const float highest = vhighest(vmax(vmax(a, vsub(zero, a)), vmax(b, vsub(zero, b))));
   to.scale = to.scaled_sum = 0.0f;
-  to.sum = to.zeros = 0;
+  to.offset = to.zeros = 0;
   memset(to.code, 0, sizeof to.code);
   if (vmask_nan(vadd(vmul(a, zero), vmul(b, zero)))) {
     to.scale = to.scaled_sum = NAN;
@@ -251,7 +264,7 @@ CL_INLINE void quantize_block(const T* x, RowBlock<Lane>& to) {
     store_codes(to.code + LANES, second);
     to.scale = highest * float(1.0 / (127.0 * CL_SCALE_UNIT));
     const float sum = vsum(vadd(first, second));
-    to.sum = int32_t(sum);
+    to.offset = -ZERO * int32_t(sum);
     to.scaled_sum = to.scale * sum;
     to.zeros = zeros_of(to.code);
   }
@@ -259,8 +272,8 @@ CL_INLINE void quantize_block(const T* x, RowBlock<Lane>& to) {
 
 // Distance between rows of k numbers, counted in RowBlocks. k includes the padding.
 CL_INLINE int64_t code_stride(int64_t k) { return k / CL_Q_BLOCK; }
-template <typename T, typename Lane>
-CL_INLINE void quantize(const T* x, int64_t k, RowBlock<Lane>* to) {
+template <typename T, typename Lane, int ZERO>
+CL_INLINE void quantize(const T* x, int64_t k, RowBlock<Lane, ZERO>* to) {
   for (int64_t i = 0; i < k; i += CL_Q_BLOCK) quantize_block(x + i, to[i / CL_Q_BLOCK]);
 }
 

@@ -2,6 +2,7 @@
 // the logits.
 #pragma once
 #include "gemm.h"
+#include "lora.h"
 #include "kernels.h"
 #include "sampling.h"
 
@@ -10,6 +11,7 @@ namespace CL_NS {
 // Memory that all threads of one call of the output head share.
 struct HeadShared {
   void* rows;       // the R hidden rows that sample, one after another
+  void* plain;      // the same in the program's dtype, if rows have adapters
   Best* best;       // [threads, R]: best id of each row among the ids that the thread computed
   int32_t* stored;  // [R]: index of the row in HeadCall::logits, or -1 if its logits are not stored
 };
@@ -26,7 +28,10 @@ static HeadShared head_shared(const HeadCall& call, int threads) {
   char* at = static_cast<char*>(call.shared);
   HeadShared shared;
   shared.rows = at;
-  at += rows_bytes(call.num_rows, call.stride, call.program.dtype, call.product->k);
+  const size_t bytes = rows_bytes(call.num_rows, call.stride, call.program.dtype, call.product->k);
+  at += bytes;
+  shared.plain = at;
+  at += bytes;
   shared.best = reinterpret_cast<Best*>(at);
   at += aligned64(sizeof(Best) * threads * call.num_rows);
   shared.stored = reinterpret_cast<int32_t*>(at);
@@ -34,7 +39,7 @@ static HeadShared head_shared(const HeadCall& call, int threads) {
 }
 
 static size_t head_shared_bytes(int num_threads, int num_rows, int64_t stride, int dtype, int32_t k) {
-  return rows_bytes(num_rows, stride, dtype, k) + aligned64(sizeof(Best) * num_threads * num_rows) + aligned64(sizeof(int32_t) * num_rows);
+  return 2 * rows_bytes(num_rows, stride, dtype, k) + aligned64(sizeof(Best) * num_threads * num_rows) + aligned64(sizeof(int32_t) * num_rows);
 }
 
 static void cap_logits(float* logits, int count, float cap) {
@@ -93,8 +98,12 @@ static void head_of(cl_pool& pool, int thread, const HeadCall& call, const Panel
   const HeadShared shared = head_shared(call, threads);
   const Share share = share_of(call.num_rows, thread, threads);
   Source<Row, Weight>* rows = static_cast<Source<Row, Weight>*>(shared.rows);
-  for (int row = share.begin; row < share.end; row++)
-    put_row<Row>(weight, static_cast<const Row*>(call.hidden) + call.token_rows[row] * call.stride, call.stride, row, rows);
+  Row* plain = static_cast<Row*>(shared.plain);
+  for (int row = share.begin; row < share.end; row++) {
+    const Row* from = static_cast<const Row*>(call.hidden) + call.token_rows[row] * call.stride;
+    put_row<Row>(weight, from, call.stride, row, rows);
+    if (call.adapters) memcpy(plain + row * call.stride, from, padded(call.product->k) * sizeof(Row));
+  }
   Best* best = shared.best + int64_t(thread) * call.num_rows;
   for (int row = 0; row < call.num_rows; row++) best[row] = NO_BEST;
   if (thread == 0)
@@ -103,8 +112,18 @@ static void head_of(cl_pool& pool, int thread, const HeadCall& call, const Panel
   Scratch& scratch = *static_cast<Scratch*>(pool.scratch(thread, sizeof(Scratch)));
   pool.barrier(thread);
   const int64_t stride = put_row<Row>(weight, nullptr, call.stride, 0, rows);
-  gemm<Row>(pool, thread, rows, stride, call.num_rows, weight, 4, scratch, ChooseOrStore{call, shared, best}, NOTHING,
-            static_cast<KVAhead<Row>*>(nullptr));
+  const int site = call.product->site;
+  const auto entries = [&](int row) {
+    return call.adapters[row] < 0 ? int64_t(-1) : int64_t(call.adapters[row]) * call.program.num_sites + site - 1;
+  };
+  const auto input = [&](int row) { return static_cast<const Row*>(plain) + row * call.stride; };
+  typedef Changes<Row, decltype(entries), decltype(input)> Adapted;
+  const Adapted changes{call.program, entries, input, call.product->n, call.product->k,
+                        static_cast<Left<Row, Row>*>(call.program.lora_rows)};
+  const bool adapted = call.adapters && site && low_rank<Row>(pool, thread, changes, call.num_rows, call.stride, scratch);
+  const ChooseOrStore choice{call, shared, best};
+  const WithAdapters<Row, ChooseOrStore, decltype(entries), decltype(input)> epilogue{choice, changes, call.stride, scratch, adapted};
+  gemm<Row>(pool, thread, rows, stride, call.num_rows, weight, 4, scratch, epilogue, NOTHING, static_cast<KVAhead<Row>*>(nullptr));
   pool.barrier(thread);
   choose(pool, thread, call, shared.best, shared.stored, threads);
 }

@@ -10,6 +10,7 @@ struct HeadCall {
   const void* hidden;
   int64_t stride;
   const int32_t* token_rows;
+  const int32_t* adapters;  // [num_rows]: index of each row's adapter in program.lora, or negative; or null
   int32_t num_rows;
   const cl_op* product;
   int32_t vocab;
@@ -32,11 +33,13 @@ struct Kernels {
   size_t (*scratch_bytes)(int dtype, int32_t vocab);  // per thread; vocab 0: no memory for sampling
   size_t (*head_shared_bytes)(int num_threads, int num_rows, int64_t stride, int dtype, int32_t k);
   size_t (*expert_bytes)(const cl_op& op, int dtype, int32_t tokens);
+  int least_shared;  // number of tokens from which on it pays that several sequences read keys together
 };
 
 // The tables of the instruction-set paths. A build may contain only some of them, see CL_PATHS in paths.cpp.
 namespace cl_avx2 { extern const Kernels table; }
 namespace cl_avx512 { extern const Kernels table; }
+namespace cl_avx512_vnni { extern const Kernels table; }
 namespace cl_avx512_bf16 { extern const Kernels table; }
 namespace cl_amx { extern const Kernels table; }
 

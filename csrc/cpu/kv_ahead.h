@@ -29,6 +29,7 @@ class KVAhead {
     if (at == end) return;
     op_ = &program_.ops[at];
     kv_ = &program_.kv_layers[op_->layer];
+    sharing_ = plan_.sharing_of(*op_, *kv_);
     for (span_ = 0; span_ < plan_.num_spans; span_++) left_ += find_blocks() * pieces_per_block();
     left_ = left_ < KV_AHEAD_MOST / piece_bytes() ? left_ : KV_AHEAD_MOST / piece_bytes();
     span_ = -1, block_ = end_ = 0, piece_ = pieces_per_block(), credit_ = 0.0;
@@ -88,22 +89,37 @@ class KVAhead {
 
   // Sets block_ and end_ to the range of table entries whose blocks this thread prefetches for span span_: every
   // num_threads-th block that the first new token of the span's sequence reads, or is written to. The range is empty
-  // for spans that are not the first of their sequence. Returns the number of this thread's blocks.
+  // for spans that are not the first of their sequence. Blocks that another span has, too, are prefetched for that one:
+  // they are left out here. Returns the number of this thread's blocks.
   int find_blocks() {
     const AttentionSpan& span = plan_.spans[span_];
     const int first = batch_.cu_seqlens[span.row], size = kv_->block_size, threads = plan_.num_threads;
     const int known = batch_.seq_lens[span.row] - (batch_.cu_seqlens[span.row + 1] - first);
     const int low = op_->window > 0 && known >= op_->window ? known + 1 - op_->window : 0;
-    block_ = low / size + (thread_ + span_) % threads;
+    const int begin = low / size + (thread_ + span_) % threads;
     end_ = span.first_token == first && known > 0 ? known / size + 1 : 0;
+    const Sharer* sharer = sharing_ ? sharing_->sharer(span_) : nullptr;
+    left_out_ = sharer ? sharer->known_from / size : 0;
+    left_out_end_ = sharer ? sharer->known_until / size : 0;
     table_ = block_table(batch_, kv_->group, span.row);
-    return block_ < end_ ? (end_ - block_ + threads - 1) / threads : 0;
+    block_ = allowed(begin);
+    // This thread's blocks of [begin, limit).
+    const auto count = [&](int limit) { return limit > begin ? (limit - begin + threads - 1) / threads : 0; };
+    const int left_out = count(left_out_end_ < end_ ? left_out_end_ : end_) - count(left_out_ < end_ ? left_out_ : end_);
+    return count(end_) - left_out;
+  }
+
+  // The first of this thread's blocks from `block` on that is not left out.
+  int allowed(int block) const {
+    if (block < left_out_ || block >= left_out_end_) return block;
+    const int threads = plan_.num_threads;
+    return block + (left_out_end_ - block + threads - 1) / threads * threads;
   }
 
   // Moves to the next block, which exists because left_ > 0.
   void next_block() {
     piece_ = 0;
-    block_ += plan_.num_threads;
+    block_ = allowed(block_ + plan_.num_threads);
     while (block_ >= end_) {
       span_++;
       CL_ASSERT(span_ < plan_.num_spans);
@@ -117,8 +133,10 @@ class KVAhead {
   const int thread_;
   const cl_op* op_ = nullptr;
   const cl_kv_layer* kv_ = nullptr;
+  const SharingPlan* sharing_ = nullptr;
   const int32_t* table_ = nullptr;
   int span_ = 0, block_ = 0, end_ = 0, piece_ = 0;
+  int left_out_ = 0, left_out_end_ = 0;  // table entries of the span that are not prefetched for it
   int64_t weights_ = 0, left_ = 0;     // weights_: bytes of weights before attention; left_: pieces still to prefetch
   double pace_ = 0.0, credit_ = 0.0;   // pace_: pieces per row and byte of weight; credit_: pieces that are due now
   const char* pieces_[32];

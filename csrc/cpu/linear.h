@@ -361,14 +361,22 @@ static void linear(cl_pool& pool, int thread, const cl_op& op, const Panels<Weig
                    const cl_batch& batch, GemmScratch<Row>& scratch, Ahead then, KVAhead<Row>& kv) {
   kv.begin(op);
   const int m = batch.num_tokens, chunk = chunk_of<Row>(op, weight, m, pool.num_threads());
-  const bool adapted = low_rank<Row>(pool, thread, op, program, batch, scratch);
   int64_t in_stride = program.strides[op.in];
-  const auto* in = product_rows_of(pool, thread, weight, program, m, static_cast<const Row*>(program.buffers[op.in]), in_stride);
+  const Row* plain = static_cast<const Row*>(program.buffers[op.in]);
+  const int64_t plain_stride = in_stride;
+  const auto entries = [&](int t) {
+    return batch.adapters[t] < 0 ? int64_t(-1) : int64_t(batch.adapters[t]) * program.num_sites + op.site - 1;
+  };
+  const auto input = [&](int t) { return plain + t * plain_stride; };
+  typedef Changes<Row, decltype(entries), decltype(input)> Adapted;
+  const Adapted changes{program, entries, input, op.n, op.k, static_cast<Left<Row, Row>*>(program.lora_rows)};
+  const bool adapted = batch.adapters && op.site && low_rank<Row>(pool, thread, changes, m, plain_stride, scratch);
+  const auto* in = product_rows_of(pool, thread, weight, program, m, plain, in_stride);
   Row* out = static_cast<Row*>(program.buffers[op.out]);
   const int64_t out_stride = program.strides[op.out];
   const auto multiply = [&](const auto& store) {
     typedef std::decay_t<decltype(store)> Store;
-    const WithAdapters<Row, Store> whole{store, op, program, batch, adapted};
+    const WithAdapters<Row, Store, decltype(entries), decltype(input)> whole{store, changes, plain_stride, scratch, adapted};
     gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, whole, then, &kv);
   };
   if (op.kind == CL_OP_LINEAR) {

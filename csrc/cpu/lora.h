@@ -1,4 +1,5 @@
-// LoRA adapters (Hu et al., 2021): (x @ a.T) @ b.T is added to a matmul's sums before its epilogue.
+// Adapters of matmuls: LoRA (Hu et al., 2021), DoRA (Liu et al., 2024), replaced weights and biases. cl_lora has the
+// formula. A matmul's sums change before its epilogue.
 //
 // Neighbouring rows with the same adapter are computed together, as in Punica (Chen et al., 2023). The sums of rows
 // without an adapter do not change. A row's sums do not depend on other rows: each is one chain of additions over k,
@@ -8,95 +9,133 @@
 
 namespace CL_NS {
 
-// Calls then(first token, token after the last, adapter) for each run of neighbouring tokens that have the same
-// adapter, if this adapter changes the matmul `op`.
-template <typename Then>
-CL_INLINE void adapter_runs(const cl_op& op, const cl_program& program, const cl_batch& batch, int begin, int end,
-                            const Then& then) {
+// The changes of one matmul in a step. Row t has the change number entries(t) of cl_program.lora; a negative number
+// means that no adapter changes the row. Row t of the matmul's input is at rows(t), in the program's dtype.
+template <typename Row, typename Entries, typename Rows>
+struct Changes {
+  const cl_program& program;
+  const Entries& entries;
+  const Rows& rows;
+  int64_t n, k;
+  Left<Row, Row>* low;  // x @ a.T of each row, program.lora_stride elements apart
+};
+
+// Calls then(first row, row after the last, change) for each run of neighbouring rows that have the same change.
+template <typename Entries, typename Then>
+CL_INLINE void adapter_runs(const cl_program& program, const Entries& entries, int begin, int end, const Then& then) {
   for (int t = begin, next; t < end; t = next) {
-    const int32_t adapter = batch.adapters[t];
-    for (next = t + 1; next < end && batch.adapters[next] == adapter;) next++;
-    if (adapter < 0) continue;
-    const cl_lora& lora = program.lora[int64_t(adapter) * program.num_sites + op.site - 1];
-    if (lora.a) then(t, next, lora);
+    const int64_t entry = entries(t);
+    for (next = t + 1; next < end && entries(next) == entry;) next++;
+    if (entry < 0) continue;
+    const cl_lora& lora = program.lora[entry];
+    if (lora.used) then(t, next, lora);
   }
 }
 
-// Multiplies some rows by one panel of `a`. The results are rounded to Row and stored in `to`.
+// Multiplies some rows by panels [panel0, panel0 + panels) of a weight; sums are float32 in `tile`.
 template <typename Row>
-static void low_rank_rows(const Row* in, int64_t in_stride, int rows, const Panels<Row>& a, int panel, Left<Row, Row>* to,
-                          int64_t to_stride, GemmScratch<Row>& scratch) {
+static void rows_by_panels(const Row* in, int64_t in_stride, int rows, const Panels<Row>& weight, int panel0, int panels, float* tile,
+                           int64_t tile_stride, float* widened_rows) {
   typedef Blocking<Row, Row> B;
-  const int64_t tile_stride = CL_PANEL + TILE_PAD;
-  float* tile = scratch.tile;
-  for (int64_t k = 0; k < a.k; k += B::K_BLOCK) {
-    const int64_t here = a.k - k < B::K_BLOCK ? a.k - k : int64_t(B::K_BLOCK);
+  for (int64_t k = 0; k < weight.k; k += B::K_BLOCK) {
+    const int64_t here = weight.k - k < B::K_BLOCK ? weight.k - k : int64_t(B::K_BLOCK);
     const Left<Row, Row>* left;
     if constexpr (B::WIDENED)
-      left = widened(in + k, in_stride, rows, here, scratch.widened);
+      left = widened(in + k, in_stride, rows, here, widened_rows);
     else
       left = in + k;
-    vector_product<Row, Row>(rows, left, B::WIDENED ? here + LANES : in_stride, a.panel(panel, k), here, tile, tile_stride,
-                             k > 0, NOTHING, nullptr);
+    for (int p = 0; p < panels; p++)
+      vector_product<Row, Row>(rows, left, B::WIDENED ? here + LANES : in_stride, weight.panel(panel0 + p, k), here,
+                               tile + p * CL_PANEL, tile_stride, k > 0, NOTHING, nullptr);
   }
-  for (int r = 0; r < rows; r++)
-    for (int c = 0; c < CL_PANEL; c += LANES)
-      vstore(to + r * to_stride + panel * CL_PANEL + c, vrounded(vload(tile + r * tile_stride + c), Row()));
 }
 
-// Computes x @ a.T for all rows that have an adapter; the threads divide the work. Returns false if no adapter of this
-// step changes the matmul `op`.
-template <typename Row>
-static bool low_rank(cl_pool& pool, int thread, const cl_op& op, const cl_program& program, const cl_batch& batch,
+// Number of rows from `first` on, at most `most`, that lie in memory one after another. `stride`: their distance.
+template <typename Rows>
+CL_INLINE int rows_together(const Rows& rows, int first, int end, int most, int64_t stride) {
+  int count = 1;
+  while (count < most && first + count < end && rows(first + count) == rows(first) + count * stride) count++;
+  return count;
+}
+
+// Computes x @ a.T for all rows [0, count) that have an adapter; the threads divide the work. `stride`: distance between
+// neighbouring rows of the input. Returns false if no adapter of this step changes the matmul.
+template <typename Row, typename Entries, typename Rows>
+static bool low_rank(cl_pool& pool, int thread, const Changes<Row, Entries, Rows>& changes, int count, int64_t stride,
                      GemmScratch<Row>& scratch) {
-  if (!batch.adapters || !op.site) return false;
   enum { AT_ONCE = Blocking<Row, Row>::ROW_BLOCK };
-  const Row* in = static_cast<const Row*>(program.buffers[op.in]);
-  const int64_t stride = program.strides[op.in];
-  Left<Row, Row>* to = static_cast<Left<Row, Row>*>(program.lora_rows);
+  const int64_t tile_stride = CL_PANEL + TILE_PAD, to_stride = changes.program.lora_stride;
   int item = 0;
-  adapter_runs(op, program, batch, 0, batch.num_tokens, [&](int begin, int end, const cl_lora& lora) {
-    const Panels<Row> a = panels_of<Row>(lora.a, lora.rank, op.k);
-    CL_ASSERT(lora.rank + LANES <= program.lora_stride);
-    for (int t = begin; t < end; t += AT_ONCE)
-      for (int panel = 0; panel < a.count; panel++, item++)
-        if (item % pool.num_threads() == thread)
-          low_rank_rows<Row>(in + t * stride, stride, end - t < AT_ONCE ? end - t : int(AT_ONCE), a, panel,
-                             to + t * program.lora_stride, program.lora_stride, scratch);
+  bool any = false;
+  adapter_runs(changes.program, changes.entries, 0, count, [&](int begin, int end, const cl_lora& lora) {
+    any = true;
+    if (!lora.a) return;
+    const Panels<Row> a = panels_of<Row>(lora.a, lora.rank, changes.k);
+    CL_ASSERT(lora.rank + LANES <= to_stride);
+    for (int t = begin, here; t < end; t += here) {
+      here = rows_together(changes.rows, t, end, AT_ONCE, stride);
+      for (int panel = 0; panel < a.count; panel++, item++) {
+        if (item % pool.num_threads() != thread) continue;
+        rows_by_panels<Row>(changes.rows(t), stride, here, a, panel, 1, scratch.tile, tile_stride, scratch.widened);
+        for (int r = 0; r < here; r++)
+          for (int c = 0; c < CL_PANEL; c += LANES)
+            vstore(changes.low + (t + r) * to_stride + panel * CL_PANEL + c,
+                   vrounded(vload(scratch.tile + r * tile_stride + c), Row()));
+      }
+    }
   });
   if (item) pool.barrier(thread);
-  return item > 0;
+  return any;
 }
 
-// An epilogue that first adds the adapters' (x @ a.T) @ b.T, then calls another epilogue.
-template <typename Row, typename Epilogue>
+// An epilogue that first changes the sums as the adapters say, then calls another epilogue.
+template <typename Row, typename Epilogue, typename Entries, typename Rows>
 struct WithAdapters {
   const Epilogue& epilogue;
-  const cl_op& op;
-  const cl_program& program;
-  const cl_batch& batch;
+  const Changes<Row, Entries, Rows>& changes;
+  int64_t in_stride;
+  GemmScratch<Row>& scratch;
   bool any;
 
   void fetch(int row0, int rows, int panel) const { epilogue.fetch(row0, rows, panel); }
 
   void operator()(int row0, int rows, int panel0, int panels, float* tile, int64_t tile_stride) const {
-    if (any) add(row0, rows, panel0, panels, tile, tile_stride);
+    if (any)
+      adapter_runs(changes.program, changes.entries, row0, row0 + rows, [&](int begin, int end, const cl_lora& lora) {
+        change(begin, end, lora, panel0, panels, tile + (begin - row0) * tile_stride, tile_stride);
+      });
     epilogue(row0, rows, panel0, panels, tile, tile_stride);
   }
 
  private:
-  void add(int row0, int rows, int panel0, int panels, float* tile, int64_t tile_stride) const {
-    const int64_t stride = program.lora_stride;
-    const Left<Row, Row>* from = static_cast<const Left<Row, Row>*>(program.lora_rows);
-    adapter_runs(op, program, batch, row0, row0 + rows, [&](int begin, int end, const cl_lora& lora) {
-      const Panels<Row> b = panels_of<Row>(lora.b, op.n, lora.rank);
+  void change(int begin, int end, const cl_lora& lora, int panel0, int panels, float* tile, int64_t tile_stride) const {
+    if (lora.whole) {
+      enum { AT_ONCE = Blocking<Row, Row>::ROW_BLOCK };
+      const Panels<Row> whole = panels_of<Row>(lora.whole, changes.n, changes.k);
+      for (int t = begin, here; t < end; t += here) {
+        here = rows_together(changes.rows, t, end, AT_ONCE, in_stride);
+        rows_by_panels<Row>(changes.rows(t), in_stride, here, whole, panel0, panels, tile + (t - begin) * tile_stride, tile_stride,
+                            scratch.widened);
+      }
+    }
+    if (lora.a) {
+      const int64_t stride = changes.program.lora_stride;
+      const Panels<Row> b = panels_of<Row>(lora.b, changes.n, lora.rank);
       for (int p = 0; p < panels; p++) {
         const int32_t first = lora.slices[2 * (panel0 + p)], count = lora.slices[2 * (panel0 + p) + 1];
         if (count)
-          vector_product<Row, Row>(end - begin, from + begin * stride + first, stride, b.panel(panel0 + p, first), count,
-                                   tile + (begin - row0) * tile_stride + p * CL_PANEL, tile_stride, true, NOTHING, nullptr);
+          vector_product<Row, Row>(end - begin, changes.low + begin * stride + first, stride, b.panel(panel0 + p, first), count,
+                                   tile + p * CL_PANEL, tile_stride, true, NOTHING, nullptr);
       }
-    });
+    }
+    if (!lora.gains && !lora.offsets) return;
+    for (int t = begin; t < end; t++, tile += tile_stride)
+      for (int c = 0; c < panels * CL_PANEL; c += LANES) {
+        vf sum = vload(tile + c);
+        if (lora.gains) sum = vmul(sum, vload(lora.gains + panel0 * CL_PANEL + c));
+        if (lora.offsets) sum = vadd(sum, vload(lora.offsets + panel0 * CL_PANEL + c));
+        vstore(tile + c, sum);
+      }
   }
 };
 

@@ -8,7 +8,7 @@
 
 // Bit i is set if the build contains path i (a cl_isa).
 #if !defined(CL_PATHS)
-#define CL_PATHS 15
+#define CL_PATHS 31
 #endif
 
 namespace {
@@ -30,10 +30,10 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512dq");
 }
 
+bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+
 // Every processor with AVX512-BF16 also has AVX512-VNNI, but the code uses both, so both are checked.
-bool has_avx512_bf16() {
-  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-}
+bool has_avx512_bf16() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
 
 bool has_amx() {
 #if defined(CL_AMX_ANYWHERE)
@@ -48,6 +48,7 @@ bool processor_has(int32_t isa) {
   switch (isa) {
     case CL_AVX2: return has_avx2();
     case CL_AVX512: return has_avx512();
+    case CL_AVX512_VNNI: return has_avx512_vnni();
     case CL_AVX512_BF16: return has_avx512_bf16();
     case CL_AMX: return has_amx();
   }
@@ -66,9 +67,12 @@ const Kernels* kernels_of(int32_t isa) {
     case CL_AVX512: return &cl_avx512::table;
 #endif
 #if CL_PATHS & 4
-    case CL_AVX512_BF16: return &cl_avx512_bf16::table;
+    case CL_AVX512_VNNI: return &cl_avx512_vnni::table;
 #endif
 #if CL_PATHS & 8
+    case CL_AVX512_BF16: return &cl_avx512_bf16::table;
+#endif
+#if CL_PATHS & 16
     case CL_AMX: return &cl_amx::table;
 #endif
   }

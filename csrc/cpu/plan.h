@@ -31,6 +31,9 @@ struct Sharer {
   // Positions at which the block table of the sharer before this one has the same blocks: multiples of the block size.
   // The range is empty if the two are not in one task.
   int32_t equal_from, equal_until;
+  // The same for the span before this one in the order of tables, even if the two are not in one task. Those blocks are
+  // prefetched for that span.
+  int32_t known_from, known_until;
   int32_t shared_until;  // the keys of [low, shared_until) are read in shared tasks: a multiple of KV_TILE
   int32_t low;           // first position that the span reads
 
@@ -56,6 +59,9 @@ struct SharingPlan {
   const SharedTask* tasks;
   int32_t num_sharers, num_tasks;
   int32_t rows;  // the largest number of query rows of a sharer
+
+  // The sharer of a span, or null if the span shares nothing.
+  const Sharer* sharer(int64_t span) const { return sharer_of[span] < 0 ? nullptr : sharers + sharer_of[span]; }
 
   // Index of the first number of a shared task's result for one sharer, KV head and split: `rows` highest scores, `rows`
   // sums, and values [rows, head_dim].

@@ -11,7 +11,8 @@
 // Makes the sharing plans of a step in memory of the caller.
 class SharingPlanner {
  public:
-  SharingPlanner(const cl_batch& batch, const StepPlan& plan) : batch_(batch), plan_(plan) {}
+  // A span shares at least `least` tokens, or nothing.
+  SharingPlanner(const cl_batch& batch, const StepPlan& plan, int least) : batch_(batch), plan_(plan), least_(least) {}
 
   // Bytes of memory for the plans of `kinds` kinds of attention operations.
   static size_t bytes(int kinds, size_t spans, size_t splits) {
@@ -47,7 +48,7 @@ class SharingPlanner {
   }
 
  private:
-  enum { PROBES = 16, STEP_TOKENS = 64 };  // a span shares at least STEP_TOKENS tokens, or nothing
+  enum { PROBES = 16 };
 
   struct Candidate {
     int32_t span, leader, low, blocks, rows;  // low: first position that it reads; blocks: entries of its table
@@ -76,7 +77,7 @@ class SharingPlanner {
       const int rows = span.num_tokens * kind.group, length = batch_.seq_lens[span.row];
       if (new_tokens != span.num_tokens || rows > MAX_SPLIT_ROWS / 2) continue;
       const int end = length - new_tokens + 1, low = kind.window > 0 && end > kind.window ? end - kind.window : 0;
-      if (length - low < STEP_TOKENS) continue;
+      if (length - low < least_) continue;
       const int blocks = (length + kind.block_size - 1) / kind.block_size;
       candidates_[count_] = Candidate{i, count_, low, blocks, rows, 0, 0, block_table(batch_, kind.cache_group, span.row)};
       count_++;
@@ -95,7 +96,7 @@ class SharingPlanner {
   // block of every table is probed. With windows some more are, because the windows of two rows begin at different
   // positions. Returns false if nobody shares.
   bool join_candidates(Probe* probes) {
-    const int step = std::max(1, STEP_TOKENS / kind_->block_size);
+    const int step = std::max(1, least_ / kind_->block_size);
     int latest = 0, count = 0;
     for (int i = 0; i < count_; i++) latest = std::max(latest, first_block(candidates_[i].low));
     for (int i = 0; i < count_; i++) {
@@ -149,7 +150,7 @@ class SharingPlanner {
       const int low = std::max(before.low, one.low), from = first_block(low), until = std::min(before.blocks, one.blocks);
       int end = from;
       while (end < until && before.table[end] == one.table[end]) end++;
-      if (end * size - low < STEP_TOKENS) continue;
+      if (end * size - low < least_) continue;
       one.equal_from = from * size;
       one.equal_until = end * size;
     }
@@ -204,11 +205,13 @@ class SharingPlanner {
       const Candidate& one = candidates_[i];
       const int before = i > first ? one.equal_until : 0, after = i + 1 < end ? candidates_[i + 1].equal_until : 0;
       const int until = std::max(before, after), tile = until / KV_TILE * KV_TILE;
-      // The last tile is left to the span alone if it shares only few of its tokens.
-      const int whole = until - std::max(tile, one.low) >= STEP_TOKENS ? tile + KV_TILE : tile;
+      // The last tile is left to the span alone if it shares only few of its tokens: in a shared task every span's own
+      // tokens of a tile are a product for themselves.
+      const int whole = until - std::max(tile, one.low) >= std::min(least_, int(KV_TILE)) ? tile + KV_TILE : tile;
       const int from = i > first ? one.equal_from : 0;
       kind.rows = std::max(kind.rows, one.rows);
-      sharers_[kind.num_sharers++] = Sharer{one.span, from, before, whole > one.low ? whole : 0, one.low};
+      sharers_[kind.num_sharers++] = Sharer{one.span, from, before, one.equal_from, one.equal_until,
+                                            whole > one.low ? whole : 0, one.low};
       most = std::max(most, whole);
     }
     for (int split = 0; split * KV_SPLIT < most; split++)
@@ -225,6 +228,7 @@ class SharingPlanner {
 
   const cl_batch& batch_;
   const StepPlan& plan_;
+  const int least_;
   SharingPlan* kind_ = nullptr;
   Candidate* candidates_ = nullptr;
   Sharer* sharers_ = nullptr;

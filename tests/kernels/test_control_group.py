@@ -45,7 +45,7 @@ def test_without_control_groups_there_is_no_limit(tree: Tree) -> None:
     ("content", "limit"),
     [("150000 100000", 1.5), ("50000 100000", 0.5), ("max 100000", None), ("", None), ("1 0", None), ("x y", None)],
 )
-def test_the_quota_of_the_root(tree: Tree, content: str, limit: float | None) -> None:
+def test_the_quota_of_the_root_group_is_the_limit(tree: Tree, content: str, limit: float | None) -> None:
     tree.write("cpu.max", content)
     assert control_group.processor_limit() == limit
 
@@ -63,7 +63,7 @@ def test_the_smallest_quota_on_the_way_to_the_root_counts(tree: Tree, inner: obj
 
 
 @pytest.mark.parametrize("mounted_as", ["cpu,cpuacct", "cpu"])
-def test_nested_groups_of_version_1(tree: Tree, mounted_as: str) -> None:
+def test_the_smallest_quota_of_nested_version_1_groups_counts(tree: Tree, mounted_as: str) -> None:
     tree.own("5:memory:/user\n4:cpu,cpuacct:/user/job:1\n1:name=systemd:/\n0::/\n")
     tree.write_v1(mounted_as, -1)
     tree.write_v1(f"{mounted_as}/user", 600_000)
@@ -71,21 +71,21 @@ def test_nested_groups_of_version_1(tree: Tree, mounted_as: str) -> None:
     assert control_group.processor_limit() == 2.5
 
 
-def test_a_container_that_sees_its_own_group_as_the_root(tree: Tree) -> None:
+def test_limits_are_found_where_a_container_sees_its_group_as_the_root(tree: Tree) -> None:
     tree.own("4:cpu:/docker/0123abcd\n3:memory:/docker/0123abcd\n0::/docker/0123abcd\n")
     tree.write_v1("cpu", 300_000)
     tree.write("memory/memory.limit_in_bytes", "1000")
     assert (control_group.processor_limit(), control_group.memory_limit()) == (3, 1000)
 
 
-def test_a_group_outside_of_what_can_be_seen(tree: Tree) -> None:
+def test_a_group_outside_the_visible_tree_sets_no_limit(tree: Tree) -> None:
     tree.own("0::/../sibling\n")
     tree.write("cpu.max", "400000 100000")
     tree.write("sibling/cpu.max", "1000 100000")
     assert control_group.processor_limit() == 4
 
 
-def test_groups_of_both_versions_beside_each_other(tree: Tree) -> None:
+def test_limits_are_found_where_both_versions_are_mounted(tree: Tree) -> None:
     tree.own("2:cpu:/a\n0::/b\n")
     tree.write_v1("cpu/a", 300_000)
     tree.write("unified/b/cpu.max", "200000 100000")

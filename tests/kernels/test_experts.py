@@ -44,7 +44,7 @@ def test_a_correction_chooses_and_does_not_weigh() -> None:
     assert torch.allclose(weights, 2 * logits.sigmoid()[:, [2, 0]])
 
 
-def test_each_scoring_is_what_it_says() -> None:
+def test_each_scoring_equals_its_definition() -> None:
     logits = logits_of(random.Random(1), 50, 7)
     over_all = route(logits, Routing(num_experts=7, top_k=3))
     assert torch.allclose(over_all[0], logits.softmax(-1).topk(3).values)
@@ -68,13 +68,13 @@ def test_each_scoring_is_what_it_says() -> None:
         ({"scoring": "dice"}, "no such scores: dice of experts"),
     ],
 )
-def test_what_nobody_can_be_routed_by_is_refused(fields: dict[str, Any], words: str) -> None:
+def test_impossible_routings_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Routing(**{"num_experts": 8, "top_k": 2, **fields})
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_it_computes_the_sum_of_experts(seed: int) -> None:
+def test_the_layer_computes_the_weighted_sum_of_experts(seed: int) -> None:
     rng = random.Random(seed)
     layer = random_layer(rng, torch.float32, gated=seed % 3 != 2)
     x, shared = layer.rows(rng, rng.choice((1, 5, 40)))
@@ -83,7 +83,7 @@ def test_it_computes_the_sum_of_experts(seed: int) -> None:
 
 
 @pytest.mark.parametrize("clamp", [None, (1.7, 1.5)])
-def test_biases_and_clamped_gates(clamp: tuple[float, float] | None) -> None:
+def test_biases_and_clamped_gates_are_applied(clamp: tuple[float, float] | None) -> None:
     rng = random.Random(10)
     layer = random_layer(rng, torch.float32, biased=True, clamp=clamp)
     x, shared = layer.rows(rng, 40)
@@ -105,7 +105,7 @@ def test_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype) -> None:
     assert torch.equal(layer(x[order], None if shared is None else shared[order]), together[order])
 
 
-def test_all_tokens_to_one_expert_and_none_to_another() -> None:
+def test_all_tokens_may_go_to_one_expert() -> None:
     rng = random.Random(4)
     layer = random_layer(rng, torch.float32, num_experts=4, top_k=1, shared=False)
     x, _ = layer.rows(rng, 33)

@@ -28,7 +28,7 @@ def test_no_number_moves_by_more_than_the_format_makes_it(numbers: list[list[flo
     assert (scales > 0).all() and not values.float().isnan().any()
 
 
-def test_the_largest_and_what_the_format_has_are_exact() -> None:
+def test_the_largest_number_and_numbers_of_the_format_are_exact() -> None:
     rows = torch.tensor([[FP8_LARGEST, 1.125, -0.0, 2.0**-9], [-7.0, 7.0, 3.5, 0.0], [0.0, 0.0, 0.0, 0.0]])
     values, scales = quantize(rows)
     assert torch.equal(values.float() * scales[:, None], rows)
@@ -43,7 +43,7 @@ def test_any_float_dtype_is_taken(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_no_number_makes_its_output_nan_and_no_other(bad: float) -> None:
+def test_a_number_that_is_not_finite_makes_only_its_output_nan(bad: float) -> None:
     rows = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     rows[1, 5] = bad
     weight = Fp8Weight(3, 8, CPU)
@@ -64,7 +64,7 @@ def test_rows_lie_where_they_belong_however_they_come() -> None:
     assert (weight.values.data_ptr(), weight.scales.data_ptr()) == places
 
 
-def test_the_layer_by_definition() -> None:
+def test_the_fp8_layer_equals_its_definition() -> None:
     generator = torch.Generator().manual_seed(0)
     x, rows, bias = (torch.randn(*shape, generator=generator) for shape in ((3, 16), (5, 16), (5,)))
     weight = Fp8Weight(5, 16, CPU)

@@ -85,7 +85,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 2e-6) -> bool:
 
 @pytest.mark.parametrize("taps", [2, 4])
 @pytest.mark.parametrize("name", SHAPES)
-def test_it_equals_a_loop_over_tokens(name: str, taps: int) -> None:
+def test_the_blockwise_scan_equals_a_loop_over_tokens(name: str, taps: int) -> None:
     shape = Mamba2Shape(**SHAPES[name])
     for norm, bias in itertools.product((True, False), repeat=2):
         made = cell(shape, taps, norm=norm, bias=bias)

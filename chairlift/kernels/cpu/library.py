@@ -56,7 +56,7 @@ __all__ = [
     "why_unavailable",
 ]
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 """Value of ``CL_ABI_VERSION`` in the header that this module mirrors."""
 
 PRODUCTS = ("f32", "bf16", "int8")
@@ -65,7 +65,7 @@ PRODUCTS = ("f32", "bf16", "int8")
 BUILD_ALL = "CHAIRLIFT_KERNELS=all pip install ."
 """Command that installs Chairlift from its sources with the kernels of all instruction sets."""
 
-ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx")
+ISA_NAMES = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 """Names of the instruction-set paths, in the order of ``cl_isa``, slowest first."""
 
 MAX_THREADS = 256
@@ -102,6 +102,7 @@ class Experts(ctypes.Structure):
         ("down_bias", c_void_p),
         ("scratch", c_void_p),
         ("load", c_void_p),
+        ("lora_stride", c_int64),
     ]
 
 
@@ -160,12 +161,29 @@ STATE_KIND = 2
 
 
 class LowRankStruct(ctypes.Structure):
-    """Struct ``cl_lora``: the terms that an adapter adds to one linear layer."""
+    """Struct ``cl_lora``: the change of one linear layer by one adapter."""
 
     _fields_ = [
         ("a", c_void_p),
         ("b", c_void_p),
         ("slices", c_void_p),
+        ("whole", c_void_p),
+        ("gains", c_void_p),
+        ("offsets", c_void_p),
+        ("rank", c_int32),
+        ("used", c_int32),
+    ]
+
+
+class EmbeddingStruct(ctypes.Structure):
+    """Struct ``cl_embedding``: the change of the token embedding by one adapter."""
+
+    _fields_ = [
+        ("table", c_void_p),
+        ("index", c_void_p),
+        ("rows", c_void_p),
+        ("a", c_void_p),
+        ("b", c_void_p),
         ("rank", c_int32),
         ("reserved", c_int32),
     ]
@@ -192,6 +210,7 @@ class Program(ctypes.Structure):
         ("lora", c_void_p),
         ("lora_rows", c_void_p),
         ("lora_stride", c_int64),
+        ("embeddings", c_void_p),
     ]
 
 
@@ -243,7 +262,7 @@ SAMPLING_ROW = np.dtype(
 column."""
 
 _STRUCT_SIZES = (*map(ctypes.sizeof, (OpStruct, KVLayer, Program, BatchStruct)), SAMPLING_ROW.itemsize)
-_STRUCT_SIZES = (*_STRUCT_SIZES, ctypes.sizeof(Experts), ctypes.sizeof(LowRankStruct))
+_STRUCT_SIZES = (*_STRUCT_SIZES, *map(ctypes.sizeof, (Experts, LowRankStruct, EmbeddingStruct)))
 
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "cl_abi_version": (c_int32, []),
@@ -270,7 +289,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "cl_head": (
         c_int32,
         [
-            *(c_void_p, POINTER(Program), c_void_p, c_int64, c_void_p, c_int32),  # pool ... num_rows
+            *(c_void_p, POINTER(Program), c_void_p, c_int64, c_void_p, c_void_p, c_int32),  # pool ... num_rows
             *(POINTER(OpStruct), c_void_p, c_void_p, c_int64),  # product, rows, logits, logits_rows
         ],
     ),

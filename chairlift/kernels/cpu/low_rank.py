@@ -1,5 +1,8 @@
-"""Adapters for step programs: the low-rank matrices of each linear layer in packed panels, and the table of all
-adapters."""
+"""Adapters for step programs: their matrices in packed panels, and the table of all adapters.
+
+For each matrix of a model that adapters may change, an adapter has low-rank matrices (LoRA; Hu et al., 2021), a factor
+per output (DoRA; Liu et al., 2024), a whole new weight, a change of the bias, or several of these.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ import torch
 from torch import Tensor
 
 from chairlift.errors import InvariantError
-from chairlift.kernels.cpu.library import LowRankStruct, Memory, Program
-from chairlift.kernels.cpu.packing import PANEL, PackedMatrix, PackedWeight, packed_bytes
+from chairlift.kernels.cpu.library import EmbeddingStruct, LowRankStruct, Memory, Program
+from chairlift.kernels.cpu.packing import PANEL, PackedWeight, packed_bytes, packed_columns, padded_outputs
 
-__all__ = ["LowRankPart", "LowRankTable", "PackedAdapter"]
+__all__ = ["EmbeddingTable", "LowRankPart", "LowRankTable", "MatrixChange", "MatrixSite", "PackedAdapter"]
 
 _SPARE = 16
 """Number of unused elements between two rows of scratch memory. Without them, the rows would share a few sets of the
@@ -37,45 +40,157 @@ class LowRankPart(NamedTuple):
     """Matrix B of the low-rank product, [rows, r]. It changes ``rows`` outputs of the layer."""
 
 
-class PackedAdapter:
-    """An adapter's matrices in packed panels of ``dtype``. ``weights`` maps layer name -> weight of the linear layer
-    that the adapter changes.
+class MatrixSite(NamedTuple):
+    """A matrix of a model that adapters may change."""
 
-    The parts of one linear layer (such as q, k and v) are concatenated along the rank. The constructor reads no
-    changing state, so any thread may call it. Raises ValueError for parts that do not fit, and errors of
-    :class:`~chairlift.kernels.cpu.library.Memory`.
+    site: int
+    """1 + column of the table of adapters."""
+    out_features: int
+    in_features: int
+    interleaved: bool = False
+    """Whether gates and values alternate in the packed panels, as in a PackedMatrix."""
+    plain: bool = False
+    """Whether the kernels read the matrix as plain rows (routers) instead of packed panels."""
+
+
+class MatrixChange(NamedTuple):
+    """Change of one matrix by one adapter. The result, before the bias, becomes ``gains * (x @ w.T + the low-rank
+    terms) + offsets``, where ``w`` is ``whole`` or the model's own weight."""
+
+    parts: Sequence[LowRankPart] = ()
+    whole: Tensor | None = None
+    """New weight [out, in] of any float dtype; None: the model's own."""
+    gains: Tensor | None = None
+    """float32 [out]; None: 1."""
+    offsets: Tensor | None = None
+    """float32 [out]; None: 0."""
+
+
+class EmbeddingTable(NamedTuple):
+    """Change of the token embedding [V, D] by one adapter."""
+
+    table: Tensor | None = None
+    """New embeddings [V, D]; None: the model's own."""
+    token_ids: Tensor | None = None
+    """int64 [n]: tokens whose embeddings are ``rows``."""
+    rows: Tensor | None = None
+    """[n, D]."""
+    a: Tensor | None = None
+    """float32 [V, r]; None: no low-rank term. Otherwise ``a[token] @ b`` is added."""
+    b: Tensor | None = None
+    """float32 [r, D]."""
+
+
+class PackedAdapter:
+    """An adapter's matrices in packed panels of ``dtype``. ``changes`` maps name of a matrix -> its change, ``sites``
+    name -> the matrix. ``vocab`` is the number of rows of the token embedding.
+
+    The constructor reads no changing state, so any thread may call it. Raises ValueError for parts that do not fit, and
+    errors of :class:`~chairlift.kernels.cpu.library.Memory`.
     """
 
     def __init__(
-        self, layers: Mapping[str, Sequence[LowRankPart]], weights: Mapping[str, PackedMatrix], dtype: torch.dtype
+        self,
+        changes: Mapping[str, MatrixChange],
+        sites: Mapping[str, MatrixSite],
+        dtype: torch.dtype,
+        embedding: EmbeddingTable | None = None,
+        vocab: int = 0,
     ) -> None:
-        ranks = {name: sum(len(part.a) for part in parts) for name, parts in layers.items()}
-        sizes: list[int] = []
-        for name, rank in ranks.items():
-            weight = weights[name]
-            sizes.append(packed_bytes(rank, weight.k, dtype))
-            sizes.append(packed_bytes(weight.out_features, rank, dtype, interleaved=weight.interleaved))
-        self.nbytes = sum(sizes)
-        """Size in bytes of all packed panels of the adapter."""
+        self._dtype = dtype
+        sizes = {name: _sizes(change, sites[name], dtype) for name, change in changes.items()}
+        self.nbytes = sum(map(sum, sizes.values()))
+        """Size in bytes of all matrices of the adapter."""
         self._memory = Memory(max(self.nbytes, 1))
-        offset = 0
-        self.products: dict[int, tuple[PackedWeight, PackedWeight, npt.NDArray[np.int32]]] = {}
-        """Number of a layer (``site`` of its weight) -> (packed A, packed B, ``slices`` of ``cl_lora``: the ranks that
-        are not zero in each panel of B)."""
-        for index, (name, parts) in enumerate(layers.items()):
-            weight = weights[name]
-            rank = ranks[name]
-            first, second = sizes[2 * index], sizes[2 * index + 1]
-            a = PackedWeight(rank, weight.k, dtype, memory=self._memory.part(offset, first))
-            b = PackedWeight(
-                weight.out_features,
-                rank,
-                dtype,
-                interleaved=weight.interleaved,
-                memory=self._memory.part(offset + first, second),
-            )
-            offset += first + second
-            self.products[weight.site] = a, b, _fill(a, b, parts)
+        self._offset = 0
+        self._kept: list[Any] = []
+        """Objects to which structs point. The list keeps the objects alive."""
+        self.structs: dict[int, LowRankStruct] = {}
+        """1 + column of the table of adapters -> the change."""
+        for name, change in changes.items():
+            self.structs[sites[name].site] = self._struct(sites[name], change, sizes[name])
+        self.embedding = None if embedding is None else self._embedding(embedding, vocab)
+        """Change of the token embedding; None if there is none."""
+
+    def _struct(self, site: MatrixSite, change: MatrixChange, sizes: Sequence[int]) -> LowRankStruct:
+        struct = LowRankStruct(used=1)
+        if site.plain:
+            if change.whole is None:
+                raise InvariantError("the change of a matrix in plain rows must be a whole matrix")
+            rows = torch.zeros(site.out_features, _padded(site.in_features), dtype=self._dtype)
+            rows[:, : site.in_features] = change.whole
+            struct.whole = self._keep(rows)
+            return struct
+        shape = {"interleaved": site.interleaved}
+        if change.parts:
+            rank = sum(len(part.a) for part in change.parts)
+            a = PackedWeight(rank, site.in_features, self._dtype, memory=self._part(sizes[0]))
+            b = PackedWeight(site.out_features, rank, self._dtype, memory=self._part(sizes[1]), **shape)
+            slices = _fill(a, b, change.parts)
+            self._kept += [a, b, slices]
+            struct.a, struct.b, struct.slices = a.memory.address, b.memory.address, slices.ctypes.data
+            struct.rank = -(-rank // PANEL) * PANEL
+        if change.whole is not None:
+            memory = self._part(sizes[2])
+            whole = PackedWeight(site.out_features, site.in_features, self._dtype, memory=memory, **shape)
+            whole.pack_rows(change.whole, 0)
+            self._kept.append(whole)
+            struct.whole = whole.memory.address
+        struct.gains, struct.offsets = (self._vector(site, each) for each in (change.gains, change.offsets))
+        return struct
+
+    def _vector(self, site: MatrixSite, values: Tensor | None) -> int | None:
+        """Address of a value for each output, in the order of the packed columns; None without values."""
+        if values is None:
+            return None
+        packed = torch.zeros(padded_outputs(site.out_features, site.interleaved))
+        packed[packed_columns(site.out_features, site.interleaved)] = values
+        return self._keep(packed)
+
+    def _part(self, size: int) -> Memory:
+        memory = self._memory.part(self._offset, size)
+        self._offset += size
+        return memory
+
+    def _embedding(self, given: EmbeddingTable, vocab: int) -> EmbeddingStruct:
+        struct = EmbeddingStruct()
+        if given.table is not None:
+            struct.table = self._keep(given.table.to(self._dtype).contiguous())
+        if given.rows is not None and given.token_ids is not None:
+            index = torch.full((vocab,), -1, dtype=torch.int32)
+            index[given.token_ids] = torch.arange(len(given.token_ids), dtype=torch.int32)
+            struct.index = self._keep(index)
+            struct.rows = self._keep(given.rows.to(self._dtype).contiguous())
+        if given.a is not None and given.b is not None:
+            b = torch.zeros(len(given.b), _padded(given.b.shape[1]))
+            b[:, : given.b.shape[1]] = given.b
+            struct.a = self._keep(given.a.contiguous())
+            struct.b = self._keep(b)
+            struct.rank = len(given.b)
+        return struct
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._kept.append(tensor)
+        self.nbytes += tensor.nbytes
+        return tensor.data_ptr()
+
+
+def _sizes(change: MatrixChange, site: MatrixSite, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Bytes of A, B and the whole weight in packed panels."""
+    if site.plain:
+        return 0, 0, 0
+    rank = sum(len(part.a) for part in change.parts)
+    a = b = whole = 0
+    if rank:
+        a = packed_bytes(rank, site.in_features, dtype)
+        b = packed_bytes(site.out_features, rank, dtype, interleaved=site.interleaved)
+    if change.whole is not None:
+        whole = packed_bytes(site.out_features, site.in_features, dtype, interleaved=site.interleaved)
+    return a, b, whole
+
+
+def _padded(count: int) -> int:
+    return -(-count // PANEL) * PANEL
 
 
 def _fill(a: PackedWeight, b: PackedWeight, parts: Sequence[LowRankPart]) -> npt.NDArray[np.int32]:
@@ -106,34 +221,38 @@ class LowRankTable:
     def __init__(self, num_sites: int, num_adapters: int, max_rank: int, max_tokens: int) -> None:
         self.num_sites = num_sites
         self._entries = (LowRankStruct * (num_sites * num_adapters))()
+        self._embeddings = (EmbeddingStruct * num_adapters)()
         self._free = list(range(num_adapters - 1, -1, -1))
         self._loaded: dict[int, tuple[int, PackedAdapter]] = {}
-        self._stride = -(-max_rank // PANEL) * PANEL + _SPARE
-        self._rows = Memory(4 * self._stride * max_tokens)
+        self.stride = -(-max_rank // PANEL) * PANEL + _SPARE
+        """Distance between two rows of scratch memory for low-rank products, in elements."""
+        self._rows = Memory(4 * self.stride * max_tokens)
 
     def point(self, program: Program) -> None:
         """Make a program read this table. The table must outlive the program."""
         program.lora = ctypes.addressof(self._entries)
         program.num_sites = self.num_sites
         program.lora_rows = self._rows.address
-        program.lora_stride = self._stride
+        program.lora_stride = self.stride
+        program.embeddings = ctypes.addressof(self._embeddings)
 
     def put(self, adapter_id: int, adapter: PackedAdapter) -> None:
         """Add an adapter to the table. Raises InvariantError if its number is in use, or if the table is full."""
         if adapter_id in self._loaded or not self._free:
             raise InvariantError(f"adapter {adapter_id} is in the table already, or the table is full")
         row = self._free.pop()
-        for site, (a, b, slices) in adapter.products.items():
-            rank = -(-a.out_features // PANEL) * PANEL
-            entry = LowRankStruct(a.memory.address, b.memory.address, slices.ctypes.data, rank)
-            self._entries[row * self.num_sites + site - 1] = entry
+        for site, struct in adapter.structs.items():
+            self._entries[row * self.num_sites + site - 1] = struct
+        if adapter.embedding is not None:
+            self._embeddings[row] = adapter.embedding
         self._loaded[adapter_id] = row, adapter
 
     def drop(self, adapter_id: int) -> None:
         """Remove an adapter from the table. No later step may use it."""
-        row, _ = self._loaded.pop(adapter_id)
-        for site in range(self.num_sites):
-            self._entries[row * self.num_sites + site] = LowRankStruct()
+        row, adapter = self._loaded.pop(adapter_id)
+        for site in adapter.structs:
+            self._entries[row * self.num_sites + site - 1] = LowRankStruct()
+        self._embeddings[row] = EmbeddingStruct()
         self._free.append(row)
 
     def rows_of(self, adapter_ids: npt.NDArray[Any]) -> npt.NDArray[np.int32]:

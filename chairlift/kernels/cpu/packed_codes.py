@@ -16,6 +16,7 @@ from chairlift.errors import ConfigError
 from chairlift.kernels.cpu.library import Memory, require
 from chairlift.kernels.cpu.packing import PANEL, PackedMatrix, by_slices, padded_outputs
 from chairlift.kernels.grouped import GROUP, GroupedRows, GroupKind
+from chairlift.kernels.rounding import rounded_rows
 
 __all__ = ["PackedCodes", "code_format", "packed_code_bytes"]
 
@@ -133,7 +134,7 @@ class PackedCodes(PackedMatrix):
         self.rounds_weights = True
         by_slices(
             source,
-            lambda start, rows: pack(start, GroupedRows.quantize(rows.cpu(), self.kind)),
+            lambda start, rows: pack(start, rounded_rows(rows.cpu(), self.kind)),
             mapped=mapped,
             first_row=first_row,
         )

@@ -27,6 +27,7 @@ __all__ = [
     "by_slices",
     "copy_rows",
     "packed_bytes",
+    "packed_columns",
     "padded_outputs",
 ]
 
@@ -92,7 +93,7 @@ class PackedMatrix(abc.ABC):
         """Bias, float32 [panels * 32] in the order of the packed columns; None if there is none."""
         self.site = 0
         """Number by which the table of adapters knows this layer: 1 + its column; 0 if no adapter may change the
-        layer."""
+        layer. A stack has a column for each of its weights, and this is the number of the first one."""
 
     def pack_rows(self, source: Tensor | GroupedRows, first_row: int = 0, *, mapped: bool = False) -> None:
         """Write ``source`` [rows, in], of any float dtype and device, as the outputs from ``first_row`` on.
@@ -148,15 +149,7 @@ class PackedMatrix(abc.ABC):
 
     def columns(self) -> Tensor:
         """int64 [out]: for each output of the layer, the index of the packed column that holds it."""
-        each = self.out_features // self.stack
-        outputs = torch.arange(self.out_features)
-        base = outputs // each * (self.panels // self.stack * PANEL)
-        outputs = outputs % each
-        if not self.interleaved:
-            return base + outputs
-        half = each // 2
-        within = outputs % half
-        return base + (within // PANEL * 2 + outputs // half) * PANEL + within % PANEL
+        return packed_columns(self.out_features, self.interleaved, self.stack)
 
 
 class PackedWeight(PackedMatrix):
@@ -235,6 +228,19 @@ def padded_outputs(out_features: int, interleaved: bool, stack: int = 1) -> int:
     whole panels."""
     each = out_features // stack
     return stack * (2 * _rounded(each // 2) if interleaved else _rounded(each))
+
+
+def packed_columns(out_features: int, interleaved: bool, stack: int = 1) -> Tensor:
+    """int64 [out]: for each output of a packed weight, the index of the packed column that holds it."""
+    each = out_features // stack
+    outputs = torch.arange(out_features)
+    base = outputs // each * (padded_outputs(out_features, interleaved, stack) // stack)
+    outputs = outputs % each
+    if not interleaved:
+        return base + outputs
+    half = each // 2
+    within = outputs % half
+    return base + (within // PANEL * 2 + outputs // half) * PANEL + within % PANEL
 
 
 def _rounded(count: int) -> int:

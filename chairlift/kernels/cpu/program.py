@@ -255,13 +255,16 @@ class StepProgram:
         rows: npt.NDArray[np.void],
         logits: Tensor | None,
         cap: float | None = None,
+        adapters: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Multiply rows ``token_rows`` [R] of ``hidden`` [T, k] with an output head [V, k], and sample.
 
         ``rows`` [R] of :data:`~chairlift.kernels.cpu.library.SAMPLING_ROW` hold the sampling parameters and receive the
         results. ``logits`` is float32 scratch memory [S, V rounded up to 32] for the S rows that ``cl_needs_logits``
-        selects. With a ``cap``, each logit s first becomes cap * tanh(s / cap).
+        selects. With a ``cap``, each logit s first becomes cap * tanh(s / cap). ``adapters`` [R] are the adapter
+        numbers of the rows, 0 for none; None if no row has an adapter.
         """
+        table_rows = None if adapters is None or self._adapters is None else self._adapters.rows_of(adapters)
         product = lib.OpStruct(n=weight.n, k=weight.k, cap=cap or 0.0)
         weight.point(product)
         code = self._library.cl_head(
@@ -270,6 +273,7 @@ class StepProgram:
             hidden.data_ptr(),
             hidden.stride(0),
             token_rows.ctypes.data,
+            None if table_rows is None else table_rows.ctypes.data,
             len(token_rows),
             product,
             rows.ctypes.data,
@@ -386,6 +390,8 @@ class StepProgram:
         """Allocate scratch memory for layers of experts, and their counts. Layers run one at a time and share the
         scratch memory."""
         ops = [op for op in self._ops if op.kind == OpKind.EXPERTS]
+        for op in ops:
+            op.experts.contents.lora_stride = self._adapters.stride if self._adapters is not None and op.site else 0
         sizes = [self._library.cl_expert_bytes(op, self._program.dtype, self._max_tokens) for op in ops]
         if sizes:
             memory = lib.Memory(max(sizes))

@@ -18,6 +18,7 @@ __all__ = [
     "GEMM_ADD_BLOCK",
     "GEMM_BLOCK_M",
     "MAX_GROUP",
+    "PROGRAMS_PER_MULTIPROCESSOR",
     "ROPE_HEADS",
     "ROPE_WARPS",
     "SAMPLING_WARPS",

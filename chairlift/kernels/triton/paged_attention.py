@@ -12,10 +12,16 @@ sequence has the same bits, whatever other sequences are in the launch and whate
 the output also does not depend on how the prompt was divided into chunks. (With more splits it does, because the splits
 divide the keys of a tile.) Different launch configurations may give different bits. Decode-only launches and mixed
 launches have different configurations.
+
+**Shared prefixes.** Decode rows whose block tables begin alike can share tiles of queries (:class:`SharedTiles`). A
+first launch computes the tiles of keys that they have in common, and stores the state of each row: highest score, sum,
+values. The usual launch goes on from that state. Each row passes through the same operations in the same order as
+without sharing, in a tile of the same height, so its bits are the same.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -27,7 +33,21 @@ from chairlift.errors import InvariantError
 from chairlift.kernels.triton.dependent import dependent_launch, wait_for_inputs
 from chairlift.kernels.triton.launch import AttentionLaunch, power_of_2
 
-__all__ = ["paged_attention"]
+__all__ = ["SharedTiles", "paged_attention"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedTiles:
+    """Tasks of a decode step that read keys for several rows together. All numbers are data, so one captured launch
+    serves any tasks. :func:`~chairlift.kernels.triton.shared_prefixes.find_shared_tiles` makes them."""
+
+    members: Tensor
+    """int32 [tasks, block_m // group], contiguous: the rows of each task; -1 after the last row. A row is in one task
+    at most. Rows of a task see their first key at the same position and divide their keys at the same positions."""
+    ends: Tensor
+    """int32 [N]: for a row in a task, the number of tiles of keys, counted from the beginning of the sequence, up to
+    which the task's block tables are equal and every row has keys. It is equal for the rows of a task. 0: the row is in
+    no task."""
 
 
 @triton.jit
@@ -45,21 +65,55 @@ def _find_row(cu_seqlens_ptr: tl.tensor, num_rows: tl.tensor, block: tl.tensor, 
 
 
 @triton.jit
-def _attend_keys(
-    q: tl.tensor, position: tl.tensor, key_ptr: tl.tensor, value_ptr: tl.tensor, table_ptr: tl.tensor,
-    kv_head: tl.tensor, low: tl.tensor, end: tl.tensor, first_tile: tl.tensor, end_tile: tl.tensor, scale: tl.tensor,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def _tiles_of_split(
+    low: tl.tensor, end: tl.tensor, split: tl.tensor, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr
+) -> tl.tensor:
+    """(first tile, end) of the tiles of keys that split ``split`` has of keys ``low`` to ``end - 1``."""
+    first_tile = low // BLOCK_N
+    end_tile = tl.cdiv(end, BLOCK_N)
+    if NUM_SPLITS > 1:
+        share = tl.cdiv(end_tile - first_tile, NUM_SPLITS)
+        first_tile += split * share
+        end_tile = tl.minimum(first_tile + share, end_tile)
+    return first_tile, end_tile
+
+
+@triton.jit
+def _no_keys(BLOCK_M: tl.constexpr, HEAD_PAD: tl.constexpr) -> tl.tensor:
+    """(weighted values, sums, maxima) of a tile that has not attended to any key yet."""
+    best = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    values = tl.zeros([BLOCK_M, HEAD_PAD], dtype=tl.float32)
+    return values, total, best
+
+
+@triton.jit
+def _load_state(
+    partial_ptr: tl.tensor, stats_ptr: tl.tensor, state: tl.tensor, stored: tl.tensor, inside: tl.tensor,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Attend to keys ``low`` to ``end - 1`` in tiles ``first_tile`` to ``end_tile - 1``. Returns (weighted values,
-    sums, maxima), all float32.
+    """(weighted values, sums, maxima) that an earlier launch stored at ``state``; those of no key where nothing is
+    ``stored``."""
+    d = tl.arange(0, HEAD_PAD)
+    best = tl.load(stats_ptr + 2 * state, mask=stored, other=float("-inf"))
+    total = tl.load(stats_ptr + 2 * state + 1, mask=stored, other=0.0)
+    sums = partial_ptr + (state * HEAD_DIM)[:, None] + d[None, :]
+    return tl.load(sums, mask=inside & stored[:, None], other=0.0), total, best
+
+
+@triton.jit
+def _attend_keys(
+    q: tl.tensor, values: tl.tensor, total: tl.tensor, best: tl.tensor, position: tl.tensor, key_ptr: tl.tensor,
+    value_ptr: tl.tensor, table_ptr: tl.tensor, kv_head: tl.tensor, low: tl.tensor, end: tl.tensor,
+    first_tile: tl.tensor, end_tile: tl.tensor, scale: tl.tensor, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Attend to keys ``low`` to ``end - 1`` in tiles ``first_tile`` to ``end_tile - 1``, after the keys whose (weighted
+    values, sums, maxima), all float32, are given. Returns the three with these keys.
 
     Table entries and slots outside ``low`` to ``end - 1`` may hold anything and are not read.
     """
     d = tl.arange(0, HEAD_PAD)
-    best = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    values = tl.zeros([BLOCK_M, HEAD_PAD], dtype=tl.float32)
     for tile in range(first_tile, end_tile):
         key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         held = (key >= low) & (key < end)
@@ -84,17 +138,69 @@ def _attend_keys(
     return values, total, best
 
 
+@triton.jit
+def _attend_shared(
+    partial_ptr: tl.tensor, stats_ptr: tl.tensor, q_ptr: tl.tensor, key_ptr: tl.tensor, value_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor, table_ptr: tl.tensor, table_rows_ptr: tl.tensor, members_ptr: tl.tensor,
+    ends_ptr: tl.tensor, scale: tl.tensor, q_stride: tl.tensor, table_stride: tl.tensor, GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Kernel that attends to the tiles of keys that the rows of a task share, and stores each row's state. One program
+    per task, KV head and split. Every row has one query."""
+    ROWS: tl.constexpr = BLOCK_M // GROUP
+    task = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    split = tl.program_id(1)
+    wait_for_inputs(PDL)
+    leader = tl.load(members_ptr + task * ROWS)
+    if leader < 0:
+        return
+    seq_len = tl.load(seq_lens_ptr + leader)
+    low = 0
+    if WINDOW is not None:
+        low = tl.maximum(seq_len - WINDOW, 0)
+    first_tile, end_tile = _tiles_of_split(low, seq_len, split, BLOCK_N, NUM_SPLITS)
+    end_tile = tl.minimum(end_tile, tl.load(ends_ptr + leader))
+    if first_tile >= end_tile:
+        return
+    table_row = leader
+    if table_rows_ptr is not None:
+        table_row = tl.load(table_rows_ptr + leader)
+
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, HEAD_PAD)
+    row = tl.load(members_ptr + task * ROWS + m // GROUP, mask=m < ROWS * GROUP, other=-1)
+    real = row >= 0
+    # A row of the tile that is no query sees no key.
+    position = tl.load(seq_lens_ptr + row, mask=real, other=0) - 1
+    head = kv_head * GROUP + m % GROUP
+    token = row.to(tl.int64)
+    inside = real[:, None] & (d < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + (token * q_stride + head * HEAD_DIM)[:, None] + d[None, :], mask=inside, other=0.0)
+    values, total, best = _no_keys(BLOCK_M, HEAD_PAD)
+    table = table_ptr + table_row.to(tl.int64) * table_stride
+    values, total, best = _attend_keys(
+        q, values, total, best, position, key_ptr, value_ptr, table, kv_head, low, seq_len, first_tile, end_tile, scale,
+        NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, BLOCK_N,
+    )  # fmt: skip
+    place = (token * (GROUP * NUM_KV_HEADS) + head) * NUM_SPLITS + split
+    tl.store(stats_ptr + 2 * place, best, mask=real)
+    tl.store(stats_ptr + 2 * place + 1, total, mask=real)
+    tl.store(partial_ptr + (place * HEAD_DIM)[:, None] + d[None, :], values, mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _attend(
     out_ptr: tl.tensor, partial_ptr: tl.tensor, stats_ptr: tl.tensor, q_ptr: tl.tensor, key_ptr: tl.tensor,
     value_ptr: tl.tensor, cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor, table_ptr: tl.tensor,
-    table_rows_ptr: tl.tensor, num_rows: tl.tensor, scale: tl.tensor, q_stride: tl.tensor, table_stride: tl.tensor,
-    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    table_rows_ptr: tl.tensor, ends_ptr: tl.tensor, num_rows: tl.tensor, scale: tl.tensor, q_stride: tl.tensor,
+    table_stride: tl.tensor, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attention kernel. One program per tile of queries, KV head and split. Without ``cu_seqlens``, every row has one
-    query."""
+    query. With ``ends``, it has one too, and goes on after the tiles that :func:`_attend_shared` computed."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     # The KV heads of a tile are neighbouring programs, because all heads of a token are side by side in the cache.
     row = tl.program_id(0) // NUM_KV_HEADS
@@ -132,18 +238,22 @@ def _attend(
     low = 0
     if WINDOW is not None:
         low = tl.maximum(cached + first_query - WINDOW + 1, 0)
-    first_tile = low // BLOCK_N
-    end_tile = tl.cdiv(end, BLOCK_N)
-    if NUM_SPLITS > 1:
-        share = tl.cdiv(end_tile - first_tile, NUM_SPLITS)
-        first_tile += split * share
-        end_tile = tl.minimum(first_tile + share, end_tile)
+    first_tile, end_tile = _tiles_of_split(low, end, split, BLOCK_N, NUM_SPLITS)
+    place = token * (GROUP * NUM_KV_HEADS) + head
+    if ends_ptr is None:
+        values, total, best = _no_keys(BLOCK_M, HEAD_PAD)
+    else:
+        shared_end = tl.minimum(tl.load(ends_ptr + row), end_tile)
+        # A vector, because the interpreter cannot combine a mask with a scalar.
+        stored = real & (first_tile + tl.zeros([BLOCK_M], dtype=tl.int32) < shared_end)
+        state = place * NUM_SPLITS + split
+        values, total, best = _load_state(partial_ptr, stats_ptr, state, stored, inside, HEAD_DIM, HEAD_PAD)
+        first_tile = tl.maximum(first_tile, shared_end)
     table = table_ptr + table_row.to(tl.int64) * table_stride
     values, total, best = _attend_keys(
-        q, cached + query, key_ptr, value_ptr, table, kv_head, low, end, first_tile, end_tile, scale,
-        NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, BLOCK_M, BLOCK_N,
+        q, values, total, best, cached + query, key_ptr, value_ptr, table, kv_head, low, end, first_tile, end_tile,
+        scale, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, BLOCK_N,
     )  # fmt: skip
-    place = token * (GROUP * NUM_KV_HEADS) + head
     if NUM_SPLITS == 1:
         out = (values / total[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (place * HEAD_DIM)[:, None] + d[None, :], out, mask=inside)
@@ -199,6 +309,7 @@ def paged_attention(
     launch: AttentionLaunch,
     cu_seqlens: Tensor | None = None,
     table_rows: Tensor | None = None,
+    shared: SharedTiles | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's newest tokens over its blocks (PagedAttention: Kwon et al., 2023).
 
@@ -213,7 +324,8 @@ def paged_attention(
     the scores. window: number of tokens that a query sees, itself included; None: all. launch: tile sizes, from
     :func:`~chairlift.kernels.triton.launch.attention_launch`. cu_seqlens: int32 [N + 1], offsets of the rows in q; the
     last may be less than T. None: N = T, one query each. table_rows: int32 [N], row i's line of ``block_table``; None:
-    line i.
+    line i. shared: keys that rows read together, in a launch before; every row has one query then, and row i is token
+    i. None: each row reads its keys itself. The bits are the same.
 
     Returns: [T, Hq, Dh], contiguous, in q's dtype. Tokens that belong to no row are not written.
 
@@ -224,26 +336,30 @@ def paged_attention(
     num_kv_heads = key_cache.shape[2]
     num_rows = seq_lens.shape[0]
     group = num_heads // num_kv_heads
-    _check(q, key_cache, value_cache, block_table, launch)
+    _check(q, key_cache, value_cache, block_table, launch, num_rows, shared)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if num_tokens == 0 or num_rows == 0:
         return out
     splits = launch.num_splits
     dependent = dependent_launch(q.device)
-    # With splits, a tile stores its sums for the second launch. Without splits these arguments are unused.
-    partial = (
-        torch.empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
-        if splits > 1
-        else out
-    )
-    stats = torch.empty((num_tokens, num_heads, splits, 2), dtype=torch.float32, device=q.device) if splits > 1 else out
+    # With splits, a tile stores its sums for the last launch, and a shared tile stores them for the next. Otherwise
+    # these arguments are unused.
+    partial, stats = _empty_states(q, splits) if splits > 1 or shared is not None else (out, out)
+    scale *= math.log2(math.e)
+    sizes = {
+        "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "HEAD_PAD": power_of_2(head_dim),
+        "BLOCK_SIZE": key_cache.shape[1], "WINDOW": window, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
+        "NUM_SPLITS": splits, "num_warps": launch.num_warps, "num_stages": launch.num_stages, **dependent,
+    }  # fmt: skip
+    if shared is not None:
+        _attend_shared[(len(shared.members) * num_kv_heads, splits)](
+            partial, stats, q, key_cache, value_cache, seq_lens, block_table, table_rows, shared.members, shared.ends,
+            scale, q.stride(0), block_table.stride(0), **sizes,
+        )  # fmt: skip
     tiles = num_rows if cu_seqlens is None else num_tokens // (launch.block_m // group) + num_rows
     _attend[(tiles * num_kv_heads, splits)](
         out, partial, stats, q, key_cache, value_cache, cu_seqlens, seq_lens, block_table, table_rows,
-        num_rows, scale * math.log2(math.e), q.stride(0), block_table.stride(0),
-        GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HEAD_PAD=power_of_2(head_dim),
-        BLOCK_SIZE=key_cache.shape[1], WINDOW=window, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
-        NUM_SPLITS=splits, num_warps=launch.num_warps, num_stages=launch.num_stages, **dependent,
+        None if shared is None else shared.ends, num_rows, scale, q.stride(0), block_table.stride(0), **sizes,
     )  # fmt: skip
     if splits > 1:
         _combine[(num_tokens, num_heads)](
@@ -254,7 +370,24 @@ def paged_attention(
     return out
 
 
-def _check(q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, launch: AttentionLaunch) -> None:
+def _empty_states(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Memory for the state of each query head and split: weighted values [T, Hq, splits, Dh], and maximum and sum [T,
+    Hq, splits, 2], float32."""
+    num_tokens, num_heads, head_dim = q.shape
+    shapes = [(num_tokens, num_heads, splits, width) for width in (head_dim, 2)]
+    partial, stats = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
+    return partial, stats
+
+
+def _check(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    launch: AttentionLaunch,
+    num_rows: int,
+    shared: SharedTiles | None,
+) -> None:
     """Raise InvariantError for arguments with which the kernel would read wrong memory."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = key_cache.shape[2]
@@ -269,3 +402,9 @@ def _check(q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tenso
         raise InvariantError("the caches must be contiguous, and the heads of a token side by side")
     if block_table.stride(1) != 1:
         raise InvariantError("the lines of the block table must be contiguous")
+    rows = launch.block_m // (num_heads // num_kv_heads)
+    if shared is not None and (shared.members.shape[1:] != (rows,) or len(shared.ends) != num_rows):
+        raise InvariantError(
+            f"members {list(shared.members.shape)} and ends {list(shared.ends.shape)} do not go with {rows} rows in a "
+            f"tile and {num_rows} rows in the step"
+        )

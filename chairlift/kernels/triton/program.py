@@ -1,10 +1,11 @@
 """Runs a recorded model with the Triton kernels, from the same nodes as the CPU's step programs, in few launches.
 
 The launches of a layer are: QKV matmul | norm, rotation and KV write | attention | output matmul | addition and norm |
-gate-up matmul | SwiGLU | down matmul | addition and norm. Attention with split keys has a second launch. If the sum of
-a matmul is split, the next launch adds the parts. From 17 to 64 rows, the gate-up matmul computes SwiGLU. Matmuls of
-few rows use :mod:`~chairlift.kernels.triton.linear_small`. Larger matmuls use torch's library, with activations in fp8
-if the weight is fp8. Functions passed to ``ops.call_out`` run unchanged, so they must not wait for the device.
+gate-up matmul | SwiGLU | down matmul | addition and norm. Attention with split keys has a second launch, and attention
+of rows that share keys has a launch before it. If the sum of a matmul is split, the next launch adds the parts. From 17
+to 64 rows, the gate-up matmul computes SwiGLU. Matmuls of few rows use :mod:`~chairlift.kernels.triton.linear_small`.
+Larger matmuls use torch's library, with activations in fp8 if the weight is fp8. Functions passed to ``ops.call_out``
+run unchanged, so they must not wait for the device.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from chairlift.kernels.recording import Node, Op, Value, add, attention
 from chairlift.kernels.triton.launch import GEMM_BLOCK_M, AttentionLaunch, GemmLaunch, gemm_launch
 from chairlift.kernels.triton.linear_small import linear_parts, linear_small
 from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
-from chairlift.kernels.triton.paged_attention import paged_attention
+from chairlift.kernels.triton.paged_attention import SharedTiles, paged_attention
 from chairlift.kernels.triton.rope_cache import rope_and_cache, rotary_table
 from chairlift.kernels.triton.scaled import scaled_linear
 
@@ -58,6 +59,8 @@ class StepTensors:
     """Block tables, one per cache group: int32 [number of table rows, M]."""
     slot_mapping: Sequence[Tensor]
     """Per cache group, int64 [T], the slot where each token's K and V are written; -1: nothing is written."""
+    shared: Sequence[SharedTiles] | None = None
+    """Per cache group, the keys that rows of a decode step read together; None: each row reads its keys alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -207,6 +210,7 @@ class TritonProgram:
         out = paged_attention(
             q, keys, entries, step.seq_lens, step.block_tables[group], scale=scale, window=window, launch=launch,
             cu_seqlens=step.cu_seqlens, table_rows=step.table_rows,
+            shared=None if step.shared is None else step.shared[group],
         )  # fmt: skip
         return out.flatten(1)
 

@@ -6,6 +6,7 @@
 #include "../experts.h"
 #include "../path.h"
 #include "../scratch.h"
+#include "../shared_keys.h"
 
 namespace CL_NS {
 
@@ -138,7 +139,7 @@ const Kernels table = {
     {PEAK_CHAINS * LANES * 2.0, Pair<bf16, bf16>::PARTS == 1 ? PEAK_CHAINS * LANES * 4.0 : 0.0,
      PEAK_CHAINS * LANES * 8.0 / Dot<8>::PARTS},
 #endif
-    split_state_bytes, scratch_bytes, head_shared_bytes, expert_bytes,
+    split_state_bytes, scratch_bytes, head_shared_bytes, expert_bytes, LEAST_SHARED,
 };
 
 }  // namespace CL_NS

@@ -18,6 +18,7 @@ static void run(cl_pool& pool, int thread, const cl_program& program, const cl_b
 static size_t split_state_bytes() { return sizeof(SoftmaxState); }
 static size_t scratch_bytes(int, int32_t) { return sizeof(AttentionScratch<float>); }
 
-const Kernels table = {run, nullptr, nullptr, nullptr, {}, split_state_bytes, scratch_bytes, nullptr, nullptr};
+// With few shared tokens, so that groups also begin and end within a tile.
+const Kernels table = {run, nullptr, nullptr, nullptr, {}, split_state_bytes, scratch_bytes, nullptr, nullptr, 64};
 
 }  // namespace cl_avx2

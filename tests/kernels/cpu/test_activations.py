@@ -81,7 +81,9 @@ def check_product(machine: Machine, seed: int) -> None:
 
 
 @counts(40)
-def test_products_with_activations(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
+def test_products_with_activations_are_near_their_definition(
+    machine: Machine, count: int, request: pytest.FixtureRequest
+) -> None:
     sweep(request, count, lambda seed: check_product(machine, seed))
 
 
@@ -98,7 +100,7 @@ def of_numbers(machine: Machine, kind: OpKind, x: Tensor, **fields: Any) -> Tens
 
 
 @pytest.mark.parametrize("activation", Activation)
-def test_numbers_far_from_zero_and_near_it(activation: Activation, machine: Machine) -> None:
+def test_activations_of_extreme_numbers_do_not_overflow(activation: Activation, machine: Machine) -> None:
     """Nothing overflows on the way: one side goes to x, the other to 0."""
     x = torch.tensor([*EXTREMES, *(-each for each in EXTREMES)]).to(machine.dtype)
     found = of_numbers(machine, OpKind.LINEAR, x, flags=int(activation))
@@ -151,7 +153,9 @@ def check_gated(machine: Machine, seed: int) -> None:
 
 
 @counts(30)
-def test_gates_with_gelu(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
+def test_gates_with_gelu_are_near_their_definition(
+    machine: Machine, count: int, request: pytest.FixtureRequest
+) -> None:
     sweep(request, count, lambda seed: check_gated(machine, seed))
 
 
@@ -185,11 +189,11 @@ def check_layer_norm(machine: Machine, seed: int) -> None:
 
 
 @counts(30)
-def test_layer_norms(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
+def test_layer_norms_are_near_their_definition(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
     sweep(request, count, lambda seed: check_layer_norm(machine, seed))
 
 
-def test_layer_norms_of_every_odd_width(isa: str, dtype: torch.dtype) -> None:
+def test_layer_norms_of_every_odd_width_are_right(isa: str, dtype: torch.dtype) -> None:
     """The last element, where most would go wrong, has most of the weight; and what pads a row counts for nothing."""
     for width in (*range(2, 36), 63, 65, 127, 129):
         rng, machine = random.Random(width), Machine(isa, dtype, 2)
@@ -207,7 +211,9 @@ def test_layer_norm_of_equal_numbers_is_the_bias(machine: Machine) -> None:
 
 
 @counts(20)
-def test_factors_of_rows_and_of_embeddings(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
+def test_factors_of_rows_and_of_embeddings_are_applied(
+    machine: Machine, count: int, request: pytest.FixtureRequest
+) -> None:
     def check(seed: int) -> None:
         rng = random.Random(seed)
         tokens, width, vocab = size_in(rng, (1, 20), (1, 300)), size_in(rng, (1, 70), (1, 700)), rng.randint(1, 200)
@@ -226,7 +232,7 @@ def test_factors_of_rows_and_of_embeddings(machine: Machine, count: int, request
 
 
 @counts(10)
-def test_rows_by_positions(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
+def test_rows_are_looked_up_by_their_positions(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
     def check(seed: int) -> None:
         rng = random.Random(seed)
         width, rows = size_in(rng, (1, 70), (1, 700)), [(rng.randint(1, 20), rng.randint(20, 90)) for _ in range(3)]
@@ -329,5 +335,7 @@ def check_heads(machine: Machine, seed: int) -> None:
 
 @counts(20)
 @pytest.mark.parametrize("int8_kv", [False, True], ids=["plain", "int8"])
-def test_heads_of_rows(machine: Machine, int8_kv: bool, count: int, request: pytest.FixtureRequest) -> None:
+def test_heads_of_rows_are_written_to_their_slots(
+    machine: Machine, int8_kv: bool, count: int, request: pytest.FixtureRequest
+) -> None:
     sweep(request, count, lambda seed: check_heads(machine._replace(int8_kv=int8_kv), seed))

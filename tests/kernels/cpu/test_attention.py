@@ -237,7 +237,9 @@ def check(machine: Machine, case: Case, rng: random.Random) -> None:
 
 
 @counts(6)
-def test_random_batches(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
+def test_attention_of_random_batches_is_near_its_definition(
+    machine: Machine, count: int, request: pytest.FixtureRequest
+) -> None:
     def one(seed: int) -> None:
         rng = random.Random(seed)
         check(machine, Case.draw(rng, machine.dtype), rng)
@@ -247,7 +249,9 @@ def test_random_batches(machine: Machine, count: int, request: pytest.FixtureReq
 
 @pytest.mark.parametrize("cap", [0.0, 0.7, 50.0])
 @pytest.mark.parametrize("sink", [None, -1e30, -8.0, 0.0, 8.0, 1e30], ids=str)
-def test_caps_and_sinks(cap: float, sink: float | None, isa: str, dtype: torch.dtype, int8_kv: bool) -> None:
+def test_attention_with_caps_and_sinks_is_near_its_definition(
+    cap: float, sink: float | None, isa: str, dtype: torch.dtype, int8_kv: bool
+) -> None:
     """Over several splits and with a window; a sink far below changes nothing, and one far above leaves nothing."""
     machine, rng = Machine(isa, dtype, 2, int8_kv), random.Random(0)
     for window in (0, 700):
@@ -277,7 +281,9 @@ def test_each_head_has_its_own_sink_and_the_cap_comes_before_the_mask(machine: M
 
 
 @pytest.mark.parametrize("context", [1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 2048, 4096])
-def test_edges_of_tiles_and_splits(context: int, isa: str, dtype: torch.dtype, int8_kv: bool) -> None:
+def test_attention_is_right_at_edges_of_tiles_and_splits(
+    context: int, isa: str, dtype: torch.dtype, int8_kv: bool
+) -> None:
     machine, rng = Machine(isa, dtype, 2, int8_kv), random.Random(context)
     for window in (0, 1, 16, 256, 1024, 1025):
         rows = [(1, context), (min(context, 17), context)]
@@ -285,18 +291,20 @@ def test_edges_of_tiles_and_splits(context: int, isa: str, dtype: torch.dtype, i
 
 
 @pytest.mark.parametrize("head_dim", range(32, 257, 16))
-def test_every_head_size(head_dim: int, isa: str, dtype: torch.dtype, int8_kv: bool) -> None:
+def test_attention_is_right_for_every_head_size(head_dim: int, isa: str, dtype: torch.dtype, int8_kv: bool) -> None:
     machine, rng = Machine(isa, dtype, 2, int8_kv), random.Random(head_dim)
     check(machine, Case.make(rng, dtype, [(1, 40), (30, 77)], 2, 3, head_dim), rng)
 
 
 @pytest.mark.parametrize("group", [*range(1, 17), 63, 64, 65, 128])
-def test_every_number_of_heads_that_share_keys(group: int, isa: str, dtype: torch.dtype, int8_kv: bool) -> None:
+def test_attention_is_right_for_every_number_of_heads_that_share_keys(
+    group: int, isa: str, dtype: torch.dtype, int8_kv: bool
+) -> None:
     machine, rng = Machine(isa, dtype, 2, int8_kv), random.Random(group)
     check(machine, Case.make(rng, dtype, [(1, 40), (19, 60), (1, 1100)], 2, group, 32), rng)
 
 
-def test_many_rows_and_few_long_ones(machine: Machine) -> None:
+def test_only_few_long_contexts_are_divided_among_threads(machine: Machine) -> None:
     """Long contexts are divided among threads only where there is too little else to do."""
     rng = random.Random(0)
     rows = [(1, rng.randint(1025, 4096)) for _ in range(3)]
@@ -382,7 +390,7 @@ def test_heads_of_equal_and_of_extreme_numbers(dim: int, size: float, isa: str, 
     check(machine, dataclasses.replace(case, keys=[keys.to(dtype)], values=[values.to(dtype)], queries=queries), rng)
 
 
-def test_the_largest_sums_fit(isa: str, dtype: torch.dtype) -> None:
+def test_the_largest_sums_do_not_overflow(isa: str, dtype: torch.dtype) -> None:
     """256 products of the largest number of 16 bits and the largest code, for scores and for values."""
     machine, rng = Machine(isa, dtype, 1, int8_kv=True), random.Random(0)
     x = torch.ones(512, 1, 256, dtype=dtype)
@@ -402,7 +410,7 @@ def test_numbers_further_apart_than_float32_reaches_fail_alone(isa: str) -> None
     assert equal_bits(before[:20], after[:20]) and after[20:].isnan().all()
 
 
-def test_what_torch_rounds_is_near(dtype: torch.dtype) -> None:
+def test_codes_rounded_by_torch_are_within_half_a_step(dtype: torch.dtype) -> None:
     """Half a step of 255, and what float32 adds."""
     x = normal(random.Random(0), 50, 2, 64, dtype=dtype)
     codes = Codes.of(x)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from chairlift.kernels.cpu.library import supported_isas
-from tests.kernels.cpu.test_tiles import AMX, AVX2, AVX512_BF16, SOURCES, TRAP
+from tests.kernels.cpu.emulated_tiles import AMX, AVX2, AVX512_BF16, SOURCES, TRAP
 from tests.tiers import one_in
 
 WATCHED = r"""
@@ -28,6 +28,7 @@ static void fetched(const void* at);
 #define _mm_prefetch(at, hint) fetched(at)
 #include "attention_tasks.h"
 #include "linear.h"
+#include "sharing.h"
 using namespace CL_NS;
 
 static KVAhead<bf16>* const no_kv = nullptr;
@@ -56,8 +57,9 @@ static void fetched(const void* at) {
 
 // A product before attention by two threads, one after the other: of `rows` sequences all but one decode behind 30, 37
 // .. tokens, and the last is a chunk of 20 behind 100. Prints lines of KV that attention reads of earlier steps, those
-// that were never fetched, fetches that came again, and lines fetched that nobody reads.
-static void fetch_kv(int rows, int window) {
+// that were never fetched, fetches that came again, and lines fetched that nobody reads. With `shared`, all that decode
+// are longer, and have the blocks of their first 288 tokens in common.
+static void fetch_kv(int rows, int window, bool shared) {
   enum { BLOCK = 32, HEADS = 2, DIM = 64, K = 576, PANELS = 96, THREADS = 2, WIDTH = 24 };
   const int tokens = rows + 19, blocks = rows * WIDTH;
   const int64_t block_lines = 2 * BLOCK / CL_KV_TOKENS * HEADS * kv_piece(DIM) / 64;
@@ -68,11 +70,12 @@ static void fetch_kv(int rows, int window) {
   std::vector<AttentionSpan> spans;
   std::vector<bool> read(blocks);
   for (int row = 0; row < rows; row++) {
-    const int known = row + 1 < rows ? 30 + 7 * row % 400 : 100;
-    starts.push_back(row), lengths.push_back(known + (row + 1 < rows ? 1 : 20));
-    spans.push_back({row, row, row + 1 < rows ? 1 : 16, 0});
+    const bool decodes = row + 1 < rows;
+    const int known = !decodes ? 100 : shared ? 300 + 7 * row % 100 : 30 + 7 * row % 400;
+    starts.push_back(row), lengths.push_back(known + (decodes ? 1 : 20));
+    spans.push_back({row, row, decodes ? 1 : 16, 0});
     for (int b = (window && known >= window ? known + 1 - window : 0) / BLOCK; b <= known / BLOCK; b++) {
-      table[row * WIDTH + b] = (row * WIDTH + b) * 17 % blocks;
+      table[row * WIDTH + b] = ((shared && decodes && b < 9 ? 0 : row * WIDTH) + b) * 17 % blocks;
       read[table[row * WIDTH + b]] = true;
     }
   }
@@ -82,11 +85,15 @@ static void fetch_kv(int rows, int window) {
   batch.table_width = WIDTH, batch.num_tokens = tokens, batch.num_rows = rows;
   cl_op ops[2] = {};
   ops[0].kind = CL_OP_LINEAR, ops[0].n = PANELS * CL_PANEL, ops[0].k = K;
-  ops[1].kind = CL_OP_ATTENTION, ops[1].window = window;
+  ops[1].kind = CL_OP_ATTENTION, ops[1].window = window, ops[1].heads = ops[1].kv_heads = HEADS;
   const cl_kv_layer layer{memory, 0, HEADS, DIM, BLOCK, blocks, kind, 0};
   cl_program program{};
   program.ops = ops, program.kv_layers = &layer;
-  const StepPlan plan{spans.data(), int(spans.size()), 1, 16, THREADS, nullptr};
+  StepPlan plan{spans.data(), int(spans.size()), 1, 16, THREADS, nullptr};
+  SharingPlan sharing{0, BLOCK, window, HEADS, 1};
+  std::vector<char> room(SharingPlanner::bytes(1, spans.size(), 1));
+  char* here = room.data();
+  plan.sharing = &sharing, plan.num_sharing = SharingPlanner(batch, plan, 64).make(sharing, here);
   std::vector<bf16> a(int64_t(tokens + MAX_ROW_BLOCK) * K), weight(PANELS * CL_PANEL * K);
   static GemmScratch<bf16> scratch;
   cl_pool pool(1, false);
@@ -229,15 +236,18 @@ static void fetch_results(int rows) {
 // For each line of standard input (rows, panels, k, unit of panels): lines of the weight and of what is read behind it,
 // those behind the first item, or the first few, that are never fetched, fetches that come again, and fetches outside.
 // Given rows and a window instead, what is fetched of KV; given "results" and rows, of what is written; given three
-// numbers, of KV by attention itself.
+// numbers, of KV by attention itself; given "shared", rows and a window, of KV that sequences share.
 int main(int argc, char** argv) {
   int m, panels, k, unit;
   if (argc > 1 && !strcmp(argv[argc - 1], "int8")) kind = CL_KV_INT8, argc--;
-  if (argc == 4) fetch_attended(atoi(argv[1]), atoi(argv[2]), atoi(argv[3]));
+  if (argc == 4 && !strcmp(argv[1], "shared"))
+    fetch_kv(atoi(argv[2]), atoi(argv[3]), true);
+  else if (argc == 4)
+    fetch_attended(atoi(argv[1]), atoi(argv[2]), atoi(argv[3]));
   if (argc == 3 && !strcmp(argv[1], "results"))
     fetch_results(atoi(argv[2]));
   else if (argc == 3)
-    fetch_kv(atoi(argv[1]), atoi(argv[2]));
+    fetch_kv(atoi(argv[1]), atoi(argv[2]), false);
   if (argc == 2) first_items();
   while (argc == 1 && scanf("%d %d %d %d", &m, &panels, &k, &unit) == 4) {
     cl_pool pool(1, false);
@@ -322,7 +332,7 @@ def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("rows", one_in(3, [1, 7, 16, 17, 33, 64, 65, 96, 128]))
-def test_what_comes_next_is_fetched_once(rows: int, watched: list[str]) -> None:
+def test_the_weights_of_the_next_product_are_fetched_once(rows: int, watched: list[str]) -> None:
     cases = [(rows, panels, k, unit) for panels, unit in ((12, 2), (17, 1)) for k in (576, 896, 1536, 4864)]
     text = "\n".join(" ".join(map(str, case)) for case in cases)
     done = subprocess.run(watched[:1], input=text, capture_output=True, text=True, check=True)
@@ -357,6 +367,27 @@ def test_kv_is_fetched_once_where_memory_has_time(rows: int, window: int, kind: 
     assert found.never == (found.lines if tiles else 0)
 
 
+@KINDS
+@pytest.mark.parametrize("rows", one_in(2, [8, 32, 48, 64]))
+def test_kv_that_sequences_share_is_fetched_once(rows: int, kind: list[str], watched: list[str]) -> None:
+    program, *tiles = watched
+    done = subprocess.run([program, "shared", str(rows), "0", *kind], capture_output=True, text=True, check=True)
+    found = Fetched(*map(int, done.stdout.split()))
+    assert found.again == found.outside == 0
+    assert found.never == (found.lines if tiles else 0)
+
+
+@KINDS
+def test_no_kv_is_left_out_because_it_is_shared_in_windows(kind: list[str], watched: list[str]) -> None:
+    """Windows begin at different positions, so a block may be fetched for two rows, but not for each."""
+    program, *tiles = watched
+    done = subprocess.run([program, "shared", "64", "200", *kind], capture_output=True, text=True, check=True)
+    found = Fetched(*map(int, done.stdout.split()))
+    assert found.outside == 0
+    assert found.never == (found.lines if tiles else 0)
+    assert found.again < found.lines  # 72,000 lines come again if every row fetches what it reads
+
+
 @pytest.mark.parametrize("rows", [1, 12, 13, 64, 400])
 def test_results_are_fetched_before_they_are_written(rows: int, watched: list[str]) -> None:
     program, *tiles = watched
@@ -372,7 +403,7 @@ def test_results_are_fetched_before_they_are_written(rows: int, watched: list[st
 @pytest.mark.parametrize("less", [0, 1])
 @pytest.mark.parametrize("sixteens", [4, 9, 16, 17, 40, 140])
 @KINDS
-def test_attention_fetches_what_it_reads_once(
+def test_attention_fetches_each_cache_line_once(
     kind: list[str], sixteens: int, less: int, far: bool, watched: list[str]
 ) -> None:
     command = [watched[0], str(sixteens), str(less), str(int(far)), *kind]

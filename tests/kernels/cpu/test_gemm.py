@@ -143,7 +143,7 @@ def test_products_are_near_and_rows_are_independent(
 
 
 @pytest.mark.parametrize("k", [1, 31, 64, 513, 4097])
-def test_every_number_of_rows(k: int, machine: Machine) -> None:
+def test_products_are_right_for_every_number_of_rows(k: int, machine: Machine) -> None:
     """Each has its own code, up to a block of rows."""
     rng = random.Random(k)
     product = Product(normal(rng, 66, k, dtype=machine.dtype), normal(rng, 65, k, dtype=machine.dtype))
@@ -153,7 +153,7 @@ def test_every_number_of_rows(k: int, machine: Machine) -> None:
         assert equal_bits(product.compute(machine, rng, slice(0, m)), whole[:m]), m
 
 
-def test_a_bound_that_notices_one_product_left_out(machine: Machine) -> None:
+def test_the_bound_notices_one_product_left_out(machine: Machine) -> None:
     """The tests above rely on this."""
     rng = random.Random(0)
     x, weight = normal(rng, 20, 5000, dtype=machine.dtype), normal(rng, 30, 5000, dtype=machine.dtype)
@@ -213,11 +213,11 @@ def check_gated(machine: Machine, seed: int) -> None:
 
 
 @counts(40)
-def test_gated_products(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
+def test_gated_products_are_near_their_definition(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
     sweep(request, count, lambda seed: check_gated(machine, seed))
 
 
-def test_gates_far_from_zero(machine: Machine) -> None:
+def test_gates_far_from_zero_do_not_overflow(machine: Machine) -> None:
     """silu(x) goes to x on one side and to 0 on the other, without overflow on the way."""
     rng = random.Random(0)
     gates = torch.tensor([-1e6, -3e4, -200.0, -100.0, -88.0, -20.0, -1.0, 0.0, 1.0, 20.0, 88.0, 100.0, 200.0, 1e6])
@@ -393,12 +393,14 @@ def only_what_was_asked(cache: Cache, rows: list[tuple[int, int]]) -> None:
 
 
 @counts(40)
-def test_heads(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
+def test_heads_are_near_their_definition(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
     sweep(request, count, lambda seed: check_heads(machine, seed))
 
 
 @counts(20)
-def test_heads_in_8_bits(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
+def test_heads_in_8_bits_are_near_their_definition(
+    machine: Machine, count: int, request: pytest.FixtureRequest
+) -> None:
     sweep(request, count, lambda seed: check_heads(machine._replace(int8_kv=True), seed))
 
 

@@ -89,6 +89,7 @@ class Head:
             hidden.whole.data_ptr(),
             hidden.whole.stride(0),
             token_rows.ctypes.data,
+            None,
             len(which),
             lib.OpStruct(
                 n=vocab, k=k, cap=self.cap, weight=weight.data_ptr(), bias=bias if bias is None else bias.data_ptr()

@@ -123,7 +123,7 @@ def test_the_bias_follows_its_outputs(interleaved: bool) -> None:
         packed.set_bias(weight)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_shapes_and_dtypes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no torch.float16; use one of torch.float32, torch.bfloat16"):
         PackedWeight(32, 32, torch.float16)
     with pytest.raises(ValueError, match="come in pairs, got 33"):

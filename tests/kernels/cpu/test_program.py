@@ -132,7 +132,7 @@ def test_a_sum_of_two_products_takes_one(recorder: Recorder) -> None:
     assert kinds(lower(recorder.nodes, y)) == ["EMBED", "LINEAR", "LINEAR"]
 
 
-def test_a_product_with_two_readers_stays(recorder: Recorder) -> None:
+def test_a_product_with_two_readers_is_not_fused_away(recorder: Recorder) -> None:
     x = embedded(recorder, 32)
     y = product(native_linear(32, 32), x)
     z = x + y
@@ -143,7 +143,7 @@ def test_a_product_with_two_readers_stays(recorder: Recorder) -> None:
     assert kinds(lower(twice.nodes, y + y)) == ["EMBED", "LINEAR", "ADD"]
 
 
-def test_an_output_stays(recorder: Recorder) -> None:
+def test_an_output_is_not_fused_away(recorder: Recorder) -> None:
     x = embedded(recorder, 32)
     y = product(native_linear(32, 32), x)
     _ = x + y
@@ -191,7 +191,7 @@ def test_an_operation_without_a_kernel_is_called_and_named(recorder: Recorder) -
 # -- what cannot be recorded -------------------------------------------------------------------------------------------
 
 
-def test_the_way_out_is_named(recorder: Recorder) -> None:
+def test_operations_that_cannot_be_recorded_are_refused_with_call_out(recorder: Recorder) -> None:
     x = embedded(recorder, 32)
     with pytest.raises(TypeError, match=r"torch's tanh cannot be recorded.*ops\.call_out"):
         torch.tanh(x)
@@ -414,7 +414,7 @@ def test_torch_computes_nothing_in_a_step_without_functions(recorder: Recorder) 
     assert watch.names == {"slice"}
 
 
-def test_a_function_that_breaks_its_word(recorder: Recorder) -> None:
+def test_a_function_that_returns_another_shape_is_an_error(recorder: Recorder) -> None:
     x = embedded(recorder, 8)
     program = compiled(recorder, ops.call_out(lambda rows: rows[:, :4], x, width=8))  # type: ignore[arg-type]
     with pytest.raises(InvariantError, match=r"returned \[2, 4\], but its definition says \[T, 8\]"):

@@ -248,20 +248,20 @@ LARGE_VOCABS = (1041, 4099, 32_000, 50_257, 151_936, 152_000)
 
 
 @pytest.mark.parametrize("vocab", SMALL_VOCABS)
-def test_small_vocabularies(vocab: int, isa: str) -> None:
+def test_draws_from_small_vocabularies_equal_the_reference(vocab: int, isa: str) -> None:
     rng = np.random.default_rng(vocab)
     compare([make_case(rng, vocab) for _ in range(60)], isa)
 
 
 @pytest.mark.parametrize("vocab", LARGE_VOCABS)
-def test_large_vocabularies(vocab: int, isa: str) -> None:
+def test_draws_from_large_vocabularies_equal_the_reference(vocab: int, isa: str) -> None:
     rng = np.random.default_rng(vocab)
     compare([make_case(rng, vocab) for _ in range(max(3, 80_000 // vocab))], isa)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("vocab", [*SMALL_VOCABS, *LARGE_VOCABS])
-def test_many_cases(vocab: int, isa: str) -> None:
+def test_draws_of_many_cases_equal_the_reference(vocab: int, isa: str) -> None:
     rng = np.random.default_rng(10 * vocab)
     for _ in range(10):
         compare([make_case(rng, vocab) for _ in range(60 if vocab < 1041 else max(3, 80_000 // vocab))], isa)
@@ -307,7 +307,7 @@ def test_top_k_cuts_at_the_right_id(k: int, ties: bool, isa: str) -> None:
         compare([case], isa)
 
 
-def test_top_k_of_few_ids_that_are_left(isa: str) -> None:
+def test_top_k_keeps_the_few_ids_that_are_left(isa: str) -> None:
     logits = some_logits(3000, scale=0.02) - 5
     logits[torch.arange(3000) % 16 != 0] = -math.inf
     order = logits.sort(descending=True, stable=True).indices.tolist()
@@ -416,7 +416,7 @@ def test_nothing_left_and_overflow_have_their_own_status(isa: str) -> None:
 
 
 @pytest.mark.parametrize("vocab", [17, 1000, 50_257, 151_936])
-def test_log_probabilities(vocab: int, isa: str) -> None:
+def test_log_probabilities_equal_the_reference(vocab: int, isa: str) -> None:
     for scale in (0.1, 2.0, 10.0):
         for rounded in (False, True):
             logits = some_logits(vocab, scale=scale)
@@ -464,7 +464,7 @@ def test_a_row_does_not_depend_on_the_others(vocab: int, isa: str) -> None:
     assert snapshot(native(cases, supported_isas()[0])) == expected
 
 
-def test_needs_logits(native_library: Library) -> None:
+def test_only_settings_that_change_scores_need_stored_logits(native_library: Library) -> None:
     rows = {True: SETTINGS[1:2] + SETTINGS[3:], False: [SETTINGS[0], SETTINGS[2]]}
     rows[True] += [{"min_p": 0.1}, {"logit_bias": {1: 1.0}}, {"allowed_token_ids": [1]}, {"presence_penalty": 0.1}]
     rows[True] += [{"frequency_penalty": 0.1}, {"repetition_penalty": 1.1}, {"logprobs": 0}]

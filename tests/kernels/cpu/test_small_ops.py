@@ -43,7 +43,7 @@ def check_embedding(machine: Machine, seed: int) -> None:
 
 
 @counts(30)
-def test_embedding(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
+def test_embeddings_are_rows_of_the_table(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
     sweep(request, count, lambda seed: check_embedding(machine, seed))
 
 
@@ -81,7 +81,7 @@ def check_rotary(machine: Machine, seed: int) -> None:
 
 
 @counts(20)
-def test_rotary_tables(isa: str, count: int, request: pytest.FixtureRequest) -> None:
+def test_rotary_tables_are_near_their_definition(isa: str, count: int, request: pytest.FixtureRequest) -> None:
     sweep(request, count, lambda seed: check_rotary(Machine(isa, torch.float32, 1 + seed % 2), seed))
 
 
@@ -111,11 +111,11 @@ def check_norm(machine: Machine, seed: int) -> None:
 
 
 @counts(30)
-def test_norms(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
+def test_norms_are_near_their_definition(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
     sweep(request, count, lambda seed: check_norm(machine, seed))
 
 
-def test_norms_of_every_odd_width(isa: str, dtype: torch.dtype) -> None:
+def test_norms_of_every_odd_width_are_right(isa: str, dtype: torch.dtype) -> None:
     """The last element, where most would go wrong, has most of the weight."""
     for width in (*range(1, 36), 63, 65, 127, 129):
         rng, machine = random.Random(width), Machine(isa, dtype, 2)
@@ -147,5 +147,5 @@ def check_sum(machine: Machine, seed: int) -> None:
 
 
 @counts(20)
-def test_sums(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
+def test_sums_are_near_their_definition(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
     sweep(request, count, lambda seed: check_sum(machine, seed))

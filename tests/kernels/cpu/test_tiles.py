@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,20 +24,14 @@ from tests.equivalence.test_determinism import check as check_determinism
 from tests.kernels.cpu import test_attention as attention_tests
 from tests.kernels.cpu import test_experts, test_gemm, test_head
 from tests.kernels.cpu.approximate import assert_near
+from tests.kernels.cpu.bit_cases import CASES, digest_of, read_record
+from tests.kernels.cpu.emulated_tiles import emulated_tiles
 from tests.kernels.cpu.one_op import Machine, counts, equal_bits, normal
 from tests.models.tiny import FAMILIES
 from tests.sweep import sweep
 
 pytestmark = pytest.mark.nightly
 
-SOURCES = Path(__file__).parents[3] / "csrc" / "cpu"
-COMMON = ("api", "memory", "pack", "paths", "pool")
-TRAP = Path(__file__).with_name("tile_trap.cpp")
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-shared", "-pthread"]
-FLAGS += ["-DCL_NS=cl_amx", "-DCL_USE_AMX", "-DCL_PATHS=8", "-DCL_AMX_ANYWHERE", "-DCL_CHECK_BOUNDS"]
-AVX2 = ("avx2", "fma", "f16c")
-AVX512_BF16 = (*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16")
-AMX = ("amx-tile", "amx-bf16", "amx-int8")
 FEW = Machine("amx", torch.bfloat16, 1)
 MANY = Machine("amx", torch.bfloat16, 2)
 
@@ -46,20 +39,9 @@ MANY = Machine("amx", torch.bfloat16, 2)
 @pytest.fixture(scope="module", autouse=True)
 def amx_anywhere(native_library: library.Library, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The kernels in use are those of one path, compiled here."""
-    compiler = shutil.which("g++")
-    if compiler is None:
+    if shutil.which("g++") is None:
         pytest.skip("there is no g++ to compile the AMX path with")
-    has_bf16 = "avx512_bf16" in library.supported_isas()
-    folder = tmp_path_factory.mktemp("amx")
-    sources = [*(SOURCES / f"{name}.cpp" for name in COMMON), *sorted((SOURCES / "paths").glob("*.cpp")), TRAP]
-    instructions = [f"-m{name}" for name in (*(AVX512_BF16 if has_bf16 else AVX2), *AMX)]
-    command = [compiler, *FLAGS, *instructions, f"-I{SOURCES}", *map(str, sources)]
-    done = subprocess.run([*command, "-o", str(folder / "amx.so")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    compiled = library.Library(folder / "amx.so")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_load", lambda: (compiled, ""))
-        assert "amx" in library.supported_isas()
+    with emulated_tiles(tmp_path_factory.mktemp("amx")):
         yield
 
 
@@ -78,17 +60,17 @@ def test_products_are_near_and_rows_are_independent(count: int, request: pytest.
 
 
 @counts(15)
-def test_gated_products(count: int, request: pytest.FixtureRequest) -> None:
+def test_gated_products_are_near_their_definition(count: int, request: pytest.FixtureRequest) -> None:
     sweep(request, count, lambda seed: test_gemm.check_gated(few_and_many(seed), seed))
 
 
 @counts(10)
-def test_heads(count: int, request: pytest.FixtureRequest) -> None:
+def test_heads_are_near_their_definition(count: int, request: pytest.FixtureRequest) -> None:
     sweep(request, count, lambda seed: test_gemm.check_heads(few_and_many(seed), seed))
 
 
 @counts(10)
-def test_output_head(count: int, request: pytest.FixtureRequest) -> None:
+def test_the_output_head_chooses_the_lowest_best_id_row_by_row(count: int, request: pytest.FixtureRequest) -> None:
     def check(seed: int) -> None:
         test_head.check_ties(few_and_many(seed), seed)
         test_head.check_rows(few_and_many(seed), seed)
@@ -98,7 +80,7 @@ def test_output_head(count: int, request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("int8_kv", [False, True], ids=["plain", "int8"])
 @counts(10)
-def test_attention(count: int, int8_kv: bool, request: pytest.FixtureRequest) -> None:
+def test_attention_is_near_its_definition(count: int, int8_kv: bool, request: pytest.FixtureRequest) -> None:
     def check(seed: int) -> None:
         rng, machine = random.Random(seed), few_and_many(seed)._replace(int8_kv=int8_kv)
         attention_tests.check(machine, attention_tests.Case.draw(rng, torch.bfloat16), rng)
@@ -108,7 +90,7 @@ def test_attention(count: int, int8_kv: bool, request: pytest.FixtureRequest) ->
 
 @pytest.mark.parametrize("head_dim", [32, 48, 64, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 2, 7, 16, 17, 33])
-def test_edges_of_attention_tiles(head_dim: int, group: int) -> None:
+def test_attention_is_right_at_edges_of_tiles(head_dim: int, group: int) -> None:
     rng = random.Random(head_dim * 100 + group)
     case = attention_tests.Case.make(rng, torch.bfloat16, [(1, 300), (4, 37), (1, 16), (1, 1)], 2, group, head_dim)
     for int8_kv in (False, True):
@@ -116,7 +98,7 @@ def test_edges_of_attention_tiles(head_dim: int, group: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 32, 33, 49, 65, 255, 256, 257, 511, 512, 513, 600])
-def test_edges_of_row_blocks(rows: int) -> None:
+def test_products_are_right_at_edges_of_row_blocks(rows: int) -> None:
     rng = random.Random(rows)
     for k, n in ((32, 300), (512, 33), (544, 33)):
         product = test_gemm.Product(normal(rng, 600, k).bfloat16(), normal(rng, n, k).bfloat16())
@@ -127,7 +109,7 @@ def test_edges_of_row_blocks(rows: int) -> None:
 
 
 @pytest.mark.parametrize("k", [511, 512, 513, 1024, 1025, 4100])
-def test_edges_of_k_blocks(k: int) -> None:
+def test_products_are_right_at_edges_of_k_blocks(k: int) -> None:
     rng = random.Random(k)
     product = test_gemm.Product(normal(rng, 20, k).bfloat16(), normal(rng, 70, k).bfloat16())
     assert_near(product.compute(MANY, rng), product.expected().rounded(torch.bfloat16), f"k = {k}")
@@ -166,7 +148,13 @@ def test_a_whole_model_is_as_exact_as_transformers(family: str, tmp_path: Path) 
     assert ties(truth, "amx") <= len(truth.jobs) // 4
 
 
-def test_experts_of_any_size_and_in_company() -> None:
+def test_experts_are_right_at_any_size_and_in_company() -> None:
     for seed in range(4):
-        test_experts.test_it_computes_what_its_definition_does(seed, torch.bfloat16, "amx")
+        test_experts.test_experts_are_near_their_definition(seed, torch.bfloat16, "amx")
     test_experts.test_bits_depend_on_the_row_alone(None, torch.bfloat16, "amx")
+
+
+def test_bits_are_those_of_the_record() -> None:
+    recorded = read_record()["digests"]
+    changed = [case for case in CASES if digest_of(case, "amx") != recorded[case].get("amx")]
+    assert not changed, f"the amx kernels compute other bits than recorded: {', '.join(changed)}"

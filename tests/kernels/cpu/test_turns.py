@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.cpu.test_tiles import SOURCES
+from tests.kernels.cpu.emulated_tiles import SOURCES
 
 PROGRAM = r"""
 #include <stdio.h>
@@ -100,10 +100,10 @@ def test_every_number_is_given_once_in_every_round(printed: list[str]) -> None:
     assert printed[:4] == ["0"] * 4
 
 
-def test_what_a_late_thread_has_left_goes_to_the_other_but_for_its_own(printed: list[str]) -> None:
+def test_work_left_by_a_late_thread_goes_to_the_other_except_its_own_part(printed: list[str]) -> None:
     """A half of its half is its own, of which it has one."""
     assert printed[4] == "30 10"
 
 
-def test_what_is_left_is_judged_by_ones_own_share(printed: list[str]) -> None:
+def test_a_thread_judges_the_remaining_work_by_its_own_share(printed: list[str]) -> None:
     assert printed[5].split() == ["30", "18", "3", "30", "3"]

@@ -28,7 +28,7 @@ from chairlift.kernels.triton.decode_state import DecodeState
 from chairlift.kernels.triton.launch import MAX_GROUP, attention_launch, gemm_launch
 from chairlift.kernels.triton.linear_small import linear_small
 from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
-from chairlift.kernels.triton.paged_attention import paged_attention
+from chairlift.kernels.triton.paged_attention import SharedTiles, paged_attention
 from chairlift.kernels.triton.rope_cache import rope_and_cache, rotary_table
 from chairlift.kernels.triton.sampling import kept_ids, sample
 from chairlift.kernels.triton.scaled import quantize_rows
@@ -95,7 +95,13 @@ def resources(cubin: bytes) -> str:
 
 
 def attention(
-    dtype: torch.dtype, heads: tuple[int, int], head_dim: int, window: int | None, decode: bool, few: bool
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    head_dim: int,
+    window: int | None,
+    decode: bool,
+    few: bool,
+    shared: bool = False,
 ) -> None:
     rows, tokens = (4 if few else 512), 512
     launch = attention_launch(
@@ -108,6 +114,7 @@ def attention(
         itemsize=dtype.itemsize,
     )
     cache = torch.empty((64, 16, heads[1], head_dim), dtype=dtype)
+    members = torch.empty((rows // 2, launch.block_m // (heads[0] // heads[1])), dtype=torch.int32)
     paged_attention(
         torch.empty((rows if decode else tokens, heads[0], head_dim), dtype=dtype),
         cache,
@@ -119,6 +126,7 @@ def attention(
         launch=launch,
         cu_seqlens=None if decode else torch.empty(rows + 1, dtype=torch.int32),
         table_rows=torch.empty(rows, dtype=torch.int32) if decode else None,
+        shared=SharedTiles(members, torch.empty(rows, dtype=torch.int32)) if shared else None,
     )
 
 
@@ -138,6 +146,11 @@ def everything() -> None:
     for decode in (True, False):
         for few in (True, False):
             attention(torch.bfloat16, (14, 2), 64, None, decode, few)
+    for decode, few in ((True, True), (True, False), (False, False)):
+        attention(torch.bfloat16, (14, 2), 64, None, decode, few, shared=True)
+    attention(torch.float16, (8, 2), 256, 1024, True, True, shared=True)
+    attention(torch.bfloat16, (16, 8), 128, None, True, False, shared=True)
+    attention(torch.float32, (8, 2), 128, None, True, False, shared=True)
     attention(torch.bfloat16, (16, 8), 128, 1024, True, True)
     attention(torch.bfloat16, (16, 8), 128, 1024, False, False)
     attention(torch.float16, (8, 1), 256, None, True, True)

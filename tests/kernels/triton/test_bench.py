@@ -143,7 +143,7 @@ def test_all_kinds_are_measured_and_printed(device: torch.device) -> None:
         assert max(map(len, table)) <= 100
 
 
-def test_of_fp8_the_products_are_measured(device: torch.device) -> None:
+def test_products_in_fp8_are_measured(device: torch.device) -> None:
     needs_rowwise_products(device)
     rate = Rate(1e10, 1e10)
     limits = Limits(1, {1: rate}, (Peak(GPU, "fp8", 1, rate),))

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 NAMES = {
-    "_add_splits", "_attend", "_begin", "_choose", "_combine", "_kept_ids", "_product", "_rms_norm", "_rope_and_cache",
-    "_rotary_table", "_settle", "_silu_and_mul", "_store", "_write",
+    "_add_splits", "_attend", "_attend_shared", "_begin", "_choose", "_combine", "_kept_ids", "_product", "_rms_norm",
+    "_rope_and_cache", "_rotary_table", "_settle", "_silu_and_mul", "_store", "_write",
 }  # fmt: skip
 
 

@@ -102,7 +102,9 @@ class Both:
 
 
 @pytest.mark.parametrize("count", seeds(4))
-def test_it_does_what_the_input_batch_does(request: pytest.FixtureRequest, count: int, device: torch.device) -> None:
+def test_the_decode_state_equals_the_input_batch(
+    request: pytest.FixtureRequest, count: int, device: torch.device
+) -> None:
     def check(seed: int) -> None:
         both = Both(random.Random(seed), device)
         for number in range(12):
@@ -183,7 +185,7 @@ def test_a_row_past_its_table_writes_nowhere(device: torch.device) -> None:
     assert inputs.slot_mapping.tolist() == [[-1, -1], [-1, -1]] and inputs.seq_lens.tolist() == [65, 0]
 
 
-def test_what_cannot_be(device: torch.device) -> None:
+def test_places_outside_the_arrays_are_refused(device: torch.device) -> None:
     state = small(device)
     for name, places in [("tokens", (2, 3)), ("tokens", (-1,)), ("seeds", (3,)), ("top_p", (0, 9))]:
         with pytest.raises(InvariantError, match="are not all within 3 elements"):

@@ -42,7 +42,7 @@ def test_silu_and_mul_equals_its_definition(dtype: torch.dtype, device: torch.de
     torch.testing.assert_close(silu_and_mul(x), ops.silu_and_mul(x), rtol=1e-2, atol=TOLERANCE[dtype])
 
 
-def test_rows_of_a_wider_tensor(device: torch.device) -> None:
+def test_rows_of_a_wider_tensor_are_normalized_like_copies(device: torch.device) -> None:
     """A slice of columns: rows that are contiguous but lie apart."""
     wide = normal(3, 80, dtype=torch.float32, seed=1, device=device)
     weight = torch.ones(48, device=device)
@@ -58,7 +58,7 @@ def test_a_row_has_the_same_bits_alone(device: torch.device) -> None:
         assert torch.equal(silu_and_mul(x[i : i + 1])[0], product[i])
 
 
-def test_no_rows(device: torch.device) -> None:
+def test_no_rows_give_empty_results(device: torch.device) -> None:
     x, cache = torch.empty((0, 64), device=device), torch.zeros((1, 4, 1, 16), device=device)
     assert rms_norm(x, torch.ones(64, device=device), 1e-6).shape == (0, 64)
     assert silu_and_mul(x).shape == (0, 32)
@@ -144,7 +144,7 @@ def test_heads_from_the_parts_of_a_sum_have_the_bits_of_a_layer_and_heads(has_bi
     assert outs[0][1].count_nonzero() == 2 * 2 * 2 * 24
 
 
-def test_slots_beyond_two_thousand_million_numbers(device: torch.device) -> None:
+def test_slots_beyond_two_thousand_million_numbers_are_written(device: torch.device) -> None:
     """The memory is only promised by the system: all but one slot are never touched."""
     cache = torch.empty((2**31 // 16 + 2, 1, 1, 16), dtype=torch.bfloat16, device=device)
     qkv = normal(1, 48, dtype=torch.bfloat16, seed=1, device=device)
@@ -153,7 +153,7 @@ def test_slots_beyond_two_thousand_million_numbers(device: torch.device) -> None
     assert torch.equal(cache[-1, 0, 0], qkv[0, 32:])
 
 
-def test_shapes_that_do_not_fit(device: torch.device) -> None:
+def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
     cache, slots = torch.zeros((2, 4, 1, 16), device=device), torch.zeros(1, dtype=torch.int64, device=device)
     with pytest.raises(InvariantError, match="is not 4 heads"):
         rope_and_cache(torch.zeros((1, 48), device=device), None, cache, cache, slots, num_heads=2)

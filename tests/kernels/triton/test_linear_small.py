@@ -17,7 +17,9 @@ from tests.sweep import sweep
 
 
 @pytest.mark.parametrize("count", seeds(8))
-def test_it_equals_its_definition(request: pytest.FixtureRequest, count: int, device: torch.device) -> None:
+def test_the_product_of_few_rows_equals_its_definition(
+    request: pytest.FixtureRequest, count: int, device: torch.device
+) -> None:
     def check(seed: int) -> None:
         draw = random.Random(seed)
         dtype, num_in, num_out = draw.choice(list(TOLERANCE)), draw.choice([1, 16, 50, 96]), draw.choice([1, 16, 40])
@@ -137,7 +139,7 @@ def test_the_launch_follows_from_the_weight_and_from_whether_a_tile_holds_the_ro
     assert gemm_launch(16, 7, 132, any_rows=True).block_m == 64
 
 
-def test_edges(device: torch.device) -> None:
+def test_edge_shapes_give_empty_results_or_are_refused(device: torch.device) -> None:
     weight, launch = torch.zeros((16, 32), device=device), GemmLaunch(16, 16, 16, 2, 4, 2)
     assert linear_small(torch.zeros((0, 32), device=device), weight, None, launch=launch).shape == (0, 16)
     assert linear_small(torch.zeros((0, 32), device=device), weight, None, launch=launch, gated=True).shape == (0, 8)

@@ -117,7 +117,7 @@ def any_case(seed: int, device: torch.device, *, decode: bool) -> tuple[Case, At
 
 @pytest.mark.parametrize("count", seeds(4))
 @pytest.mark.parametrize("decode", [False, True], ids=["ragged", "decode"])
-def test_it_equals_its_definition(
+def test_paged_attention_equals_its_definition(
     request: pytest.FixtureRequest, count: int, decode: bool, device: torch.device
 ) -> None:
     def check(seed: int) -> None:
@@ -193,13 +193,13 @@ def test_the_table_of_launches_fits_its_cases(device: torch.device) -> None:
         torch.testing.assert_close(case.run(launch, decode=decode), case.truth(), rtol=0, atol=2e-2)
 
 
-def test_nothing_to_do(device: torch.device) -> None:
+def test_no_tokens_give_an_empty_result(device: torch.device) -> None:
     launch = AttentionLaunch(16, 16, 2, 4, 2)
     assert Case([], 16, (4, 2), 16, None, torch.float32, device).run(launch).shape == (0, 4, 16)
     assert Case([(5, 0)], 16, (4, 2), 16, None, torch.float32, device).run(launch).shape == (0, 4, 16)
 
 
-def test_blocks_beyond_two_thousand_million_numbers(device: torch.device) -> None:
+def test_blocks_beyond_two_thousand_million_numbers_are_read(device: torch.device) -> None:
     """The memory is only promised by the system: all but two blocks are never touched."""
     num_blocks = 2**31 // (16 * 16) + 3
     cache = torch.empty((num_blocks, 16, 1, 16), dtype=torch.bfloat16, device=device)
@@ -217,7 +217,9 @@ def test_blocks_beyond_two_thousand_million_numbers(device: torch.device) -> Non
     ("heads", "head_dim", "what"),
     [((4, 3), 16, "does not go with"), ((4, 2), 8, "from 16 to 256"), ((34, 1), 16, "block_m 16")],
 )
-def test_shapes_that_do_not_fit(heads: tuple[int, int], head_dim: int, what: str, device: torch.device) -> None:
+def test_shapes_that_do_not_fit_are_refused(
+    heads: tuple[int, int], head_dim: int, what: str, device: torch.device
+) -> None:
     cache = torch.zeros((2, 16, heads[1], head_dim), device=device)
     q, ints = torch.zeros((1, heads[0], head_dim), device=device), torch.zeros(1, dtype=torch.int32, device=device)
     launch = AttentionLaunch(16, 16, 1, 4, 2)

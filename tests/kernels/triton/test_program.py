@@ -163,7 +163,9 @@ def test_swiglu_with_a_factor_is_its_definition(device: torch.device, monkeypatc
         torch.testing.assert_close(result, ops.silu_and_mul(embedding[:3] @ weight.T, 0.5), rtol=1e-4, atol=1e-4)
 
 
-def test_what_another_operation_reads_is_computed_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_that_another_operation_reads_are_not_fused(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Outputs of a layer that are also read later, or in the other order."""
     weight = normal(64, 64, dtype=torch.float32, seed=1, device=device) / 8
     embedding, ones = normal(VOCABULARY, 64, dtype=torch.float32, seed=2, device=device), torch.ones(64, device=device)

@@ -145,7 +145,7 @@ def check_kept(row: Tensor, params: SamplingParams, block: int) -> None:
 
 
 @pytest.mark.parametrize("count", seeds(6))
-def test_what_is_kept_is_what_the_transforms_keep(
+def test_kept_tokens_are_those_that_the_transforms_keep(
     request: pytest.FixtureRequest, count: int, device: torch.device
 ) -> None:
     def check(seed: int) -> None:
@@ -221,7 +221,7 @@ def test_a_row_is_drawn_alike_in_any_company(device: torch.device) -> None:
         assert alone.tolist() == together[i : i + 1].tolist()
 
 
-def test_no_rows(device: torch.device) -> None:
+def test_no_rows_give_no_tokens(device: torch.device) -> None:
     none = ints([], device)
     logits, settings = torch.empty((0, 50), device=device), settings_of([], device)
     tokens, failing = sample(logits, settings, none, none, kept_ids(logits, settings, none))

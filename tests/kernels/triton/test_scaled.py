@@ -32,7 +32,7 @@ def test_rows_become_what_pytorch_makes_of_them(
     sweep(request, count, check)
 
 
-def test_what_is_no_number_spoils_its_row(device: torch.device) -> None:
+def test_a_number_that_is_not_finite_spoils_its_row_only(device: torch.device) -> None:
     x = normal(4, 32, dtype=torch.bfloat16, seed=1, device=device)
     x[1, 3], x[2, 4] = float("nan"), float("-inf")
     values, scales = quantize_rows(x)
