@@ -52,9 +52,16 @@ def load_drafts(
         most=speculation.num_speculative_tokens,
         progress=progress,
     )
-    folder = resolve_model_dir(served.name) if served.name else _bundled(served)
+    folder = _folder(served)
     loaded: DraftSource = importlib.import_module(DRAFT_METHODS[served.method].module).load_drafts(folder, served)
     return loaded
+
+
+def _folder(served: Served) -> Path:
+    """Directory of what makes drafts. Raises ConfigError and ModelLoadError."""
+    if DRAFT_METHODS[served.method].is_own:
+        return served.model_dir
+    return resolve_model_dir(served.name) if served.name else _bundled(served)
 
 
 def _bundled(served: Served) -> Path:

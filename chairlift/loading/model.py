@@ -3,26 +3,21 @@ functions."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import hashlib
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from chairlift.base.sampling_params import SamplingParams
-from chairlift.config import BUNDLED_MODEL, CacheGroup, EngineConfig
+from chairlift.config import BUNDLED_MODEL, EngineConfig
 from chairlift.engine.info import EngineInfo
 from chairlift.errors import ConfigError, RequestError
-from chairlift.executor.executor import AdapterMemory, Executor
+from chairlift.loading.loaded import LoadedExecutor, identified, serving_facts
 from chairlift.text.tokenizer.tokenizer import Tokenizer
-from chairlift.version import __version__
 
 if TYPE_CHECKING:
     import torch
 
-    from chairlift.core.scheduler.cost_model import StepFeatures
     from chairlift.executor.backends.backend import Backend
     from chairlift.executor.drafters.runner import DraftRunner
     from chairlift.executor.drafters.source import DraftSource
@@ -38,163 +33,17 @@ if TYPE_CHECKING:
     from chairlift.models.vision.processor import ImageProcessor
 
 __all__ = [
-    "LoadedExecutor",
     "Progress",
     "device_name",
     "find_device",
-    "fingerprint",
     "load_executor",
     "model_directory",
-    "pool_tokens",
     "read_images",
     "read_tokenizer",
 ]
 
 Progress = Callable[[str, float], None]
 """Function that is called with (label, fraction done from 0 to 1) while a model loads."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedExecutor:
-    """A model in memory with its KV cache, and facts about it."""
-
-    executor: Executor
-    model_dir: str
-    """Directory of the model's files; empty for a model without files."""
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    memory_plan: str
-    dtype: str
-    kernels: str
-    threads: int
-    device: str = "cpu"
-    """``cpu``, or the name of the GPU."""
-    equal_bits: bool = False
-    """Whether the bits of a row depend on no other row, without any setting."""
-    records_graphs: bool = False
-    """Whether steps can be recorded as CUDA graphs."""
-    graphs: str = ""
-    """Text about the CUDA graphs that were recorded at the start."""
-    adapters: AdapterMemory | None = None
-    """Memory for the adapters; None if no adapters are served."""
-    takes_images: bool = False
-    """Whether requests may have images."""
-    sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    """Notes for the user on how the model is served, one per line."""
-    model_impl: str = "native"
-    """Implementation of the model's layers: ``native`` or ``transformers``."""
-    calls: tuple[str, ...] = ()
-    """Names of the model's operations without a kernel. PyTorch computes these operations between the kernels."""
-    block_bytes: int = 0
-    """Size in bytes of one KV block in all layers of its cache group. With several cache groups, the mean of their
-    sizes."""
-    quantization: str | None = None
-    """Formats of the quantised weights, such as ``int4+int8``; None if all weights have the model's data type."""
-    approximations: Callable[[], tuple[str, ...]] = tuple
-    """Function that returns the roundings and approximations beyond arithmetic in ``dtype``, in words. New weights may
-    change them."""
-    weight_bytes: int = 0
-    kv_cache_dtype: str | None = None
-    """Data type of K and V, if it differs from the model's data type."""
-    step_cost: ModelCost | None = None
-    """Minimum cost of the model's steps (bytes to read, operations to compute), if the native CPU kernels run the
-    model; otherwise None."""
-
-    def least_step_seconds(self) -> Callable[[StepFeatures, int], float] | None:
-        """Measure the limits of this machine (takes about 100 ms), and return a function for the minimum duration of a
-        step in seconds.
-
-        The function takes (features of the step, number of rows that the step samples from). Returns None unless the
-        native CPU kernels run the model.
-        """
-        cost = self.step_cost
-        if cost is None:
-            return None
-        import torch
-
-        from chairlift.kernels.cpu.library import ThreadPool
-        from chairlift.kernels.roof import quick_roof
-
-        pool = ThreadPool(self.threads)
-        try:
-            roof = quick_roof(pool, self.kernels, torch.int8 if self.quantization else getattr(torch, self.dtype))
-        finally:
-            pool.close()
-
-        def least_seconds(step: StepFeatures, sampled: int) -> float:
-            rows = step.num_decodes
-            kv_bytes = rows * cost.kv_read(step.context_tokens // rows) if rows else 0
-            return cost.least_seconds(roof, rows + step.prefill_tokens, sampled, kv_bytes)
-
-        return least_seconds
-
-    def info(self, config: EngineConfig, capacity_tokens: int) -> EngineInfo:
-        """Facts about the model and its engine, for other processes. ``capacity_tokens`` comes from the engine, because
-        it depends on how long a sliding window keeps its blocks."""
-        groups = self.executor.cache_groups
-        size = self.executor.block_size
-        approximations = self.approximations()
-        how = ["batch_invariant"] if config.model.batch_invariant and not self.equal_bits else []
-        how += [self.quantization] if self.quantization else []
-        how += [f"kv {self.kv_cache_dtype}"] if self.kv_cache_dtype else []
-        how += [] if self.model_impl == "native" else [self.model_impl]
-        how += approximations
-        return EngineInfo(
-            model=config.model.model,
-            model_dir=self.model_dir,
-            vocab_size=self.vocab_size,
-            max_model_len=self.max_model_len,
-            eos_token_ids=self.eos_token_ids,
-            capacity_tokens=capacity_tokens,
-            pool_tokens=pool_tokens(groups, size, self.max_model_len),
-            block_size=size,
-            num_blocks=sum(group.num_blocks - 1 for group in groups),
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            dtype=self.dtype,
-            model_impl=self.model_impl,
-            quantization=self.quantization,
-            approximations=approximations,
-            weight_bytes=self.weight_bytes,
-            kv_cache_dtype=self.kv_cache_dtype,
-            device=self.device,
-            kernels=self.kernels,
-            threads=self.threads,
-            graphs=self.graphs,
-            memory_plan=self.memory_plan,
-            held=config.scheduler.batching == "static",
-            deterministic=self.equal_bits or config.model.batch_invariant,
-            records_graphs=self.records_graphs,
-            fingerprint=fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels, *how),
-            block_bytes=self.block_bytes,
-            preset=config.scheduler.preset,
-            **self._speculation(config),
-            takes_images=self.takes_images,
-            sampling_defaults=self.sampling_defaults,
-            notes=self.notes,
-        )
-
-    def _speculation(self, config: EngineConfig) -> dict[str, Any]:
-        """Name -> value, for the fields of :class:`EngineInfo` about speculative decoding."""
-        has_states = any(group.state_span is not None for group in self.executor.cache_groups)
-        verifies = config.scheduler.takes_drafts(self.executor.num_lookahead_steps, has_states)
-        speculation = config.scheduler.speculation if verifies else None
-        method = {} if speculation is None else {"speculative_method": speculation.method}
-        num_tokens = 0 if speculation is None else speculation.num_speculative_tokens
-        drafter = getattr(self.executor, "drafter", None)
-        if drafter is not None:  # Medusa has as many drafts as heads
-            num_tokens = min(num_tokens, drafter.most)
-        return {**method, "num_speculative_tokens": num_tokens, "takes_predictions": verifies}
-
-
-def pool_tokens(groups: Sequence[CacheGroup], block_size: int, max_model_len: int) -> int:
-    """Number of positions that fit into the smallest cache group. If all groups hold recurrent states: the number of
-    positions of the longest texts that fit."""
-    tokens = [(group.num_blocks - 1) * block_size for group in groups if group.state_span is None]
-    states = [(group.num_blocks - 1) * min(group.state_span, max_model_len) for group in groups if group.state_span]
-    return min(tokens or states)
 
 
 def read_tokenizer(config: EngineConfig, model_dir: str) -> Tokenizer:
@@ -214,7 +63,7 @@ def read_images(config: EngineConfig, model_dir: str, tokenizer: Tokenizer) -> I
     from chairlift.models.vision.vision_files import read_processor
 
     named_family(config.model.model_impl)  # this process may know the family only by the setting
-    return read_processor(Path(model_dir), tokenizer) if model_dir else None
+    return read_processor(Path(model_dir), tokenizer, config.model.mmproj) if model_dir else None
 
 
 def load_executor(config: EngineConfig, progress: Progress | None = None) -> LoadedExecutor:
@@ -233,11 +82,11 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     from chairlift.models.model_files import read_network
 
     model_dir = model_directory(config)
-    network = read_network(model_dir, config.model.model_impl)
+    network = read_network(model_dir, config.model.model_impl, config.model.mmproj)
     uses_generation_config = config.model.generation_config == "auto"
     sampling = dict(network.sampling_defaults) if uses_generation_config else {}
     _check_sampling(sampling, model_dir)
-    max_model_len = _max_model_len(config.model.max_model_len, network.max_model_len)
+    max_model_len = _max_model_len(config.model.max_model_len, network.max_model_len, network.usual_model_len)
     network = network.for_length(max_model_len)
     device = find_device(config.model.device)
     dtype = choose_dtype(network, config.model.dtype, device)
@@ -258,33 +107,56 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     )
     check_fits(plan, device, memory)
     executor = _make_executor(model, plan, config, dtype, device, backend, max_model_len, drafting, images)
-    return LoadedExecutor(
-        executor=executor,
+    approximations = _approximations(config, model, network, dtype, plan, images)
+    equal_bits = backend.abilities.equal_bits and not executor.calls
+    info = EngineInfo(
+        **serving_facts(config, executor, max_model_len),
+        **_computing_facts(network, model, backend, dtype, device, plan),
         model_dir=str(model_dir),
         vocab_size=network.vocab_size,
-        max_model_len=max_model_len,
         eos_token_ids=tuple(network.eos_token_ids),
-        adapters=executor.adapters,
+        shortest_prompt=network.shortest_prompt,
         takes_images=images is not None,
         sampling_defaults=sampling,
-        calls=executor.calls,
-        notes=(*network.notes(uses_generation_config), *_notes(config, network, dtype, executor, backend, model)),
+        notes=(
+            *network.notes(uses_generation_config),
+            *_notes(config, network, dtype, executor, backend, model, model_dir),
+        ),
         memory_plan=plan.describe(max_model_len),
-        dtype=str(dtype).removeprefix("torch."),
-        model_impl=network.model_impl,
-        quantization=model.quantization,
-        approximations=_approximations(config, model, network, dtype, plan, images),
-        weight_bytes=model.weight_bytes,
-        kernels=backend.kernels,
+        approximations=approximations(),
         threads=backend.num_threads(config),
-        equal_bits=backend.abilities.equal_bits and not executor.calls,
-        records_graphs=backend.abilities.graphs,
-        device=device_name(device),
         graphs=executor.describe_graphs(),
-        block_bytes=sum(plan.block_bytes) // len(plan.block_bytes),
-        kv_cache_dtype=None if plan.dtype == dtype else str(plan.dtype).removeprefix("torch."),
+        deterministic=equal_bits or config.model.batch_invariant,
+    )
+    return LoadedExecutor(
+        executor=executor,
+        info=identified(info, config, equal_bits=equal_bits),
+        adapters=executor.adapters,
+        approximations=approximations,
         step_cost=_step_cost(network, backend, dtype, model.quantization, plan.dtype),
     )
+
+
+def _computing_facts(
+    network: NetworkConfig | TransformersConfig,
+    model: CausalLM | TransformersLM,
+    backend: Backend,
+    dtype: torch.dtype,
+    device: torch.device,
+    plan: KVPlan,
+) -> dict[str, Any]:
+    """Name -> value, for the fields of :class:`EngineInfo` about how the model is stored and computed."""
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "model_impl": network.model_impl,
+        "quantization": model.quantization,
+        "weight_bytes": model.weight_bytes,
+        "kernels": backend.kernels,
+        "records_graphs": backend.abilities.graphs,
+        "device": device_name(device),
+        "block_bytes": sum(plan.block_bytes) // len(plan.block_bytes),
+        "kv_cache_dtype": None if plan.dtype == dtype else str(plan.dtype).removeprefix("torch."),
+    }
 
 
 def _approximations(
@@ -490,11 +362,18 @@ def _notes(
     executor: LocalExecutor,
     backend: Backend,
     model: CausalLM | TransformersLM,
+    model_dir: Path,
 ) -> list[str]:
     """Notes for the user on how this model is run, one per line."""
     from chairlift.models.fallback.config import TransformersConfig
+    from chairlift.models.formats.gguf.files import is_gguf
+    from chairlift.models.formats.gguf.reader import GGUFModel
+    from chairlift.models.formats.gguf_projector import open_projector
+    from chairlift.models.formats.quantized_checkpoints import quantization_notes
 
-    notes = []
+    notes = [] if isinstance(network, TransformersConfig) else [*quantization_notes(model_dir)]
+    if is_gguf(model_dir):
+        notes += open_projector(GGUFModel(model_dir), config.model.mmproj)[1]
     if config.model.dtype == "auto" and network.dtype == "float16" and str(dtype) == "torch.bfloat16":
         notes.append(
             "the checkpoint is in float16, and the CPU computes in bfloat16, which has three bits of precision less; "
@@ -551,24 +430,25 @@ def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:
         max_model_len=served.max_model_len,
         block_size=config.cache.block_size,
     )
-    return LoadedExecutor(
-        executor=executor,
+    info = EngineInfo(
+        **serving_facts(config, executor, served.max_model_len),
         model_dir="",
         vocab_size=served.vocab_size,
-        max_model_len=served.max_model_len,
         eos_token_ids=served.eos_token_ids,
         memory_plan=served.memory_plan,
         dtype="uint64",
+        device="cpu",
         kernels="hashlm",
         threads=1,
-        equal_bits=True,
+        deterministic=True,
     )
+    return LoadedExecutor(executor=executor, info=identified(info, config, equal_bits=True))
 
 
-def _max_model_len(setting: int | None, trained: int) -> int:
+def _max_model_len(setting: int | None, trained: int, usual: int) -> int:
     if setting is not None and setting > trained:
         raise ConfigError(f"max_model_len is {setting}, but the model was made for {trained} positions; lower it")
-    return setting or trained
+    return setting or usual
 
 
 def _cache_memory(
@@ -639,27 +519,3 @@ def _call_notes(calls: Sequence[str]) -> list[str]:
         f"the kernels lack {', '.join(calls)}: PyTorch computes these operations, more slowly, and the generated text"
         " may depend on the batch where two tokens are almost equally likely"
     ]
-
-
-_PIECES_OF_WEIGHTS: Final = 256
-
-
-def fingerprint(model_dir: str, *parts: str) -> str:
-    """Name that changes when the weights, precision, kernels or version change, because then the generated text may
-    change."""
-    digest = hashlib.sha256("\0".join((__version__, *parts)).encode())
-    files: list[Path] = []
-    if model_dir.endswith(".gguf"):
-        files = [Path(model_dir)]
-    elif model_dir:
-        files = list(Path(model_dir).glob("*"))
-    for path in sorted(files):
-        # Only regular files are read: reading a pipe or a device might never end, and a link may be broken.
-        if path.suffix in (".json", ".safetensors", ".gguf") and path.is_file():
-            with path.open("rb") as file:  # only a part of each file, because reading all weights would take too long
-                size = file.seek(0, os.SEEK_END)
-                digest.update(f"{path.name}:{size}".encode())
-                for at in range(0, size, 4096 if path.suffix == ".json" else max(1, size // _PIECES_OF_WEIGHTS)):
-                    file.seek(at)
-                    digest.update(file.read(4096))
-    return "fp_" + digest.hexdigest()[:10]

@@ -9,11 +9,11 @@ from chairlift.base.rerankers import RERANKERS
 from chairlift.config import EngineConfig, SchedulerConfig
 from chairlift.engine.info import EngineInfo, PairTexts, PoolingInfo
 from chairlift.errors import ConfigError
+from chairlift.loading.loaded import fingerprint
 from chairlift.loading.model import (
     Progress,
     device_name,
     find_device,
-    fingerprint,
     model_directory,
     read_tokenizer,
 )
@@ -43,6 +43,7 @@ _OF_GENERATION: Final = (
         "state_snapshot_interval",
         "swap_space_bytes",
         "swap_directory",
+        *("kv_store", "kv_store_bytes", "kv_store_mode", "kv_store_write_rate"),
         "image_memory_bytes",
         "cuda_graphs",
         "plain_text_messages",
@@ -173,6 +174,8 @@ def _engine_info(
     backend: Backend,
     approximations: tuple[str, ...],
 ) -> EngineInfo:
+    from chairlift.models.formats.quantized_checkpoints import quantization_notes  # imports torch
+
     settings = config.model
     scheduler = config.scheduler
     max_model_len = _max_model_len(settings.max_model_len, pooled)
@@ -199,7 +202,7 @@ def _engine_info(
         held=False,
         deterministic=False,
         fingerprint=fingerprint(str(model_dir), settings.model, *how),
-        notes=_notes(config, pooled),
+        notes=(*quantization_notes(model_dir), *_notes(config, pooled)),
         pooling=_info(config, pooled),
     )
 
@@ -219,7 +222,7 @@ def _info(config: EngineConfig, pooled: PooledConfig) -> PoolingInfo:
         task=pooled.task,
         pooling_type=pooled.pooling,
         normalize=pooled.normalize,
-        width=pooled.network.hidden_size,
+        width=pooled.width,
         dimensions=pooled.dimensions,
         labels=pooled.labels,
         prompts=dict(pooled.prompts),

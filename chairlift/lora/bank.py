@@ -1,37 +1,42 @@
-"""Adapters in memory for a model, either in plain torch or for step programs of the native CPU kernels."""
+"""Adapters in memory for a model that step programs of the native CPU kernels run."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chairlift.errors import ConfigError, ModelLoadError
-from chairlift.kernels.cpu.low_rank import LowRankPart, LowRankTable, PackedAdapter
+from chairlift.kernels.cpu.low_rank import EmbeddingTable, LowRankTable, MatrixSite, PackedAdapter
 from chairlift.kernels.cpu.packing import PackedMatrix
-from chairlift.lora.reader import Adapter, read_adapter
-from chairlift.lora.sites import Sites, sites_of
+from chairlift.lora.adapter import Adapter
+from chairlift.lora.effects import Own, change_of, depends_on_weights, with_tied_rows
+from chairlift.lora.reader import read_adapter
+from chairlift.lora.sites import HEAD, Sites, layer_of, member_of, sites_of
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.layers.linear import Linear
 
-__all__ = ["NativeAdapters", "TorchAdapters"]
-
-
-class _Held:
-    """An adapter as :meth:`TorchAdapters.put` or :meth:`NativeAdapters.put` takes it, with the digest of its files."""
-
-    def __init__(self, adapter: Adapter, held: Any, nbytes: int) -> None:
-        self.digest = adapter.digest
-        self.rank = adapter.rank
-        self.held = held
-        self.nbytes = nbytes
+__all__ = ["Held", "NativeAdapters", "check_finite", "plain_own"]
 
 
-def _finite(adapter: Adapter, dtype: torch.dtype, path: Path) -> None:
+class Held(NamedTuple):
+    """An adapter as the methods ``put`` take it."""
+
+    digest: str
+    """Digest of the adapter's files."""
+    rank: int
+    """Largest rank of its matrices."""
+    nbytes: int
+    """Bytes of its matrices in memory."""
+    held: Any
+    source: Adapter | None = None
+    """The adapter as it was read, if a part of ``held`` depends on the model's weights."""
+    version: int = 0
+    """Number of times that the model's weights had been replaced when ``held`` was made."""
+
+
+def check_finite(adapter: Adapter, dtype: torch.dtype, path: Path) -> None:
     """Raise ModelLoadError if a value of the adapter is too large for ``dtype``."""
     for name, parts in adapter.layers.items():
         for part in parts:
@@ -40,72 +45,6 @@ def _finite(adapter: Adapter, dtype: torch.dtype, path: Path) -> None:
                     f"{path}: numbers of {name} are too large for {str(dtype).removeprefix('torch.')}; serve the model"
                     " with dtype='float32', or train the adapter again"
                 )
-
-
-class TorchAdapters:
-    """Adapters for a model that PyTorch runs. :meth:`begin` sets the adapter of each token before a step."""
-
-    def __init__(self, model: CausalLM, dtype: torch.dtype, device: torch.device, *, max_rank: int) -> None:
-        self._sites = sites_of(model)
-        self._dtype = dtype
-        self._device = device
-        self._max_rank = max_rank
-        self._tokens: list[tuple[int, Tensor]] = []
-        self._layers: dict[str, _AdaptedLayer] = {}
-        for name in self._sites.layers:
-            layer = model.get_submodule(name)
-            if isinstance(layer, Linear):
-                layer.adapted = self._layers[name] = _AdaptedLayer(self)
-
-    @property
-    def tokens(self) -> list[tuple[int, Tensor]]:
-        """One (adapter number, int64 indices of its tokens in the flat batch) for each adapter that the current step
-        uses."""
-        return self._tokens
-
-    def begin(self, adapters: npt.NDArray[np.int32] | None) -> None:
-        """Set the adapter number of each token [T] in the next step (0: no adapter). None: no token has an adapter."""
-        self._tokens = []
-        for adapter_id in () if adapters is None else np.unique(adapters).tolist():
-            if adapter_id:
-                places = torch.from_numpy(np.flatnonzero(adapters == adapter_id))
-                self._tokens.append((adapter_id, places.to(self._device)))
-
-    def read(self, path: Path, root: Path | None) -> _Held:
-        """Read the adapter in a directory, for :meth:`put`. Any thread may call this. Raises ModelLoadError."""
-        adapter = read_adapter(path, self._sites, max_rank=self._max_rank, root=root)
-        _finite(adapter, self._dtype, path)
-        place: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
-        held = {
-            name: [LowRankPart(part.start, part.a.to(**place), part.b.to(**place)) for part in parts]
-            for name, parts in adapter.layers.items()
-        }
-        return _Held(adapter, held, adapter.numbers * self._dtype.itemsize)
-
-    def put(self, adapter_id: int, adapter: _Held) -> None:
-        """Add an adapter under the number ``adapter_id``, which must be above 0. Steps may use it from now on."""
-        for name, parts in adapter.held.items():
-            self._layers[name].parts[adapter_id] = parts
-
-    def drop(self, adapter_id: int) -> None:
-        """Remove the adapter with this number. No later step uses it."""
-        for layer in self._layers.values():
-            layer.parts.pop(adapter_id, None)
-
-
-class _AdaptedLayer:
-    """Adds the low-rank terms of the adapters in use to the result of one layer."""
-
-    def __init__(self, bank: TorchAdapters) -> None:
-        self.bank = bank
-        self.parts: dict[int, list[LowRankPart]] = {}
-
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        for adapter_id, places in self.bank.tokens:
-            for start, a, b in self.parts.get(adapter_id, ()):
-                added = torch.nn.functional.linear(torch.nn.functional.linear(x[places], a), b)
-                out[:, start : start + len(b)].index_add_(0, places, added)
-        return out
 
 
 class NativeAdapters:
@@ -117,39 +56,108 @@ class NativeAdapters:
 
     def __init__(self, model: CausalLM, dtype: torch.dtype, *, max_rank: int, capacity: int, max_tokens: int) -> None:
         self._sites = sites_of(model)
+        self._model = model
         self._dtype = dtype
         self._max_rank = max_rank
+        self._version = 0
+        self._matrices: dict[str, MatrixSite] = {}
+        """Name of a matrix -> its column of the table, and its size."""
+        self._own: dict[str, Own] = {}
         self._weights: dict[str, PackedMatrix] = {}
-        for site, name in enumerate(self._sites.layers, 1):
-            weight = model.get_submodule(name).weight
-            if not isinstance(weight, PackedMatrix):
-                raise ConfigError(f"{name} is not in the layout of the native kernels; leave enable_lora out")
-            weight.site = site
-            self._weights[name] = weight
-        self.table = LowRankTable(len(self._weights), capacity, _most_parts(self._sites) * max_rank, max_tokens)
+        self._put: dict[int, Held] = {}
+        for name in (*self._sites.layers, HEAD):
+            self._add(name, self._packed(name))
+        for layer in self._sites.experts.values():
+            self._add_experts(layer.names, layer.first, layer.down, layer.count)
+        most = max(_most_parts(self._sites), 2 if self._sites.experts else 1)
+        self.table = LowRankTable(len(self._matrices), capacity, most * max_rank, max_tokens)
 
-    def read(self, path: Path, root: Path | None) -> _Held:
+    def _packed(self, name: str) -> PackedMatrix:
+        weight = self._model.get_submodule(name).weight
+        if not isinstance(weight, PackedMatrix):
+            raise ConfigError(f"{name} is not in the layout of the native kernels; leave enable_lora out")
+        return weight
+
+    def _add(self, name: str, weight: PackedMatrix) -> None:
+        weight.site = len(self._matrices) + 1
+        size = weight.out_features, weight.k
+        self._matrices[name] = MatrixSite(weight.site, *size, weight.interleaved)
+        self._own[name] = Own(*size, weight.unpack, lambda: _bias_of(weight))
+
+    def _add_experts(self, names: list[str], first: str, down: str, count: int) -> None:
+        """Add the columns of one layer of experts, in the order that the kernels expect."""
+        stacks = {name: self._packed(name) for name in (first, down)}
+        for name, weight in stacks.items():
+            weight.site = len(self._matrices) + 1 + (0 if name == first else count)
+        for stack, weight in stacks.items():
+            size = weight.out_features // count, weight.k
+            for expert in range(count):
+                name = member_of(stack, expert)
+                self._matrices[name] = MatrixSite(len(self._matrices) + 1, *size, weight.interleaved)
+                self._own[name] = Own(*size, weight.unpack, lambda: None)
+        for name in names[-2:]:
+            own = None if name.endswith(":none") else plain_own(self._model.get_submodule(name))
+            size = (1, 1) if own is None else own[:2]
+            self._matrices[name] = MatrixSite(len(self._matrices) + 1, *size, plain=True)
+            if own is not None:
+                self._own[name] = own
+
+    def read(self, path: Path, root: Path | None) -> Held:
         """Read the adapter in a directory, for :meth:`put`. Any thread may call this. Raises ModelLoadError."""
         adapter = read_adapter(path, self._sites, max_rank=self._max_rank, root=root)
-        _finite(adapter, self._dtype, path)
-        layers = {name: [LowRankPart(*part_of) for part_of in _parts(adapter, name)] for name in adapter.layers}
-        packed = PackedAdapter(layers, self._weights, self._dtype)
-        return _Held(adapter, packed, packed.nbytes)
+        check_finite(adapter, self._dtype, path)
+        try:
+            return self.hold(adapter)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{path}: {error}") from None
 
-    def put(self, adapter_id: int, adapter: _Held) -> None:
+    def hold(self, adapter: Adapter) -> Held:
+        """Pack an adapter that is in memory, for :meth:`put`. Raises ModelLoadError."""
+        version = self._version
+        given = with_tied_rows(adapter, self._own[HEAD]) if self._sites.tied else adapter
+        changes = {name: change_of(given, name, self._own[name]) for name in given.names}
+        packed = PackedAdapter(changes, self._matrices, self._dtype, _table(given), self._sites.vocab[0])
+        plain = {name for name, site in self._matrices.items() if site.plain}
+        source = adapter if depends_on_weights(given, plain) else None
+        return Held(adapter.digest, adapter.rank, packed.nbytes, packed, source, version)
+
+    def put(self, adapter_id: int, adapter: Held) -> None:
         """Add an adapter under the number ``adapter_id``, which must be above 0. Steps may use it from now on."""
+        if adapter.source is not None and adapter.version != self._version:
+            adapter = self.hold(adapter.source)
         self.table.put(adapter_id, adapter.held)
+        self._put[adapter_id] = adapter
 
     def drop(self, adapter_id: int) -> None:
         """Remove the adapter with this number. No later step uses it."""
         self.table.drop(adapter_id)
+        del self._put[adapter_id]
+
+    def weights_replaced(self) -> None:
+        """Compute again what depends on the model's weights, which were replaced."""
+        self._version += 1
+        for adapter_id, adapter in list(self._put.items()):
+            if adapter.source is not None:
+                self.drop(adapter_id)
+                self.put(adapter_id, adapter)
 
 
-def _parts(adapter: Adapter, name: str) -> list[tuple[int, Tensor, Tensor]]:
-    return [(part.start, part.a, part.b) for part in adapter.layers[name]]
+def plain_own(router: nn.Module) -> Own:
+    """The weight of a router or of a shared expert's gate, which is a plain tensor in every format."""
+    weight: Tensor = router.weight  # type: ignore[assignment]
+    return Own(weight.shape[0], weight.shape[1], weight.detach, lambda: None, plain=True)
+
+
+def _bias_of(weight: PackedMatrix) -> Tensor | None:
+    return None if weight.bias is None else weight.bias[weight.columns()]
+
+
+def _table(adapter: Adapter) -> EmbeddingTable | None:
+    change = adapter.embedding
+    return None if change is None else EmbeddingTable(change.table, change.token_ids, change.rows, change.a, change.b)
 
 
 def _most_parts(sites: Sites) -> int:
     """Maximum number of transformers' modules that are merged into one layer of this package (3 for q, k and v)."""
-    names = [part.parameter for part in sites.parts.values()]
+    names = [layer_of(part) for part in sites.parts.values()]
     return max(map(names.count, set(names)))

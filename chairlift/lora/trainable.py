@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from chairlift.errors import ConfigError
+from chairlift.lora.adapter import Adapter, LowRank
 from chairlift.lora.reader import WEIGHTS_NAME
 from chairlift.lora.settings import CONFIG_NAME
 from chairlift.lora.sites import Sites, layer_of, sites_in
@@ -165,6 +166,14 @@ class TrainableAdapter:
             out |= {_tensor(name, "A"): a.contiguous(), _tensor(name, "B"): b.contiguous()}
         return out
 
+    def as_served(self) -> Adapter:
+        """The adapter as the engine holds it in memory. The matrices are not copied."""
+        layers: dict[str, list[LowRank]] = {}
+        for name, part in sorted(self._parts.items(), key=lambda item: item[1].start):
+            a, b = (self.parameters[_tensor(name, which)].detach() for which in "AB")
+            layers.setdefault(layer_of(part), []).append(LowRank(part.start, a, b * self.scale))
+        return Adapter(layers, digest="", rank=self.r)
+
     def write(self, directory: Path) -> None:
         """Write the adapter into ``directory``, as PEFT's ``save_pretrained`` does. The directory is created if needed.
         Raises OSError."""
@@ -213,6 +222,8 @@ class _AdaptedLayer:
         self._parts = parts
         self._scale = scale
         self._dropout = dropout
+        self.matrices = [matrix for _, *pair in parts for matrix in pair]
+        """The trained matrices A and B of all parts."""
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         pieces = []

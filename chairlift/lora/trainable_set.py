@@ -62,6 +62,11 @@ class TrainableAdapters:
         next ``rows[1]`` rows to the second adapter, and so on."""
         self._rows[:] = rows
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Number of rows of each adapter, as :meth:`route` assigned them last."""
+        return tuple(self._rows)
+
     def settings(self) -> dict[str, Any]:
         """Settings of all adapters as plain data. Training with saved matrices may continue only if the settings are
         the same."""
@@ -84,6 +89,8 @@ class _SharedLayer:
     def __init__(self, products: Sequence[Adapted | None], rows: Sequence[int]) -> None:
         self._products = products
         self._rows = rows
+        self.matrices = [matrix for product in products for matrix in getattr(product, "matrices", ())]
+        """The trained matrices of all adapters."""
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         if sum(self._rows) != len(x):

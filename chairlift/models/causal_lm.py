@@ -68,6 +68,10 @@ class Decoder(nn.Module):
         rotations = self.rotations(positions, hidden.dtype)
         for layer, rotary in zip(self.layers, rotations, strict=True):
             hidden = layer(hidden, rotary, positions, ctx)
+        return self.close(hidden)
+
+    def close(self, hidden: Tensor) -> Tensor:
+        """Result of the decoder: what comes after the last layer, whose result is ``hidden`` [T, D]."""
         out: Tensor = hidden if self.norm is None else self.norm(hidden)
         out = out if self.project_out is None else self.project_out(out)
         # The logit scale is applied to the hidden states. The output head then remains a single matmul, which the

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from chairlift.errors import ModelLoadError
 from chairlift.kernels import ops
-from chairlift.kernels.weights import NATIVE, PLAIN, WeightFormat
+from chairlift.kernels.weights import PLAIN, WeightFormat
 from chairlift.models.causal_lm import CausalLM, lay_out_layers, lay_out_rest
 from chairlift.models.context import AttentionContext, LayerCache, LayerState
 from chairlift.models.hf_config import NetworkConfig, parse_config, read_json
@@ -223,7 +223,7 @@ class Eagle3(nn.Module):
 
 def hidden_at(model: CausalLM, taps: Sequence[int], token_ids: Any, positions: Any, ctx: Any) -> tuple[Any, list[Any]]:
     """Run the served model on a flat batch. Returns (last hidden states, hidden states before each decoder layer in
-    ``taps``, in the order of ``taps``), each [T, D]. ``ctx`` is an
+    ``taps``, in the order of ``taps``), each [T, D]. The number of layers stands for the last norm. ``ctx`` is an
     AttentionContext, or a recorder; with a recorder, the results are symbols."""
     found: dict[int, Any] = {}
     hooks = []
@@ -232,7 +232,9 @@ def hidden_at(model: CausalLM, taps: Sequence[int], token_ids: Any, positions: A
         def note(_: Any, given: tuple[Any, ...], tap: int = tap) -> None:
             found[tap] = given[0]
 
-        hooks.append(model.model.layers[tap].register_forward_pre_hook(note))
+        layers = model.model.layers
+        place: Any = layers[tap] if tap < len(layers) else model.model.norm
+        hooks.append(place.register_forward_pre_hook(note))
     try:
         hidden = model(token_ids, positions, ctx)
     finally:
@@ -241,8 +243,8 @@ def hidden_at(model: CausalLM, taps: Sequence[int], token_ids: Any, positions: A
     return hidden, [found[tap] for tap in taps]
 
 
-def load_eagle3(folder: Path, target: NetworkConfig, dtype: torch.dtype) -> Eagle3:
-    """Read a drafting layer for the served model ``target``, laid out for the native CPU kernels. Raises
+def load_eagle3(folder: Path, target: NetworkConfig, dtype: torch.dtype, weight_format: WeightFormat) -> Eagle3:
+    """Read a drafting layer for the served model ``target``, with its matrices in ``weight_format``. Raises
     ModelLoadError."""
     config = read_eagle3_config(folder, target)
     with contextlib.ExitStack() as stack:
@@ -254,7 +256,8 @@ def load_eagle3(folder: Path, target: NetworkConfig, dtype: torch.dtype) -> Eagl
         with torch.device("meta"):
             own = {"own_embedding": "embed_tokens.weight" in files, "own_head": "lm_head.weight" in files}
             network = Eagle3(config, **own)
-        formats: dict[Matrix, WeightFormat] = {each: NATIVE for each in network.modules() if isinstance(each, Linear)}
+        linears = [each for each in network.modules() if isinstance(each, Linear)]
+        formats: dict[Matrix, WeightFormat] = dict.fromkeys(linears, weight_format)
         if network.embed_tokens is not None:
             formats[network.embed_tokens] = PLAIN
         lay_out_layers(formats, dtype, torch.device("cpu"))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from chairlift.kernels import ops
+from chairlift.kernels.distances import biased_attention
 from chairlift.kernels.recording import Recorder
 from chairlift.models.context import LayerCache
 from chairlift.models.encoder_config import EncoderConfig
@@ -86,10 +87,12 @@ class _Layer(nn.Module):
         inner = config.intermediate_size
         self.qkv = Linear(hidden, 3 * hidden, bias=config.attention_bias)
         self.out = Linear(hidden, hidden, bias=config.attention_bias)
-        self.up = Linear(hidden, 2 * inner if config.gated else inner, bias=config.mlp_bias)
+        silu = config.activation == "silu"  # whose kernel reads gate and up in turn
+        self.up = Linear(hidden, 2 * inner if config.gated else inner, bias=config.mlp_bias, interleaved=silu)
         self.down = Linear(inner, hidden, bias=config.mlp_bias)
         self.pre_norm = config.pre_norm
         self.gated = config.gated
+        self.activation = config.activation
         # The first layer of ModernBERT has no norm of its own: its input already passed the norm of the embeddings.
         self.attention_norm = None if config.pre_norm and layer == 0 else _norm(config)
         self.mlp_norm = _norm(config)
@@ -99,22 +102,24 @@ class _Layer(nn.Module):
         self.width = hidden
         self.in_kernels = kernel_attention_cache(config) is not None
 
-    def forward(self, x: Tensor, positions: Tensor, batch: EncoderBatch) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, batch: EncoderBatch, distances: Tensor | None = None) -> Tensor:
+        """``distances`` are biases on attention scores, [classes of distances, heads]."""
         if self.pre_norm:
             normed = x if self.attention_norm is None else self.attention_norm(x)
-            x = x + self.out(self._attend(self.qkv(normed), positions, batch))
+            x = x + self.out(self._attend(self.qkv(normed), positions, batch, distances))
             return x + self._mlp(self.mlp_norm(x))
-        attended = self.out(self._attend(self.qkv(x), positions, batch))
+        attended = self.out(self._attend(self.qkv(x), positions, batch, distances))
         x = x + attended if self.attention_norm is None else self.attention_norm(x + attended)
         out: Tensor = self.mlp_norm(x + self._mlp(x))
         return out
 
     def _mlp(self, x: Tensor) -> Tensor:
         inner = self.up(x)
-        out: Tensor = self.down(ops.gelu_and_mul(inner) if self.gated else ops.gelu(inner))
+        gate = ops.silu_and_mul if self.activation == "silu" else ops.gelu_and_mul
+        out: Tensor = self.down(gate(inner) if self.gated else ops.gelu(inner))
         return out
 
-    def _attend(self, qkv: Tensor, positions: Tensor, batch: EncoderBatch) -> Tensor:
+    def _attend(self, qkv: Tensor, positions: Tensor, batch: EncoderBatch, distances: Tensor | None) -> Tensor:
         if batch.recorder is not None and self.in_kernels:
             heads = self.width // self.head_dim
             found: Any = ops.rotary_heads(qkv, None, heads, heads, self.head_dim)
@@ -129,6 +134,8 @@ class _Layer(nn.Module):
                 q = ops.apply_rotary(q, *rotary)
                 k = ops.apply_rotary(k, *rotary)
             scale = self.head_dim**-0.5
+            if distances is not None:
+                return biased_attention(q, k, v, batch.cu_seqlens, distances, scale=scale).flatten(1)
             return ops.bidirectional_attention(q, k, v, batch.cu_seqlens, scale=scale, window=self.window).flatten(1)
 
         return ops.call_out(encoder_attention, qkv, positions, width=self.width)
@@ -136,9 +143,15 @@ class _Layer(nn.Module):
 
 def kernel_attention_cache(config: EncoderConfig) -> LayerCache | None:
     """Shape of the cache for K and V of one pass, shared by all layers, if the native kernels compute attention. None
-    if PyTorch computes attention, because heads are rotated, layers have windows, or the head size is not a multiple of
-    16."""
-    if config.layer_thetas or any(config.layer_windows) or config.head_dim % 16 or config.head_dim > _WIDEST_HEAD:
+    if PyTorch computes attention, because heads are rotated, scores have biases, layers have windows, or the head size
+    is not a multiple of 16."""
+    if (
+        config.distance_classes
+        or config.layer_thetas
+        or any(config.layer_windows)
+        or config.head_dim % 16
+        or config.head_dim > _WIDEST_HEAD
+    ):
         return None
     return LayerCache(config.num_attention_heads, config.head_dim, None)
 
@@ -161,10 +174,13 @@ class EncoderNetwork(nn.Module):
         super().__init__()
         self.embeddings = _Embeddings(config)
         self.layers = nn.ModuleList(_Layer(config, layer) for layer in range(config.num_hidden_layers))
+        classes = config.distance_classes
+        self.distances = TokenEmbedding(classes, config.num_attention_heads) if classes else None
         self.final_norm = _norm(config) if config.pre_norm else None
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: EncoderBatch) -> Tensor:
         hidden: Tensor = self.embeddings(token_ids, positions, batch)
+        distances = None if self.distances is None else self.distances.weight
         for layer in self.layers:
-            hidden = layer(hidden, positions, batch)
+            hidden = layer(hidden, positions, batch, distances)
         return hidden if self.final_norm is None else self.final_norm(hidden)

@@ -38,8 +38,13 @@ class EncoderConfig:
     """Whether norms come before attention and MLP, with one more norm at the end. Otherwise a norm follows each
     addition to the residual stream."""
     gated: bool = False
-    """Whether the MLP is down(gelu(a) * b), with a and b computed by one matmul. Otherwise the MLP is
-    down(gelu(up))."""
+    """Whether the MLP is down(activation(a) * b), with a and b computed by one matmul. Otherwise the MLP is
+    down(activation(up))."""
+    activation: str = "gelu"
+    """Activation of the MLP: ``gelu``, or ``silu`` if the MLP is gated."""
+    distance_classes: int = 0
+    """Number of rows in the table of biases on attention scores, one row per class of distances between two tokens; 0
+    if scores have no biases."""
     attention_bias: bool = True
     mlp_bias: bool = True
     norm_bias: bool = True
@@ -54,7 +59,7 @@ class EncoderConfig:
     head_norm: bool = False
     """Whether a norm follows a classifier's first layer."""
     head_activation: str = "tanh"
-    """Activation after a classifier's first layer: ``tanh`` or ``gelu``."""
+    """Activation after a classifier's first layer: ``tanh``, ``gelu`` or ``relu``."""
     head_pooling: str = "CLS"
     """Input of a classifier: ``CLS`` (hidden state of the first token) or ``MEAN`` (mean over the text)."""
 
@@ -80,6 +85,10 @@ class EncoderFamily:
     """Key of ``config.json`` -> transformers' default, for keys that a file may leave out."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """BERT's key of ``config.json`` -> this family's key, where they differ."""
+    either_key: bool = False
+    """Whether files may have BERT's keys in place of those in :attr:`keys`, as transformers 5 saves them."""
+    activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"gelu": "gelu"})
+    """Value of ``hidden_act`` in a ``config.json`` -> value of :attr:`EncoderConfig.activation`."""
     prefix: str
     """Prefix of the tensor names of the encoder itself. A checkpoint without a head may leave the prefix out."""
     tensors: Mapping[str, tuple[str, ...]]
@@ -87,6 +96,6 @@ class EncoderFamily:
     Several tensors together fill the rows of one layer."""
     head_tensors: Mapping[str, str]
     """Name of a layer of the classifier in this package -> its full name in the checkpoint, for example ``head.out`` ->
-    ``classifier``."""
+    ``classifier``. Empty if classifiers of the family are not supported."""
     ignored_tensors: str
     """Regular expression of the names of tensors in a checkpoint that a model for embeddings does not need."""

@@ -22,6 +22,7 @@ __all__ = [
     "ExpertLayers",
     "Family",
     "Fields",
+    "NotNative",
     "every_nth",
     "inner_names",
     "layer_types",
@@ -93,12 +94,24 @@ class ExpertLayers:
     and back (Nemotron 3); 0: the model's hidden size."""
 
 
+class NotNative(ModelLoadError):
+    """``config.json`` asks for a computation that the native family lacks. transformers may have it.
+
+    ``key`` is the key of the file that asks for it, if transformers may ignore this key in some families; otherwise
+    None.
+    """
+
+    def __init__(self, message: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 class Fields:
     """Checked access to the keys of a JSON object. Every error message names the file, the key, the value and the
     allowed range.
 
     ``defaults`` are used for keys that the file leaves out. ``names`` maps key -> the file's own name of the key, where
-    they differ.
+    they differ. With ``either``, a file that has no such name may have the key itself.
     """
 
     def __init__(
@@ -107,12 +120,16 @@ class Fields:
         where: str,
         defaults: Mapping[str, Any] | None = None,
         names: Mapping[str, str] | None = None,
+        *,
+        either: bool = False,
     ) -> None:
         self.where = where
         self.raw: Mapping[str, Any] = raw
         """Keys and values that the file itself has, without the defaults."""
         self._raw = {**(defaults or {}), **raw}
-        self._names = names or {}
+        self._names = {
+            key: key if either and key in raw and name not in raw else name for key, name in (names or {}).items()
+        }
 
     def fail(self, problem: str) -> NoReturn:
         raise ModelLoadError(f"{self.where}: {problem}; the file is damaged or not a model that Chairlift supports")
@@ -180,6 +197,8 @@ class Family:
     ``docs/models.md``."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Llama's key of ``config.json`` -> this family's key, where they differ."""
+    either_key: bool = False
+    """Whether files may have Llama's keys in place of those in :attr:`keys`, as transformers 5 saves them."""
     activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"silu": "swiglu", "swish": "swiglu"})
     """Value of ``hidden_act`` in a ``config.json`` -> value of :attr:`NetworkConfig.mlp`."""
     own_keys: tuple[str, ...] = ()
@@ -213,9 +232,11 @@ class Family:
     A name with ``#`` (the number of an expert) means one tensor per expert. Without ``#``, the weights of all experts
     are one tensor [E, out, in].
     """
+    block_tensors: Mapping[str, Mapping[str, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
+    """Value of :attr:`NetworkConfig.block` -> entries that replace those of :attr:`tensors` in such models."""
     qkv_by_head: bool = False
-    """Whether q, k and v are one tensor, ordered by head: the rows of q, k and v of the first head, then of the second,
-    and so on."""
+    """Whether q, k and v are one tensor, ordered by head of k and v: the rows of the queries that share the first head,
+    its k and its v, then of the second, and so on."""
     transposed: tuple[str, ...] = ()
     """Last parts of the names of layers whose weights are stored as [in, out], or as [E, in, out] for experts."""
     paired_gates: bool = False
@@ -232,6 +253,9 @@ class Family:
     text_type: str = ""
     """``model_type`` of ``text_config``, which holds the text model's keys. Empty: ``config.json`` itself holds
     them."""
+    text_variants: Mapping[str, Family] = dataclasses.field(default_factory=dict)
+    """Other ``model_type`` of ``text_config`` -> the family as which a config with such a text model is read. The names
+    of tensors are those of this family."""
     flat_text: bool = False
     """Whether older ``config.json`` files have the text model's keys at top level, next to ``vision_config``."""
     other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)

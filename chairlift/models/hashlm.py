@@ -80,6 +80,22 @@ class HashLM:
         """Whether a failed step may be computed again: recurrent states are changed in place, KV is not."""
         return not self._recurrent
 
+    @property
+    def blocks(self) -> HashLM:
+        """The model itself has :meth:`take` and :meth:`put`."""
+        return self
+
+    def take(self, group: int, block: int) -> bytes:
+        """The words of a block as bytes."""
+        size = self._places[group]
+        return self._words[group][:, block * size : (block + 1) * size].tobytes()
+
+    def put(self, group: int, block: int, content: bytes) -> None:
+        """Overwrite the words of a block."""
+        size = self._places[group]
+        words = np.frombuffer(content, dtype=np.uint64).reshape(2, size)
+        self._words[group][:, block * size : (block + 1) * size] = words
+
     def move_blocks(self, batch: StepBatch) -> None:
         """Swap out, copy and swap in the blocks of a step, in this order."""
         sizes = self._places

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from chairlift.base.mistaken_models import check_content, of_directory
 from chairlift.base.sampling_params import PARAMETERS
 from chairlift.errors import ModelLoadError
-from chairlift.models.family import MAX_CONTEXT, ExpertLayers, Family, Fields
+from chairlift.models.family import MAX_CONTEXT, ExpertLayers, Family, Fields, NotNative
 from chairlift.models.mixers import MixerConfig
 from chairlift.models.registry import FAMILIES
 from chairlift.models.rope_config import RopeConfig, read_ropes
@@ -314,11 +314,26 @@ class NetworkConfig:
                 "rope_type is 'longrope': the factors for short texts are used, as in transformers, because no text is"
                 f" longer than original_max_position_embeddings {original}"
                 if self.rope.divisors == self.rope.short_divisors
-                else "rope_type is 'longrope': the factors for long texts are used from the first token on, as in vLLM,"
-                f" while transformers uses them only past {original} tokens; outputs for shorter texts differ from"
-                f" those of transformers; set max_model_len to {original} or less for the factors for short texts"
+                else "rope_type is 'longrope': the factors for long texts are used, so prompts must be longer than"
+                f" original_max_position_embeddings {original}, as transformers takes other factors for the others; set"
+                f" max_model_len to {original} or less, or leave it out, for the factors for short texts"
             )
         return [*found, *generation_notes(self.generation_unapplied if with_generation_config else {})]
+
+    @property
+    def usual_model_len(self) -> int:
+        """Maximum length of a sequence by default. Up to it, rotations do not depend on the length of a text."""
+        if self.rope is not None and self.rope.rope_type in ("longrope", "dynamic"):
+            return min(self.max_model_len, self.rope.original_max_position_embeddings)
+        return self.max_model_len
+
+    @property
+    def shortest_prompt(self) -> int:
+        """Minimum number of tokens of a prompt. With LongRoPE's factors for long texts, shorter prompts would get other
+        rotations than in transformers."""
+        if self.rope is None or self.rope.divisors == self.rope.short_divisors:
+            return 1
+        return self.rope.original_max_position_embeddings + 1
 
     @property
     def max_model_len(self) -> int:
@@ -402,8 +417,10 @@ def parse_config(
     """
     model_type = raw.get("model_type")
     family = _family(raw.get("model_type"), where)
+    text = raw.get("text_config")
+    family = family.text_variants.get(str(text.get("model_type")), family) if isinstance(text, Mapping) else family
     raw = _text_part(whole := raw, family, where)
-    fields = Fields(raw, where, family.defaults, family.keys)
+    fields = Fields(raw, where, family.defaults, family.keys, either=family.either_key)
     _refuse_foreign(fields, raw, family, where, pooled)
     hidden_size = fields.integer("hidden_size", 1, 65_536)
     heads = fields.integer("num_attention_heads", 1, 1_024)
@@ -452,7 +469,10 @@ def _family(model_type: Any, where: str) -> Family:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         supported = ", ".join(sorted(FAMILIES))
-        raise ModelLoadError(f"{where}: model_type {model_type!r:.80} is not supported; supported: {supported}")
+        raise ModelLoadError(
+            f"{where}: model_type {model_type!r:.80} is not supported; supported: {supported}; use a model of one of"
+            " these, or one that transformers runs (docs/models.md)"
+        )
     return family
 
 
@@ -512,13 +532,14 @@ def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, wher
     if not isinstance(activation, str) or activation not in family.activations:
         supported = ", ".join(family.activations)
         name = fields.name("hidden_act")
-        raise ModelLoadError(f"{where}: {name} {activation!r:.80} is not supported; supported: {supported}")
+        raise NotNative(f"{where}: {name} {activation!r:.80} is not supported; supported: {supported}")
     for key in (*_FOREIGN_KEYS, *_FOREIGN_FACTORS):
         value = raw.get(key)
         if value and key not in family.own_keys and not (key in _FOREIGN_FACTORS and value == 1):
-            raise ModelLoadError(
+            raise NotNative(
                 f"{where}: {key} = {value!r:.80} is not supported for model_type {raw['model_type']!r}; "
-                "use a model without it"
+                "use a model without it",
+                key,
             )
     architectures = raw.get("architectures") or [family.architecture]
     generates = isinstance(architectures, list) and any(

@@ -25,7 +25,7 @@ directory."""
 _SMALL: Final = (
     *("config.json", "generation_config.json", "preprocessor_config.json", INDEX_NAME),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
-    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "hf_quant_config.json"),
 )
 _REASONS: Final = {
     "LocalEntryNotFoundError": "it is not in the cache, and the Hub cannot be reached or HF_HUB_OFFLINE is set",

@@ -17,7 +17,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,9 +35,10 @@ from chairlift.models.fallback.config import TransformersConfig
 from chairlift.models.formats.checkpoint import CheckpointPart, checkpoint_layout
 from chairlift.models.formats.gguf.files import find_gguf, is_gguf
 from chairlift.models.formats.gguf.reader import GGUFModel
-from chairlift.models.formats.gguf_tensors import gguf_tensors
+from chairlift.models.formats.gguf_pooled import gguf_pooled_parts
+from chairlift.models.formats.gguf_tensors import GGUFTensors
 from chairlift.models.formats.quantized_checkpoints import with_whole_weights
-from chairlift.models.formats.stored_names import with_usual_names
+from chairlift.models.formats.stored_names import Renamed, with_usual_names
 from chairlift.models.formats.stored_rows import MOST_NUMBERS, StoredRows
 from chairlift.models.hf_config import NetworkConfig, read_json
 from chairlift.models.hub import INDEX_NAME, SINGLE_NAME, WEIGHT_FILE, download_model
@@ -59,6 +60,7 @@ __all__ = [
     "replace_weights",
     "resolve_dtype",
     "resolve_model_dir",
+    "write_parts",
 ]
 
 _log = logging.getLogger(__name__)
@@ -74,6 +76,8 @@ _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 """Names of the output head and of the embedding in this package. A checkpoint may have another name for the
 embedding."""
+_HQQ_FILE = "qmodel.pt"
+"""File in which the library HQQ stores weights; the directory's config.json does not say so."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -172,7 +176,14 @@ def check_pooled_weights(model_dir: Path, config: PooledConfig, dtype: torch.dty
 def _pooled_parts(
     model: PooledNetwork, model_dir: Path, stack: contextlib.ExitStack, surplus: Surplus = "warn"
 ) -> tuple[Mapping[str, Any], list[CheckpointPart]]:
+    if is_gguf(model_dir):
+        found, parts, unread = gguf_pooled_parts(model, GGUFModel(model_dir))
+        _compare_parts(found, parts, model_dir, lambda name: _is_ignored(unread, name), surplus)
+        return found, parts
     tensors = with_whole_weights(open_safetensors(model_dir, stack), model_dir)
+    for folder in (each.folder for each in model.config.dense):  # linear layers after the pooling
+        inner = open_safetensors(model_dir / folder, stack)
+        tensors = {**tensors, **{f"{folder}/{name}": Renamed(file, name) for name, file in inner.items()}}
     if model.config.answers:
         tensors = {**tensors, SCORES: _InMemory(_rows_of_head(tensors, model, model_dir))}
     layout = pooled_layout(model, tensors)
@@ -215,26 +226,48 @@ class Checkpoint:
     parts: list[CheckpointPart]
     """Checkpoint tensors by Hugging Face's names, in the order of ``model.named_parameters()``."""
     _tensors: Mapping[str, Any]
-    _stored: Mapping[CheckpointPart, CheckpointPart]
-    """Part whose tensor has Hugging Face's name -> the same part with the name that the files use."""
+    _stored: Mapping[CheckpointPart, list[CheckpointPart]]
+    """Part whose tensor has Hugging Face's name -> the tensors of the files that have these rows, and possibly
+    others."""
 
     def kind(self, part: CheckpointPart) -> GroupKind | None:
         """Kind of integer groups in which the checkpoint stores this part; None if it stores floats."""
-        stored = self._tensors[self._stored[part].name]
+        stored = self._tensors[self._stored[part][0].name]
         return stored.kind if isinstance(stored, StoredRows) else None
 
     def pieces(self, part: CheckpointPart) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows) of each piece, in the stored float dtype, or float32 for stored integers.
+        """(first row, rows) of each piece, in the order of Hugging Face's checkpoints and in the stored float dtype, or
+        float32 for stored integers.
 
-        A piece has at most :data:`~chairlift.models.formats.stored_rows.MOST_NUMBERS` elements, or a single row.
-        Reading the next piece releases the previous piece's pages of the file.
+        A piece has at most :data:`~chairlift.models.formats.stored_rows.MOST_NUMBERS` elements, or a single row, or, of
+        q and k whose rows are reordered, whole heads. Reading the next piece releases the previous piece's pages of the
+        file.
         """
-        stored = self._stored[part]
-        mapped = _is_mapped(self._tensors, stored)
+        if not part.order:
+            yield from self._pieces_in_our_order(part)
+            return
+        held: list[Tensor] = []
+        start = 0
+        for first, rows in self._pieces_in_our_order(part):
+            held.append(rows)
+            end = first + len(rows)
+            whole = end if end == part.shape[0] else end - end % len(part.order)
+            if whole == start:
+                continue
+            gathered = torch.cat(held)
+            yield start, part.in_stored_order(start, gathered[: whole - start])
+            held = [gathered[whole - start :]]
+            start = whole
+
+    def _pieces_in_our_order(self, part: CheckpointPart) -> Iterator[tuple[int, Tensor]]:
+        """(first row, rows) of each piece, with the rows as the model's parameter has them."""
         count = max(MOST_NUMBERS // math.prod(part.shape[1:]), 1)
-        for _, start, rows in _pieces(self._tensors, [stored]):
-            for first in range(0, len(rows), count):
-                some = rows[first : first + count]
+        for stored, start, rows in _pieces(self._tensors, self._stored[part]):
+            mapped = _is_mapped(self._tensors, stored)
+            skipped = max(part.start - start, 0)
+            end = min(part.start + part.shape[0] - start, len(rows))
+            for first in range(skipped, end, count):
+                some = rows[first : min(first + count, end)]
                 yield start - part.start + first, some.dequantize() if isinstance(some, GroupedRows) else some
                 if isinstance(some, Tensor):
                     by_slices(some, lambda *_: None, mapped=mapped)
@@ -252,8 +285,16 @@ def open_checkpoint(model_dir: Path, config: NetworkConfig) -> Iterator[Checkpoi
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(model_dir, config, stack)
         parts = checkpoint_layout(model)
-        stored = dict(zip(parts, _checked_parts(tensors, model, model_dir), strict=True))
+        by_parameter: dict[str, list[CheckpointPart]] = {}
+        for each in _checked_parts(tensors, model, model_dir):
+            by_parameter.setdefault(each.parameter, []).append(each)
+        stored = {part: [each for each in by_parameter[part.parameter] if _overlap(each, part)] for part in parts}
         yield Checkpoint(model, parts, tensors, stored)
+
+
+def _overlap(stored: CheckpointPart, part: CheckpointPart) -> bool:
+    """Whether a tensor of the file fills rows of ``part``, which has Hugging Face's name."""
+    return stored.start < part.start + part.shape[0] and part.start < stored.start + stored.shape[0]
 
 
 def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], progress: Progress | None = None) -> None:
@@ -381,6 +422,12 @@ def _write(
     model.finish_head()
 
 
+def write_parts(model: Any, parts: list[CheckpointPart], tensors: Mapping[str, Any]) -> None:
+    """Write the weights of a module that is laid out, such as a layer that makes drafts. ``parts`` have been checked
+    against ``tensors``."""
+    _write(model, parts, tensors, lambda share: None)
+
+
 def _stored_dtype(tensors: Mapping[str, Any], part: CheckpointPart) -> str:
     """Dtype of a stored tensor, as safetensors names it; F32 for integers in groups."""
     return str(tensors[part.name].get_slice(part.name).get_dtype())
@@ -492,7 +539,7 @@ def open_tensors(model_dir: Path, config: NetworkConfig | None, stack: contextli
     """Map tensor name -> the open, memory-mapped file that holds the tensor, or an object that makes its rows from
     several stored tensors. ``config`` is needed only for a GGUF file."""
     if config is not None and is_gguf(model_dir):
-        return dict(gguf_tensors(GGUFModel(model_dir), config))
+        return cast(dict[str, Any], GGUFTensors(GGUFModel(model_dir), config))
     tensors = with_whole_weights(open_safetensors(model_dir, stack), model_dir)
     if config is None:
         return tensors
@@ -519,6 +566,12 @@ def open_safetensors(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, 
         file = _open_file(model_dir / SINGLE_NAME, stack)
         return dict.fromkeys(file.keys(), file)
     pickled = sorted(path.name for path in model_dir.iterdir() if path.suffix in _PICKLE_SUFFIXES)
+    if _HQQ_FILE in pickled:
+        raise ModelLoadError(
+            f"HQQ weights are not read: {model_dir} has {_HQQ_FILE}, which is also a pickle; use a GGUF file or another"
+            " quantised version of the model, or the original weights, which --quantization int8 or int4 rounds while"
+            " they are loaded"
+        )
     if pickled:
         raise ModelLoadError(
             f"{model_dir} has its weights only as pickle ({pickled[0]!r}), and unpickling runs any code inside; "
@@ -560,7 +613,7 @@ def _checked_parts(
     """Compare stored names, shapes and dtypes with what the model needs, before memory is allocated for them; see
     :func:`_compare_parts`."""
     tied = model.config.tie_word_embeddings
-    parts = checkpoint_layout(model)
+    parts = tensors.layout(model) if isinstance(tensors, GGUFTensors) else checkpoint_layout(model)
     family = FAMILIES[model.config.model_type]
     embedding_name = next(part.name for part in parts if part.parameter == _EMBEDDING)
     prefix = embedding_name.partition(".")[0] + "."
@@ -639,12 +692,12 @@ def _refuse_mixed(
     tensors: Mapping[str, Any], parts: list[CheckpointPart], config: NetworkConfig, model_dir: Path
 ) -> None:
     for part in parts:
-        mixed = part.transposed or part.stack > 1 or len(part.order) > config.head_dim
+        mixed = part.transposed or part.stack > 1
         stored = tensors[part.name]
         if mixed and isinstance(stored, StoredRows) and not stored.stacked:
             raise ModelLoadError(
                 f"{model_dir}: tensor {part.name} is quantised, which {config.model_type} models cannot be, for their"
-                " weights are stored transposed, stacked or head by head; use the original model in bfloat16,"
+                " weights are stored transposed or stacked; use the original model in bfloat16,"
                 " float16 or float32"
             )
 

@@ -38,7 +38,7 @@ def pooled_layout(model: PooledNetwork, stored: Container[str]) -> PooledLayout:
     if isinstance(model.config.network, EncoderConfig):
         return _encoder_layout(model, stored)
     network = model.config.network
-    parts = decoder_layout(model, network, left_out="head.")
+    parts = [part for part in decoder_layout(model, network, left_out="head.") if not _is_dense(part.parameter)]
     embedding = next(part.name for part in parts if part.parameter == "model.embed_tokens.weight")
     if embedding not in stored:
         prefix = embedding.partition(".")[0] + "."
@@ -46,6 +46,7 @@ def pooled_layout(model: PooledNetwork, stored: Container[str]) -> PooledLayout:
     for name, tensor in model.named_parameters():
         if name.startswith("head."):
             parts.append(CheckpointPart(SCORES, name, 0, tuple(tensor.shape)))
+    parts += _dense_parts(model)
     head = r"^lm_head\.|^embed_out\." if model.head is None else r"^lm_head\."
     return PooledLayout(parts, f"{FAMILIES[network.model_type].ignored_tensors}|{head}")
 
@@ -56,6 +57,8 @@ def _encoder_layout(model: PooledNetwork, stored: Container[str]) -> PooledLayou
     prefix = family.prefix if f"{family.prefix}{words}" in stored or words not in stored else ""
     parts: list[CheckpointPart] = []
     for parameter, tensor in model.named_parameters():
+        if _is_dense(parameter):
+            continue
         layer, _, attribute = parameter.rpartition(".")
         if layer.startswith("head."):
             names: tuple[str, ...] = (family.head_tensors[layer],)
@@ -72,4 +75,19 @@ def _encoder_layout(model: PooledNetwork, stored: Container[str]) -> PooledLayou
             old = f"{name}.{_OLD_NAMES.get(attribute, '')}"
             stored_as = old if whole not in stored and old in stored else whole
             parts.append(CheckpointPart(stored_as, parameter, index * count, (count, *tensor.shape[1:])))
-    return PooledLayout(parts, family.ignored_tensors)
+    return PooledLayout([*parts, *_dense_parts(model)], family.ignored_tensors)
+
+
+def _is_dense(parameter: str) -> bool:
+    return parameter.startswith("dense.")
+
+
+def _dense_parts(model: PooledNetwork) -> list[CheckpointPart]:
+    """Tensors of the linear layers after the pooling. Each is in a file of its own, in the folder of its step."""
+    return [
+        CheckpointPart(
+            f"{config.folder}/linear.{name}", f"dense.{index}.{name}", 0, tuple(layer.get_parameter(name).shape)
+        )
+        for index, (layer, config) in enumerate(zip(model.dense, model.config.dense, strict=True))
+        for name in ("weight", *(["bias"] if config.bias else []))
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,11 +52,19 @@ class _Head(nn.Module):
         x = vector.float()[None]
         if self.dense is not None:
             x = _product(self.dense, x)
-            x = torch.tanh(x.double()).float() if self.activation == "tanh" else ops.gelu(x)
+            x = _activated(x, self.activation)
         if self.norm is not None:
             bias = None if self.norm.bias is None else self.norm.bias.float()
             x = ops.layer_norm(x, self.norm.weight.float(), bias, self.eps)
         return _product(self.out, x)[0]
+
+
+def _activated(x: Tensor, activation: str) -> Tensor:
+    if activation == "tanh":
+        return torch.tanh(x.double()).float()
+    if activation == "identity":
+        return x
+    return ops.gelu(x) if activation == "gelu" else ops.relu(x)
 
 
 def _product(layer: Linear, x: Tensor) -> Tensor:
@@ -77,12 +86,13 @@ class PooledNetwork(nn.Module):
             EncoderNetwork(network) if isinstance(network, EncoderConfig) else Decoder(network)
         )
         self.head = _Head(config) if config.labels else None
+        self.dense: Any = nn.ModuleList(Linear(each.width, each.out_width, bias=each.bias) for each in config.dense)
 
     @property
     def one_row(self) -> str | None:
         """``LAST`` or ``CLS`` if only one token's hidden state per text is used; None if the hidden states of all
         tokens are used."""
-        return None if self.config.pooling == "MEAN" else self.config.pooling
+        return self.config.pooling if self.config.pooling in ("LAST", "CLS") else None
 
     def lay_out(
         self,
@@ -101,7 +111,8 @@ class PooledNetwork(nn.Module):
             for each in self.model.modules()
             if isinstance(each, Matrix)
         }
-        head = [] if self.head is None else [each for each in self.head.modules() if isinstance(each, Matrix)]
+        behind = [self.dense] if self.head is None else [self.dense, self.head]
+        head = [each for part in behind for each in part.modules() if isinstance(each, Matrix)]
         lay_out_layers({**body, **dict.fromkeys(head, PLAIN)}, dtype, device)
         lay_out_rest(self, dtype, device)
 
@@ -132,9 +143,20 @@ class PooledNetwork(nn.Module):
         """
         if self.one_row:
             return [self._finished(vector.float()) for vector in hidden]
-        return [self._finished(hidden[start:end].float().mean(0)) for start, end in pairwise(cu_seqlens)]
+        return [self._finished(self._pooled(hidden[start:end].float())) for start, end in pairwise(cu_seqlens)]
+
+    def _pooled(self, rows: Tensor) -> Tensor:
+        """One vector [D] of the hidden states [n, D] of a text."""
+        if self.config.pooling == "MAX":
+            return rows.amax(0)
+        if self.config.pooling == "WEIGHTED_MEAN":
+            weights = torch.arange(1, len(rows) + 1, dtype=torch.float32, device=rows.device)[:, None]
+            return (rows * weights).sum(0) / weights.sum()
+        return rows.mean(0)
 
     def _finished(self, vector: Tensor) -> Tensor:
+        for layer, how in zip(self.dense, self.config.dense, strict=True):
+            vector = _activated(_product(layer, vector.float()[None]), how.activation)[0]
         if self.head is None:
             return vector / vector.norm().clamp_min(_SHORTEST) if self.config.normalize else vector
         logits: Tensor = self.head(vector)

@@ -17,27 +17,44 @@ from chairlift.base.rerankers import RERANKERS
 from chairlift.errors import ConfigError, ModelLoadError
 from chairlift.models.encoder_config import EncoderConfig, EncoderFamily
 from chairlift.models.families.bert import BERT
+from chairlift.models.families.distilbert import DISTILBERT
 from chairlift.models.families.modernbert import MODERNBERT
+from chairlift.models.families.mpnet import MPNET
+from chairlift.models.families.nomic_bert import NOMIC_BERT
 from chairlift.models.families.roberta import ROBERTA
 from chairlift.models.families.xlm_roberta import XLM_ROBERTA
 from chairlift.models.family import Fields
 from chairlift.models.formats.gguf.files import is_gguf
+from chairlift.models.formats.gguf.reader import GGUFModel
+from chairlift.models.formats.gguf_config import gguf_config
+from chairlift.models.formats.gguf_encoders import (
+    ENCODER_ARCHITECTURE,
+    gguf_encoder_config,
+    gguf_labels,
+    gguf_pooling,
+    is_reranker,
+)
 from chairlift.models.hf_config import NetworkConfig, parse_config, read_dtype, read_json
 from chairlift.models.registry import FAMILIES
 
 __all__ = ["ENCODERS", "PooledConfig", "parse_encoder", "pools", "read_pooled_config", "read_reranker"]
 
 ENCODERS: Final[dict[str, EncoderFamily]] = {
-    family.model_type: family for family in (BERT, MODERNBERT, ROBERTA, XLM_ROBERTA)
+    family.model_type: family for family in (BERT, DISTILBERT, MODERNBERT, MPNET, NOMIC_BERT, ROBERTA, XLM_ROBERTA)
 }
 _CLASSIFIES: Final = "ForSequenceClassification"
 _EMBEDS: Final = ("Model", "ForMaskedLM", "ForCausalLM", "LMHeadModel")
 _MODES: Final = {
     "pooling_mode_cls_token": "CLS",
     "pooling_mode_lasttoken": "LAST",
+    "pooling_mode_max_tokens": "MAX",
     "pooling_mode_mean_tokens": "MEAN",
+    "pooling_mode_weightedmean_tokens": "WEIGHTED_MEAN",
 }
-_SHORT_MODES: Final = {"cls": "CLS", "lasttoken": "LAST", "mean": "MEAN"}
+_SHORT_MODES: Final = {
+    **{"cls": "CLS", "lasttoken": "LAST", "max": "MAX", "mean": "MEAN", "weightedmean": "WEIGHTED_MEAN"}
+}
+_DENSE_ACTIVATIONS: Final = {"GELU": "gelu", "Identity": "identity", "ReLU": "relu", "Tanh": "tanh"}
 _ACTIVATIONS: Final = {"Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax"}
 _PROBLEMS: Final = {
     "multi_label_classification": "sigmoid",
@@ -47,13 +64,28 @@ _PROBLEMS: Final = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DenseConfig:
+    """A linear layer after the pooling, which is computed in float32."""
+
+    folder: str
+    """Name of the folder beside ``modules.json`` that has its files."""
+    width: int
+    out_width: int
+    bias: bool = True
+    activation: str = "tanh"
+    """``tanh``, ``gelu``, ``relu`` or ``identity``."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PooledConfig:
     """A network, and how its hidden states become a vector or scores."""
 
     network: NetworkConfig | EncoderConfig
     pooling: str
-    """Hidden state from which a text's vector is made: ``LAST`` (last token), ``CLS`` (first token) or ``MEAN`` (mean
-    over all tokens)."""
+    """How a text's vector is made of its hidden states: ``LAST`` (last token), ``CLS`` (first token), ``MEAN`` (mean
+    over all tokens), ``MAX`` (maximum of each number) or ``WEIGHTED_MEAN`` (mean with the weights 1, 2, 3, ...)."""
+    dense: tuple[DenseConfig, ...] = ()
+    """Linear layers that an embedding passes after the pooling, in order."""
     normalize: bool = True
     """Whether an embedding is divided by its Euclidean length, so that it becomes a unit vector."""
     labels: tuple[str, ...] = ()
@@ -75,6 +107,11 @@ class PooledConfig:
     """Rows of the output head that form a reranker's classifier: the token ids of its answers, such as yes and no."""
 
     @property
+    def width(self) -> int:
+        """Number of numbers of an embedding."""
+        return self.dense[-1].out_width if self.dense else self.network.hidden_size
+
+    @property
     def task(self) -> str:
         """Task of the model: ``embed`` or ``classify``."""
         return "classify" if self.labels else "embed"
@@ -93,9 +130,7 @@ def pools(path: Path, runner: str = "auto", reranker: str | None = None) -> bool
     if reranker is not None and runner == "generate":
         raise ConfigError(f"runner is 'generate', but reranker {reranker!r} scores pairs; leave one of them out")
     if is_gguf(path):
-        if runner == "pooling" or reranker is not None:
-            raise ConfigError("runner is 'pooling', but embeddings from GGUF files are not supported; use safetensors")
-        return False
+        return _pools_gguf(GGUFModel(path), runner, reranker)
     config = path / "config.json"
     raw = read_json(config) if config.is_file() else {}
     architectures = raw.get("architectures") or [""]
@@ -112,6 +147,18 @@ def pools(path: Path, runner: str = "auto", reranker: str | None = None) -> bool
     return only or body or _is_sentence(path)
 
 
+def _pools_gguf(model: GGUFModel, runner: str, reranker: str | None) -> bool:
+    only = model.metadata.get("general.architecture") == ENCODER_ARCHITECTURE
+    if only and runner == "generate":
+        raise ConfigError(f"runner is 'generate', but {model.path} is a model for embeddings; use 'auto' or 'pooling'")
+    if only and reranker is not None:
+        raise ConfigError(
+            f"reranker {reranker!r} is for models that generate, and {model.path} is an encoder; leave it out"
+        )
+    pooled = reranker is not None or (runner == "auto" and gguf_pooling(model) is not None)
+    return only or runner == "pooling" or pooled or (runner == "auto" and is_reranker(model))
+
+
 def _is_sentence(path: Path) -> bool:
     return (path / "modules.json").is_file()
 
@@ -124,6 +171,8 @@ def read_pooled_config(
     Raises ModelLoadError when a file is missing or damaged or needs an unsupported feature, and ConfigError for a
     setting that does not fit the model.
     """
+    if is_gguf(path):
+        return _read_gguf(GGUFModel(path), pooling_type, normalize, is_matryoshka)
     where = path / "config.json"
     if not where.is_file():
         raise ModelLoadError(f"{path} has no config.json; give the directory that holds it")
@@ -136,10 +185,16 @@ def read_pooled_config(
         network = parse_config(raw, where=str(where), pooled=True)
     fields: dict[str, Any] = {"network": network}
     if architecture.endswith(_CLASSIFIES):
+        if raw.get("model_type") in ENCODERS and not ENCODERS[raw["model_type"]].head_tensors:
+            raise ModelLoadError(
+                f"{where}: classifiers of model_type {raw['model_type']!r} are not supported; use an embedding model"
+            )
         fields |= _classifier(raw, network, str(where))
     else:
         fields |= _embedder(path, isinstance(network, EncoderConfig))
-        fields["dimensions"] = _dimensions(raw, network.hidden_size, str(where), is_matryoshka)
+        fields["dense"] = _dense(path, network.hidden_size)
+        width = fields["dense"][-1].out_width if fields["dense"] else network.hidden_size
+        fields["dimensions"] = _dimensions(raw, width, str(where), is_matryoshka)
     fields |= _sentence_files(path)
     if pooling_type is not None:
         if "labels" in fields and isinstance(network, EncoderConfig) and pooling_type != fields["pooling"]:
@@ -155,6 +210,34 @@ def read_pooled_config(
     return PooledConfig(**fields)
 
 
+def _read_gguf(
+    model: GGUFModel, pooling_type: str | None, normalize: bool | None, is_matryoshka: bool | None
+) -> PooledConfig:
+    """Pooling of a GGUF file. The file does not say whether embeddings have length 1; llama.cpp gives them this
+    length."""
+    encoder = model.metadata.get("general.architecture") == ENCODER_ARCHITECTURE
+    network = gguf_encoder_config(model) if encoder else gguf_config(model)
+    if is_reranker(model) and pooling_type is None:
+        if not encoder:
+            raise ModelLoadError(
+                f"{model.path}: pooling_type says that the model scores pairs; if it is Qwen3-Reranker, set reranker to"
+                " qwen3"
+            )
+        labels = gguf_labels(model)
+        activation = "sigmoid" if len(labels) == 1 else "softmax"
+        return PooledConfig(network=network, pooling="CLS", normalize=False, labels=labels, activation=activation)
+    given = pooling_type or gguf_pooling(model)
+    usual = "CLS" if encoder else "LAST"
+    note = f"the file does not say how texts are pooled: pooling_type is {usual}; set it if it was trained otherwise"
+    return PooledConfig(
+        network=network,
+        pooling=given or usual,
+        normalize=normalize is not False,
+        dimensions=() if is_matryoshka else None,
+        notes=() if given else (note,),
+    )
+
+
 def read_reranker(path: Path, name: str, answers: tuple[int, ...]) -> PooledConfig:
     """Read the files of a decoder that answers yes or no. ``answers`` are the token ids of its answers, see
     ``Reranker``.
@@ -162,6 +245,8 @@ def read_reranker(path: Path, name: str, answers: tuple[int, ...]) -> PooledConf
     Raises ModelLoadError when a file is missing or damaged or needs an unsupported feature, and ConfigError for a model
     that cannot be such a reranker.
     """
+    if is_gguf(path):
+        return _answering(path, name, gguf_config(GGUFModel(path)), answers, {})
     where = path / "config.json"
     if not where.is_file():
         raise ModelLoadError(f"{path} has no config.json; give the directory that holds it")
@@ -172,7 +257,12 @@ def read_reranker(path: Path, name: str, answers: tuple[int, ...]) -> PooledConf
             f"reranker {name!r} is for models that generate (...ForCausalLM), and {path} is {architecture}; leave it"
             " out"
         )
-    network = parse_config(raw, where=str(where))
+    return _answering(path, name, parse_config(raw, where=str(where)), answers, _sentence_files(path))
+
+
+def _answering(
+    path: Path, name: str, network: NetworkConfig, answers: tuple[int, ...], settings: Mapping[str, Any]
+) -> PooledConfig:
     if any(not 0 <= each < network.vocab_size for each in answers):
         raise ModelLoadError(
             f"{path}: the token ids of the answers are {answers}, but the vocabulary has {network.vocab_size} tokens"
@@ -183,7 +273,7 @@ def read_reranker(path: Path, name: str, answers: tuple[int, ...]) -> PooledConf
         normalize=False,
         labels=RERANKERS[name].answers,
         answers=answers,
-        max_seq_length=_sentence_files(path).get("max_seq_length"),
+        max_seq_length=settings.get("max_seq_length"),
     )
 
 
@@ -204,14 +294,15 @@ def _architecture(raw: Mapping[str, Any], where: str) -> str:
 def parse_encoder(raw: Mapping[str, Any], *, where: str = "config") -> EncoderConfig:
     """Turn the content of an encoder's ``config.json`` into a checked EncoderConfig. Raises ModelLoadError."""
     family = ENCODERS[str(raw.get("model_type"))]
-    fields = Fields(raw, where, family.defaults, family.keys)
+    fields = Fields(raw, where, family.defaults, family.keys, either=family.either_key)
     hidden = fields.integer("hidden_size", 1, 65_536)
     heads = fields.integer("num_attention_heads", 1, 1_024)
     if hidden % heads or hidden // heads % 2:
         fields.fail(f"hidden_size {hidden} is not an even multiple of num_attention_heads {heads}")
     activation = fields.get("hidden_act")
-    if activation != "gelu":
-        fields.fail(f"{fields.name('hidden_act')} {activation!r:.40} is not supported, only gelu")
+    if not isinstance(activation, str) or activation not in family.activations:
+        known = ", ".join(family.activations)
+        fields.fail(f"{fields.name('hidden_act')} {activation!r:.40} is not supported, only {known}")
     for key in ("add_cross_attention", "embedding_size", "quantization_config"):
         if raw.get(key):
             fields.fail(f"{key} = {raw[key]!r:.40} is not supported for this family")
@@ -223,6 +314,7 @@ def parse_encoder(raw: Mapping[str, Any], *, where: str = "config") -> EncoderCo
         "intermediate_size": fields.integer("intermediate_size", 1, 2**20),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
+        "activation": family.activations[activation],
         "dtype": read_dtype(raw, where),
     }
     return EncoderConfig(**values, **family.read(fields, layers))
@@ -271,19 +363,57 @@ def _embedder(path: Path, encoder: bool) -> dict[str, Any]:
         raise ModelLoadError(
             f"{file}: the model scores pairs by the logits of an answer; if it is Qwen3-Reranker, set reranker to qwen3"
         )
-    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+    behind = kinds[2:-1] if kinds[-1:] == ["Normalize"] else kinds[2:]
+    if kinds[:2] != ["Transformer", "Pooling"] or any(kind != "Dense" for kind in behind):
         raise ModelLoadError(
-            f"{file}: the steps {', '.join(kinds) or 'none'} are not supported; supported are Transformer, Pooling and,"
-            " at the end, Normalize"
+            f"{file}: the steps {', '.join(kinds) or 'none'} are not supported; supported are Transformer, Pooling,"
+            " then Dense (also several), and Normalize at the end"
         )
     if modules[0].get("path"):
         raise ModelLoadError(f"{file}: the network is in {modules[0]['path']!r:.80}; it must be beside modules.json")
     return {"pooling": _pooling(path, str(modules[1].get("path", ""))), "normalize": kinds[-1] == "Normalize"}
 
 
-def _pooling(path: Path, folder: str) -> str:
+def _check_folder(path: Path, kind: str, folder: str) -> None:
     if not folder.replace("_", "").replace("-", "").isalnum():
-        raise ModelLoadError(f"{path / 'modules.json'}: the folder of Pooling must be a plain name, got {folder!r:.80}")
+        raise ModelLoadError(f"{path / 'modules.json'}: the folder of {kind} must be a plain name, got {folder!r:.80}")
+
+
+def _dense(path: Path, width: int) -> tuple[DenseConfig, ...]:
+    """The linear layers after the pooling, which ``modules.json`` lists. ``width`` is the width of the network."""
+    file = path / "modules.json"
+    found: list[DenseConfig] = []
+    for module in _json_list(file) if file.is_file() else []:
+        if str(module.get("type", "")).rpartition(".")[2] != "Dense":
+            continue
+        folder = str(module.get("path", ""))
+        _check_folder(path, "Dense", folder)
+        fields = Fields(read_json(path / folder / "config.json"), str(path / folder / "config.json"))
+        if fields.integer("in_features", 1, 65_536) != width:
+            fields.fail(f"in_features is {fields.get('in_features')}, but the step before gives {width} numbers")
+        for key in ("module_input_name", "module_output_name"):
+            if fields.get(key) not in (None, "sentence_embedding"):
+                fields.fail(f"{key} {fields.get(key)!r:.40} is not supported, only sentence_embedding")
+        name = str(fields.get("activation_function") or "torch.nn.modules.activation.Tanh").rpartition(".")[2]
+        if name not in _DENSE_ACTIVATIONS:
+            known = ", ".join(_DENSE_ACTIVATIONS)
+            fields.fail(f"activation_function {name!r:.40} is not supported; supported: {known}")
+        out = fields.integer("out_features", 1, 65_536)
+        found.append(
+            DenseConfig(
+                folder=folder,
+                width=width,
+                out_width=out,
+                bias=fields.boolean("bias", True),
+                activation=_DENSE_ACTIVATIONS[name],
+            )
+        )
+        width = out
+    return tuple(found)
+
+
+def _pooling(path: Path, folder: str) -> str:
+    _check_folder(path, "Pooling", folder)
     file = path / folder / "config.json"
     raw = read_json(file)
     if raw.get("include_prompt") is False:
@@ -292,7 +422,7 @@ def _pooling(path: Path, folder: str) -> str:
     if isinstance(short, str):
         if short not in _SHORT_MODES:
             raise ModelLoadError(
-                f"{file}: pooling_mode {short!r:.40} is not supported; supported: cls, lasttoken, mean"
+                f"{file}: pooling_mode {short!r:.40} is not supported; supported: {', '.join(_SHORT_MODES)}"
             )
         return _SHORT_MODES[short]
     asked = [key for key, value in raw.items() if key.startswith("pooling_mode_") and value]

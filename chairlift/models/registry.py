@@ -7,10 +7,14 @@ from typing import Final
 from chairlift.base.plugins import is_plugin, load_value
 from chairlift.errors import ConfigError
 from chairlift.models.families.arcee import ARCEE
+from chairlift.models.families.bailing_moe import BAILING_MOE, BAILING_MOE_V2
+from chairlift.models.families.cohere import COHERE
 from chairlift.models.families.cohere2 import COHERE2
 from chairlift.models.families.cwm import CWM
 from chairlift.models.families.ernie4_5 import ERNIE4_5
+from chairlift.models.families.exaone import EXAONE
 from chairlift.models.families.exaone4 import EXAONE4
+from chairlift.models.families.falcon import FALCON
 from chairlift.models.families.falcon_h1 import FALCON_H1
 from chairlift.models.families.gemma import GEMMA
 from chairlift.models.families.gemma2 import GEMMA2
@@ -20,6 +24,7 @@ from chairlift.models.families.glm import GLM
 from chairlift.models.families.glm4 import GLM4
 from chairlift.models.families.glm4_moe import GLM4_MOE
 from chairlift.models.families.gpt2 import GPT2
+from chairlift.models.families.gpt_neo import GPT_NEO
 from chairlift.models.families.gpt_neox import GPT_NEOX
 from chairlift.models.families.gpt_oss import GPT_OSS
 from chairlift.models.families.granite import GRANITE
@@ -30,12 +35,14 @@ from chairlift.models.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from chairlift.models.families.hyperclovax import HYPERCLOVAX
 from chairlift.models.families.internlm3 import INTERNLM3
 from chairlift.models.families.lfm2 import LFM2
+from chairlift.models.families.lfm2_moe import LFM2_MOE
 from chairlift.models.families.llama import LLAMA
 from chairlift.models.families.llava import LLAVA
 from chairlift.models.families.lstm import GRU, LSTM
 from chairlift.models.families.mamba2 import MAMBA2
+from chairlift.models.families.mimo import MIMO
 from chairlift.models.families.ministral import MINISTRAL
-from chairlift.models.families.ministral3 import MINISTRAL3
+from chairlift.models.families.ministral3 import MINISTRAL3, MISTRAL3
 from chairlift.models.families.mistral import MISTRAL
 from chairlift.models.families.mixtral import MIXTRAL
 from chairlift.models.families.nemotron_h import NEMOTRON_H
@@ -65,10 +72,15 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         ARCEE,
+        BAILING_MOE,
+        BAILING_MOE_V2,
+        COHERE,
         COHERE2,
         CWM,
         ERNIE4_5,
+        EXAONE,
         EXAONE4,
+        FALCON,
         FALCON_H1,
         GEMMA,
         GEMMA2,
@@ -78,6 +90,7 @@ FAMILIES: dict[str, Family] = {
         GLM4,
         GLM4_MOE,
         GPT2,
+        GPT_NEO,
         GPT_NEOX,
         GPT_OSS,
         GRANITE,
@@ -86,17 +99,20 @@ FAMILIES: dict[str, Family] = {
         GRU,
         HELIUM,
         HUNYUAN_V1_DENSE,
-        IDEFICS3,
         HYPERCLOVAX,
+        IDEFICS3,
         INTERNLM3,
         LFM2,
+        LFM2_MOE,
         LLAMA,
         LLAVA,
         LSTM,
         MAMBA2,
+        MIMO,
         MINISTRAL,
         MINISTRAL3,
         MISTRAL,
+        MISTRAL3,
         MIXTRAL,
         NEMOTRON_H,
         OLMO2,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from chairlift.errors import ModelLoadError
-from chairlift.models.family import MAX_CONTEXT, Family, Fields
+from chairlift.models.family import MAX_CONTEXT, Family, Fields, NotNative
 
 __all__ = ["WITH_ORIGINAL", "RopeConfig", "original_length", "read_ropes"]
 
@@ -197,7 +197,7 @@ def _rope_type(family: Family, given: Any, where: str) -> tuple[str, set[str]]:
     rope_type = family.rope_types.get(named) if isinstance(named, str) else None
     if rope_type is None:
         supported = ", ".join(family.rope_types)
-        raise ModelLoadError(
+        raise NotNative(
             f"{where}: rope_type {named!r:.80} is not supported for model_type {family.model_type!r}; supported:"
             f" {supported}"
         )

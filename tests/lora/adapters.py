@@ -24,8 +24,13 @@ def random_adapter(model_dir: Path, target: Path, *, seed: int = 0, std: float =
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "lora_" in name:
-                    parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
+                noise = torch.randn(parameter.shape, generator=generator)
+                if "lora_magnitude" in name:
+                    parameter.copy_(parameter * (1.0 + 0.5 * noise))
+                elif "lora_" in name:
+                    parameter.copy_(std * noise)
+                elif parameter.requires_grad:  # modules_to_save, biases and rows of tokens
+                    parameter.add_(std * noise)
         model.save_pretrained(str(target))
     return target
 

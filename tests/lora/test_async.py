@@ -98,8 +98,8 @@ def test_an_engine_that_dies_comes_back_with_its_adapters(tmp_path: Path) -> Non
         async with AsyncLLM(model_dir, **SETTINGS) as llm:
             assert await ask(llm, adapter) == expected
             engine = llm._started()
-            assert engine.engine_pid is not None
-            os.kill(engine.engine_pid, signal.SIGKILL)
+            assert engine.replicas.engine_pid is not None
+            os.kill(engine.replicas.engine_pid, signal.SIGKILL)
             while engine.state is EngineState.READY:
                 await asyncio.sleep(0.01)
             while engine.state is not EngineState.READY:
@@ -109,7 +109,7 @@ def test_an_engine_that_dies_comes_back_with_its_adapters(tmp_path: Path) -> Non
     asyncio.run(test())
 
 
-def test_settings_that_cannot_be(tmp_path: Path) -> None:
+def test_impossible_adapter_settings_are_refused(tmp_path: Path) -> None:
     from chairlift import ConfigError
 
     model_dir = tiny_hf_model(tmp_path, "llama", num_hidden_layers=1)
@@ -135,7 +135,7 @@ def test_settings_that_cannot_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_server_with_adapters(tmp_path: Path) -> None:
+def test_a_server_answers_with_the_named_adapter(tmp_path: Path) -> None:
     model_dir = Path(__file__).parents[2] / "chairlift" / "assets"
     first = random_adapter(model_dir, tmp_path / "adapters" / "first", std=0.4)
     random_adapter(model_dir, tmp_path / "adapters" / "second", seed=1, std=0.4)

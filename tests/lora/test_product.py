@@ -217,21 +217,20 @@ def test_an_adapter_that_is_loaded_again_shares_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.planted
 @pytest.mark.parametrize("mutation", ["scale", "patterns", "order", "start", "a-of-another", "no-down", "tokens"])
-def test_each_piece_is_noticed(mutation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from chairlift.lora import bank, reader, settings
+def test_each_missing_piece_changes_the_answer(mutation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from chairlift.lora import reader, settings, torch_bank
+    from chairlift.lora.adapter import Adapter, LowRank
 
     read = reader.read_adapter
 
-    def spoil(adapter: reader.Adapter) -> reader.Adapter:
+    def spoil(adapter: Adapter) -> Adapter:
         for name, parts in adapter.layers.items():
             if mutation == "order" and "qkv" in name:
-                parts[0] = reader.LowRank(parts[0].start, parts[0].a, parts[0].b.flip(0))
+                parts[0] = LowRank(parts[0].start, parts[0].a, parts[0].b.flip(0))
             if mutation == "start" and len(parts) == 3:
-                parts[1] = reader.LowRank(parts[2].start, parts[1].a, parts[1].b)
+                parts[1] = LowRank(parts[2].start, parts[1].a, parts[1].b)
             if mutation == "a-of-another" and len(parts) == 2:
-                parts[0], parts[1] = (
-                    reader.LowRank(p.start, o.a, p.b) for p, o in zip(parts, parts[::-1], strict=True)
-                )
+                parts[0], parts[1] = (LowRank(p.start, o.a, p.b) for p, o in zip(parts, parts[::-1], strict=True))
         if mutation == "no-down":
             adapter.layers.pop("model.layers.1.mlp.down_proj")
         return adapter
@@ -243,9 +242,9 @@ def test_each_piece_is_noticed(mutation: str, tmp_path: Path, monkeypatch: pytes
             settings.AdapterSettings, "scale_of", lambda self, module: self.alpha / self.rank_of(module)
         )
     elif mutation == "tokens":
-        monkeypatch.setattr(bank.TorchAdapters, "begin", lambda self, adapters: None)
+        monkeypatch.setattr(torch_bank.TorchAdapters, "begin", lambda self, adapters: None)
     else:
-        monkeypatch.setattr(bank, "read_adapter", lambda *args, **options: spoil(read(*args, **options)))
+        monkeypatch.setattr(torch_bank, "read_adapter", lambda *args, **options: spoil(read(*args, **options)))
     model_dir = tiny_hf_model(tmp_path, "llama", num_hidden_layers=2)
     patterns = {"alpha_pattern": {"q_proj": 30}} if mutation == "patterns" else {}
     with pytest.raises(AssertionError, match=r"token|log-prob"):

@@ -14,24 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chairlift.errors import ModelLoadError
-from chairlift.lora.reader import WEIGHTS_NAME, Adapter, adapter_directory, read_adapter
+from chairlift.lora.adapter import Adapter
+from chairlift.lora.reader import WEIGHTS_NAME, adapter_directory, read_adapter
 from chairlift.lora.settings import CONFIG_NAME, read_settings
-from chairlift.lora.sites import Sites, sites_of
+from chairlift.lora.sites import Sites
 from tests.lora.adapters import random_adapter
-from tests.models.test_families import load
-from tests.models.tiny import tiny_hf_model
 
 _Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_hf_model(tmp_path_factory.mktemp("model"), "llama", num_hidden_layers=2)
-
-
-@pytest.fixture(scope="module")
-def sites(model_dir: Path) -> Sites:
-    return sites_of(load(model_dir))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +88,7 @@ def test_the_digest_is_of_all_that_counts(adapter: Path, sites: Sites) -> None:
         ({"alpha_pattern": {r"layers\.\d+\.self_attn\.q_proj": 2, "q_proj": 1}}, 0.5),
     ],
 )
-def test_scales(fields: dict[str, Any], scale: float, adapter: Path) -> None:
+def test_the_scale_follows_from_the_adapters_settings(fields: dict[str, Any], scale: float, adapter: Path) -> None:
     configure(adapter, **fields)
     settings = read_settings(adapter / CONFIG_NAME)
     assert settings.scale_of("model.layers.0.self_attn.q_proj") == pytest.approx(scale)
@@ -108,7 +97,7 @@ def test_scales(fields: dict[str, Any], scale: float, adapter: Path) -> None:
 REFUSED_SETTINGS: dict[str, Any] = {
     "use_dora": True,
     "lora_bias": True,
-    "bias": "all",
+    "bias": "some",
     "modules_to_save": ["lm_head"],
     "layer_replication": [[0, 1]],
     "trainable_token_indices": [1],
@@ -141,11 +130,14 @@ def test_inits_that_change_the_base_are_refused(init: Any, adapter: Path, sites:
 
 
 REFUSED_TENSORS = {
-    "base_model.model.lm_head.lora_A.weight": "output head",
-    "base_model.model.lm_head.weight": "output head",
-    "base_model.model.model.embed_tokens.lora_embedding_A": "embeddings",
-    "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": "DoRA",
-    "base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias": "biases",
+    "base_model.model.lm_head.lora_A.weight": "lora_A but no lora_B",
+    "base_model.model.lm_head.weight": r"shape \[4, 64\]",
+    "base_model.model.score.weight": "heads for classes",
+    "base_model.model.model.norm.weight": "norms are not adapted",
+    "base_model.model.model.embed_tokens.lora_embedding_A": "only one of lora_embedding_A and lora_embedding_B",
+    "base_model.model.model.embed_tokens.lora_magnitude_vector": "use_dora",
+    "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": "use_dora=False",
+    "base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias": "lora_bias=False",
     "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight": "experts",
     "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": "another model",
 }
@@ -168,7 +160,7 @@ def test_every_tensor_is_used_or_the_adapter_is_refused(name: str, adapter: Path
         (lambda tensors: tensors.clear(), "no tensors"),
     ],
 )
-def test_tensors_that_do_not_fit(change: Any, problem: str, adapter: Path, sites: Sites) -> None:
+def test_tensors_that_do_not_fit_are_refused(change: Any, problem: str, adapter: Path, sites: Sites) -> None:
     rewrite(adapter, change)
     with pytest.raises(ModelLoadError, match=problem):
         read(adapter, sites)

@@ -29,6 +29,9 @@ EMBEDDERS: dict[str, dict[str, Any]] = {
     "roberta": {"type_vocab_size": 1, **_SPECIAL},
     "xlm-roberta": {**_SPECIAL},
     "modernbert": {"local_attention": 10, "cls_token_id": 3, "sep_token_id": 4, **_SPECIAL},
+    "distilbert": {"dim": 64, "hidden_dim": 96, "n_layers": 4, "n_heads": 4},
+    "mpnet": {**_SPECIAL},
+    "nomic_bert": {"pad_token_id": 1},
     "qwen3": {"head_dim": 32, "num_key_value_heads": 2},
     "qwen2": {"num_key_value_heads": 2},
     "llama": {"num_key_value_heads": 2},
@@ -79,7 +82,7 @@ def sentence_files(where: Path, mode: str = "mean_tokens", *, normalize: bool = 
     (where / "modules.json").write_text(json.dumps(modules))
     (where / "1_Pooling").mkdir(exist_ok=True)
     (where / "1_Pooling" / "config.json").write_text(
-        json.dumps({"word_embedding_dimension": 64, f"pooling_mode_{mode}": True, "pooling_mode_max_tokens": False})
+        json.dumps({"word_embedding_dimension": 64, "pooling_mode_max_tokens": False, f"pooling_mode_{mode}": True})
     )
     if settings:
         (where / "config_sentence_transformers.json").write_text(json.dumps(settings))

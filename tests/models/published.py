@@ -12,6 +12,7 @@ from tests.models.published_config import config_of
 from tests.models.published_experts import PUBLISHED_EXPERTS
 from tests.models.published_more import PUBLISHED_MORE
 from tests.models.published_recurrent import PUBLISHED_RECURRENT
+from tests.models.published_whole import PUBLISHED_WHOLE
 
 __all__ = ["PUBLISHED"]
 
@@ -242,6 +243,7 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
     **PUBLISHED_EXPERTS,
     **PUBLISHED_MORE,
     **PUBLISHED_RECURRENT,
+    **PUBLISHED_WHOLE,
     "arcee": {
         "AFM-4.5B": config_of(
             *("arcee", "ArceeForCausalLM", "bfloat16"),

@@ -72,11 +72,82 @@ def _ministral3(rope: dict[str, Any], **more: Any) -> dict[str, Any]:
     return config_of("ministral3", "Ministral3ForCausalLM", "bfloat16", usual, given, last, more)
 
 
+def _cohere(**more: Any) -> dict[str, Any]:
+    usual = {"attention_bias": False, "bos_token_id": 5, "eos_token_id": 255001, "hidden_act": "silu"}
+    given = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "max_position_embeddings": 8192, "pad_token_id": 0}
+    last = {"model_max_length": 131072, "rope_theta": 8000000.0, "use_qk_norm": False, "num_key_value_heads": 4}
+    return config_of("cohere", "CohereForCausalLM", "float16", usual, given, last, more)
+
+
+_EXAONE_CODE = {
+    "AutoConfig": "configuration_exaone.ExaoneConfig",
+    "AutoModelForCausalLM": "modeling_exaone.ExaoneForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_exaone.ExaoneForSequenceClassification",
+}
+
+
+def _exaone(**more: Any) -> dict[str, Any]:
+    usual = {"activation_function": "silu", "auto_map": _EXAONE_CODE, "bos_token_id": 1, "embed_dropout": 0.0}
+    given = {"eos_token_id": 361, "head_dim": 16, "layer_norm_epsilon": 1e-5, "max_position_embeddings": 32768}
+    rope = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+    last = {"num_layers": 3, "pad_token_id": 0, "rope_scaling": {**rope, "original_max_position_embeddings": 8192}}
+    last |= {"num_hidden_layers": ..., "rope_theta": 1000000, "tie_word_embeddings": False}
+    return config_of("exaone", "ExaoneForCausalLM", "bfloat16", usual, given, last, more)
+
+
+_FALCON_CODE = {
+    "AutoConfig": "configuration_falcon.FalconConfig",
+    "AutoModel": "modeling_falcon.FalconModel",
+    "AutoModelForCausalLM": "modeling_falcon.FalconForCausalLM",
+}
+
+
+def _falcon(**more: Any) -> dict[str, Any]:
+    usual = {"alibi": False, "apply_residual_connection_post_layernorm": False, "auto_map": _FALCON_CODE, "bias": False}
+    given = {"bos_token_id": 11, "eos_token_id": 11, "hidden_dropout": 0.0, "layer_norm_epsilon": 1e-5}
+    last = {"multi_query": True, "new_decoder_architecture": False, "parallel_attn": True}
+    gone = dict.fromkeys(("intermediate_size", "num_key_value_heads"), ...)
+    return config_of("falcon", "FalconForCausalLM", "bfloat16", usual, given, last, gone, more)
+
+
+def _gpt_neo(**more: Any) -> dict[str, Any]:
+    usual = {"activation_function": "gelu_new", "attention_layers": ["global", "local", "global"], "num_heads": 4}
+    given = {"attention_types": [[["global", "local"], 1], [["global"], 1]], "bos_token_id": 50256, "num_layers": 3}
+    last = {"embed_dropout": 0, "eos_token_id": 50256, "gradient_checkpointing": False, "intermediate_size": None}
+    last |= {
+        "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 2048,
+        "resid_dropout": 0,
+        "summary_type": "cls_index",
+    }
+    gone = dict.fromkeys(("num_attention_heads", "num_hidden_layers", "num_key_value_heads"), ...)
+    return config_of("gpt_neo", "GPTNeoForCausalLM", "float32", usual, given, last, gone, {"window_size": 9}, more)
+
+
 PUBLISHED_MORE: dict[str, dict[str, dict[str, Any]]] = {
+    "cohere": {
+        "c4ai-command-r-v01": _cohere(),
+        "aya-expanse-8b": _cohere(rope_theta=10000, num_key_value_heads=2, logit_scale=0.125),
+        "c4ai-command-r-08-2024": _cohere(rope_theta=4000000.0, num_key_value_heads=2, max_position_embeddings=131072),
+    },
     "cwm": {
         "cwm": _cwm(),
         "cwm, as saved by transformers 5": _cwm(
             rope_scaling=..., rope_theta=..., rope_parameters={**_CWM_ROPE, "rope_theta": 1000000.0}
+        ),
+    },
+    "exaone": {
+        "EXAONE-3.5-7.8B-Instruct": _exaone(),
+        "EXAONE-3.5-2.4B-Instruct": _exaone(tie_word_embeddings=True),
+        "EXAONE-3.0-7.8B-Instruct": _exaone(max_position_embeddings=4096, rope_scaling=..., rope_theta=500000.0),
+    },
+    "falcon": {
+        "falcon-7b": _falcon(),
+        "falcon-40b": _falcon(new_decoder_architecture=True, num_kv_heads=2, multi_query=True),
+        "falcon-11B": _falcon(
+            **{"auto_map": ..., "activation": "gelu", "ff_factor": 4, "ffn_hidden_size": 256, "num_kv_heads": 2},
+            **{"max_position_embeddings": 8192, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+            **{"rope_scaling": None, "rope_theta": 500042.0, "tie_word_embeddings": False},
         ),
     },
     "glm": {
@@ -84,9 +155,30 @@ PUBLISHED_MORE: dict[str, dict[str, dict[str, Any]]] = {
         "glm-4-9b-hf": _glm(max_position_embeddings=8192),
         "glm-4-9b-chat-1m-hf": _glm(max_position_embeddings=1048576, num_key_value_heads=4, rope_theta=100000000.0),
     },
+    "gpt_neo": {
+        "gpt-neo-125m": _gpt_neo(),
+        "TinyStories-33M": _gpt_neo(max_position_embeddings=512, embed_dropout=0.0),
+    },
     "hunyuan_v1_dense": {
         "Hy-MT2-7B": _hunyuan(max_position_embeddings=262144),
         "HunyuanImage-2.1, its reprompt": _hunyuan(max_position_embeddings=32768, use_cache=False),
+    },
+    "hyperclovax": {
+        "HyperCLOVAX-SEED-Think-14B": config_of(
+            *("hyperclovax", "HyperCLOVAXForCausalLM", "bfloat16"),
+            {
+                "auto_map": {
+                    "AutoConfig": "configuration_hyperclovax.HyperCLOVAXConfig",
+                    "AutoModel": "modeling_hyperclovax.HyperCLOVAXModel",
+                    "AutoModelForCausalLM": "modeling_hyperclovax.HyperCLOVAXForCausalLM",
+                }
+            },
+            {"attention_bias": False, "attention_multiplier": 0.0078125, "bos_token_id": 100257, "head_dim": 16},
+            {"embedding_multiplier": 10.0, "end_token_id": 100257, "eos_token_id": 100257, "hidden_act": "silu"},
+            {"logits_scaling": 0.125, "max_position_embeddings": 131072, "mlp_bias": False, "pad_token_id": 0},
+            {"pretraining_tp": 1, "residual_multiplier": 1.0, "rms_norm_eps": 1e-5, "rope_scaling": None},
+            {"rope_theta": 100000000, "tie_word_embeddings": False, "use_post_norm": True},
+        ),
     },
     "internlm3": {
         "internlm3-8b-instruct": config_of(

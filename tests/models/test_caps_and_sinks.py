@@ -16,12 +16,13 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from chairlift import LLM, SamplingParams
 from chairlift.cli.main import main
+from chairlift.errors import RequestError
 from chairlift.kernels import recording, sdpa
 from chairlift.models import registry
 from chairlift.models.context import PagedContext
 from chairlift.models.hf_config import read_hf_config
 from tests.equivalence.all_pairs import all_pairs
-from tests.equivalence.cases import Job, agree, check_text, greedy_jobs, make_llm, run
+from tests.models.greedy_texts import Truth, check_texts, truth_of
 from tests.models.logprobs import PROMPTS, check_logprobs
 from tests.models.paged import packed_logits
 from tests.models.test_families import close, load, prompt
@@ -40,40 +41,14 @@ FACTORS: dict[str, Sequence[Any]] = {
 # -- gemma2 ------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Truth:
-    """The model, requests, and transformers' answers."""
-
-    model_dir: Path
-    model: Any
-    jobs: list[Job]
-    answers: list[list[int]]
-
-
-def greedy(model: Any, job: Job) -> list[int]:
-    tokens = list(job.prompt)
-    for _ in range(job.params.max_tokens or 0):
-        tokens.append(int(hf_logits(model, tokens)[-1].argmax()))
-        if tokens[-1] == 1 and not job.params.ignore_eos:
-            break
-    return tokens[len(job.prompt) :]
-
-
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
-    model_dir = tiny_hf_model(tmp_path_factory.mktemp("models"), "gemma2")
-    model, jobs = hf_model(model_dir), greedy_jobs(10)
-    return Truth(model_dir, model, jobs, [greedy(model, job) for job in jobs])
+    return truth_of(tiny_hf_model(tmp_path_factory.mktemp("models"), "gemma2"), 10)
 
 
 @pytest.mark.parametrize("combination", all_pairs(FACTORS), ids=lambda each: "-".join(map(str, each.values())))
-def test_text_is_that_of_transformers(combination: dict[str, Any], truth: Truth) -> None:
-    settings = dict(combination)
-    arrival, cache = settings.pop("arrival"), settings.pop("cache")
-    llm = make_llm(truth.model_dir, truth.jobs, tight=cache == "tight", **settings)
-    outputs = run(llm, truth.jobs, arrival, preempting=cache == "preempting")
-    texts = [output.outputs[0].token_ids for output in outputs]
-    agree(truth.answers, texts, lambda i: check_text(truth.model, truth.jobs[i], texts[i]))
+def test_texts_equal_those_of_transformers(combination: dict[str, Any], truth: Truth) -> None:
+    check_texts(truth, combination)
 
 
 def capped_logits(truth: Truth, cap: float | None) -> Tensor:
@@ -207,16 +182,19 @@ def long_rope(tmp_path: Path) -> Path:
 
 
 def test_the_longest_text_decides_between_the_factors_of_longrope(tmp_path: Path) -> None:
-    """transformers decides by the length of each text: all of these are short."""
+    """transformers decides by the length of each text, so an engine takes either short texts or long prompts."""
     model_dir = long_rope(tmp_path)
     theirs = hf_model(model_dir)
     (note,) = check_logprobs(model_dir, theirs, 1e-3, dtype="float32", max_model_len=64)
     assert "factors for short texts are used, as in transformers" in note
-    for longer in (65, 512):
-        with pytest.raises(AssertionError, match=r"more likely|its log-probability"):
-            check_logprobs(model_dir, theirs, 1e-3, dtype="float32", max_model_len=longer)
-    (note,) = LLM(model_dir, num_kv_blocks=60, skip_tokenizer_init=True).notes
+    llm = LLM(model_dir, num_kv_blocks=60, skip_tokenizer_init=True)
+    assert llm.info.max_model_len == 64
+    (note,) = check_logprobs(model_dir, theirs, 1e-3, [prompt(65), prompt(90)], dtype="float32", max_model_len=512)
     assert "factors for long texts are used" in note and "set max_model_len to 64 or less" in note
+    llm = LLM(model_dir, num_kv_blocks=60, skip_tokenizer_init=True, max_model_len=512)
+    with pytest.raises(RequestError, match=r"the prompt has 64 tokens, but .* more than 64 here: .* max_model_len 64"):
+        llm.generate([prompt(64)])
+    assert llm.generate([prompt(65)])[0].outputs[0].token_ids
     config, tokens = read_hf_config(model_dir), prompt(100)
     assert close(hf_logits(theirs, tokens), load_logits(model_dir, tokens))
     assert config.for_length(512) is config and config.for_length(64) != config

@@ -132,7 +132,7 @@ def test_a_trained_model_is_served(cell: str, tmp_path: Path) -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(config: dict[str, Any], words: str) -> None:
+def test_an_impossible_config_is_refused(config: dict[str, Any], words: str) -> None:
     for cell in CELLS:
         parsed = parse_config({"model_type": cell, **SIZES})
         assert parsed.recurrent and not parsed.attends

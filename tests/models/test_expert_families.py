@@ -26,7 +26,7 @@ from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
 from tests.models.logprobs import PROMPTS, check_logprobs
 from tests.models.paged import PagedRunner, packed_logits
-from tests.models.test_families import close, load, prompt
+from tests.models.test_families import check_packed_and_chunked, close, load, prompt
 from tests.models.tiny import EXPERT_FAMILIES, hf_logits, hf_model, tiny_hf_model
 from tests.native import needs_kernels
 
@@ -75,13 +75,7 @@ def test_logits_and_greedy_answers_equal_transformers(variant: str, tmp_path: Pa
     family, overrides = VARIANTS[variant]
     model_dir = tiny_hf_model(tmp_path, family, **overrides)
     theirs, ours = hf_model(model_dir), load(model_dir)
-    prompts = [prompt(40, 1), prompt(3, 2), prompt(61, 3)]
-    expected = [hf_logits(theirs, tokens) for tokens in prompts]
-    for logits, reference in zip(packed_logits(ours, prompts), expected, strict=True):
-        assert close(logits, reference)
-    runner = PagedRunner(ours, 8, num_blocks=256)
-    chunks = [runner.step([("chunked", prompts[2][a:b])])[0] for a, b in ((0, 5), (5, 6), (6, 32), (32, 61))]
-    assert close(torch.cat(chunks), expected[2])
+    check_packed_and_chunked(ours, theirs)
     for kernels in (*supported_isas()[-1:], "torch"):
         check_logprobs(model_dir, theirs, 1e-3, dtype="float32", kernels=kernels)
 
@@ -100,7 +94,7 @@ def test_bfloat16_stays_as_near_to_float32_as_transformers_does(family: str, tmp
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_is_saved_is_what_was_loaded(variant: str, tmp_path: Path) -> None:
+def test_saved_weights_equal_the_loaded_ones(variant: str, tmp_path: Path) -> None:
     """In the checkpoint's names, with experts apart or in one tensor."""
     family, overrides = VARIANTS[variant]
     model_dir = tiny_hf_model(tmp_path, family, **overrides)
@@ -378,7 +372,7 @@ def test_a_part_that_is_left_out_is_noticed(variant: str, what: str, spoil: Any,
         ({**GPT_OSS, "sliding_window": None}, "sliding_window is not set"),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused(config: dict[str, Any], words: str) -> None:
+def test_a_config_that_would_be_computed_wrongly_is_refused(config: dict[str, Any], words: str) -> None:
     sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_experts": 6, "num_experts_per_tok": 2, "model_type": "qwen3_moe"}
     if config.get("model_type") == "glm4_moe":

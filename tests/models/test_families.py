@@ -49,6 +49,17 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(128), k=length)
 
 
+def check_packed_and_chunked(ours: Any, theirs: Any) -> None:
+    """Compare our logits with those of transformers: of three prompts side by side, and of one in chunks."""
+    prompts = [prompt(40, 1), prompt(3, 2), prompt(61, 3)]
+    expected = [hf_logits(theirs, tokens) for tokens in prompts]
+    for logits, reference in zip(packed_logits(ours, prompts), expected, strict=True):
+        assert close(logits, reference)
+    runner = PagedRunner(ours, 8, num_blocks=256)
+    chunks = [runner.step([("chunked", prompts[2][a:b])])[0] for a, b in ((0, 5), (5, 6), (6, 32), (32, 61))]
+    assert close(torch.cat(chunks), expected[2])
+
+
 def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> bool:
     error = (ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()
     return bool(error <= tolerance)
@@ -98,7 +109,7 @@ def test_decodes_and_chunks_share_a_batch(variant: str, block_size: int, tmp_pat
         assert close(torch.cat(logits[name]), hf_logits(theirs, tokens))
 
 
-def test_prompts_longer_than_a_query_tile(tmp_path: Path) -> None:
+def test_prompts_longer_than_a_query_tile_equal_transformers(tmp_path: Path) -> None:
     for window in (None, 100, 300):
         model_dir = tiny_hf_model(
             tmp_path / str(window), "mistral", sliding_window=window, max_position_embeddings=1024
@@ -177,7 +188,7 @@ def test_packed_gradients_equal_one_sequence_at_a_time(family: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_training_under_autocast(family: str, tmp_path: Path) -> None:
+def test_training_under_autocast_has_nearly_the_same_loss(family: str, tmp_path: Path) -> None:
     model = load(tiny_hf_model(tmp_path, family, std=0.05), weight_format=PLAIN).requires_grad_(True)
     tokens, positions = torch.tensor(prompt(40)), torch.arange(40)
     losses = []

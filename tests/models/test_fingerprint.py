@@ -10,7 +10,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from chairlift.config import EngineConfig
-from chairlift.loading.model import fingerprint, load_executor
+from chairlift.loading.loaded import fingerprint
+from chairlift.loading.model import load_executor
 from tests.models.tiny import tiny_hf_model
 from tests.native import needs_kernels
 
@@ -20,7 +21,7 @@ def model_dir(tmp_path: Path) -> Path:
     return tiny_hf_model(tmp_path, "llama")
 
 
-def test_other_weights_of_the_same_size_have_another(model_dir: Path, tmp_path: Path) -> None:
+def test_other_weights_of_the_same_size_have_another_fingerprint(model_dir: Path, tmp_path: Path) -> None:
     before = fingerprint(str(model_dir), "m", "float32")
     copy = shutil.copytree(model_dir, tmp_path / "copy")
     assert fingerprint(str(copy), "m", "float32") == before
@@ -33,19 +34,19 @@ def test_other_weights_of_the_same_size_have_another(model_dir: Path, tmp_path: 
 
 
 @needs_kernels
-def test_keys_and_values_in_8_bits_have_another(model_dir: Path) -> None:
+def test_keys_and_values_in_8_bits_have_another_fingerprint(model_dir: Path) -> None:
     infos = []
     for settings in ({}, {"kv_cache_dtype": "int8"}):
         given = {"model": str(model_dir), "num_kv_blocks": 20, "skip_tokenizer_init": True, **settings}
         config = EngineConfig.from_flat(given)
-        infos.append(load_executor(config).info(config, 1))
+        infos.append(load_executor(config).info)
     plain, int8 = infos
     assert (plain.kv_cache_dtype, int8.kv_cache_dtype) == (None, "int8") and plain.fingerprint != int8.fingerprint
     assert plain.dtype == int8.dtype and plain.deterministic and int8.deterministic
     assert int8.block_bytes < plain.block_bytes / 2
 
 
-def test_it_does_not_read_all_of_a_large_file(tmp_path: Path) -> None:
+def test_a_fingerprint_reads_only_a_part_of_a_large_file(tmp_path: Path) -> None:
     """A hole in a file costs no time to write, but reading 1 TiB of zeros would take minutes."""
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(2**40)
@@ -54,7 +55,7 @@ def test_it_does_not_read_all_of_a_large_file(tmp_path: Path) -> None:
     assert fingerprint(str(tmp_path)) != short
 
 
-def test_what_is_no_file_does_not_count(model_dir: Path) -> None:
+def test_a_fingerprint_ignores_everything_that_is_no_file(model_dir: Path) -> None:
     """A cache whose files were pruned, a folder with a file's name, and what a stranger's archive may bring along: a
     pipe that nobody writes to, and a device without end."""
     before = fingerprint(str(model_dir))

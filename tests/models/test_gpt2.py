@@ -21,9 +21,9 @@ from chairlift.models import registry
 from chairlift.models.families import gpt2
 from chairlift.models.hf_config import parse_config
 from tests.equivalence.all_pairs import all_pairs
-from tests.equivalence.cases import Job, agree, check_text, greedy_jobs, make_llm, run
+from tests.models.greedy_texts import Truth, check_texts, truth_of
 from tests.models.logprobs import check_logprobs
-from tests.models.tiny import hf_logits, hf_model, tiny_hf_model
+from tests.models.tiny import hf_model, tiny_hf_model
 from tests.native import needs_kernels
 
 FACTORS: dict[str, Sequence[Any]] = {
@@ -36,44 +36,18 @@ FACTORS: dict[str, Sequence[Any]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Truth:
-    """The model, requests, and transformers' answers."""
-
-    model_dir: Path
-    model: Any
-    jobs: list[Job]
-    answers: list[list[int]]
-
-
-def greedy(model: Any, job: Job) -> list[int]:
-    tokens = list(job.prompt)
-    for _ in range(job.params.max_tokens or 0):
-        tokens.append(int(hf_logits(model, tokens)[-1].argmax()))
-        if tokens[-1] == 1 and not job.params.ignore_eos:
-            break
-    return tokens[len(job.prompt) :]
-
-
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
-    model_dir = tiny_hf_model(tmp_path_factory.mktemp("models"), "gpt2")
-    model, jobs = hf_model(model_dir), greedy_jobs(16)
-    return Truth(model_dir, model, jobs, [greedy(model, job) for job in jobs])
+    return truth_of(tiny_hf_model(tmp_path_factory.mktemp("models"), "gpt2"), 16)
 
 
 @pytest.mark.parametrize("combination", all_pairs(FACTORS), ids=lambda each: "-".join(map(str, each.values())))
-def test_text_is_that_of_transformers(combination: dict[str, Any], truth: Truth) -> None:
-    settings = dict(combination)
-    arrival, cache = settings.pop("arrival"), settings.pop("cache")
-    llm = make_llm(truth.model_dir, truth.jobs, tight=cache == "tight", **settings)
-    outputs = run(llm, truth.jobs, arrival, preempting=cache == "preempting")
-    texts = [output.outputs[0].token_ids for output in outputs]
-    agree(truth.answers, texts, lambda i: check_text(truth.model, truth.jobs[i], texts[i]))
+def test_texts_equal_those_of_transformers(combination: dict[str, Any], truth: Truth) -> None:
+    check_texts(truth, combination)
 
 
 @needs_kernels
-def test_what_the_kernels_lack_is_said_in_one_line(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_that_the_kernels_lack_are_named_in_one_line(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_logprobs(truth.model_dir, truth.model, 1e-4, dtype="float32") == []
     without = {op: kernel for op, kernel in lowering._KERNELS.items() if op not in (ops.layer_norm, ops.gelu_tanh)}
     monkeypatch.setattr(lowering, "_KERNELS", without)
@@ -94,7 +68,7 @@ def test_what_the_kernels_lack_is_said_in_one_line(truth: Truth, monkeypatch: py
     ids=lambda config: next(iter(config)),
 )
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_variants(config: dict[str, Any], kernels: str, tmp_path: Path) -> None:
+def test_every_variant_gives_the_logits_of_transformers(config: dict[str, Any], kernels: str, tmp_path: Path) -> None:
     model_dir = tiny_hf_model(tmp_path, "gpt2", std=0.1, **config)
     check_logprobs(model_dir, hf_model(model_dir), 1e-4, dtype="float32", kernels=kernels)
 
@@ -104,7 +78,7 @@ def test_bfloat16_stays_near_float32(truth: Truth, tmp_path: Path) -> None:
     check_logprobs(model_dir, hf_model(model_dir, torch.float32), 0.1, dtype="bfloat16")
 
 
-def test_names_without_the_prefix_and_with_causal_masks(truth: Truth, tmp_path: Path) -> None:
+def test_files_without_the_prefix_and_with_causal_masks_load(truth: Truth, tmp_path: Path) -> None:
     """As the files of the first GPT-2 are."""
     tensors = {
         name.removeprefix("transformer."): t for name, t in load_file(truth.model_dir / "model.safetensors").items()
@@ -135,7 +109,7 @@ def test_check_accepts_it_and_nothing_is_slow(truth: Truth, capsys: pytest.Captu
         ({"architectures": ["GPT2ForSequenceClassification"]}, r"no \.\.\.ForCausalLM or \.\.\.Model"),
     ],
 )
-def test_what_is_refused_is_named_as_the_file_names_it(change: dict[str, Any], words: str, truth: Truth) -> None:
+def test_refused_settings_have_the_names_of_the_file(change: dict[str, Any], words: str, truth: Truth) -> None:
     raw = json.loads((truth.model_dir / "config.json").read_text())
     with pytest.raises(ModelLoadError, match=words):
         parse_config({**raw, **change})
@@ -189,7 +163,7 @@ def drop_the_scale(patch: pytest.MonkeyPatch) -> None:
 BROKEN = [drop_positions, drop_the_bias_of_norms, exact_gelu, read_products_untransposed, scramble_qkv, drop_the_scale]
 
 
-@pytest.mark.planted("test_variants")
+@pytest.mark.planted("test_every_variant_gives_the_logits_of_transformers")
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_mistakes_are_noticed(

@@ -35,8 +35,8 @@ from tests.e2e.oracle import chat_ids, expected_hashlm
 def make(model: str = "hashlm", **settings: Any) -> tuple[Engine, Tokenizer]:
     config = EngineConfig.from_flat({"model": model, "max_num_batched_tokens": 32, "max_num_seqs": 4, **settings})
     loaded = load_executor(config)
-    tokenizer = read_tokenizer(config, loaded.model_dir)
-    limits = ModelLimits(loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids)
+    tokenizer = read_tokenizer(config, loaded.info.model_dir)
+    limits = ModelLimits(loaded.info.vocab_size, loaded.info.max_model_len, loaded.info.eos_token_ids)
     return Engine(loaded.executor, limits, config.scheduler, tokenizer=tokenizer), tokenizer
 
 
@@ -108,7 +108,7 @@ def test_special_tokens_follow_the_bytes() -> None:
     assert tokenizer.chat_template == HASHLM_TEMPLATE
 
 
-def test_a_chat_is_chatml() -> None:
+def test_a_chat_is_rendered_as_chatml() -> None:
     _, tokenizer = make()
     chat = [{"role": "system", "content": "Be é."}, {"role": "user", "content": "Sie?"}]
     text = ChatTemplate(HASHLM_TEMPLATE).render(chat)
@@ -174,7 +174,7 @@ def test_prompt_logprobs_cover_the_prompt_in_chunks() -> None:
         assert list(entry) == list(dict.fromkeys(expected.token_ids.tolist()))
 
 
-def test_log_probabilities_are_some() -> None:
+def test_log_probabilities_begin_with_the_token_and_are_as_many_as_asked() -> None:
     for token in (0, 255, HASHLM_VOCAB_SIZE - 1):
         for count in (0, 1, 5, 10_000):
             entry = logprobs_of(token, count)
@@ -193,13 +193,13 @@ def test_a_step_takes_its_time() -> None:
     assert time.monotonic() - began >= 5 * 0.02
 
 
-def test_it_needs_no_torch() -> None:
+def test_hashlm_needs_no_torch() -> None:
     code = (
         "import sys\n"
         "from chairlift.config import EngineConfig\n"
         "from chairlift.loading.model import load_executor, read_tokenizer\n"
         "config = EngineConfig.from_flat({'model': 'hashlm'})\n"
-        "read_tokenizer(config, load_executor(config).model_dir).encode('x')\n"
+        "read_tokenizer(config, load_executor(config).info.model_dir).encode('x')\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -61,7 +61,7 @@ QWEN2: dict[str, Any] = {
 }
 
 
-def test_a_llama_of_the_old_dialect() -> None:
+def test_a_llama_config_of_the_old_form_is_read() -> None:
     config = parse_config(LLAMA)
     assert (config.head_dim, config.num_key_value_heads, config.max_model_len) == (64, 8, 131072)
     assert (config.rope.rope_type, config.rope.factor, config.rope.theta) == ("llama3", 32.0, 500000.0)
@@ -71,7 +71,7 @@ def test_a_llama_of_the_old_dialect() -> None:
     assert not (config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
 
 
-def test_a_qwen2_with_its_window_off_and_on() -> None:
+def test_the_window_of_a_qwen2_counts_only_where_it_is_on() -> None:
     config = parse_config(QWEN2)
     assert (config.head_dim, config.qkv_bias, config.o_bias) == (64, True, False)
     assert config.layer_windows == (None,) * 24
@@ -100,7 +100,7 @@ def test_a_model_that_does_not_sample_is_greedy_by_default() -> None:
         parse_config(QWEN2, {"do_sample": "no"})
 
 
-def test_what_a_generation_config_says_in_vain_is_told() -> None:
+def test_settings_of_a_generation_config_without_effect_are_reported() -> None:
     applied = {"do_sample": True, "temperature": 0.5, "eos_token_id": [1, 2], "top_k": 50, "repetition_penalty": 1.1}
     neutral = {
         **{"num_beams": 1, "max_new_tokens": None, "typical_p": 1.0, "min_length": 0, "suppress_tokens": []},
@@ -145,7 +145,7 @@ def test_longest_sequence_counts_rotary_scaling_in() -> None:
     assert (beside.rope.original_max_position_embeddings, beside.max_model_len) == (16384, 65536)
 
 
-def test_of_dual_chunk_attention_only_the_first_chunk_is_served() -> None:
+def test_a_model_of_dual_chunk_attention_is_served_up_to_its_first_chunk() -> None:
     chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
     long = {**QWEN2, "max_position_embeddings": 1010000, "dual_chunk_attention_config": chunks}
     assert parse_config(long).max_model_len == 253952
@@ -176,7 +176,7 @@ def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "bloom"}, ["'bloom'", "gpt2", "llama", "mistral, mixtral", "qwen2_moe, qwen3"]),
+        ({"model_type": "bloom"}, ["'bloom'", "gpt2", "llama", "mistral3, mixtral", "qwen2_moe, qwen3"]),
         ({"model_type": None}, ["None", "supported"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
         ({"hidden_size": 0}, ["hidden_size", "1 to 65536", "0"]),
@@ -216,7 +216,7 @@ def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None
         ({"rope_parameters": {"partial_rotary_factor": 0.5}, "rope_scaling": None}, ["partial_rotary_factor"]),
     ],
 )
-def test_what_is_refused_is_named(change: dict[str, Any], words: list[str]) -> None:
+def test_refused_settings_are_named_with_their_file(change: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ModelLoadError) as caught:
         parse_config({**LLAMA, **change}, where="dir/config.json")
     assert all(word in str(caught.value) for word in ["dir/config.json", *words]), str(caught.value)

@@ -34,6 +34,7 @@ from chairlift.models.loader import (
 from chairlift.models.model_files import read_config
 from chairlift.models.random_weights import random_model, write_random_model
 from tests.models.paged import packed_logits
+from tests.models.published_renamed import PUBLISHED_RENAMED
 from tests.models.tiny import (
     EXPERT_FAMILIES,
     FAMILIES,
@@ -341,7 +342,7 @@ def test_surplus_tensors_are_told_as_transformers_does(model_dir: Path, caplog: 
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(f, marks=pytest.mark.nightly) for f in MORE_FAMILIES)])
-def test_names_of_the_class_without_a_head(tmp_path: Path, family: str) -> None:
+def test_files_of_the_class_without_a_head_load(tmp_path: Path, family: str) -> None:
     """``LlamaModel`` and its like save ``layers.0...``; with a tied head that is a whole model."""
     model_dir = tiny_hf_model(tmp_path, family, tie_word_embeddings=True)
     whole = load_model(model_dir, read_config(model_dir), weight_format=PLAIN)
@@ -492,7 +493,7 @@ def test_index_that_lies_is_refused(model_dir: Path) -> None:
     assert f"{second}, which is not there" in refusal(model_dir)
 
 
-def test_names_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_are_no_model_are_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model_dir(tmp_path) == tmp_path
     (tmp_path / "file").touch()
     (tmp_path / "below").mkdir()
@@ -509,5 +510,6 @@ def test_names_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_every_family_is_compared_with_transformers() -> None:
     compared = [*FAMILIES, *MORE_FAMILIES, *EXPERT_FAMILIES, *RECURRENT_FAMILIES, *WHOLE_FAMILIES, *VISION_FAMILIES]
+    compared += PUBLISHED_RENAMED  # with a class of transformers under other names
     compared += ["gru", "lstm"]  # with torch.nn.GRU and torch.nn.LSTM; transformers has no such models
     assert sorted(registry.FAMILIES) == sorted(compared)

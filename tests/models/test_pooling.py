@@ -36,7 +36,7 @@ from tests.models.pooled import (
 from tests.models.tiny import MORE_FAMILIES, tiny_hf_model
 from tests.native import needs_kernels
 
-ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
+ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert", "distilbert", "mpnet", "nomic_bert")
 
 
 def load(where: Path, **settings: Any) -> LLM:
@@ -97,7 +97,8 @@ def native_runner(where: Path) -> NativePooledRunner:
 @needs_kernels
 def test_attention_of_encoders_is_in_the_kernels_unless_heads_turn_or_have_an_odd_size(tmp_path: Path) -> None:
     found = {family: native_runner(pooled_model(tmp_path, family)[0]).calls for family in ENCODERS}
-    assert {family for family, calls in found.items() if "encoder_attention" in calls} == {"modernbert"}
+    called = {family for family, calls in found.items() if "encoder_attention" in calls}
+    assert called == {"modernbert", "mpnet", "nomic_bert"}
     where, theirs = pooled_model(tmp_path / "odd", "bert", num_attention_heads=8)
     assert "encoder_attention" in native_runner(where).calls
     expected = expected_embeddings(theirs, TEXTS, "MEAN")
@@ -119,7 +120,7 @@ def test_an_encoder_that_sees_no_later_tokens_is_noticed(tmp_path: Path, monkeyp
     assert error(list(embeddings(load(where, pooling_type="MEAN"), TEXTS)), expected) > 1e-2
 
 
-@pytest.mark.parametrize("family", [name for name in EMBEDDERS if name not in ("mistral", "gpt2")])
+@pytest.mark.parametrize("family", [name for name in EMBEDDERS if name not in ("mistral", "gpt2", "nomic_bert")])
 def test_classifiers_equal_transformers(family: str, tmp_path: Path) -> None:
     where, theirs = pooled_model(tmp_path, family, labels=3)
     expected = expected_classes(theirs, TEXTS).softmax(-1)
@@ -143,7 +144,7 @@ def test_modernbert_classifies_by_the_mean_too(tmp_path: Path) -> None:
         ({"id2label": {"0": "relevant"}}, "sigmoid"),
     ],
 )
-def test_a_classifier_says_what_its_logits_go_through(fields: dict[str, Any], name: str, tmp_path: Path) -> None:
+def test_a_classifier_names_its_activation(fields: dict[str, Any], name: str, tmp_path: Path) -> None:
     labels = len(fields.get("id2label", (1, 2)))
     where, theirs = pooled_model(tmp_path, "bert", labels=labels)
     raw = json.loads((where / "config.json").read_text())
@@ -155,7 +156,7 @@ def test_a_classifier_says_what_its_logits_go_through(fields: dict[str, Any], na
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", MORE_FAMILIES)
-def test_every_family_embeds(family: str, tmp_path: Path) -> None:
+def test_every_family_of_texts_gives_the_embeddings_of_transformers(family: str, tmp_path: Path) -> None:
     """The last token's state, of a causal model whose head is left out."""
     from transformers import AutoModel
 
@@ -169,6 +170,85 @@ def test_every_family_embeds(family: str, tmp_path: Path) -> None:
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["max_tokens", "weightedmean_tokens"])
+def test_the_maximum_and_a_weighted_mean_are_those_of_sentence_transformers(mode: str, tmp_path: Path) -> None:
+    where, theirs = pooled_model(tmp_path, "bert")
+    sentence_files(where, mode)
+    rows = [theirs(torch.tensor([text])).last_hidden_state[0].detach() for text in TEXTS]
+    if mode == "max_tokens":
+        pooled = [each.max(0).values for each in rows]
+    else:
+        weights = [torch.arange(1.0, len(each) + 1)[:, None] for each in rows]
+        pooled = [(each * weight).sum(0) / weight.sum() for each, weight in zip(rows, weights, strict=True)]
+    expected = torch.nn.functional.normalize(torch.stack(pooled), dim=1)
+    for kernels in ("auto", "torch"):
+        assert error(list(embeddings(load(where, kernels=kernels), TEXTS)), expected) < 1e-5
+
+
+def dense_steps(where: Path, *steps: tuple[int, int, bool, str]) -> list[torch.nn.Linear]:
+    """Write linear layers between Pooling and Normalize: (inputs, outputs, whether it has a bias, activation) each."""
+    modules = json.loads((where / "modules.json").read_text())
+    layers = []
+    torch.manual_seed(3)
+    for index, (inputs, outputs, bias, activation) in enumerate(steps):
+        folder = f"{index + 2}_Dense"
+        (where / folder).mkdir()
+        settings = {"in_features": inputs, "out_features": outputs, "bias": bias, "activation_function": activation}
+        (where / folder / "config.json").write_text(json.dumps(settings))
+        layers.append(torch.nn.Linear(inputs, outputs, bias=bias))
+        tensors = {f"linear.{name}": value.detach() for name, value in layers[-1].named_parameters()}
+        save_file(tensors, where / folder / "model.safetensors")
+        modules.insert(2 + index, {"path": folder, "type": "sentence_transformers.models.Dense"})
+    (where / "modules.json").write_text(json.dumps(modules))
+    return layers
+
+
+_TANH = "torch.nn.modules.activation.Tanh"
+
+
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
+def test_dense_steps_follow_the_pooling(family: str, tmp_path: Path) -> None:
+    where, theirs = pooled_model(tmp_path, family)
+    sentence_files(where)
+    layers = dense_steps(where, (64, 96, True, _TANH), (96, 32, False, "torch.nn.modules.linear.Identity"))
+    pooled = expected_embeddings(theirs, TEXTS, "MEAN", normalize=False)
+    with torch.no_grad():
+        expected = torch.nn.functional.normalize(layers[1](layers[0](pooled).tanh()), dim=1)
+    for kernels in ("auto", "torch"):
+        llm = load(where, kernels=kernels)
+        assert error(list(embeddings(llm, TEXTS)), expected) < 1e-5
+        assert len(llm.embed([TEXTS[0]])[0].outputs.embedding) == 32
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"in_features": 65}, "in_features is 65, but the step before gives 64 numbers"),
+        ({"activation_function": "torch.nn.SELU"}, "'SELU' is not supported; supported: GELU"),
+        ({"module_input_name": "token_embeddings"}, "module_input_name"),
+    ],
+)
+def test_unsupported_dense_steps_are_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+    where, _ = pooled_model(tmp_path, "bert")
+    sentence_files(where)
+    dense_steps(where, (64, 32, True, _TANH))
+    path = where / "2_Dense" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    with pytest.raises(ModelLoadError, match=words):
+        load(where)
+
+
+@pytest.mark.planted("test_embeddings_equal_transformers_in_any_company[MEAN-mpnet]")
+def test_distances_that_are_ignored_or_turned_round_are_noticed(tmp_path: Path) -> None:
+    where, theirs = pooled_model(tmp_path, "mpnet")
+    expected = expected_embeddings(theirs, TEXTS, "MEAN")
+    tensors = load_file(where / "model.safetensors")
+    (name,) = (name for name in tensors if name.endswith("relative_attention_bias.weight"))
+    for wrong in (torch.zeros_like(tensors[name]), tensors[name].roll(16, 0)):
+        save_file({**tensors, name: wrong}, where / "model.safetensors")
+        assert error(list(embeddings(load(where, pooling_type="MEAN"), TEXTS)), expected) > 5e-4
 
 
 def test_the_files_of_sentence_transformers_say_how_texts_are_pooled(tmp_path: Path) -> None:
@@ -192,14 +272,15 @@ def test_the_files_of_sentence_transformers_say_how_texts_are_pooled(tmp_path: P
     ("file", "content", "reason"),
     [
         ("modules.json", [{"type": "sentence_transformers.models.Dense", "path": ""}], "steps Dense are not supported"),
-        ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "exactly one of"),
+        ("1_Pooling/config.json", {"pooling_mode_mean_sqrt_len_tokens": True}, "exactly one of"),
+        ("1_Pooling/config.json", {"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}, "exactly one"),
         ("1_Pooling/config.json", {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "exactly one"),
         ("1_Pooling/config.json", {"pooling_mode_cls_token": True, "include_prompt": False}, "include_prompt is false"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case is true"),
         ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "is not one of the prompts"),
     ],
 )
-def test_what_is_not_done_is_refused_by_name(file: str, content: Any, reason: str, tmp_path: Path) -> None:
+def test_unsupported_pooling_settings_are_refused_by_name(file: str, content: Any, reason: str, tmp_path: Path) -> None:
     where, _ = pooled_model(tmp_path, "bert")
     sentence_files(where)
     (where / file).write_text(json.dumps(content))
@@ -243,7 +324,7 @@ def test_names_of_other_classes_and_of_old_checkpoints_load(tmp_path: Path) -> N
         load(where)
 
 
-def test_what_a_model_is_for_is_seen_from_its_files(tmp_path: Path) -> None:
+def test_the_task_of_a_model_is_read_from_its_files(tmp_path: Path) -> None:
     generates = tiny_hf_model(tmp_path, "qwen3")
     assert not pools(generates) and pools(generates, "pooling")
     sentence_files(generates, "lasttoken")

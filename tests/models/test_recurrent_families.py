@@ -186,7 +186,7 @@ def test_a_chunk_may_end_anywhere(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_is_saved_is_what_was_loaded(variant: str, tmp_path: Path) -> None:
+def test_saved_weights_equal_the_loaded_ones(variant: str, tmp_path: Path) -> None:
     family, overrides = VARIANTS[variant]
     model_dir = tiny_hf_model(tmp_path, family, **overrides)
     saved, stored = hf_state_dict(load(model_dir, weight_format=PLAIN)), load_file(model_dir / "model.safetensors")
@@ -267,7 +267,7 @@ def test_answers_do_not_depend_on_the_schedule(family: str, kernels: str, tmp_pa
 # -- settings and memory -----------------------------------------------------------------------------------------------
 
 
-def test_how_many_run_follows_from_memory_and_is_said(tmp_path: Path) -> None:
+def test_the_number_of_running_requests_follows_from_memory_and_is_shown(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"kernels": "torch", "skip_tokenizer_init": True}
     only = tiny_hf_model(tmp_path, "lfm2", **VARIANTS["lfm2-convolutions-only"][1])
     state = 3 * 2 * 64 * 4  # layers, taps before the newest, channels, bytes
@@ -305,7 +305,7 @@ def test_a_model_without_k_and_v_admits_what_its_states_allow(tmp_path: Path) ->
         ({"conv_kernel": 1}, "conv_kernel must be a whole number from 2"),
     ],
 )
-def test_a_mamba2_config_that_cannot_be_is_refused(config: dict[str, Any], words: str) -> None:
+def test_an_impossible_mamba2_config_is_refused(config: dict[str, Any], words: str) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "n_groups": 2}
     assert parse_config({"model_type": "mamba2", **sizes}).recurrent
     with pytest.raises(ModelLoadError, match=words):
@@ -321,7 +321,7 @@ def test_a_mamba2_config_that_cannot_be_is_refused(config: dict[str, Any], words
         ({"mamba_d_ssm": 100}, "must make the inner width 100"),
     ],
 )
-def test_a_falcon_h1_config_that_cannot_be_is_refused(config: dict[str, Any], words: str) -> None:
+def test_an_impossible_falcon_h1_config_is_refused(config: dict[str, Any], words: str) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "mamba_d_ssm": 128, "mamba_n_heads": 8}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "mamba_d_state": 16}
     parsed = parse_config({"model_type": "falcon_h1", **sizes})
@@ -343,31 +343,35 @@ def test_a_falcon_h1_config_that_cannot_be_is_refused(config: dict[str, Any], wo
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported; supported: relu2"),
     ],
 )
-def test_a_nemotron_h_config_that_cannot_be_is_refused(config: dict[str, Any], words: str) -> None:
+def test_an_impossible_nemotron_h_config_is_refused(config: dict[str, Any], words: str) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 4, "hybrid_override_pattern": "M-*M"}
     assert parse_config({"model_type": "nemotron_h", **sizes}).recurrent
     with pytest.raises(ModelLoadError, match=words):
         parse_config({"model_type": "nemotron_h", **sizes, **config})
 
 
-def test_names_of_layers_that_transformers_no_longer_writes() -> None:
+def test_old_names_of_layers_are_read() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 64, "model_type": "nemotron_h"}
     pattern = parse_config({**sizes, "hybrid_override_pattern": "M*-"})
     assert pattern == parse_config({**sizes, "layers_block_type": ["mamba", "attention", "mlp"]})
     assert pattern.num_hidden_layers == 3
 
 
-def test_steps_of_nemotron_h_have_no_least_time(tmp_path: Path) -> None:
-    """transformers raises steps to ``time_step_min`` where it computes several tokens; neither it for one token nor the
-    published code does."""
+@pytest.mark.parametrize("key", ["time_step_min", "mamba_dt_min"])
+def test_steps_of_nemotron_h_have_the_least_time_of_transformers(key: str, tmp_path: Path) -> None:
+    """For every token: transformers leaves it out for a token after a cached text, and then differs from itself."""
     model_dir = tiny_hf_model(tmp_path, "nemotron_h", time_step_min=0.5)
+    path = model_dir / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, key: config.pop("time_step_min")}))
     theirs, tokens = hf_model(model_dir), prompt(12, 7)
-    (found,) = packed_logits(load(model_dir), [tokens])
-    assert not close(found, hf_logits(theirs, tokens), 0.01)
-    for module in theirs.modules():
-        if hasattr(module, "time_step_limit"):
-            module.time_step_limit = (0.0, float("inf"))
-    assert close(found, hf_logits(theirs, tokens))
+    assert close(packed_logits(load(model_dir), [tokens])[0], hf_logits(theirs, tokens))
+    check_logprobs(model_dir, theirs, 1e-3, dtype="float32")
+    path.write_text(json.dumps({**config, "time_step_min": 1e-12}))
+    assert not close(packed_logits(load(model_dir), [tokens])[0], hf_logits(theirs, tokens), 0.01)
+    path.write_text(json.dumps({**config, "time_step_limit": [0.0, 0.5]}))
+    with pytest.raises(ModelLoadError, match=r"time_step_limit \[0.0, 0.5\] is not supported for this family"):
+        read_config(model_dir)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +384,7 @@ def test_steps_of_nemotron_h_have_no_least_time(tmp_path: Path) -> None:
         ({"kernels": "triton"}, "triton"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_impossible_settings_are_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises((ConfigError, ModelLoadError), match=words):
         LLM(tiny_hf_model(tmp_path, "lfm2"), skip_tokenizer_init=True, **settings)
 
@@ -400,7 +404,7 @@ def test_other_models_have_no_snapshots(tmp_path: Path) -> None:
         ({"block_ffn_dim_multiplier": 0}, "block_ffn_dim_multiplier must be a number above 0"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(config: dict[str, Any], words: str) -> None:
+def test_an_impossible_config_is_refused(config: dict[str, Any], words: str) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
     with pytest.raises(ModelLoadError, match=words):
         parse_config({"model_type": "lfm2", **sizes, "num_attention_heads": 8, **config})
@@ -490,7 +494,7 @@ def test_a_feature_that_is_left_out_is_noticed(
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("family", WHOLE_FAMILIES)
+@pytest.mark.parametrize("family", [family for family in WHOLE_FAMILIES if family.startswith("qwen")])
 def test_a_whole_checkpoint_answers_texts(family: str, stacked: bool, tmp_path: Path) -> None:
     """Its image encoder and the layers that predict further tokens are left out; experts may be one tensor."""
     text = {**tiny_fields(f"{family}_text"), "pad_token_id": None}

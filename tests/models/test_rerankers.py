@@ -81,7 +81,7 @@ def test_scores_are_those_of_the_card(model: tuple[Path, list[float]], kernels: 
     assert [each.outputs.probs[1] for each in probabilities] == pytest.approx(together, abs=1e-6)
 
 
-def test_an_instruction_of_ones_own(model: tuple[Path, list[float]]) -> None:
+def test_a_custom_instruction_changes_the_scores_as_in_transformers(model: tuple[Path, list[float]]) -> None:
     where, usual = model
     llm = LLM(where, reranker="qwen3", reranker_instruction="Find jokes", dtype="float32", threads=1)
     tokenizer, theirs = tokenizers.Tokenizer.from_file(str(where / "tokenizer.json")), hf_model(where)
@@ -133,7 +133,9 @@ def test_async_llm_scores_and_embeds_as_llm_does(model: tuple[Path, list[float]]
     asyncio.run(test())
 
 
-def test_check_says_what_it_is(model: tuple[Path, list[float]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_that_the_model_is_a_reranker(
+    model: tuple[Path, list[float]], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check", str(model[0]), "--reranker", "qwen3"]) == 0
     assert "scores of pairs, by the answers no and yes" in capsys.readouterr().out
 
@@ -158,7 +160,7 @@ def test_settings_that_do_not_fit_are_refused(
         LLM(model[0], **{"reranker": "qwen3", **settings})
 
 
-def test_models_that_cannot_be_one_are_refused(tmp_path: Path) -> None:
+def test_models_that_cannot_rerank_are_refused(tmp_path: Path) -> None:
     without = tiny_hf_model(tmp_path, "qwen3")
     write_words(without, "yes")
     with pytest.raises(ConfigError, match="has no token 'no'"):

@@ -22,7 +22,7 @@ from chairlift.models.fallback import config as fallback_config
 from chairlift.models.fallback import model as fallback_model
 from chairlift.models.fallback import probe
 from chairlift.models.fallback.config import read_transformers_config
-from chairlift.models.fallback.families import ALLOWED, REFUSED
+from chairlift.models.fallback.families import ALIASES, ALLOWED, INSIDE, REFUSED
 from chairlift.models.fallback.loading import check_stored_weights, load_transformers_model
 from chairlift.models.fallback.model import TransformersLM
 from chairlift.models.model_files import read_network
@@ -308,10 +308,13 @@ def test_every_family_of_transformers_is_served_or_refused_with_a_reason() -> No
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     assert not ALLOWED & REFUSED.keys()
     seeing = {name for name, family in FAMILIES.items() if family.sees_images}  # no class for text alone
-    assert known <= ALLOWED | REFUSED.keys() | seeing
+    assert known <= ALLOWED | REFUSED.keys() | seeing | INSIDE.keys()
     assert set(SEEING) == seeing, "refusals name other families than those that read images"
-    recurrent = {name for name, why in REFUSED.items() if why == "state"}  # native only
-    assert FAMILIES.keys() <= ALLOWED | recurrent | seeing | {"gru", "lstm"}  # transformers has no such models
+    native = {name for name, why in REFUSED.items() if why in ("state", "own")}
+    inside = {name for name, family in FAMILIES.items() if family.text_type}  # the text model of another model
+    assert set(INSIDE.values()) | set(ALIASES.values()) <= ALLOWED
+    unknown = {"bailing_moe", "bailing_moe_v2", "gru", "lstm", "mimo"}  # transformers has no such models
+    assert FAMILIES.keys() <= ALLOWED | native | seeing | inside | unknown
 
 
 @pytest.mark.parametrize(
@@ -322,10 +325,12 @@ def test_every_family_of_transformers_is_served_or_refused_with_a_reason() -> No
         ("jamba", "recurrent state"),
         ("lfm3", "recurrent state"),
         ("recurrent_gemma", "recurrent state"),
-        ("llama4_text", "chunked"),
-        ("falcon", "AttentionInterface"),
+        ("bloom", "AttentionInterface"),
+        ("deepseek_v32", "by an index"),
+        ("glm_moe_dsa", "by an index"),
+        ("bitnet", "three values"),
         ("bart", "encoder"),
-        ("gemma3n", "it reads images in gemma3, idefics3, llava, qwen2_5_vl, qwen3_vl, smolvlm; use another"),
+        ("mllama", "it reads images in gemma3, idefics3, llava, qwen2_5_vl, qwen3_vl, smolvlm; use another"),
         ("minimax_m3_vl_text", "by an index"),
         ("no-such-model", "has not been seen right"),
     ],
@@ -355,7 +360,9 @@ def test_families_are_refused_by_name(family: str, words: str, tmp_path: Path) -
         ("dots1", {"quantization_config": {"quant_method": "hqq"}}, "hqq"),
     ],
 )
-def test_what_a_checkpoint_may_not_ask_for(family: str, change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_settings_that_a_checkpoint_may_not_have_are_refused(
+    family: str, change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     model_dir = tiny_transformers_model(tmp_path, family)
     path = model_dir / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
@@ -371,7 +378,7 @@ def test_code_in_the_directory_that_transformers_has_is_not_needed(tmp_path: Pat
     assert read_transformers_config(model_dir).architecture == "Dots1ForCausalLM"
 
 
-def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_dir = tiny_transformers_model(tmp_path, "dots1")
     monkeypatch.setattr(fallback_config.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match=r"is not installed; pip install 'chairlift\[hf\]'"):

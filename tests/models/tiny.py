@@ -41,10 +41,13 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 """Families that all equivalence tests use. Together they have the features that matter to kernels and caches."""
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {},
+    "cohere": {},
     "cohere2": {"sliding_window": 9, "num_hidden_layers": 4},
     "cwm": {"head_dim": 32, "sliding_window": 9},
     "ernie4_5": {"head_dim": 32},
+    "exaone": {},
     "exaone4": {"sliding_window": 9, "num_hidden_layers": 4},
+    "falcon": {"ffn_hidden_size": 96, "num_kv_heads": 2},
     "gemma": {"head_dim": 32},
     "gemma2": {
         "attn_logit_softcapping": 5.0,
@@ -62,6 +65,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "glm": {"head_dim": 32, "pad_token_id": None, "partial_rotary_factor": 0.5},
     "glm4": {"head_dim": 32, "pad_token_id": None, "partial_rotary_factor": 0.5},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]], "window_size": 9},
     "gpt_neox": {"rotary_pct": 0.5, "num_key_value_heads": 4},
     "granite": {},
     "helium": {"head_dim": 16},
@@ -152,6 +156,14 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv", "conv"],
         "num_hidden_layers": 4,
     },
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "moe_intermediate_size": 40,
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "num_hidden_layers": 4,
+    },
     "mamba2": {
         "chunk_size": 8,
         "expand": 2,
@@ -168,7 +180,6 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "num_hidden_layers": 5,
         "ssm_state_size": 32,
-        "time_step_min": 1e-12,
     },
     "qwen3_5_text": _DELTA_NETS,
     "qwen3_5_moe_text": {**_DELTA_NETS, **_SHARED_EXPERT},
@@ -176,7 +187,7 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Family -> fields of its tiny config, for the families with recurrent layers, which test_recurrent_families.py
 compares with transformers."""
-WHOLE_FAMILIES = ("qwen3_5", "qwen3_5_moe")
+WHOLE_FAMILIES = ("mistral3", "qwen3_5", "qwen3_5_moe")
 """Families of larger models (for example with an image encoder) whose text model belongs to one of the families
 above."""
 

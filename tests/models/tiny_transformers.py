@@ -86,6 +86,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 128,
     },
+    "llama4_text": {"attention_chunk_size": 128, "floor_scale": 256, "no_rope_layer_interval": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 9},
     "longcat_flash": {"moe_topk": 2, "zero_expert_num": 2, "num_layers": 2},
     "modernbert-decoder": {"pad_token_id": 0},

@@ -12,31 +12,44 @@ from typing import Any, Final
 
 from chairlift.base.image_refusals import SEEING
 
-__all__ = ["ALLOWED", "REASONS", "REFUSED", "refusal"]
+__all__ = ["ALIASES", "ALLOWED", "INSIDE", "REASONS", "REFUSED", "refusal"]
 
 _SEEN_RIGHT: Final = """
-afmoe apertus apertus1p5_text arcee aria_text axk1 beam biogpt bitnet codegen cohere cohere2 cohere2_moe cwm dbrx
-deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text
+afmoe apertus apertus1p5_text arcee aria_text axk1 beam biogpt codegen cohere cohere2 cohere2_moe cwm dbrx deepseek_v2
+deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text
 gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite
 granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
-internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2
-ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3
-phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
-youtu
+internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4_text longcat_flash mellum mimo_v2_flash minicpm3
+minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt
+persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm
+starcoder2 vaultgemma youtu
 """
 ALLOWED: Final = frozenset(_SEEN_RIGHT.split())
 """Values of ``model_type`` that were tested. In addition, every checkpoint is compared with transformers when it is
 loaded."""
 
+ALIASES: Final[Mapping[str, str]] = {"kimi_k2": "deepseek_v3"}
+"""``model_type`` that transformers does not have -> the ``model_type`` of the same network."""
+
+INSIDE: Final[Mapping[str, str]] = {
+    "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "kimi_k25": "deepseek_v3",
+    "llama4": "llama4_text",
+}
+"""``model_type`` of a model that also reads images or sound -> the ``model_type`` of its text model, which is served
+alone."""
+
 REASONS: Final[Mapping[str, str]] = {
     "state": "some of its layers keep a recurrent state, which Chairlift's cache holds for native families only",
     "sparse": "its attention chooses blocks or tokens by an index, which Chairlift's cache does not hold",
-    "chunked": "its attention is chunked: a token does not see the last tokens of the chunk before",
     "own": "its layers do not attend through transformers' AttentionInterface",
     "twice": "its layers attend more than once for a token, or share one place in the cache",
     "unseen": "no tiny model of it could be made to see whether it is right",
     "mask": "its attention masks are more than causal",
     "bidirectional": "it is an encoder or has one: tokens see later ones, or another sequence",
+    "rounds": "its published weights have three values, and the inputs of its matmuls are rounded to 8 bits, which"
+    " Chairlift does not compute",
     "several": "it reads or makes images or sound, which Chairlift does not do in this family; it reads images in "
     + ", ".join(SEEING),
 }
@@ -48,7 +61,7 @@ _BY_REASON: Final[Mapping[str, str]] = {
     " nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text"
     " recurrent_gemma rwkv xlstm zamba zamba2 zaya",
     "sparse": "axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text",
-    "chunked": "llama4 llama4_text",
+    "rounds": "bitnet",
     "own": "bloom blt cpmant ctrl falcon gpt_neo gpt_neox_japanese mpt openai-gpt reformer xglm xlm xlnet",
     "twice": "diffllama dory hrm_text",
     "mask": "doge",
@@ -56,7 +69,7 @@ _BY_REASON: Final[Mapping[str, str]] = {
     " data2vec-text electra ernie marian mbart megatron-bert mvp pegasus plbart prophetnet rembert roberta"
     " roberta-prelayernorm roc_bert roformer trocr whisper xlm-roberta xlm-roberta-xl xmod",
     "unseen": "cohere_compass_text",
-    "several": "emu3 fuyu gemma3n gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant"
+    "several": "emu3 fuyu gemma4_assistant gemma4_unified gemma4_unified_assistant"
     " gemma4_unified_text git got_ocr2 mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal",
 }
 REFUSED: Final[Mapping[str, str]] = {

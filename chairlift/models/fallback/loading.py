@@ -100,6 +100,7 @@ def load_transformers_model(
     """
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(model_dir, None, stack)
+        tensors = _text_tensors(tensors) if config.inner else tensors
         hf = _build(model_dir, config, dtype, tensors, progress)
         rounds = not all(holds_exactly(dtype, tensors[name].get_slice(name).get_dtype()) for name in tensors)
     hf.to(device).requires_grad_(False)
@@ -114,6 +115,21 @@ def load_transformers_model(
         raise ModelLoadError(f"{where}: {error}") from None
     _log.info("%s", _describe(where, found))
     return model
+
+
+def _text_name(name: str) -> str | None:
+    """Name that a tensor of a larger model has in a checkpoint of its text model alone; None for the other parts, such
+    as image encoders."""
+    if name.startswith("model.language_model."):
+        return "model." + name.removeprefix("model.language_model.")
+    if name.startswith("language_model."):
+        return name.removeprefix("language_model.")
+    return name if name.startswith("lm_head.") else None
+
+
+def _text_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of the text model, by their stored names."""
+    return {name: source for name, source in tensors.items() if _text_name(name)}
 
 
 def _describe(where: str, found: Comparison) -> str:
@@ -145,7 +161,10 @@ def _build(
             if progress is not None:
                 progress("loading weights", done / total)
 
-    stored = {name: _Stored(name, source, dtype, report) for name, source in tensors.items()}
+    stored = {
+        (_text_name(name) or name) if config.inner else name: _Stored(name, source, dtype, report)
+        for name, source in tensors.items()
+    }
     try:
         with quiet():
             hf, info = getattr(transformers, config.architecture).from_pretrained(
@@ -158,11 +177,12 @@ def _build(
                 ignore_mismatched_sizes=True,  # mismatches are reported and refused below
                 output_loading_info=True,
             )
-    except (RuntimeError, ValueError) as error:  # it could not make its parameters, or ran out of memory
+    except (KeyError, RuntimeError, ValueError) as error:  # a name it does not know, or no memory for its parameters
         if isinstance(error, (ModelLoadError, torch.OutOfMemoryError)):
             raise
         reason = " ".join(str(error).split())[:300]
-        raise ModelLoadError(f"{model_dir}: transformers cannot load the weights ({reason})") from None
+        native = f"{config.lacking}; " if config.lacking else ""
+        raise ModelLoadError(f"{model_dir}: {native}transformers cannot load the model ({reason})") from None
     problems = {
         "missing": sorted(info["missing_keys"]),
         "unexpected": sorted(info["unexpected_keys"]),

@@ -21,7 +21,15 @@ from chairlift.errors import InvariantError, ModelLoadError
 from chairlift.models.context import LayerCache, PagedContext
 from chairlift.models.fallback.config import TransformersConfig
 
-__all__ = ["ATTENTION", "Call", "TransformersLM", "attending", "body_of", "register_attention", "use_attention"]
+__all__ = [
+    "ATTENTION",
+    "AttentionCall",
+    "TransformersLM",
+    "attending",
+    "body_of",
+    "register_attention",
+    "use_attention",
+]
 
 ATTENTION: Final = "chairlift"
 """Name under which Chairlift's attention function is registered with transformers."""
@@ -37,7 +45,7 @@ _HARMLESS: Final = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Call:
+class AttentionCall:
     """One checked attention call of a layer: queries [T, Hq, Dk], keys [T, Hkv, Dk], values [T, Hkv, Dv]."""
 
     layer: int
@@ -56,7 +64,7 @@ class Call:
 class Attends(Protocol):
     """Interface of an object that computes the attention calls of a forward pass; the result of each is [T, Hq, Dv]."""
 
-    def attend(self, call: Call) -> Tensor: ...
+    def attend(self, call: AttentionCall) -> Tensor: ...
 
 
 _NOW: contextvars.ContextVar[Attends | Tensor | None] = contextvars.ContextVar("chairlift_transformers", default=None)
@@ -116,7 +124,7 @@ def _attention(
         raise ModelLoadError(f"{name} (layer {layer}) attends with {shapes}; both must be of the same tokens, [1, T]")
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
     scale = float(q.shape[2] ** -0.5 if scaling is None else scaling)
-    call = Call(layer, q, k.to(q.dtype), v.to(q.dtype), scale, softcap, s_aux, attention_mask, sliding_window)
+    call = AttentionCall(layer, q, k.to(q.dtype), v.to(q.dtype), scale, softcap, s_aux, attention_mask, sliding_window)
     return who.attend(call).contiguous().unsqueeze(0), None
 
 
@@ -128,7 +136,7 @@ class _Step:
     layers: list[LayerCache]
     done: int = 0
 
-    def attend(self, call: Call) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         if call.layer != self.done or call.layer >= len(self.layers):
             raise InvariantError(f"layer {call.layer} attends where layer {self.done} of {len(self.layers)} should")
         self.done += 1
@@ -146,7 +154,8 @@ class _Step:
 
 def body_of(hf: Any) -> Any:
     """The part of a transformers model that computes the input of the output head."""
-    return getattr(hf.base_model, "decoder", hf.base_model)
+    base = hf.model if hf.base_model is hf else hf.base_model  # Llama 4's class names a prefix that it does not have
+    return getattr(base, "decoder", base)
 
 
 class TransformersLM(nn.Module):

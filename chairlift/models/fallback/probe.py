@@ -18,7 +18,7 @@ from torch import Tensor
 from chairlift.errors import ModelLoadError
 from chairlift.kernels.sdpa import packed_attention
 from chairlift.models.context import LayerCache, PagedContext
-from chairlift.models.fallback.model import ATTENTION, Call, TransformersLM, register_attention, use_attention
+from chairlift.models.fallback.model import ATTENTION, AttentionCall, TransformersLM, register_attention, use_attention
 
 __all__ = ["Comparison", "compare_with_eager", "probe_layers"]
 
@@ -49,7 +49,7 @@ class _Probe:
     layer's arguments."""
 
     def __init__(self, positions: int) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[AttentionCall] = []
         self.windows: list[int | None] = []
         self._positions = min(positions, _MOST_POSITIONS)
         self._masks: dict[int, tuple[Tensor, int | str | None]] = {}
@@ -67,7 +67,7 @@ class _Probe:
         self._masks[mask.data_ptr()] = (mask, window)
         return mask
 
-    def attend(self, call: Call) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         if call.layer != len(self.calls):
             raise ModelLoadError(f"layer {call.layer} attends where layer {len(self.calls)} should")
         mask = call.mask

@@ -7,13 +7,18 @@ from typing import Any
 from chairlift.models.family import SPLIT_NAMES, Family, Fields
 from chairlift.models.mixers import ShortConvConfig
 
-__all__ = ["LFM2"]
+__all__ = ["LFM2", "lfm2_layers"]
 
 _LAYER = "model.layers.*"
 _MOST_TAPS = 64
 
 
 def _read(fields: Fields, layers: int) -> dict[str, Any]:
+    return {"intermediate_size": _inner(fields), **lfm2_layers(fields, layers)}
+
+
+def lfm2_layers(fields: Fields, layers: int) -> dict[str, Any]:
+    """The fields of NetworkConfig that say which layers are convolutions, and what the others are."""
     kinds = fields.get("layer_types")
     if kinds is None:
         attending = fields.get("full_attn_idxs")
@@ -29,7 +34,6 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
         fields.fail(f"layer_types must name full_attention or conv for each of {layers} layers, got {kinds!r:.160}")
     conv = ShortConvConfig(taps=fields.integer("conv_L_cache", 2, _MOST_TAPS), bias=fields.boolean("conv_bias", False))
     return {
-        "intermediate_size": _inner(fields),
         "layer_windows": (None,) * layers,
         "mixers": tuple(conv if kind == "conv" else None for kind in kinds),
         "qk_norm": "head",

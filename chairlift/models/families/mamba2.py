@@ -8,7 +8,7 @@ from typing import Any
 from chairlift.models.family import Family, Fields
 from chairlift.models.mixers import Mamba2Config
 
-__all__ = ["MAMBA2", "Mamba2Keys", "read_mamba2"]
+__all__ = ["MAMBA2", "Mamba2Keys", "read_mamba2", "read_time_limit"]
 
 _OURS = "model.layers.*"
 _THEIRS = "backbone.layers.*"
@@ -50,12 +50,11 @@ def read_mamba2(fields: Fields, keys: Mamba2Keys, *, inner: int | None = None, *
         taps=fields.integer(keys["taps"], 2, _MOST_TAPS),
         conv_bias=fields.boolean(keys["conv_bias"], True),
         bias=fields.boolean(keys["bias"], False),
-        time_limit=_time_limit(fields),
-        **{"norm_groups": groups, **how},
+        **{"norm_groups": groups, **how, "time_limit": how.get("time_limit") or read_time_limit(fields)},
     )
 
 
-def _time_limit(fields: Fields) -> tuple[float, float]:
+def read_time_limit(fields: Fields) -> tuple[float, float]:
     """(minimum, maximum) to which the time steps of Mamba-2 layers are limited."""
     given = fields.get("time_step_limit")
     if given is None:

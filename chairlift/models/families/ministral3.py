@@ -3,6 +3,7 @@ in Llama 4."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from chairlift.models.families.mistral import MISTRAL
 from chairlift.models.family import MAX_CONTEXT, Family, Fields
 from chairlift.models.rope_config import WITH_ORIGINAL, original_length
 
-__all__ = ["MINISTRAL3"]
+__all__ = ["MINISTRAL3", "MISTRAL3"]
 
 
 def _read(fields: Fields, layers: int) -> dict[str, Any]:
@@ -54,4 +55,23 @@ MINISTRAL3 = Family(
         "sliding_window": None,
     },
     rope_keys=("llama_4_scaling_beta", "max_position_embeddings"),
+)
+_WHOLE: dict[str, Any] = {
+    "model_type": "mistral3",
+    "architecture": "Mistral3ForConditionalGeneration",
+    "other_names": {
+        "language_model.model.": "model.",
+        "language_model.lm_head.": "lm_head.",
+        "model.language_model.": "model.",
+    },
+    "ignored_tensors": rf"{MINISTRAL3.ignored_tensors}|^(model\.)?(vision_tower|multi_modal_projector)\.",
+}
+MISTRAL3 = dataclasses.replace(
+    MINISTRAL3,
+    **_WHOLE,
+    text_type="ministral3",
+    text_variants={"mistral": dataclasses.replace(MISTRAL, **_WHOLE, text_type="mistral")},
+    models="Ministral 3, Mistral Small 3.1 and 3.2, Magistral Small, Devstral Small 2 (texts only)",
+    defaults={**MINISTRAL3.defaults, "tie_word_embeddings": True},
+    differences="as `ministral3`, or as `mistral` in Mistral Small; its image encoder is left out",
 )

@@ -3,9 +3,10 @@ gate, or experts without gates."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from chairlift.models.families.mamba2 import Mamba2Keys, read_mamba2
+from chairlift.models.families.mamba2 import Mamba2Keys, read_mamba2, read_time_limit
 from chairlift.models.family import ExpertLayers, Family, Fields, read_experts
 
 __all__ = ["NEMOTRON_H"]
@@ -41,7 +42,7 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
         fields.fail("attention_bias is true, but transformers' NemotronHForCausalLM has no biases in attention")
     layers = len(kinds)
     inner = fields.integer(_MAMBA["heads"], 1, 4_096) * fields.integer(_MAMBA["head_dim"], 1, 4_096)
-    mixer = read_mamba2(fields, _MAMBA, inner=inner)
+    mixer = read_mamba2(fields, _MAMBA, inner=inner, time_limit=_time_limit(fields))
     head_dim = fields.integer("head_dim", 1, 1_024)
     experts = {"experts": _read_experts(fields, kinds)} if "moe" in kinds else {}
     return {
@@ -54,6 +55,16 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
         "mlp_layers": tuple(kind in ("mlp", "moe") for kind in kinds),
         "num_hidden_layers": layers,
     }
+
+
+def _time_limit(fields: Fields) -> tuple[float, float]:
+    """(minimum, maximum) of time steps. transformers ignores ``time_step_limit``, and raises the steps of a text to
+    ``time_step_min``."""
+    low, high = read_time_limit(fields)
+    if (low, high) != (0.0, math.inf):
+        fields.fail(f"time_step_limit {[low, high]} is not supported for this family, whose class ignores it")
+    key = "time_step_min" if fields.get("mamba_dt_min") is None else "mamba_dt_min"
+    return fields.number(key, 0.0, 1e6), math.inf
 
 
 def _read_experts(fields: Fields, kinds: list[str]) -> ExpertLayers:
@@ -103,6 +114,7 @@ NEMOTRON_H = Family(
     keys={"hidden_act": "mlp_hidden_act", "rms_norm_eps": "layer_norm_epsilon"},
     defaults={
         "conv_kernel": 4,
+        "time_step_min": 0.001,
         "eos_token_id": 2,
         "expand": 2,
         "head_dim": 128,

@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["with_usual_names"]
+from chairlift.models.formats.stored_rows import StoredRows
+
+__all__ = ["Renamed", "with_usual_names"]
 
 _STACK = ".mlp.experts."
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -29,7 +31,7 @@ def with_usual_names(tensors: Mapping[str, Any], other_names: Mapping[str, str],
         if experts and stack and last in _PARTS:
             found.update(_by_expert(file, stored, f"{layer}{stack}", _PARTS[last]))
         else:
-            found[name] = file if name == stored else _Renamed(file, stored)
+            found[name] = file if name == stored or isinstance(file, StoredRows) else Renamed(file, stored)
     return found
 
 
@@ -47,7 +49,7 @@ def _by_expert(file: Any, stored: str, prefix: str, parts: tuple[str, ...]) -> d
     }
 
 
-class _Renamed:
+class Renamed:
     """A tensor whose name in the file differs from its usual name."""
 
     def __init__(self, file: Any, name: str) -> None:

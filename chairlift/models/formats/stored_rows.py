@@ -27,7 +27,7 @@ class StoredRows(abc.ABC):
     """Kind of integer groups for layers that keep integers; None if the checkpoint stores floats. Slices are integers
     of this kind, or float32 if the kind cannot represent the stored numbers exactly."""
     stacked: bool = False
-    """Whether the rows belong to several weights that are stacked one above the other."""
+    """Whether the rows belong to several weights that are stacked one above the other, or may be read in any order."""
 
     @abc.abstractmethod
     def get_shape(self) -> list[int]:

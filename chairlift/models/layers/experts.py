@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
+from chairlift.kernels.experts import ExpertChange, changed_experts
 from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.layers.linear import Linear, Stack
 from chairlift.models.layers.mlp import MLP
@@ -57,6 +61,14 @@ class _Experts(nn.Module):
         return None if first is None or second is None else (first, second)
 
 
+class AdaptedExperts(Protocol):
+    """The changes of a layer of experts by adapters, in plain torch."""
+
+    def in_use(self) -> Sequence[tuple[ExpertChange, Tensor]]:
+        """(change, int64 indices of its tokens in the flat batch) for each adapter that the current step uses."""
+        ...
+
+
 class MixtureOfExperts(nn.Module):
     """[T, D] -> [T, D]: each token passes through the experts that the router chooses for it, as ``config.experts``
     says; see ``ops.experts``.
@@ -65,6 +77,9 @@ class MixtureOfExperts(nn.Module):
     layers, ``latent_in`` and ``latent_out``; the router and the shared expert read the input itself. Raises
     InvariantError for a config without experts.
     """
+
+    adapted: AdaptedExperts | None = None
+    """Changes by adapters. None if there are no adapters, or if step programs apply them."""
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
@@ -94,13 +109,16 @@ class MixtureOfExperts(nn.Module):
         shared = None if self.shared_expert is None else self.shared_expert(x)
         shared_gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
         if self.latent_in is not None and self.latent_out is not None:
-            given = (gate_up, down, gate.weight, self.routing, gate.e_score_correction_bias, self.gated)
-            out: Tensor = self.latent_out(ops.latent_experts(self.latent_in(x), x, *given))
+            weights = (gate_up, down, gate.weight, self.routing, gate.e_score_correction_bias)
+            latent = self.latent_in(x)
+            inner = ops.latent_experts(latent, x, *weights, self.gated)
+            for change, at in () if self.adapted is None else self.adapted.in_use():
+                inner[at] = changed_experts(change, latent[at], x[at], None, *weights, gated=self.gated)
+            out: Tensor = self.latent_out(inner)
             return out if shared is None else out + shared
-        return ops.experts(
-            *(x, shared, gate_up, down, gate.weight, self.routing, gate.e_score_correction_bias, shared_gate),
-            gate.bias,
-            self.experts.biases,
-            self.clamp,
-            self.gated,
-        )
+        settings = (gate.weight, self.routing, gate.e_score_correction_bias, shared_gate, gate.bias)
+        given = (gate_up, down, *settings, self.experts.biases, self.clamp, self.gated)
+        out = ops.experts(x, shared, *given)
+        for change, at in () if self.adapted is None else self.adapted.in_use():
+            out[at] = changed_experts(change, x[at], x[at], None if shared is None else shared[at], *given)
+        return out

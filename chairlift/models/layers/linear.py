@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from chairlift.kernels import ops
 from chairlift.kernels.weights import PLAIN, MatrixShape, WeightFormat
 
-__all__ = ["Adapted", "Linear", "Matrix", "Stack", "TokenEmbedding"]
+__all__ = ["Adapted", "AdaptedEmbedding", "Linear", "Matrix", "Stack", "TokenEmbedding"]
 
 
 class Matrix(nn.Module):
@@ -68,14 +68,27 @@ class Linear(Matrix):
         return out if self.adapted is None else self.adapted(x, out)
 
 
+class AdaptedEmbedding(Protocol):
+    """Function that changes the embeddings of tokens as adapters say."""
+
+    def __call__(self, token_ids: Tensor, out: Tensor) -> Tensor:
+        """Return ``out`` [T, hidden], the embeddings of ``token_ids`` [T], after the rows that use an adapter were
+        changed."""
+        ...
+
+
 class TokenEmbedding(Matrix):
     """``token_ids[T]`` int64 -> [T, hidden]; ``weight`` is [vocab, hidden]."""
+
+    adapted: AdaptedEmbedding | None = None
+    """Function that applies adapters in plain torch. None if there are no adapters, or if step programs apply them."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__(MatrixShape(vocab_size, hidden_size))
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return ops.embedding(token_ids, self.weight)
+        out = ops.embedding(token_ids, self.weight)
+        return out if self.adapted is None else self.adapted(token_ids, out)
 
 
 class Stack(Matrix):

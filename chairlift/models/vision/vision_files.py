@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import ModelLoadError
+from chairlift.models.formats.gguf.files import is_gguf
+from chairlift.models.formats.gguf.reader import GGUFModel
+from chairlift.models.formats.gguf_config import gguf_config
+from chairlift.models.formats.gguf_projector import NONE, open_projector, preprocessor_of
 from chairlift.models.hf_config import NetworkConfig, read_hf_config, read_hf_files, read_json
 from chairlift.models.registry import FAMILIES
 from chairlift.models.vision.patches import PatchProcessor, PatchSettings
@@ -35,18 +39,22 @@ __all__ = ["load_tower", "read_processor"]
 _FILE = "preprocessor_config.json"
 
 
-def read_processor(model_dir: Path, tokens: Tokens) -> ImageProcessor | None:
-    """Image processor of a model; None for a model that reads only text. Raises ModelLoadError."""
-    if not model_dir.is_dir():
+def read_processor(model_dir: Path, tokens: Tokens, mmproj: str = NONE) -> ImageProcessor | None:
+    """Image processor of a model; None for a model that reads only text. ``mmproj`` says where the image encoder of a
+    GGUF file is. Raises ModelLoadError."""
+    if is_gguf(model_dir):
+        model = GGUFModel(model_dir)
+        projector = open_projector(model, mmproj)[0]
+        vision = None if projector is None else gguf_config(model, projector).vision
+        preprocessor, where = ({}, model_dir) if projector is None else (preprocessor_of(projector), projector.path)
+    elif model_dir.is_dir():
+        family = FAMILIES.get(str(read_hf_files(model_dir)[0].get("model_type")))
+        vision = read_hf_config(model_dir).vision if family is not None and family.sees_images else None
+        preprocessor, where = ({} if vision is None else _preprocessor(model_dir)), model_dir / _FILE
+    else:
         return None
-    family = FAMILIES.get(str(read_hf_files(model_dir)[0].get("model_type")))
-    if family is None or not family.sees_images:
-        return None
-    vision = read_hf_config(model_dir).vision
     if vision is None:
         return None
-    preprocessor = _preprocessor(model_dir)
-    where = model_dir / _FILE
     if isinstance(vision, PatchConfig):
         return PatchProcessor(PatchSettings(**patch_settings(vision, preprocessor, where)), tokens, model_dir)
     if isinstance(vision, VisionConfig):
@@ -57,9 +65,11 @@ def read_processor(model_dir: Path, tokens: Tokens) -> ImageProcessor | None:
     return SquareProcessor(settings, tokens, model_dir)
 
 
-def load_tower(model_dir: Path, config: NetworkConfig, dtype: torch.dtype) -> Tower:
-    """Load a model's image encoder into CPU memory. Raises ModelLoadError."""
+def load_tower(model_dir: Path, config: NetworkConfig, dtype: torch.dtype, mmproj: str = NONE) -> Tower:
+    """Load a model's image encoder into CPU memory. ``mmproj`` is as in :func:`read_processor`. Raises
+    ModelLoadError."""
     from chairlift.models.approximations import holds_exactly  # these import torch
+    from chairlift.models.formats.gguf_projector_tensors import projector_tensors
     from chairlift.models.loader import open_tensors
     from chairlift.models.vision.clip_tower import ClipTower
     from chairlift.models.vision.patch_tower import PatchTower
@@ -69,10 +79,14 @@ def load_tower(model_dir: Path, config: NetworkConfig, dtype: torch.dtype) -> To
     vision = config.vision
     if vision is None:
         raise ModelLoadError(f"{model_dir}: model_type {config.model_type!r} has no image encoder")
-    normalise = normalisation(_preprocessor(model_dir), model_dir / _FILE, vision)
+    projector = open_projector(GGUFModel(model_dir), mmproj)[0] if is_gguf(model_dir) else None
+    preprocessor = _preprocessor(model_dir) if projector is None else preprocessor_of(projector)
+    where = model_dir / _FILE if projector is None else projector.path
+    normalise = normalisation(preprocessor, where, vision)
     with contextlib.ExitStack() as stack:
-        tensors = _Noted(open_tensors(model_dir, config, stack))
-        weights = Weights(tensors, model_dir, dtype, normalise)
+        stored = open_tensors(model_dir, config, stack) if projector is None else projector_tensors(projector)
+        tensors = _Noted(stored)
+        weights = Weights(tensors, model_dir if projector is None else projector.path, dtype, normalise)
         tower: Tower
         if isinstance(vision, PatchConfig):
             tower = PatchTower(vision, weights)
@@ -84,7 +98,7 @@ def load_tower(model_dir: Path, config: NetworkConfig, dtype: torch.dtype) -> To
             tower = PooledTower(vision, weights)
         else:
             raise TypeError(f"{type(vision).__name__} describes no known encoder")
-        tower.rounds_floats = not all(holds_exactly(dtype, stored) for stored in tensors.dtypes())
+        tower.rounds_floats = not all(holds_exactly(dtype, kind) for kind in tensors.dtypes())
     return tower
 
 

@@ -21,6 +21,7 @@ import jinja2.utils
 
 from chairlift.base.json_text import json_text
 from chairlift.errors import RequestError, TemplateError, TemplateFailedError
+from chairlift.text.tokenizer.described_tools import messages_with_tools
 from chairlift.text.tokenizer.messages import normalize_messages, plain_tools
 from chairlift.text.tokenizer.shield import ControlTexts, Cover, Given, Shield, Shielded
 from chairlift.text.tokenizer.template_forms import TemplateForms
@@ -33,6 +34,10 @@ English text have about five million characters."""
 _INPUTS: Final = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 _OPTIONAL_INPUTS: Final = ("tools", "documents", "chat_template")
 _PROBE: Final = "probe_function"
+_SHOWS_A_PART: Final = (
+    "does not print them, and it prints only a part of a conversation, so the model would not see the functions or"
+    " their results"
+)
 _BEGIN_MARK = "chairlift_generation_begins"
 _END_MARK = "chairlift_generation_ends"
 _HAS_MARKS: Final = re.compile(r"\{%[-+]?\s*generation\b")
@@ -56,6 +61,7 @@ class ChatTemplate:
         self._max_chars = max_chars
         self._named_tokens = dict(named_tokens or {})
         self._prints_tools: bool | None = None
+        self._place_of_tools: str | None = None
         self._shielding: Shield | None = None
 
     def render(
@@ -74,7 +80,8 @@ class ChatTemplate:
         all other keys (``reasoning_content``, ``tool_calls``, ...). ``add_generation_prompt`` opens the assistant's
         turn. ``continue_final_message`` leaves the last message open, so that the model continues it: the text ends at
         the end of its content, which is found by a mark as in transformers. ``tools`` are functions that the model may
-        call, in OpenAI's form (``{"type": "function", "function": {"name": ..., "parameters": ...}}``). ``scalars`` are
+        call, in OpenAI's form (``{"type": "function", "function": {"name": ..., "parameters": ...}}``). If the template
+        knows no tools, the messages describe them (:mod:`~chairlift.text.tokenizer.described_tools`). ``scalars`` are
         further variables (``enable_thinking=False``): text, numbers, booleans, None.
 
         Raises :class:`~chairlift.errors.RequestError` for messages of another form, for a role or tools that the
@@ -126,11 +133,12 @@ class ChatTemplate:
         """(messages, variables) in the form that the template prints. Raises the errors of :meth:`render`."""
         check_variables(scalars)
         plain = normalize_messages(messages, images=True)  # who takes images refuses them before
-        chat = self._forms.fit(plain)
-        if listed := plain_tools(tools):
-            self._check_tools()
+        listed = plain_tools(tools)
+        if listed and not self._knows_tools():
+            plain = messages_with_tools(plain, listed, in_system=self._describes_in() == "system")
+        elif listed:
             scalars = {**scalars, "tools": listed}
-        return chat, dict(scalars)
+        return self._forms.fit(plain), dict(scalars)
 
     def _lay_out(self, given: Given, add_generation_prompt: bool, continue_final_message: bool) -> str:
         chat, scalars = given
@@ -189,8 +197,8 @@ class ChatTemplate:
         variables: dict[str, Any] = dict.fromkeys(_INPUTS[:3]) | self._named_tokens | dict(scalars or {})
         return self._generate(variables | {"messages": chat, "add_generation_prompt": add_generation_prompt})
 
-    def _check_tools(self) -> None:
-        """Raise RequestError if the template does not print tools. The template is tested only once."""
+    def _knows_tools(self) -> bool:
+        """Whether the template prints tools. The template is tested only once."""
         if self._prints_tools is None:
             function = {"name": _PROBE, "description": "x", "parameters": {"type": "object", "properties": {}}}
             chat = self._forms.fit([{"role": "user", "content": "x"}])
@@ -199,11 +207,33 @@ class ChatTemplate:
             except TemplateError:
                 text = ""
             self._prints_tools = _PROBE in text
-        if not self._prints_tools:
+        return self._prints_tools
+
+    def _describes_in(self) -> str:
+        """Role of the message that describes tools to a template that does not print them: ``system`` or ``user``.
+        Raises RequestError if the template cannot carry a chat with tools. The template is tested only once."""
+        if self._place_of_tools is None:
+            self._place_of_tools = next((role for role in ("system", "user") if self._carries_chat(role)), "")
+        names_tools = "tools" in (self._source or "")
+        if not self._place_of_tools or names_tools:
+            why = "does not print them" if names_tools else _SHOWS_A_PART
             raise RequestError(
-                "tools has functions, but the model's chat template does not print them; use a model whose template "
-                "takes tools, or describe the functions in the system message"
+                f"tools has functions, but the model's chat template {why}; use a model whose template takes tools, or"
+                " describe the functions in the system message"
             )
+        return self._place_of_tools
+
+    def _carries_chat(self, first: str) -> bool:
+        """Whether the template prints all messages of a chat with results of tools, in order and unchanged."""
+        roles = [*(["system"] if first == "system" else []), "user", "assistant", "user"]
+        words = [f"{_PROBE}{index}A" for index in range(len(roles))]
+        chat = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
+        try:
+            text = self._render(self._forms.fit(chat), True)
+        except (TemplateError, RequestError):
+            return False
+        places = [text.find(word) for word in words]
+        return -1 not in places and places == sorted(places)
 
     def parse(self) -> None:
         """Parse the template without running any of it. (:meth:`compile` already runs constant expressions.)

@@ -11,6 +11,8 @@ import numpy as np
 from chairlift.errors import ModelLoadError
 from chairlift.models.formats.gguf.reader import GGUFModel
 from chairlift.models.formats.gguf.special_tokens import CONTROL, adds_bos, special_ids, token_texts
+from chairlift.text.tokenizer.gguf_splits import SPLITS
+from chairlift.text.tokenizer.gguf_vocabularies import unigram, word_piece, word_piece_texts
 
 __all__ = ["gguf_tokenizer"]
 
@@ -18,51 +20,23 @@ _USER_DEFINED: Final = 4
 _MAX_MERGED_CHARS: Final = 512
 """Maximum length in characters of a token for which merges are searched. The time of the search grows with the square
 of the length."""
-_CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3: Final = (
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2: Final = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN: Final = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_O200K: Final = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DIGITS: Final = {"type": "Digits", "individual_digits": True}
-_PATTERNS: Final[dict[str, str]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "jina-v2-en"), _GPT2),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), _QWEN2),
-    "tekken": _TEKKEN,
-    **dict.fromkeys(("gpt-4o", "llama4"), _O200K),
-}
-"""llama.cpp's name of a tokenizer -> regular expression that splits a text before merges are applied."""
-_DEFAULT: Final = (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9]{3}")
-"""Patterns of llama.cpp for a tokenizer named ``default`` or without a name, as in old files. Each splits the pieces of
-the one before."""
-_DIGITS_FIRST: Final = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-"""Names of tokenizers that first split off every digit, and then split the rest like GPT-2."""
-_MERGES_IGNORED: Final = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Names of tokenizers that do not apply merges to a piece of text that is itself a token."""
 _NAMED: Final = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
+    "sep_token": "seperator_token_id",
+    "mask_token": "mask_token_id",
 }
 
 
 def gguf_tokenizer(model: GGUFModel) -> tuple[bytes, dict[str, Any]]:
     """(contents of ``tokenizer.json``, contents of ``tokenizer_config.json``).
 
-    Supported are byte-level BPE (``gpt2``) and SentencePiece BPE (``llama``). Raises
-    :class:`~chairlift.errors.ModelLoadError` for other kinds, and for unknown names of pre-tokenizers.
+    Supported are byte-level BPE (``gpt2``), SentencePiece BPE (``llama``) and unigrams (``t5``), and WordPiece
+    (``bert``). Raises :class:`~chairlift.errors.ModelLoadError` for other kinds, and for unknown names of
+    pre-tokenizers.
     """
     metadata = model.metadata
     kind = metadata.get("tokenizer.ggml.model")
@@ -71,6 +45,8 @@ def gguf_tokenizer(model: GGUFModel) -> tuple[bytes, dict[str, Any]]:
         raise ModelLoadError(f"{model.path} has no tokens; give a tokenizer directory, or convert the model again")
     tokens = token_texts(tokens)
     types = _numbers(model, "token_type", len(tokens), default=1)
+    if kind == "bert":
+        tokens = word_piece_texts(tokens, types == CONTROL)
     vocab: dict[str, int] = {}
     for number, token in enumerate(tokens):
         if token in vocab:
@@ -80,8 +56,15 @@ def gguf_tokenizer(model: GGUFModel) -> tuple[bytes, dict[str, Any]]:
         parts = _byte_level(model, vocab)
     elif kind == "llama":
         parts = _sentence_piece(model, vocab, tokens)
+    elif kind == "t5":
+        parts = unigram(model, tokens, _numbers(model, "scores", len(tokens)))
+    elif kind == "bert":
+        parts = word_piece(vocab, _named(model, tokens), types == CONTROL)
     else:
-        raise ModelLoadError(f"{model.path}: tokenizer model {kind!r:.40} is not supported; gpt2 and llama are")
+        raise ModelLoadError(
+            f"{model.path}: tokenizer model {kind!r:.40} is not supported; bert, gpt2, llama and t5 are; give the"
+            " directory of the original tokenizer with --tokenizer"
+        )
     added = [
         {"id": number, "content": tokens[number], "special": bool(types[number] == CONTROL)}
         | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -113,20 +96,25 @@ def _named(model: GGUFModel, tokens: Sequence[str]) -> dict[str, str]:
 
 def _post_processor(model: GGUFModel, names: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, Any] | None:
     """Post-processor that adds special tokens at the beginning and the end of a text; None if the model adds none."""
+    kind = model.metadata.get("tokenizer.ggml.model")
     flags = {
         "bos_token": adds_bos(model.metadata),
-        "eos_token": model.metadata.get("tokenizer.ggml.add_eos_token", False),
+        "eos_token": model.metadata.get("tokenizer.ggml.add_eos_token", kind == "t5"),
     }
+    if kind == "bert":
+        flags = {"cls_token": True, "sep_token": True}
     marks = {name: names[name] for name in flags if flags[name] is True and name in names}
     if not marks:
         return None
 
     def around(text: str, number: int) -> list[dict[str, Any]]:
         parts: list[dict[str, Any]] = [{"Sequence": {"id": text, "type_id": number}}]
-        if "bos_token" in marks:
-            parts.insert(0, {"SpecialToken": {"id": marks["bos_token"], "type_id": number}})
-        if "eos_token" in marks:
-            parts.append({"SpecialToken": {"id": marks["eos_token"], "type_id": number}})
+        first = marks.get("bos_token", marks.get("cls_token"))
+        last = marks.get("eos_token", marks.get("sep_token"))
+        if first is not None and not (number and kind == "bert"):  # BERT begins only the first text of a pair
+            parts.insert(0, {"SpecialToken": {"id": first, "type_id": number}})
+        if last is not None:
+            parts.append({"SpecialToken": {"id": last, "type_id": number}})
         return parts
 
     special = {token: {"id": token, "ids": [vocab[token]], "tokens": [token]} for token in marks.values()}
@@ -143,25 +131,23 @@ def _byte_level(model: GGUFModel, vocab: Mapping[str, int]) -> dict[str, Any]:
     if wrong:
         raise ModelLoadError(f"{model.path}: merge {' '.join(wrong[0])!r:.40} has no tokens; convert the model again")
     name = model.metadata.get("tokenizer.ggml.pre", "default")
-    split: list[dict[str, Any]]
-    if name in _DIGITS_FIRST:
-        split = [_DIGITS, _level(use_regex=True)]
-    elif name in _PATTERNS or name == "default":
-        patterns = (_PATTERNS[name],) if name in _PATTERNS else _DEFAULT
-        split = [
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-            for pattern in patterns
-        ]
-        split.append(_level(use_regex=False))
-    else:
-        known = ", ".join(sorted((*_PATTERNS, *_DIGITS_FIRST, "default")))
-        raise ModelLoadError(f"{model.path}: pre-tokenizer {name!r:.40} is not known; known are {known}")
+    how = SPLITS.get(name) if isinstance(name, str) else None
+    if how is None:
+        known = ", ".join(sorted(SPLITS))
+        raise ModelLoadError(
+            f"{model.path}: pre-tokenizer {name!r:.40} is not known; give the directory of the original tokenizer with"
+            f" --tokenizer; known are {known}"
+        )
+    split: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in how.patterns
+    ]
     return {
-        "normalizer": {"type": "NFC"} if _PATTERNS.get(name) == _QWEN2 else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": split},
+        "normalizer": {"type": "NFC"} if how.composed else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*split, _level(use_regex=False)]},
         "post_processor": _level(use_regex=True),
         "decoder": _level(use_regex=True),
-        "model": _bpe(vocab, pairs, ignore_merges=name in _MERGES_IGNORED),
+        "model": _bpe(vocab, pairs, ignore_merges=how.whole_tokens),
     }
 
 

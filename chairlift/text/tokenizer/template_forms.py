@@ -22,13 +22,12 @@ from jinja2 import nodes
 
 from chairlift.base.json_text import json_text
 from chairlift.errors import RequestError, TemplateError
+from chairlift.text.tokenizer.late_messages import INSTRUCTIONS, LateMessages
 from chairlift.text.tokenizer.messages import REASONING_KEYS
 
 __all__ = ["ContentForm", "TemplateForms", "loops_over_content"]
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
-_INSTRUCTIONS: Final = ("system", "developer")
-"""Roles of messages that instruct the model."""
 _FIRST: Final = "alphachair"
 """Text of a test message: a word that occurs in no template. The next three constants are such words, too."""
 _SECOND: Final = "omegalift"
@@ -77,6 +76,7 @@ class TemplateForms:
         self._content: dict[tuple[str, bool], ContentForm | None] = {}
         self._developers: dict[bool, bool] = {}
         self._alone: dict[str, bool] = {}
+        self._late = LateMessages(self._prints_between, self._renders_roles)
         self._arguments: str | None = None
         self._no_content: bool | None = None
         self._short: bool | None = None
@@ -88,6 +88,8 @@ class TemplateForms:
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages, converted to forms that the template can print.
 
+        - Late instructions and turns that do not alternate are moved and joined if the template refuses them otherwise
+          (:class:`~chairlift.text.tokenizer.late_messages.LateMessages`).
         - A content becomes a string or a list of parts, depending on which of them the template prints.
         - The role ``developer`` becomes ``system`` if the template does not name or not print ``developer``.
         - An assistant's reasoning is passed as ``reasoning_content`` and ``thinking``, as in transformers, and also as
@@ -99,10 +101,42 @@ class TemplateForms:
 
         Raises RequestError for a role that the template does not know or does not print.
         """
-        fitted = [self._fit(f"messages[{index}]", index, message) for index, message in enumerate(messages)]
-        if len(fitted) == 1 and fitted[0]["role"] in _INSTRUCTIONS and not self._prints_alone(fitted[0]["role"]):
+        placed = self._late.arranged(messages)
+        fitted = [self._fit(f"messages[{at}]", index, message) for index, (at, message) in enumerate(placed)]
+        if len(fitted) == 1 and fitted[0]["role"] in INSTRUCTIONS and not self._prints_alone(fitted[0]["role"]):
             raise _not_printed("messages[0]", messages[0]["role"])
         return fitted
+
+    def _prints_between(self, role: str, before: str, after: str) -> bool:
+        """Whether the template prints an instruction between messages of the roles ``before`` and ``after``."""
+        role = self._role("", role, first=before == "first")
+        user = {"role": "user", "content": self._fitted("user", "x")}
+        assistant = {"role": "assistant", "content": self._fitted("assistant", "x")}
+        begins = {
+            "first": [],
+            "start": [{"role": role, "content": self._fitted(role, "x")}],
+            "user": [user],
+            "tool": [user, *self._called()],
+        }
+        ends = {"user": [user], "end": [], "tool": [user]}
+        earlier = begins.get(before, [user, assistant])
+        later = ends.get(after, [assistant, user])
+        part = {"type": "text", "text": _FIRST}
+        return any(
+            self._prints(lambda given: [*earlier, {"role": role, "content": given}, *later], content)
+            for content in (_FIRST, [part])
+        )
+
+    def _renders_roles(self, roles: tuple[str, ...]) -> bool:
+        """Whether the template renders messages of these roles, where ``calling`` is an assistant that calls a tool."""
+        called = dict(zip(("calling", "tool"), self._called(), strict=True))
+        chat = [called.get(role) or {"role": role, "content": self._fitted(role, "x")} for role in roles]
+        return self._renders(chat, roles[-1] != "assistant")
+
+    def _called(self) -> list[dict[str, Any]]:
+        """A message of the assistant with a call, and the result of this call."""
+        calling = _calling({"place": "x"} if self._takes_arguments() == "object" else '{"place": "x"}')
+        return [calling, {"role": "tool", "tool_call_id": "call12345", "name": "look", "content": "x"}]
 
     def _fit(self, where: str, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         fitted = {**message, "role": self._role(where, message["role"], first=index == 0)}
@@ -163,7 +197,7 @@ class TemplateForms:
 
         ``first`` says whether the message is the first of the chat, where some templates expect instructions.
         """
-        key = (role, first or role not in _INSTRUCTIONS)
+        key = (role, first or role not in INSTRUCTIONS)
         if key not in self._content:
             self._content[key] = self._try_content(*key)
         return self._content[key]
@@ -210,10 +244,9 @@ class TemplateForms:
         """Whether the template renders a message that has tool calls and no content. Some templates fail, because they
         concatenate the content."""
         if self._no_content is None:
-            calling = _calling({"place": "x"} if self._takes_arguments() == "object" else '{"place": "x"}')
+            calling, result = self._called()
             del calling["content"]
             user = {"role": "user", "content": self._fitted("user", "x")}
-            result = {"role": "tool", "tool_call_id": "call12345", "name": "look", "content": "x"}
             self._no_content = self._renders([user, calling], False) and (
                 self._renders([user, calling, result], True)
                 or not self._renders([user, {**calling, "content": ""}, result], True)
@@ -229,7 +262,7 @@ class TemplateForms:
     def _takes_short_ids(self) -> bool:
         """Whether the template accepts only ids of nine letters or digits."""
         if self._short is None:
-            calling = _calling({"place": "x"} if self._takes_arguments() == "object" else '{"place": "x"}')
+            calling, _ = self._called()
             user = {"role": "user", "content": self._fitted("user", "x")}
             renders = list[bool]()
             for call_id in ("call12345", "call_0123456789abcdefghij"):
@@ -336,7 +369,7 @@ def _chats(role: str, first: bool, wrapped: bool) -> Iterator[Callable[[Any], li
     assistant = other("assistant")
     calling = _calling({"place": "x"})
     around: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]
-    if role in _INSTRUCTIONS:
+    if role in INSTRUCTIONS:
         around = [([], [user])] if first else [([user, assistant], [user]), ([user], [user]), ([other(role)], [user])]
     elif role == "user":
         around = [([], []), ([user, assistant], []), ([], [assistant, user])]

@@ -111,7 +111,6 @@ def test_longrope_without_a_magnitude_changes_none(tmp_path: Path) -> None:
     ("family", "changes", "message"),
     [
         ("llama", {"attention.causal": False}, "reads texts in both directions"),
-        ("llama", {"nextn_predict_layers": 1}, "predict further tokens"),
         ("llama", {"rope.scaling.attn_factor": 1.5}, "is supported with the type yarn only"),
         ("llama", {"rope.scaling.type": 3}, "rope.scaling.type must be a text, got 3"),
         ("llama", {"attention.head_count": 0}, "head_count is 0; it must be a positive number"),

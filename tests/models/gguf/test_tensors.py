@@ -26,9 +26,21 @@ EXACT = {
     "Q5_K": GroupKind(8, 32, True),
     "IQ4_NL": GroupKind(8, 32),
     "MXFP4": GroupKind(8, 32),
+    "IQ4_XS": GroupKind(8, 32),
+    "TQ1_0": GroupKind(4, 32),
+    "TQ2_0": GroupKind(4, 32),
 }
-ROUNDED = ("Q2_K", "Q3_K", "Q6_K")
-HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+ROUNDED = ("Q2_K", "Q3_K", "Q6_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M")
+HALVES = {
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "IQ1_M": (),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
 """Bytes of a block at which half numbers begin; in other types with minimums at 0 and 2, else at 0."""
 
 
@@ -38,13 +50,18 @@ def raw_blocks(
     """Random rows [rows, bytes] of ``columns`` numbers, with scales as models have them."""
     kind = next(kind for kind in BLOCK_TYPES.values() if kind.name == name)
     rng = np.random.default_rng(seed)
-    if not kind.bits:
+    if kind.weights == 1:
         numbers = rng.normal(scale=0.1, size=(rows, columns)).astype(np.float32)
         return gguf.quants.quantize(numbers, gguf.GGMLQuantizationType[name]).view(np.uint8)
     blocks = rng.integers(0, 256, (rows * columns // kind.weights, kind.bytes), dtype=np.uint8)
     for at in HALVES.get(name, (0, 2) if kind.minimum else (0,)):
         scales = rng.normal(scale=0.01, size=len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = scales[:, None].view(np.uint8)
+    if name == "IQ1_M":  # four bits of the scale in each of four numbers
+        words = blocks[:, 48:56].copy().view(np.uint16)
+        bits = np.float16(0.01).view(np.uint16)
+        words = (words & 0x0FFF) | (((bits >> np.arange(0, 16, 4, dtype=np.uint16)) & 15) << 12).astype(np.uint16)
+        blocks[:, 48:56] = words.view(np.uint8)
     if name == "MXFP4":
         blocks[:, 0] = rng.integers(110, 125, len(blocks))
     return blocks.reshape(rows, -1)

@@ -21,7 +21,8 @@ from chairlift.kernels.weights import PLAIN
 from chairlift.models import loader
 from chairlift.models.formats.checkpoint import hf_state_dict
 from chairlift.models.formats.quantize import run
-from chairlift.models.formats.quantize.rounding import FORMATS, round_rows
+from chairlift.models.formats.quantize.recipes import RECIPES
+from chairlift.models.formats.quantize.rounding import round_rows
 from chairlift.models.formats.quantize.run import quantize_model
 from chairlift.models.formats.quantize.writing import ShardWriter
 from chairlift.models.loader import load_model
@@ -32,6 +33,7 @@ from tests.models.tiny import hf_logits, hf_model, tiny_hf_model
 from tests.native import needs_kernels
 from tests.text.tokenizer import tiny
 
+KINDS = {name: RECIPES[name].layers for name in ("int4-g32", "int4-g128", "int8")}
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 
 
@@ -81,7 +83,7 @@ def decompressed(out: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("calibrated", [False, True], ids=["nearest", "gptq"])
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", KINDS)
 def test_numbers_are_those_of_compressed_tensors(
     tmp_path: Path, model_dir: Path, texts: Path, form: str, calibrated: bool
 ) -> None:
@@ -99,7 +101,7 @@ def test_numbers_are_those_of_compressed_tensors(
     assert (report.samples, len(report.output_errors)) == ((20, 8) if calibrated else (0, 0))
     model = load_model(tmp_path / "out", read_config(tmp_path / "out"), weight_format=PLAIN)
     for name in ("self_attn.qkv_proj", "mlp.down_proj"):
-        assert model.get_submodule(f"model.layers.1.{name}").shape.kind == FORMATS[form]
+        assert model.get_submodule(f"model.layers.1.{name}").shape.kind == KINDS[form]
 
 
 @needs_kernels
@@ -166,7 +168,7 @@ def test_a_gguf_file_becomes_a_directory(tmp_path: Path, texts: Path) -> None:
     before, found = weights(gguf), weights(tmp_path / "out")
     for name, values in before.items():
         quantised = name.endswith("_proj.weight")
-        wanted = round_rows(values, FORMATS["int4-g32"], torch.bfloat16)[0].dequantize() if quantised else values
+        wanted = round_rows(values, KINDS["int4-g32"], torch.bfloat16)[0].dequantize() if quantised else values
         torch.testing.assert_close(found[name], wanted, rtol=2**-8, atol=0)
     one, two = (read_config(path) for path in (gguf, tmp_path / "out"))
     assert (one.rope, one.eos_token_ids, one.max_model_len) == (two.rope, two.eos_token_ids, two.max_model_len)
@@ -180,7 +182,7 @@ def test_a_quantised_directory_is_dequantised_first(tmp_path: Path, model_dir: P
     report = quantize_model(tmp_path / "8", tmp_path / "4", "int4-g32")
     assert "the model is quantised already (int8 in groups of 32): its weights are dequantised" in report.notes[0]
     wanted = weights(tmp_path / "8")["model.layers.0.mlp.up_proj.weight"]
-    rounded, _ = round_rows(wanted, FORMATS["int4-g32"], torch.bfloat16)
+    rounded, _ = round_rows(wanted, KINDS["int4-g32"], torch.bfloat16)
     assert torch.equal(weights(tmp_path / "4")["model.layers.0.mlp.up_proj.weight"], rounded.dequantize())
 
 
@@ -189,7 +191,7 @@ def test_a_quantised_directory_is_dequantised_first(tmp_path: Path, model_dir: P
 
 def test_rows_that_groups_do_not_divide_are_refused(tmp_path: Path) -> None:
     source = small(tmp_path, intermediate_size=192)
-    with pytest.raises(ModelLoadError, match=r"down_proj.weight has rows of 192 .* use --format int4-g32 or int8"):
+    with pytest.raises(ModelLoadError, match=r"has rows of 192 .* use --format int4 or int4-small or int4-g32"):
         quantize_model(source, tmp_path / "out", "int4-g128")
     with pytest.raises(ModelLoadError, match=r"rows of 72 numbers, .* this model cannot be quantised"):
         quantize_model(small(tmp_path / "odd", hidden_size=72), tmp_path / "out", "int8")
@@ -261,11 +263,3 @@ def test_progress_ends_at_one(tmp_path: Path, model_dir: Path, texts: Path) -> N
     assert {label for label, _ in shares} == {"loading weights", "calibrating", "quantising"}
     assert list(steps(shares)) == sorted(steps(shares))
     assert shares[-1][1] == 1.0
-
-
-def test_a_model_with_experts_is_refused(tmp_path: Path) -> None:
-    model_dir = tiny_hf_model(tmp_path, "mixtral")
-    with pytest.raises(
-        ConfigError, match="4 experts, 2 chosen, and weights of experts cannot be written quantised yet"
-    ):
-        quantize_model(model_dir, tmp_path / "out", "int8")

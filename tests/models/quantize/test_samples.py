@@ -21,7 +21,9 @@ from tests.text.tokenizer import tiny
         ("a.jsonl", '{"text": "one\\n\\ntwo\u2028"}\n\n{"text": "three", "id": 1}\n{"text": " "}', None),
     ],
 )
-def test_lines_paragraphs_and_json_lines(tmp_path: Path, name: str, content: str, texts: list[str] | None) -> None:
+def test_lines_paragraphs_and_json_lines_become_texts(
+    tmp_path: Path, name: str, content: str, texts: list[str] | None
+) -> None:
     (tmp_path / name).write_bytes(content.encode())
     assert read_texts(tmp_path / name) == (texts or ["one\n\ntwo\u2028", "three"])
 
@@ -36,7 +38,7 @@ def test_lines_paragraphs_and_json_lines(tmp_path: Path, name: str, content: str
         ("a.jsonl", b"hello", "line 1 must be a JSON object"),
     ],
 )
-def test_what_is_no_sample_is_refused(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+def test_files_without_texts_are_refused(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):

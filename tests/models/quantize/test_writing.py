@@ -9,7 +9,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from chairlift.kernels.grouped import GroupKind
-from chairlift.models.formats.quantize.writing import Planned, ShardWriter, packed_words, quantization_config
+from chairlift.models.formats.quantize.writing import (
+    Planned,
+    ShardWriter,
+    packed_by_output,
+    packed_words,
+    quantization_config,
+)
 from tests.models.quantized import make
 
 TENSORS = {
@@ -31,7 +37,7 @@ def write(folder: Path, shard_bytes: int = 10**9) -> ShardWriter:
     return writer
 
 
-def test_one_file(tmp_path: Path) -> None:
+def test_small_weights_are_written_to_one_file(tmp_path: Path) -> None:
     writer = write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == writer.names == ["model.safetensors"]
     found = load_file(tmp_path / "model.safetensors")
@@ -60,11 +66,30 @@ def test_words_are_as_the_format_has_them() -> None:
         assert torch.equal(packed_words(codes, bits), make.packed_words(codes, bits))
 
 
+def test_zero_points_of_several_rows_share_a_word() -> None:
+    zeros = torch.randint(0, 16, (21, 3), dtype=torch.uint8)
+    words = packed_by_output(zeros, 4)
+    assert words.shape == (3, 3)
+    for row in range(21):
+        assert torch.equal(words[row // 8] >> 4 * (row % 8) & 15, zeros[row].int())
+
+
 def test_the_public_package_reads_the_settings() -> None:
-    config = QuantizationConfig.model_validate(quantization_config(GroupKind(4, 128)))
+    config = QuantizationConfig.model_validate(quantization_config({GroupKind(4, 128): ["a", "b"]}, ["gate"]))
     [scheme] = config.config_groups.values()
     assert scheme.weights.num_bits == 4
     assert scheme.weights.group_size == 128
     assert scheme.weights.strategy == "group"
     assert scheme.weights.symmetric
-    assert config.ignore == ["lm_head"]
+    assert scheme.targets == ["Linear"]
+    assert config.ignore == ["gate", "lm_head"]
+
+
+def test_the_settings_name_the_layers_of_rarer_kinds() -> None:
+    kinds = {GroupKind(8, 32): ["x.down_proj", "lm_head"], GroupKind(4, 32, minimum=True): ["a", "b", "c"]}
+    config = QuantizationConfig.model_validate(quantization_config(kinds, []))
+    first, second = config.config_groups.values()
+    assert (first.weights.num_bits, first.weights.symmetric, first.targets) == (4, False, ["Linear"])
+    assert (second.weights.num_bits, second.weights.symmetric) == (8, True)
+    assert second.targets == ["x.down_proj", "lm_head"]
+    assert config.ignore == []

@@ -24,15 +24,22 @@ Pack = Callable[[Tensor], tuple[Mapping[str, Tensor], Tensor]]
 
 
 def model_pair(
-    tmp_path: Path, settings: Mapping[str, Any], pack: Pack, *, family: str = "llama", **overrides: Any
+    tmp_path: Path,
+    settings: Mapping[str, Any],
+    pack: Pack,
+    *,
+    family: str = "llama",
+    endings: tuple[str, ...] = ("_proj.weight",),
+    **overrides: Any,
 ) -> tuple[Path, Path]:
-    """Write a model with quantised projections, and its twin in float32. Returns both directories."""
+    """Write a model whose weights with names that end with ``endings`` are quantised, and its twin in float32. Returns
+    both directories."""
     twin = tiny_hf_model(tmp_path, family, **{"intermediate_size": 128, "num_hidden_layers": 2, **overrides})
     quantised = tmp_path / "quantised"
     shutil.copytree(twin, quantised)
     stored, worth = dict[str, Tensor](), dict[str, Tensor]()
     for name, weight in load_file(twin / "model.safetensors").items():
-        if name.endswith("_proj.weight"):
+        if name.endswith(endings):
             tensors, worth[name] = pack(weight)
             layer = name.removesuffix(".weight")
             stored |= {f"{layer}.{ending}": each.contiguous() for ending, each in tensors.items()}
@@ -55,9 +62,8 @@ def rewrite(model_dir: Path, change: Callable[[dict[str, Tensor]], object]) -> N
 
 def packed_words(codes: Tensor, bits: int) -> Tensor:
     """Pack codes [rows, columns] into int32 words along the columns, lowest bits first: [rows, columns * bits / 32]."""
-    per_word = 32 // bits
-    wide = codes.long().view(len(codes), -1, per_word)
-    words = sum(wide[:, :, i] << (bits * i) for i in range(per_word))
+    stream = torch.stack([codes.long() >> place & 1 for place in range(bits)], -1).view(len(codes), -1, 32)
+    words = sum(stream[:, :, place] << place for place in range(32))
     assert isinstance(words, Tensor)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.models.quantized.make import Pack, packed_words
 
-__all__ = ["awq", "block_fp8", "gptq", "tensor_fp8"]
+__all__ = ["awq", "block_fp8", "gptq", "static_fp8", "tensor_fp8"]
 
 
 def _random_codes(weight: Tensor, groups: int, bits: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,3 +105,14 @@ def tensor_fp8(name: str = "weight_scale", shape: tuple[int, ...] = ()) -> tuple
         return {"weight": stored, name: scale}, stored.float() * scale.reshape(-1)[0]
 
     return {"quant_method": "fp8", "activation_scheme": "dynamic"}, pack
+
+
+def static_fp8(scale: str, activations: str, **settings: Any) -> tuple[Any, Pack]:
+    """FP8 with fixed scales of activations. ``scale`` and ``activations`` are the endings of the scales' names."""
+    given, pack = tensor_fp8(scale)
+
+    def with_activations(weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        tensors, worth = pack(weight)
+        return {**tensors, activations: torch.tensor(0.5)}, worth
+
+    return {**given, "activation_scheme": "static", **settings}, with_activations

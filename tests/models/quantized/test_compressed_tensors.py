@@ -121,7 +121,7 @@ def test_numbers_are_the_packages_own(tmp_path: Path, case: str) -> None:
     assert model.get_submodule("model.layers.0.mlp.down_proj").shape.kind == kind
 
 
-def test_blocks_of_floats(tmp_path: Path) -> None:
+def test_blocks_of_floats_are_read_as_the_package_writes_them(tmp_path: Path) -> None:
     """The package divides such weights into whole blocks only; the sizes here leave parts of blocks."""
 
     def pack(weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
@@ -147,7 +147,7 @@ def test_answers_are_those_of_the_twin(tmp_path: Path, case: str) -> None:
     assert answers[0] == answers[1]
 
 
-def test_the_old_name_of_the_settings_and_dense_weights(tmp_path: Path) -> None:
+def test_the_old_name_of_the_settings_and_dense_weights_are_read(tmp_path: Path) -> None:
     quantised, twin = model_pair(tmp_path, *settings_and_pack("int-quantized", int_weights(8, "channel"), INT8))
     config = json.loads((quantised / "config.json").read_text())
     settings = {**config.pop("quantization_config"), "sparsity_config": {"format": "dense", "global_sparsity": 0.1}}

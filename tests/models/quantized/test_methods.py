@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from chairlift.errors import ModelLoadError
 from chairlift.kernels.grouped import GroupKind
 from chairlift.kernels.weights import PLAIN
 from chairlift.models import loader
+from chairlift.models.formats.quantized_checkpoints import with_whole_weights
+from chairlift.models.formats.stored_names import with_usual_names
+from chairlift.models.formats.stored_rows import StoredRows
 from chairlift.models.loader import check_weights, load_model, replace_weights
 from chairlift.models.model_files import read_config
 from tests.models.quantized import packers
@@ -122,3 +126,13 @@ def test_a_bias_of_zeros_that_the_model_has_not_is_passed_over(tmp_path: Path) -
     rewrite(quantised, lambda tensors: tensors.update({f"{DOWN}.bias": torch.ones(64)}))
     with pytest.raises(ModelLoadError, match=rf"1 unexpected \({DOWN}.bias\)"):
         parameters(quantised)
+
+
+def test_layers_with_other_names_keep_their_integers(tmp_path: Path) -> None:
+    """A wrapper that only renames a tensor would hide that it is stored as integers."""
+    quantised, _ = model_pair(tmp_path, *packers.gptq())
+    with contextlib.ExitStack() as stack:
+        tensors = with_whole_weights(loader.open_safetensors(quantised, stack), quantised)
+        renamed = with_usual_names(tensors, {"model.": "language_model.model."}, experts=False)
+        stored = renamed[f"language_model.{DOWN}.weight"]
+        assert isinstance(stored, StoredRows) and stored.kind == GroupKind(4, 32)

@@ -150,7 +150,9 @@ def test_transformers_own_code_reads_them(models: tuple[Path, Path]) -> None:
         ),
     ],
 )
-def test_what_is_damaged_is_named(change: Any, words: str, models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_damaged_tensors_are_refused_by_name(
+    change: Any, words: str, models: tuple[Path, Path], tmp_path: Path
+) -> None:
     shutil.copytree(models[0], tmp_path / "model")
     edit(tmp_path / "model", change)
     with pytest.raises(ModelLoadError, match=words):

@@ -18,7 +18,7 @@ from chairlift.errors import ModelLoadError
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.loader import check_weights, load_model
-from chairlift.models.model_files import read_config
+from chairlift.models.model_files import read_config, read_network
 from tests.models.quantized import packers
 from tests.models.quantized.make import model_pair, rewrite
 from tests.models.quantized.test_compressed_tensors import FP8, INT8, float_weights, int_weights, settings_and_pack
@@ -49,51 +49,53 @@ def compressed(form: str, weights: dict[str, Any], activations: Any = None, **mo
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, **more}
 
 
-def two_groups() -> dict[str, Any]:
-    settings = compressed("pack-quantized", int_weights(4, "group", group=32))
-    settings["config_groups"]["group_1"] = {"targets": ["Linear"], "weights": int_weights(8, "channel")}
-    return settings
-
-
 INT = int_weights(8, "channel")
 SETTINGS: list[tuple[Any, list[str]]] = [
     ([1], ["quantization_config must be an object, not a list"]),
-    ({"bits": 4}, ["quant_method = None is not supported", "awq, compressed-tensors, fp8, gptq", "original weights"]),
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ["quant_method = 'bitsandbytes' is not supported"]),
+    ({"bits": 4}, ["quant_method = None is not supported", "compressed-tensors, fbgemm_fp8, fp8", "original weights"]),
+    ({"quant_method": "hqq", "bits": 4}, ["HQQ weights are not read: ", "quant_method = 'hqq'", "a GGUF file"]),
+    ({"quant_method": "exl2", "bits": 4.5}, ["EXL2 (ExLlamaV2) weights are not read: ", "--quantization int8"]),
+    ({"quant_method": "quark"}, ["Quark (AMD) weights are not read: "]),
     ({"quant_method": ["gptq"]}, ["quant_method = ['gptq'] is not supported"]),
-    ({**GPTQ, "bits": 3}, ["bits = 3 is not supported; supported: 4, 8"]),
+    ({**GPTQ, "bits": 5}, ["GPTQ: ", "bits = 5 is not supported; supported: 2, 3, 4, 8"]),
     ({**GPTQ, "bits": "4"}, ["bits = '4' is not supported"]),
     ({**GPTQ, "bits": True}, ["bits = True is not supported"]),
     ({**GPTQ, "group_size": 0}, ["group_size = 0 is not supported; supported: -1 (a whole row) and multiples of 32"]),
     ({**GPTQ, "group_size": 16}, ["group_size = 16 is not supported"]),
     ({**GPTQ, "sym": "yes"}, ["sym = 'yes' is not supported; supported: True, False"]),
     ({**GPTQ, "checkpoint_format": "marlin"}, ["checkpoint_format = 'marlin' is not supported", "gptq, gptq_v2"]),
-    ({**GPTQ, "dynamic": {"-:.*": {}}}, ["dynamic = {'-:.*': {}} is not supported; supported: none"]),
+    ({**GPTQ, "dynamic": {"+:.*": {"bits": 5}}}, ["GPTQ: ", "bits = 5 is not supported; supported: 2, 3, 4, 8"]),
+    ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, ["ModelOpt: ", "quant_algo = 'W4A16_AWQ'", "NVFP4"]),
+    ({"quant_method": "bitsandbytes"}, ["bitsandbytes: ", "load_in_4bit = None is not supported"]),
+    ({"quant_method": "auto-round", "data_type": "mx_fp"}, ["AutoRound: ", "data_type = 'mx_fp' is not supported"]),
+    ({"quant_method": "auto-round", "packing_format": "auto_round:fp8"}, ["AutoRound: ", "'auto_round:fp8'"]),
     ({**AWQ, "bits": 8}, ["bits = 8 is not supported; supported: 4"]),
     ({**AWQ, "version": "gemv"}, ["version = 'gemv' is not supported; supported: gemm"]),
     ({**AWQ, "zero_point": False}, ["zero_point = False is not supported; supported: True"]),
-    ({**FP8_METHOD, "activation_scheme": "static"}, ["activation_scheme = 'static' is not supported", "dynamic"]),
+    ({**FP8_METHOD, "activation_scheme": "fixed"}, ["FP8: ", "activation_scheme = 'fixed' is not supported", "static"]),
     ({**FP8_METHOD, "weight_block_size": [128]}, ["weight_block_size = [128] is not supported", "[128, 128]"]),
     ({**FP8_METHOD, "weight_block_size": "999999999x1"}, ["weight_block_size = '999999999x1' is not supported"]),
     ({**GPTQ, "format": "bitblas"}, ["format = 'bitblas' is not supported; supported: gptq, gptq_v2"]),
     ({**FP8_METHOD, "weight_block_size": [0, 128]}, ["weight_block_size = [0, 128] is not supported"]),
-    (compressed("nvfp4-pack-quantized", INT), ["format = 'nvfp4-pack-quantized' is not supported", "pack-quantized"]),
-    (compressed("mixed-precision", INT), ["format = 'mixed-precision' is not supported"]),
-    (two_groups(), ["config_groups has 2 ways of writing weights", "supported: one for all layers"]),
-    (compressed("int-quantized", INT, {**INT8, "dynamic": False}), ["input_activations: dynamic", "supported: True"]),
-    (compressed("int-quantized", INT, kv_cache_scheme=INT8), ["kv_cache_scheme = {", "supported: none"]),
+    (compressed("nvfp4-pack-quantized", INT), ["weights: type = 'int' is not supported; supported: float"]),
+    (compressed("mixed-precision", INT), ["group_0: format = None is not supported", "pack-quantized"]),
+    (compressed("marlin-24", INT), ["compressed-tensors: ", "format = 'marlin-24' is not supported"]),
+    (compressed("int-quantized", INT, {**INT8, "dynamic": 1}), ["input_activations: dynamic = 1", "supported: True"]),
     (
         compressed("int-quantized", INT, sparsity_config={"format": "sparse-24-bitmask"}),
         ["'sparse-24-bitmask'", "dense"],
     ),
-    (compressed("int-quantized", {**INT, "num_bits": 4}), ["weights: num_bits = 4 is not supported; supported: 8"]),
+    (compressed("int-quantized", {**INT, "num_bits": 2}), ["weights: num_bits = 2 is not supported; supported: 4, 8"]),
     (compressed("pack-quantized", {**INT, "num_bits": 3}), ["num_bits = 3 is not supported; supported: 4, 8"]),
-    (compressed("pack-quantized", {**INT, "actorder": "group"}), ["actorder = 'group'", "null, weight and static"]),
+    (
+        compressed("pack-quantized", {**INT, "actorder": "rows"}),
+        ["actorder = 'rows'", "null, group, weight and static"],
+    ),
     (compressed("pack-quantized", float_weights("channel")), ["type = 'float' is not supported; supported: int"]),
     (compressed("float-quantized", float_weights("group")), ["strategy = 'group'", "tensor, channel, block"]),
     (compressed("pack-quantized", int_weights(4, "group")), ["group_size = None is not supported", "multiples of 32"]),
     (compressed("float-quantized", float_weights("block"), FP8), ["block_structure = None is not supported"]),
-    ({**compressed("int-quantized", INT), "config_groups": {}}, ["0 ways of writing weights"]),
+    ({**compressed("int-quantized", INT), "config_groups": {}}, ["config_groups = {} is not supported"]),
     ({**compressed("int-quantized", INT), "config_groups": {"a": ["Linear"]}}, ["a = ['Linear'] is not supported"]),
     ({**compressed("int-quantized", INT), "config_groups": 7}, ["config_groups = 7 is not supported"]),
     ({**compressed("int-quantized", INT), "config_groups": {"a": {}}}, ["config_groups.a has no weights"]),
@@ -109,6 +111,47 @@ def test_settings_that_are_not_read_are_named(
     (model_dir / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
     message = refusal(model_dir, monkeypatch)
     assert all(word in message for word in words), message
+
+
+FORMATS = {
+    "hqq": "HQQ weights are not read: ",
+    "eetq": "EETQ weights are not read: ",
+    "torchao": "torchao weights are not read: ",
+    "quanto": "Quanto weights are not read: ",
+    "sinq": "SINQ weights are not read: ",
+    "bitnet": "BitNet weights are not read: ",
+    "quip_sharp": "QuIP# weights are not read: ",
+}
+
+
+@pytest.mark.parametrize("method", FORMATS)
+def test_a_refusal_begins_with_the_format_and_ends_with_the_remedy(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir = tiny_hf_model(tmp_path, "llama", num_hidden_layers=1)
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    message = refusal(model_dir, monkeypatch)
+    assert message.startswith(FORMATS[method])
+    remedy = "a GGUF file, or the original weights, which --quantization int8 or int4 rounds while they are loaded"
+    assert message.endswith(remedy)
+
+
+def test_formats_that_no_key_names_are_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HQQ's own files, MLX's experts, and BitNet's family."""
+    model_dir = tiny_hf_model(tmp_path, "llama", num_hidden_layers=1)
+    (model_dir / "model.safetensors").rename(model_dir / "qmodel.pt")
+    message = refusal(model_dir, monkeypatch)
+    assert message.startswith("HQQ weights are not read: ") and "qmodel.pt" in message and "GGUF" in message
+    model_dir = tiny_hf_model(tmp_path, "qwen3_moe", num_hidden_layers=1)
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps({**config, "quantization": {"group_size": 64, "bits": 4}}))
+    message = refusal(model_dir, monkeypatch)
+    assert message.startswith("MLX: ") and message.endswith("with --quantization int8 or int4, or a GGUF file")
+    config |= {"model_type": "bitnet", "quantization_config": {"quant_method": "bitnet"}}
+    (model_dir / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=r"^BitNet weights are not read: .*three values.*; use another"):
+        read_network(model_dir, "auto")
 
 
 def changed(ending: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[dict[str, Tensor]], None]:
@@ -151,13 +194,17 @@ DAMAGE: list[tuple[Any, Any, list[str]]] = [
     (packers.block_fp8(), changed("weight", gone), ["down_proj.weight is missing beside weight_scale_inv"]),
     (packers.block_fp8(), added("weight_scale", torch.ones(1)), ["weight_scale is stored beside weight_scale_inv"]),
     (packers.block_fp8(), added("input_scale", torch.ones(1)), ["1 unexpected", "down_proj.input_scale"]),
-    (packers.tensor_fp8(), changed("weight_scale", lambda t: torch.ones(3)), ["has shape [3]", "[64, 1] or []"]),
+    (
+        packers.tensor_fp8(),
+        changed("weight_scale", lambda t: torch.ones(3)),
+        ["has shape [3]", "[64, 1] or [64] or []"],
+    ),
     (W4, changed("weight_shape", lambda t: t * 2), ["weight_shape says [128, 256], but weight_packed has room for"]),
     (W4, changed("weight_shape", lambda t: t - t), ["weight_shape says [0, 0]"]),
     (W4, changed("weight_shape", lambda t: torch.tensor([64, -(1 << 62)])), ["weight_shape says [64, -46"]),
     (W4, changed("weight_zero_point", gone), ["down_proj.weight_zero_point is missing beside"]),
     (W4, changed("weight_zero_point", lambda t: t[:5]), ["weight_zero_point has shape [5, 4]", "need [8, 4]"]),
-    (W4, added("weight_g_idx", torch.arange(128).int()), ["1 unexpected", "weight_g_idx"]),
+    (W4, added("weight_g_idx", torch.arange(128).int()), ["weight_g_idx has numbers from 0 to 127", "4 groups"]),
     (W8, changed("weight", lambda t: t[:, :64]), ["down_proj.weight has shape [64, 64], but config.json asks for"]),
     (W8, changed("weight_scale", lambda t: t.double()), ["down_proj.weight_scale is stored as F64", "F32 or F16"]),
     (W8, changed("weight_scale", gone), ["down_proj.weight is stored as I8, and quantization_config", "does not say"]),
@@ -236,3 +283,12 @@ def test_random_damage_never_escapes_as_another_error(tmp_path: Path, made: Any)
             refused.append(str(error))
     assert len(refused) > 20
     assert not any("\n" in message for message in refused)
+
+
+def test_mlx_is_refused_by_name_where_its_weights_may_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir = tiny_hf_model(tmp_path, "qwen3_next")
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps({**config, "quantization": {"group_size": 64, "bits": 4}}))
+    message = refusal(model_dir, monkeypatch)
+    assert message.startswith("MLX: ") and "model_type is 'qwen3_next'" in message
+    assert "--quantization int8" in message

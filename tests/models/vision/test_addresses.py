@@ -194,7 +194,7 @@ def test_private_addresses_are_refused_before_a_connection(site: Site) -> None:
         *((each, False) for each in ("64:ff9b::a00:1", "2002:a00:1::", "2001:0:a00:1::", "::ffff:8.8.8.8")),
     ],
 )
-def test_public_addresses(address: str, public: bool) -> None:
+def test_only_public_addresses_count_as_public(address: str, public: bool) -> None:
     assert is_public(address) is public
 
 

@@ -53,7 +53,7 @@ def check(reference: Reference, engine: LLM, *conversations: tuple[str | Image.I
     return outputs
 
 
-def test_images_first_in_the_middle_last_several_and_the_same_twice(
+def test_images_anywhere_in_a_chat_give_the_logits_of_transformers(
     reference: Reference, llm: Callable[..., LLM]
 ) -> None:
     one, two, small = picture(1, 70, 50), picture(2, 30, 90), picture(3, 8, 5)
@@ -138,7 +138,7 @@ def test_idefics3_is_the_same_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_images_that_are_not_cut(tmp_path: Path) -> None:
+def test_images_that_are_not_cut_give_the_logits_of_transformers(tmp_path: Path) -> None:
     folder = tiny_vlm(tmp_path / "whole", do_image_splitting=False)
     engine = LLM(folder, num_kv_blocks=40, dtype="float32")
     (output,) = check(Reference(folder), engine, (picture(1, 70, 50), "What?"))
@@ -167,10 +167,10 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
 _connect = VisionTower._connect
 
 
-@pytest.mark.planted("test_images_first_in_the_middle_last_several_and_the_same_twice")
+@pytest.mark.planted("test_images_anywhere_in_a_chat_give_the_logits_of_transformers")
 @pytest.mark.nightly
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_the_comparison_notices(
+def test_the_comparison_notices_planted_bugs(
     mutation: str, reference: Reference, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where, name, wrong = MUTATIONS[mutation]

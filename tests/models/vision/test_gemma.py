@@ -42,7 +42,7 @@ def reference(folder: Path) -> GemmaReference:
     return GemmaReference(folder)
 
 
-def test_images_first_in_the_middle_last_several_and_the_same_twice(
+def test_images_anywhere_in_a_chat_give_the_logits_of_transformers(
     reference: GemmaReference, llm: Callable[..., LLM]
 ) -> None:
     one, two, wide = picture(1, 40, 24), picture(2, 24, 64), picture(3, 90, 7)
@@ -145,7 +145,7 @@ def test_bits_do_not_depend_on_company(llm: Callable[..., LLM]) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("form", ["published", "nested"])
-def test_names_of_other_files(form: str, tmp_path: Path) -> None:
+def test_files_with_other_names_of_tensors_load(form: str, tmp_path: Path) -> None:
     """Published files have one more level in the encoder; files of some versions nest all tensors under ``model``."""
     folder = tiny_gemma(tmp_path / "model")
     reference = GemmaReference(folder)
@@ -249,10 +249,10 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.planted("test_images_first_in_the_middle_last_several_and_the_same_twice")
+@pytest.mark.planted("test_images_anywhere_in_a_chat_give_the_logits_of_transformers")
 @pytest.mark.nightly
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_the_comparison_notices(
+def test_the_comparison_notices_planted_bugs(
     mutation: str, reference: GemmaReference, llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where, name, wrong = MUTATIONS[mutation]

@@ -112,7 +112,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
 @pytest.mark.nightly
 @pytest.mark.parametrize("mutation", MUTATIONS)
 @pytest.mark.usefixtures("still_clock")
-def test_the_comparison_notices(
+def test_the_comparison_notices_planted_bugs(
     mutation: str, expected: list[list[int]], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where, name, wrong = MUTATIONS[mutation]

@@ -38,7 +38,7 @@ def reference(folder: Path) -> LlavaReference:
     return LlavaReference(folder)
 
 
-def test_images_first_in_the_middle_last_several_and_the_same_twice(
+def test_images_anywhere_in_a_chat_give_the_logits_of_transformers(
     reference: LlavaReference, llm: Callable[..., LLM]
 ) -> None:
     one, two, wide = picture(1, 40, 24), picture(2, 24, 64), picture(3, 90, 7)
@@ -125,14 +125,14 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", FEATURES)
-def test_features_of_other_layers(name: str, tmp_path: Path) -> None:
+def test_features_of_other_layers_give_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
     folder = tiny_llava(tmp_path / "model", **FEATURES[name])
     check(LlavaReference(folder), LLM(folder, num_kv_blocks=40, dtype="float32"), ("ab", picture(1), "What?"))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("form", ["published", "nested"])
-def test_names_of_other_files(form: str, tmp_path: Path) -> None:
+def test_files_with_other_names_of_tensors_load(form: str, tmp_path: Path) -> None:
     """Published files have one more level in the encoder; files of some versions nest all tensors under ``model``."""
     folder = tiny_llava(tmp_path / "model")
     reference = LlavaReference(folder)
@@ -230,10 +230,10 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.planted("test_images_first_in_the_middle_last_several_and_the_same_twice")
+@pytest.mark.planted("test_images_anywhere_in_a_chat_give_the_logits_of_transformers")
 @pytest.mark.nightly
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_the_comparison_notices(
+def test_the_comparison_notices_planted_bugs(
     mutation: str, reference: LlavaReference, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where, name, wrong = MUTATIONS[mutation]

@@ -48,7 +48,7 @@ def reference(folder: Path) -> QwenReference:
     return QwenReference(folder)
 
 
-def test_images_first_in_the_middle_last_several_and_the_same_twice(
+def test_images_anywhere_in_a_chat_give_the_logits_of_transformers(
     reference: QwenReference, llm: Callable[..., LLM]
 ) -> None:
     one, two, wide = picture(1, 40, 24), picture(2, 24, 64), picture(3, 80, 8)
@@ -250,7 +250,7 @@ def test_configs_that_do_not_fit_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_other_names_and_forms_of_the_same_model(tmp_path: Path) -> None:
+def test_other_names_and_forms_of_the_same_model_load(tmp_path: Path) -> None:
     """Old files of Qwen2.5-VL have the text model's keys beside vision_config; newer ones nest all tensors."""
     folder = tiny_qwen(tmp_path / "model", "qwen2_5_vl")
     raw, tensors = config_of(folder), load_file(folder / "model.safetensors")
@@ -318,10 +318,10 @@ WINDOWS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.planted("test_images_first_in_the_middle_last_several_and_the_same_twice")
+@pytest.mark.planted("test_images_anywhere_in_a_chat_give_the_logits_of_transformers")
 @pytest.mark.nightly
 @pytest.mark.parametrize("mutation", [*MUTATIONS, *DEEP, *WINDOWS])
-def test_the_comparison_notices(
+def test_the_comparison_notices_planted_bugs(
     mutation: str, reference: QwenReference, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = config_of(folder)["model_type"] == "qwen3_vl"

@@ -45,6 +45,10 @@ CHATS: dict[str, tuple[list[dict[str, Any]], tuple[str, ...]]] = {
     "assistant's parts": ([_HI, _says(_parts("A1", "A2")), {"role": "user", "content": "Go"}], ("A1", "A2", "Go")),
     "reasoning": ([_HI, _says("Yo", reasoning_content="Because."), {"role": "user", "content": "Go"}], ("Yo", "Go")),
     "calls": ([_HI, _CALLS, _RESULT], ("Hi", "Rain.")),
+    "late system": (
+        [_HI, _says("Yo"), {"role": "system", "content": "Be."}, {"role": "user", "content": "Go"}],
+        ("Hi", "Yo", "Be.", "Go"),
+    ),
     "continued": ([_HI, _says("Well, I ")], ("Hi", "Well, I")),
     "thoughts continued": ([_HI, _says("<think>\na\n</think>\n\nWell")], ("Hi", "Well")),
 }

@@ -152,7 +152,7 @@ def test_text_parts_are_joined_and_variables_reach_the_template() -> None:
     assert template.render(chat, level=None, bos_token="<b>") == "one\ntwo|Ann|None|<b>"
 
 
-def test_what_is_null_says_nothing() -> None:
+def test_null_fields_are_left_out_of_messages() -> None:
     template = ChatTemplate("{{ messages[0] | tojson }}{{ tools }}")
     nothing = {"name": None, "refusal": None, "tool_calls": [], "function_call": None, "audio": None}
     shown = template.render(
@@ -310,7 +310,7 @@ PAYLOADS = [root + chain for root, chain in itertools.product(_ROOTS, _CHAINS)] 
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_the_sandbox_holds(payload: str) -> None:
+def test_templates_cannot_leave_the_sandbox(payload: str) -> None:
     """A payload fails or renders nothing that only Python's inside could have given it."""
     assert len(PAYLOADS) >= 200
     chat = [{"role": "user", "content": "Hi"}]

@@ -79,7 +79,7 @@ def test_two_long_texts_at_a_time_also_when_their_callers_leave() -> None:
     asyncio.run(main())
 
 
-def test_what_texts_have_together_counts() -> None:
+def test_the_total_length_of_texts_counts() -> None:
     async def main() -> None:
         tokenizer: Any = SlowTokenizer()
         tokenizer.allowed.set()

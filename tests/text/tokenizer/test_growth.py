@@ -95,12 +95,12 @@ def folder_with(tmp_path: Path, parts: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_makes_texts_far_too_long_is_refused_when_it_is_read(name: str, tmp_path: Path) -> None:
+def test_a_tokenizer_that_makes_texts_far_too_long_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"in tokenizer\.json .*(another release|again)"):
         Tokenizer.from_dir(folder_with(tmp_path, REFUSED[name]))
 
 
-def test_it_is_refused_before_the_library_normalizes_an_added_token(tmp_path: Path) -> None:
+def test_a_growing_tokenizer_is_refused_before_added_tokens_are_normalized(tmp_path: Path) -> None:
     added = {"id": 900, "content": "aaaa", "normalized": True, "special": False}
     parts = REFUSED["nested replacements"] | {
         "added_tokens": [added | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)]
@@ -134,7 +134,7 @@ def test_ordinary_tokenizers_stay_in_the_server_s_process(family: str) -> None:
         {},
     ],
 )
-def test_what_models_have_is_no_reason_to_doubt(parts: dict[str, Any]) -> None:
+def test_the_parts_of_published_tokenizers_are_not_doubted(parts: dict[str, Any]) -> None:
     check_growth(parts)
     assert doubt_about(parts) == ""
 
@@ -163,7 +163,7 @@ RUNS = ("a", " ", "\n ", "Aa", "中")
 
 
 @pytest.mark.parametrize("name", STEADY)
-def test_what_is_called_steady_splits_long_runs_in_no_time(name: str) -> None:
+def test_patterns_called_steady_split_long_runs_fast(name: str) -> None:
     """The square of 20,000 characters takes seconds."""
     splitter = pre_tokenizers.Split(Regex(STEADY[name]), "isolated")
     for run in RUNS:
@@ -187,7 +187,7 @@ def test_a_replacement_grows_by_what_it_puts_for_the_shortest_match(pattern: str
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on a process need Linux")
 @pytest.mark.parametrize("name", FAILS_AT_ONCE)
-def test_what_fails_with_a_few_characters_is_refused_when_it_is_read(name: str, tmp_path: Path) -> None:
+def test_a_tokenizer_that_fails_with_a_few_characters_is_refused(name: str, tmp_path: Path) -> None:
     """The library normalizes added tokens while it reads, so a process with limits reads first."""
     with pytest.raises(ModelLoadError, match=r"too much time or memory .* skip_tokenizer_init"):
         Tokenizer.from_dir(folder_with(tmp_path, FAILS_AT_ONCE[name]))
@@ -203,7 +203,7 @@ def run(work: Callable[[], Any]) -> None:
 @pytest.mark.full
 @linux
 @pytest.mark.parametrize("name", DOUBTED)
-def test_what_takes_for_ever_ends_with_an_error_and_the_next_text_is_encoded(name: str, tmp_path: Path) -> None:
+def test_a_text_that_takes_too_long_is_an_error_and_the_next_is_encoded(name: str, tmp_path: Path) -> None:
     async def work() -> None:
         tokenizer = Tokenizer.from_dir(folder_with(tmp_path, DOUBTED[name]))
         assert tokenizer.doubt

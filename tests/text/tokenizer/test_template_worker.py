@@ -541,7 +541,7 @@ def test_a_worker_nobody_kills_ends_by_itself() -> None:
     run(work)
 
 
-def test_no_worker_can_be_started_is_an_overload_and_heals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_of_a_worker_is_an_overload_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         worker = TemplateWorker("x", time_limit=PATIENCE)
         monkeypatch.setattr(sys, "executable", "/nonexistent/python")

@@ -1,7 +1,8 @@
 """How GGUF stores weights: blocks of small integers with scales, and their conversion to float32.
 
 Layouts and names are llama.cpp's (ggml). A row is a whole number of blocks. Every integer type is a case of
-:class:`Groups`. The arithmetic equals that of ggml's reference: one multiplication and one addition in float32.
+:class:`Groups`, except types whose values come from large tables; the package ``gguf`` converts these to floats. The
+arithmetic equals that of ggml's reference: one multiplication and one addition in float32.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK_TYPES", "BlockType", "Groups"]
+__all__ = ["BLOCK_TYPES", "OTHER_TYPES", "BlockType", "Groups"]
 
 _Raw = npt.NDArray[np.uint8]
 _Float = npt.NDArray[np.float32]
@@ -48,6 +49,13 @@ class BlockType:
     """Number of columns that share a scale."""
     minimum: bool = False
     """Whether groups have minimums. Without them, the zero point is half the range of codes."""
+    rounded: bool = False
+    """Whether :attr:`unpack` returns numbers (``bits`` is 0) that a layer with integers rounds to 8 bits."""
+
+    @property
+    def kind_bits(self) -> int:
+        """Number of bits of the codes in memory; 0 for a type that stays floats."""
+        return 8 if self.rounded else self.bits
 
     def dequantize(self, raw: _Raw) -> _Float:
         """Convert rows of blocks, uint8 [rows, row bytes], to float32 [rows, columns]."""
@@ -221,6 +229,49 @@ def _mxfp4(raw: _Raw) -> Groups:
     return Groups(_MXFP4_CODES[_nibbles(raw[:, 1:])], scales, None)
 
 
+def _iq4_xs(raw: _Raw) -> Groups:
+    low = raw[:, 4:8]
+    high = raw[:, 2:4].copy().view(np.uint16)
+    scales = np.stack([low & 15, low >> 4], axis=2).reshape(len(raw), 8)
+    scales |= ((high >> np.arange(0, 16, 2, dtype=np.uint16)) & 3).astype(np.uint8) << np.uint8(4)
+    codes = _IQ4_NL_CODES[_by_shift(raw[:, 8:], 8, [0, 4], 15)]
+    return Groups(codes, _half(raw) * (scales.astype(np.float32) - np.float32(32)), None)
+
+
+def _ternary(digits: _Raw, scales: _Float) -> Groups:
+    """Groups of blocks of 256 numbers -1, 0 and 1, stored as ``digits`` 0, 1 and 2, with one scale [B, 1] each."""
+    return Groups(digits + np.uint8(7), np.repeat(scales, 8, axis=1), None)
+
+
+def _tq1_0(raw: _Raw) -> Groups:
+    powers = np.array([1, 3, 9, 27, 81], dtype=np.uint8).reshape(1, -1, 1)
+    runs = []
+    for first, last, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):  # a byte has up to five digits of base 3
+        spread = raw[:, None, first:last] * powers[:, :count]  # modulo 256
+        runs.append(((spread.astype(np.uint16) * 3) >> 8).astype(np.uint8).reshape(len(raw), -1))
+    return _ternary(np.concatenate(runs, axis=1), _half(raw[:, 52:]))
+
+
+def _tq2_0(raw: _Raw) -> Groups:
+    return _ternary(_by_shift(raw[:, :64], 2, [0, 2, 4, 6], 3), _half(raw[:, 64:]))
+
+
+def _of_package(number: int) -> Callable[[_Raw], _Float]:
+    """Function that unpacks a type whose tables of values the package ``gguf`` has."""
+
+    def unpack(raw: _Raw) -> _Float:
+        from gguf import GGMLQuantizationType, quants
+
+        found: _Float = quants.dequantize(raw, GGMLQuantizationType(number))
+        return found
+
+    return unpack
+
+
+def _packaged(number: int, name: str, size: int, weights: int = 256) -> BlockType:
+    return BlockType(name, weights, size, _of_package(number), rounded=True)
+
+
 BLOCK_TYPES: Final = {
     0: BlockType("F32", 1, 4, _f32),
     1: BlockType("F16", 1, 2, _f16),
@@ -234,8 +285,36 @@ BLOCK_TYPES: Final = {
     12: BlockType("Q4_K", 256, 144, _q4_k, 4, 32, minimum=True),
     13: BlockType("Q5_K", 256, 176, _q5_k, 8, 32, minimum=True),
     14: BlockType("Q6_K", 256, 210, _q6_k, 8, 16),
+    16: _packaged(16, "IQ2_XXS", 66),
+    17: _packaged(17, "IQ2_XS", 74),
+    18: _packaged(18, "IQ3_XXS", 98),
+    19: _packaged(19, "IQ1_S", 50),
     20: BlockType("IQ4_NL", 32, 18, _iq4_nl, 8, 32),
+    21: _packaged(21, "IQ3_S", 110),
+    22: _packaged(22, "IQ2_S", 82),
+    23: BlockType("IQ4_XS", 256, 136, _iq4_xs, 8, 32),
+    29: _packaged(29, "IQ1_M", 56),
     30: BlockType("BF16", 1, 2, _bf16),
+    34: BlockType("TQ1_0", 256, 54, _tq1_0, 4, 32),
+    35: BlockType("TQ2_0", 256, 66, _tq2_0, 4, 32),
     39: BlockType("MXFP4", 32, 17, _mxfp4, 8, 32),
 }
 """Number of a type in a GGUF file -> the type's blocks."""
+OTHER_TYPES: Final = {
+    9: "Q8_1",
+    15: "Q8_K",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+    40: "NVFP4",
+    41: "Q1_0",
+}
+"""Number -> name of the types that are not read, for messages."""

@@ -9,7 +9,7 @@ from typing import Final
 
 from chairlift.errors import ModelLoadError
 
-__all__ = ["find_gguf", "is_gguf", "parts_of"]
+__all__ = ["encoders_beside", "find_gguf", "is_gguf", "parts_of"]
 
 _SPLIT_NAME: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -35,6 +35,13 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf" and not path.is_dir()
 
 
+def encoders_beside(path: Path) -> list[Path]:
+    """Files in the directory of the GGUF model ``path`` whose names say that they are image encoders, the largest
+    first: the same encoder may be there with several precisions."""
+    files = [file for file in path.parent.glob("*.gguf") if "mmproj" in file.name.lower() and file.is_file()]
+    return sorted(files, key=lambda file: (-file.stat().st_size, file.name))
+
+
 def find_gguf(path: Path) -> Path | None:
     """GGUF file of the model ``path``: the file itself, or the only GGUF model in a directory; None if there is none.
 
@@ -45,7 +52,7 @@ def find_gguf(path: Path) -> Path | None:
         return path if is_gguf(path) else None
     if not path.is_dir() or (path / "config.json").is_file():
         return None
-    found = sorted(file for file in path.glob("*.gguf") if file.is_file() and not file.name.startswith("mmproj"))
+    found = sorted(file for file in path.glob("*.gguf") if file.is_file() and "mmproj" not in file.name.lower())
     whole = [file for file in found if not (match := _SPLIT_NAME.fullmatch(file.name)) or int(match[2]) == 1]
     if len(whole) > 1:
         names = ", ".join(file.name for file in whole[:8])

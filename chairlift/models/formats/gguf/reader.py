@@ -8,6 +8,7 @@ file.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import mmap
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from chairlift.base.mistaken_models import check_content
 from chairlift.errors import ModelLoadError
-from chairlift.models.formats.gguf.blocks import BLOCK_TYPES, BlockType, Groups
+from chairlift.models.formats.gguf.blocks import BLOCK_TYPES, OTHER_TYPES, BlockType, Groups
 from chairlift.models.formats.gguf.files import parts_of
 
 __all__ = ["GGUFFile", "GGUFModel", "TensorInfo"]
@@ -167,15 +168,28 @@ class GGUFFile:
             shape = struct.unpack(f"<{dims}Q", self._take(8 * dims))[::-1]
             number, offset = struct.unpack("<IQ", self._take(12))
             if number not in BLOCK_TYPES:
-                known = ", ".join(kind.name for kind in BLOCK_TYPES.values())
-                self.fail(f"tensor {name!r} is of type {number}, which is not read; known are {known}", "convert")
+                self._refuse_type(name, number)
             kind = BLOCK_TYPES[number]
+            if kind.rounded and importlib.util.find_spec("gguf") is None:
+                raise ModelLoadError(
+                    f"{kind.name}: the values of this block type, which tensor {name!r} of {self.path} has, come from"
+                    " the package gguf, which is not installed; pip install 'chairlift[gguf]', or use another"
+                    " quantisation of the model, such as Q4_K_M"
+                )
             if not all(1 <= side < _MOST_SIDE for side in shape) or shape[-1] % kind.weights:
                 self.fail(f"tensor {name!r} has shape {list(shape)}, which {kind.name} cannot have")
             found.append((name, shape, kind, offset))
         if len({name for name, *_ in found}) < len(found):
             self.fail("it has two tensors of one name")
         return self._placed(found)
+
+    def _refuse_type(self, tensor: str, number: int) -> NoReturn:
+        known = ", ".join(kind.name for kind in BLOCK_TYPES.values())
+        name = OTHER_TYPES.get(number, f"type {number}")
+        raise ModelLoadError(
+            f"{name}: this block type, which tensor {tensor!r} of {self.path} has, is not read; use another"
+            f" quantisation of the model, such as Q4_K_M; known are {known}"
+        )
 
     def _placed(self, found: list[tuple[str, tuple[int, ...], BlockType, int]]) -> list[TensorInfo]:
         alignment = self.metadata.get("general.alignment", 32)

@@ -17,7 +17,18 @@ __all__ = ["CONTROL", "adds_bos", "end_tokens", "special_ids", "token_texts"]
 CONTROL: Final = 3
 """Value of ``tokenizer.ggml.token_type`` for control tokens, which texts do not contain."""
 _SENTENCE_PIECE: Final = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-_KEYS: Final = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id", "unknown_token_id", "padding_token_id")
+_WORD_PIECE: Final = {
+    **{"cls_token_id": 101, "seperator_token_id": 102, "unknown_token_id": 100, "padding_token_id": 0},
+    "mask_token_id": 103,
+}
+_UNIGRAM: Final = {"eos_token_id": 1, "unknown_token_id": 2, "padding_token_id": 0}
+_DEFAULTS: Final = {"bert": _WORD_PIECE, "llama": _SENTENCE_PIECE, "t5": _UNIGRAM}
+"""``tokenizer.ggml.model`` -> ids of special tokens that a file may leave out."""
+_KEYS: Final = (
+    *("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id", "unknown_token_id", "padding_token_id"),
+    *("cls_token_id", "seperator_token_id", "mask_token_id"),
+)
+"""Names of special tokens in files, in the spelling of llama.cpp."""
 _ENDS: Final = frozenset(
     [
         "<|eot_id|>",
@@ -37,7 +48,12 @@ _ENDS: Final = frozenset(
 )
 """Texts of control tokens that end an answer, also if no key names them. Gemma 2's files name ``<eos>`` only, but its
 answers end with ``<end_of_turn>``."""
-_ADDING: Final = frozenset(("llama-bpe", "llama3", "llama-v3", "tekken"))
+_ADDING: Final = frozenset(
+    [
+        *("chameleon", "falcon-h1", "falcon3", "jina-v5-nano", "lfm2", "llama-bpe", "llama-v3", "llama3", "midm-2.0"),
+        *("pixtral", "tekken"),
+    ]
+)
 """Names of byte-level tokenizers that put the first token before every text, unless a key says otherwise."""
 
 
@@ -46,7 +62,7 @@ def special_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
     vocabulary counts as missing."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     count = len(tokens) if isinstance(tokens, list) else None
-    default = _SENTENCE_PIECE if metadata.get("tokenizer.ggml.model") == "llama" else {}
+    default = _DEFAULTS.get(str(metadata.get("tokenizer.ggml.model")), {})
     found = {}
     for key in _KEYS:
         for number in (metadata.get(f"tokenizer.ggml.{key}"), default.get(key)):

@@ -18,8 +18,9 @@ from chairlift.errors import ConfigError
 from chairlift.kernels.grouped import GroupedRows, GroupKind
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PackedContext
-from chairlift.models.formats.quantize.rounding import Squares, best_scales, nearest_codes, round_rows
-from chairlift.models.layers.linear import Linear
+from chairlift.models.formats.quantize.rounding import Squares, fitted_scales, nearest_codes, round_rows
+from chairlift.models.layers.experts import MixtureOfExperts
+from chairlift.models.layers.linear import Linear, Stack
 
 __all__ = ["Calibrated", "CalibrationPack", "calibrate", "gptq", "output_error"]
 
@@ -54,10 +55,9 @@ class Calibrated:
     """Name of the weight, as in ``model.named_parameters()``."""
     rows: GroupedRows
     squares: Squares
-    output_error: float
-    """Squared error of the layer's outputs on the samples, divided by the sum of the squared outputs."""
-    nearest_error: float
-    """Output error if every weight were rounded to the nearest code."""
+    output_errors: tuple[float, float] | None = None
+    """Squared error of the layer's outputs on the samples, divided by the sum of the squared outputs: (with these rows,
+    with every weight rounded to the nearest code). None for experts, which read only some of the samples."""
 
 
 def gptq(weight: Tensor, hessian: Tensor, kind: GroupKind, dtype: torch.dtype) -> GroupedRows:
@@ -65,13 +65,15 @@ def gptq(weight: Tensor, hessian: Tensor, kind: GroupKind, dtype: torch.dtype) -
 
     The group of ``kind`` must divide 128 and K. Columns are processed in order, in blocks of 128. The scales of a group
     are values of ``dtype``. They are chosen when its first column is reached, for the corrected values of all its
-    columns. Columns whose inputs are always 0 are rounded to the nearest code. Raises ConfigError for inputs that are
-    not finite.
+    columns, and errors weigh as much as the squared inputs of their column. Columns whose inputs are always 0 are
+    rounded to the nearest code. Raises ConfigError for inputs that are not finite.
     """
     inverse, (n, k) = _inverse_factor(hessian), weight.shape
     columns = weight.t().clone(memory_format=torch.contiguous_format)  # so that each column is contiguous
     codes = torch.empty(k, n, dtype=torch.uint8)
     scales = torch.empty(k // kind.group, n)
+    zeros = torch.empty(k // kind.group, n)
+    importance = hessian.diagonal().contiguous()
     for start in range(0, k, _BLOCK):
         end = min(start + _BLOCK, k)
         block = columns[start:end]
@@ -82,13 +84,15 @@ def gptq(weight: Tensor, hessian: Tensor, kind: GroupKind, dtype: torch.dtype) -
             group, first = divmod(column, kind.group)
             if first == 0:
                 ahead = block[place : place + kind.group].t().contiguous()
-                scales[group] = best_scales(ahead, kind.bits, dtype)[0].squeeze(1)
-            code = nearest_codes(values, scales[group], kind.bits)
-            codes[column] = (code + kind.zero).to(torch.uint8)
-            errors[place] = (values - code * scales[group]) / inverse[column, column]
+                used = importance[column : column + kind.group]
+                scales[group], zeros[group] = fitted_scales(ahead, kind, dtype, used if bool(used.any()) else None)
+            code = nearest_codes(values, scales[group], zeros[group], kind.bits)
+            codes[column] = code.to(torch.uint8)
+            errors[place] = (values - (code - zeros[group]) * scales[group]) / inverse[column, column]
             block[place:].addr_(inverse[column, column:end], errors[place], alpha=-1)
         columns[end:].addmm_(inverse[start:end, end:].t(), errors, alpha=-1)
-    return GroupedRows(kind, codes.t().contiguous(), scales.t().contiguous())
+    minimums = (-zeros * scales).t().contiguous() if kind.minimum else None
+    return GroupedRows(kind, codes.t().contiguous(), scales.t().contiguous(), minimums)
 
 
 def _inverse_factor(hessian: Tensor) -> Tensor:
@@ -128,25 +132,33 @@ def output_error(weight: Tensor, rows: GroupedRows, hessian: Tensor) -> float:
 def calibrate(
     model: CausalLM,
     packs: Sequence[CalibrationPack],
-    kind: GroupKind,
+    kind_of: Callable[[str], GroupKind | None],
     dtype: torch.dtype,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Iterator[Calibrated]:
     """Quantise every matrix in the decoder layers of a model with plain weights, in order.
 
-    The model cannot be used afterwards: a layer's weights are replaced by the dequantised values in float32, and are
-    freed when all samples have passed through the layer. ``progress`` is called with the fraction of layers that are
-    complete. Raises ConfigError for inputs that are not finite.
+    ``kind_of`` returns the kind of a parameter by its name, or None if it keeps its dtype. Weights of experts are
+    rounded to the nearest codes, with scales for the inputs of the layer of experts. The model cannot be used
+    afterwards: a layer's weights are replaced by the dequantised values in float32, and are freed when all samples have
+    passed through the layer. ``progress`` is called with the fraction of layers that are complete. Raises ConfigError
+    for inputs that are not finite.
     """
     layers = model.model.layers
     with torch.no_grad():
         states = [_embedded(model, pack) for pack in packs]
         for number, layer in enumerate(layers):
             layer.float()
-            for name, linear in layer.named_modules():
-                if isinstance(linear, Linear):
-                    whole = f"model.layers.{number}.{name}.weight"
-                    yield _quantise(whole, linear, _hessian(model, number, linear, packs, states), kind, dtype)
+            for name, module in layer.named_modules():
+                whole = f"model.layers.{number}.{name}.weight"
+                if not isinstance(module, Linear | Stack) or (kind := kind_of(whole)) is None:
+                    continue
+                if isinstance(module, Linear):
+                    yield _quantise(whole, module, _hessian(model, number, module, packs, states), kind, dtype)
+                else:
+                    experts = layer.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
+                    importance = _squares_for(model, number, experts, module, packs, states)
+                    yield _quantise_stack(whole, module, importance, kind, dtype)
             states = [_through(model, number, *each) for each in zip(packs, states, strict=True)]
             layer.to("meta")
             progress((number + 1) / len(layers))
@@ -159,8 +171,36 @@ def _quantise(name: str, linear: Linear, hessian: Tensor, kind: GroupKind, dtype
     linear.weight.copy_(rows.dequantize())
     lost = weight - linear.weight
     sums = (float(each.square_().sum(dtype=torch.float64)) for each in (weight.clone(), lost))
-    errors = (output_error(weight, each, hessian) for each in (rows, nearest))
-    return Calibrated(name, rows, Squares(*sums), *errors)
+    errors = (output_error(weight, rows, hessian), output_error(weight, nearest, hessian))
+    return Calibrated(name, rows, Squares(*sums), errors)
+
+
+def _quantise_stack(
+    name: str, stack: Stack, importance: Tensor | None, kind: GroupKind, dtype: torch.dtype
+) -> Calibrated:
+    rows, squares = round_rows(stack.weight.detach(), kind, dtype, importance)
+    stack.weight.copy_(rows.dequantize())
+    return Calibrated(name, rows, squares)
+
+
+def _squares_for(
+    model: CausalLM,
+    number: int,
+    experts: nn.Module,
+    stack: Stack,
+    packs: Sequence[CalibrationPack],
+    states: Sequence[Tensor],
+) -> Tensor | None:
+    """Sum of the squared inputs of a stack for all tokens of the samples, float32 [K]. None if the stack does not read
+    the inputs of the layer of experts."""
+    reads_inputs = (
+        isinstance(experts, MixtureOfExperts) and experts.latent_in is None and stack is experts.experts.first
+    )
+    if not reads_inputs:
+        return None
+    squares = torch.zeros(stack.shape.in_features)
+    _look_at_inputs(model, number, experts, packs, states, lambda x: squares.add_(x.square().sum(0)))
+    return squares if bool(squares.any()) else None
 
 
 def _embedded(model: CausalLM, pack: CalibrationPack) -> Tensor:
@@ -184,14 +224,26 @@ def _hessian(
 ) -> Tensor:
     """Hessian 2 X X^T for a linear layer, in float32 [K, K]. X are the K inputs of the layer, for all tokens of the
     samples."""
-    k = linear.shape.in_features
-    total = torch.zeros(k, k)
+    total = torch.zeros(linear.shape.in_features, linear.shape.in_features)
+    _look_at_inputs(model, number, linear, packs, states, lambda x: total.addmm_(x.t(), x, alpha=2.0))
+    return total
 
-    def look(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        total.addmm_(inputs[0].t(), inputs[0], alpha=2.0)
+
+def _look_at_inputs(
+    model: CausalLM,
+    number: int,
+    module: nn.Module,
+    packs: Sequence[CalibrationPack],
+    states: Sequence[Tensor],
+    look: Callable[[Tensor], object],
+) -> None:
+    """Call ``look`` with the inputs [tokens, K] of ``module`` in decoder layer ``number``, for each pack."""
+
+    def end(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        look(inputs[0])
         raise _SeenEnough
 
-    handle = linear.register_forward_pre_hook(look)
+    handle = module.register_forward_pre_hook(end)
     try:
         for pack, hidden in zip(packs, states, strict=True):
             try:
@@ -200,4 +252,3 @@ def _hessian(
                 continue
     finally:
         handle.remove()
-    return total

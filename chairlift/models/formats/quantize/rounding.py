@@ -1,27 +1,16 @@
-"""Quantises weights to integers in groups, with the scale per group that gives the smallest error."""
+"""Quantises weights to integers in groups, with scales and zero points that give a small error."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from chairlift.kernels.grouped import GroupedRows, GroupKind
+from chairlift.kernels.rounding import LEAST, FittedGroups, fit_groups
 
-__all__ = ["FORMATS", "Squares", "best_scales", "nearest_codes", "round_rows"]
-
-FORMATS: Final[dict[str, GroupKind]] = {
-    "int4-g128": GroupKind(4, 128),
-    "int4-g32": GroupKind(4, 32),
-    "int8": GroupKind(8, 32),
-}
-"""Name of a format in the command line -> kind of integer groups."""
-_RATIOS: Final = tuple(1.0 - 0.3 * step / 19 for step in range(20))
-"""Factors to try for the scale of a group. The factor 1 maps the largest number of the group to the largest code."""
-_LEAST: Final = 2.0**-24
-"""Smallest scale of a group: the smallest float16 number above 0. It is used for groups of zeros."""
+__all__ = ["Squares", "fitted_scales", "grouped_rows", "nearest_codes", "round_rows"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -52,45 +41,47 @@ class Squares:
         return self.error_of_largest / self.weights if self.weights else 0.0
 
 
-def nearest_codes(values: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Signed integers of ``bits`` bits nearest to ``values / scales``, as float32."""
-    half = 1 << (bits - 1)
-    return (values / scales).round_().clamp_(-half, half - 1)
+def nearest_codes(values: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
+    """Integers from 0 to ``2 ** bits - 1`` nearest to ``values / scales`` plus integer ``zeros``, as float32."""
+    return (values * (1 / scales)).round_().add_(zeros).clamp_(0, (1 << bits) - 1)
 
 
-def best_scales(groups: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Squares]:
-    """Scales [..., 1] of ``groups`` [..., group], both float32. Each scale is a value of ``dtype``.
-
-    Each group gets the best of twenty scales by squared error: from the scale that the group's largest number needs,
-    down to 0.7 of it. That scale is tried first, so the error is never larger than with it.
-    """
-    full = groups.abs().amax(-1, keepdim=True) / ((1 << (bits - 1)) - 1)
-    # replaced in the first round
-    best = full
-    least = full
-    first = full
-    for ratio in _RATIOS:
-        scales = (full * ratio).clamp_(min=_LEAST).to(dtype).float()
-        error = nearest_codes(groups, scales, bits).mul_(scales).sub_(groups).square_().sum(-1, keepdim=True)
-        if ratio == _RATIOS[0]:
-            best = scales
-            least = error
-            first = error
-        else:
-            better = error < least
-            best = torch.where(better, scales, best)
-            least = torch.where(better, error, least)
-    sums = (float(each.sum(dtype=torch.float64)) for each in (groups.square(), least, first))
-    return best, Squares(*sums)
+def fitted_scales(
+    groups: Tensor, kind: GroupKind, dtype: torch.dtype, importance: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(scales, zero points) of ``groups`` [N, group], float32: both float32 [N]. ``importance`` [group] weighs the
+    squared errors of the columns; see :func:`~chairlift.kernels.rounding.fit_groups`."""
+    weights = None if importance is None else importance.view(1, -1)
+    fitted = fit_groups(groups, kind.bits, dtype, zero_points=kind.minimum, importance=weights)
+    return fitted.scales, fitted.zeros.float()
 
 
-def round_rows(rows: Tensor, kind: GroupKind, dtype: torch.dtype) -> tuple[GroupedRows, Squares]:
+def round_rows(
+    rows: Tensor, kind: GroupKind, dtype: torch.dtype, importance: Tensor | None = None
+) -> tuple[GroupedRows, Squares]:
     """Round ``rows`` [R, K] of any float dtype to ``kind``, whose group size must divide K. Scales are rounded to
     ``dtype``.
 
-    Each number becomes the nearest code of its group. See :func:`best_scales`.
+    Each number becomes the nearest code of its group. Minimums of ``kind`` are those of zero points: a multiple of the
+    group's scale. ``importance`` [K], float32, weighs the squared errors of the columns when scales are chosen.
     """
-    groups = rows.float().reshape(len(rows), -1, kind.group)
-    scales, squares = best_scales(groups, kind.bits, dtype)
-    codes = nearest_codes(groups, scales, kind.bits).add_(kind.zero).to(torch.uint8)
-    return GroupedRows(kind, codes.view(rows.shape), scales.squeeze(-1)), squares
+    groups = rows.float().reshape(-1, kind.group)
+    weights = None if importance is None else importance.view(-1, kind.group)
+    fitted = fit_groups(groups, kind.bits, dtype, zero_points=kind.minimum, importance=weights)
+    found = grouped_rows(fitted, kind, rows.shape[1])
+    lost = found.dequantize().sub_(rows.float())
+    sums = (rows.float().square(), lost.square_(), _lost_plainly(groups, kind, dtype))
+    return found, Squares(*(float(each.sum(dtype=torch.float64)) for each in sums))
+
+
+def grouped_rows(fitted: FittedGroups, kind: GroupKind, columns: int) -> GroupedRows:
+    """The rows [R, columns] whose groups, one row after another, are ``fitted``."""
+    scales, zeros = (each.float().view(-1, columns // kind.group) for each in (fitted.scales, fitted.zeros))
+    return GroupedRows(kind, fitted.codes.view(-1, columns), scales, -zeros * scales if kind.minimum else None)
+
+
+def _lost_plainly(groups: Tensor, kind: GroupKind, dtype: torch.dtype) -> Tensor:
+    """Squared errors if the largest number of each group became the largest code."""
+    top = (1 << (kind.bits - 1)) - 1
+    scales = (groups.abs().amax(-1, keepdim=True) / top).clamp_(min=LEAST).to(dtype).float()
+    return (groups * (1 / scales)).round_().clamp_(-top - 1, top).mul_(scales).sub_(groups).square_()

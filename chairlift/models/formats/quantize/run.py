@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,11 +16,19 @@ from chairlift.kernels.grouped import GroupedRows, GroupKind
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.formats.checkpoint import CheckpointPart
 from chairlift.models.formats.quantize.gptq import Calibrated, CalibrationPack, calibrate
-from chairlift.models.formats.quantize.rounding import FORMATS, Squares, round_rows
-from chairlift.models.formats.quantize.samples import make_packs, read_texts
-from chairlift.models.formats.quantize.writing import Planned, ShardWriter, packed_words, source_config, write_files
+from chairlift.models.formats.quantize.recipes import RECIPES, Recipe
+from chairlift.models.formats.quantize.rounding import Squares, round_rows
+from chairlift.models.formats.quantize.samples import make_packs, packs_of, read_texts
+from chairlift.models.formats.quantize.writing import (
+    Planned,
+    ShardWriter,
+    packed_by_output,
+    packed_words,
+    source_config,
+    write_files,
+)
 from chairlift.models.hf_config import NetworkConfig
-from chairlift.models.layers.linear import Linear
+from chairlift.models.layers.linear import Matrix
 from chairlift.models.loader import Checkpoint, check_weights, load_model, open_checkpoint
 from chairlift.models.model_files import read_config
 from chairlift.models.registry import FAMILIES
@@ -30,16 +38,21 @@ __all__ = ["QuantizeReport", "quantize_model"]
 
 Progress = Callable[[str, float], None]
 """Function called with a label and the completed fraction (0 to 1)."""
+Kinds = dict[CheckpointPart, GroupKind]
+"""Tensor to quantise -> its kind."""
 
 
 @dataclasses.dataclass(slots=True)
 class QuantizeReport:
     """Result of quantising a model."""
 
-    kind: GroupKind
+    kinds: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Kind in words -> number of weights of this kind, the most first."""
     matrices: int = 0
     weights: int = 0
     """Number of weights in the quantised matrices."""
+    quantised_bytes: int = 0
+    """Bytes of the quantised matrices, with scales and zero points."""
     squares: Squares = dataclasses.field(default_factory=Squares)
     files: list[str] = dataclasses.field(default_factory=list)
     """Names of the weight files."""
@@ -49,23 +62,25 @@ class QuantizeReport:
     """Number of samples used for calibration; 0 without calibration."""
     tokens: int = 0
     output_errors: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    """(output error, output error with rounding to nearest) for each calibrated layer; see
-    :class:`~chairlift.models.formats.quantize.gptq.Calibrated`."""
+    """Output errors of each calibrated layer; see :class:`~chairlift.models.formats.quantize.gptq.Calibrated`."""
     notes: list[str] = dataclasses.field(default_factory=list)
 
 
 def quantize_model(
-    model_dir: Path, out: Path, form: str, texts: Path | None = None, progress: Progress = lambda label, share: None
+    model_dir: Path,
+    out: Path,
+    form: str,
+    texts: Path | Sequence[Sequence[int]] | None = None,
+    progress: Progress = lambda label, share: None,
 ) -> QuantizeReport:
-    """Quantise the model in ``model_dir``, a directory or a GGUF file, to one of
-    :data:`~chairlift.models.formats.quantize.rounding.FORMATS`, and write it to ``out``.
+    """Quantise the model in ``model_dir``, a directory or a GGUF file, by one of
+    :data:`~chairlift.models.formats.quantize.recipes.RECIPES`, and write it to ``out``.
 
-    With ``texts``, a file of samples, GPTQ chooses the codes; otherwise weights are rounded to the nearest codes.
-    Matrices of the decoder layers are quantised. The embedding, the head and the rest are written in bfloat16, or in
-    float16 if the model uses it. ``out`` must be empty or missing; an error leaves it unchanged. Raises ConfigError and
-    ModelLoadError.
+    With ``texts``, a file of samples or token ids of samples, GPTQ chooses the codes; otherwise weights are rounded to
+    the nearest codes. What the recipe does not quantise is written in bfloat16, or in float16 if the model uses it.
+    ``out`` must be empty or missing; an error leaves it unchanged. Raises ConfigError and ModelLoadError.
     """
-    kind = FORMATS[form]
+    recipe = RECIPES[form]
     _check_empty(out)
     network = read_config(model_dir)
     raw = source_config(model_dir)
@@ -74,33 +89,43 @@ def quantize_model(
             f"{model_dir} reads images, and its encoder cannot be written quantised yet; round its text model as it is"
             " loaded: --quantization int8 or int4"
         )
-    if network.experts is not None:
-        raise ConfigError(
-            f"{model_dir} has {network.experts.routing.words}, and weights of experts cannot be written quantised yet;"
-            " round them as they are loaded: --quantization int8 or int4"
-        )
     dtype = torch.float16 if network.dtype == "float16" else torch.bfloat16
     packs, samples = ([], 0) if texts is None else _packs(texts, model_dir, network)
-    report = QuantizeReport(kind, samples=samples, tokens=sum(len(pack.token_ids) for pack in packs))
+    report = QuantizeReport(samples=samples, tokens=sum(len(pack.token_ids) for pack in packs))
     with open_checkpoint(model_dir, network) as checkpoint:
-        matrices = _matrices(checkpoint, kind, model_dir)
-        _add_notes(report, checkpoint, matrices, network, packs)
+        kinds = _kinds(checkpoint, recipe, model_dir)
+        _add_notes(report, checkpoint, kinds, network, packs)
         with _new_directory(out):
-            writer = ShardWriter(out, _plan(checkpoint, matrices, kind, dtype))
+            writer = ShardWriter(out, _plan(checkpoint, kinds, dtype))
             _check_room(out, writer.nbytes)
             with writer:
+                written: set[str] = set()
                 if packs:
-                    _write_calibrated(writer, report, model_dir, network, matrices, packs, dtype, progress)
-                _write_rest(writer, report, checkpoint, [] if packs else matrices, matrices, dtype, progress)
-            write_files(out, model_dir, raw, FAMILIES[network.model_type], dtype, kind)
-    report.matrices = len(matrices)
-    report.weights = sum(part.shape[0] * part.shape[1] for part in matrices)
+                    written = _write_calibrated(writer, report, model_dir, network, kinds, packs, dtype, progress)
+                _write_rest(writer, report, checkpoint, kinds, written, dtype, progress)
+            groups = _layers_of_kinds(checkpoint, kinds)
+            write_files(out, model_dir, raw, FAMILIES[network.model_type], dtype, groups)
+    _count(report, kinds, dtype)
     report.files = writer.names
     report.nbytes = writer.nbytes
     return report
 
 
-def _packs(texts: Path, model_dir: Path, network: NetworkConfig) -> tuple[list[CalibrationPack], int]:
+def _count(report: QuantizeReport, kinds: Kinds, dtype: torch.dtype) -> None:
+    report.matrices = len(kinds)
+    for part, kind in kinds.items():
+        numbers = _numbers(part)
+        report.weights += numbers
+        report.kinds[str(kind)] = report.kinds.get(str(kind), 0) + numbers
+        report.quantised_bytes += sum(tensor.nbytes for tensor in _planned(part, kind, dtype))
+    report.kinds = dict(sorted(report.kinds.items(), key=lambda each: -each[1]))
+
+
+def _packs(
+    texts: Path | Sequence[Sequence[int]], model_dir: Path, network: NetworkConfig
+) -> tuple[list[CalibrationPack], int]:
+    if not isinstance(texts, Path):
+        return packs_of(texts), len(texts)
     found = read_texts(texts)
     packs, samples = make_packs(found, Tokenizer.from_dir(model_dir), network.max_model_len)
     if not packs:
@@ -114,47 +139,57 @@ def _packs(texts: Path, model_dir: Path, network: NetworkConfig) -> tuple[list[C
     return packs, samples
 
 
-def _matrices(checkpoint: Checkpoint, kind: GroupKind, model_dir: Path) -> list[CheckpointPart]:
-    """Weights to quantise: those of linear layers except the head. Raises ModelLoadError for a weight that cannot be
-    quantised."""
-    found = []
+def _kinds(checkpoint: Checkpoint, recipe: Recipe, model_dir: Path) -> Kinds:
+    """Weights to quantise, with their kinds. Raises ModelLoadError for a weight that cannot be quantised."""
+    found: Kinds = {}
+    layers = checkpoint.model.config.num_hidden_layers
     for part in checkpoint.parts:
         layer, _, attribute = part.parameter.rpartition(".")
-        linear = isinstance(checkpoint.model.get_submodule(layer), Linear)
-        if attribute != "weight" or not linear or layer == "lm_head":
+        matrix = isinstance(checkpoint.model.get_submodule(layer), Matrix)
+        kind = recipe.kind(part.parameter, layers) if matrix and attribute == "weight" else None
+        if kind is None:
             continue
-        if part.transposed:
+        if part.transposed and part.stack == 1:
             raise ModelLoadError(
                 f"{model_dir}: weights of {checkpoint.model.config.model_type} models are stored transposed, which"
                 " no quantised format is; llama, mistral, qwen2 and qwen3 models can be quantised"
             )
         if part.shape[1] % kind.group:
-            fitting = [name for name, other in FORMATS.items() if part.shape[1] % other.group == 0]
+            fitting = [name for name, other in RECIPES.items() if part.shape[1] % other.layers.group == 0]
             remedy = f"use --format {' or '.join(fitting)}" if fitting else "this model cannot be quantised"
             raise ModelLoadError(
                 f"{model_dir}: tensor {part.name} has rows of {part.shape[1]} numbers, which groups of {kind.group} do"
                 f" not divide; {remedy}"
             )
-        found.append(part)
+        found[part] = kind
     return found
+
+
+def _layers_of_kinds(checkpoint: Checkpoint, kinds: Kinds) -> tuple[dict[GroupKind, list[str]], list[str]]:
+    """(kind -> names of the layers of this kind, names of layers with matrices that are not quantised)."""
+    groups: dict[GroupKind, list[str]] = {}
+    for part, kind in kinds.items():
+        groups.setdefault(kind, []).append(part.name.removesuffix(".weight"))
+    kept = [part.name for part in checkpoint.parts if part not in kinds and len(part.shape) == 2]
+    return groups, [name.removesuffix(".weight") for name in kept if name.endswith(".weight")]
 
 
 def _add_notes(
     report: QuantizeReport,
     checkpoint: Checkpoint,
-    matrices: list[CheckpointPart],
+    kinds: Kinds,
     network: NetworkConfig,
     packs: list[CalibrationPack],
 ) -> None:
-    stored = {str(kind): None for part in matrices if (kind := checkpoint.kind(part)) is not None}
+    stored = {str(kind): None for part in kinds if (kind := checkpoint.kind(part)) is not None}
     if stored:
         report.notes.append(
             f"the model is quantised already ({', '.join(stored)}): its weights are dequantised and rounded again,"
             " which loses more than quantising the original"
         )
     if network.dtype not in ("bfloat16", "float16"):
-        report.notes.append("the embedding, the head and norms are rounded from float32 to bfloat16")
-    widest = max((part.shape[1] for part in matrices), default=0)
+        report.notes.append("tensors that are not quantised are rounded from float32 to bfloat16")
+    widest = max((part.shape[1] for part in kinds), default=0)
     if packs and report.tokens < widest:
         report.notes.append(
             f"the calibration texts have {report.tokens:,} tokens, fewer than the {widest:,} inputs of the widest"
@@ -162,38 +197,43 @@ def _add_notes(
         )
 
 
-def _plan(
-    checkpoint: Checkpoint, matrices: list[CheckpointPart], kind: GroupKind, dtype: torch.dtype
-) -> Iterator[Planned]:
+def _plan(checkpoint: Checkpoint, kinds: Kinds, dtype: torch.dtype) -> Iterator[Planned]:
     for part in checkpoint.parts:
-        if part not in matrices:
-            yield Planned(part.name, dtype, part.shape[::-1] if part.transposed else part.shape)
-            continue
-        (n, k), layer = part.shape, part.name.removesuffix(".weight")
-        yield Planned(f"{layer}.weight_packed", torch.int32, (n, k * kind.bits // 32))
-        yield Planned(f"{layer}.weight_scale", dtype, (n, k // kind.group))
-        yield Planned(f"{layer}.weight_shape", torch.int64, (2,))
+        if part in kinds:
+            yield from _planned(part, kinds[part], dtype)
+        else:
+            yield Planned(part.name, dtype, part.stored_shape)
+
+
+def _planned(part: CheckpointPart, kind: GroupKind, dtype: torch.dtype) -> Iterator[Planned]:
+    (n, k), layer = part.shape, part.name.removesuffix(".weight")
+    yield Planned(f"{layer}.weight_packed", torch.int32, (n, k * kind.bits // 32))
+    yield Planned(f"{layer}.weight_scale", dtype, (n, k // kind.group))
+    if kind.minimum:
+        yield Planned(f"{layer}.weight_zero_point", torch.int32, (-(-n * kind.bits // 32), k // kind.group))
+    yield Planned(f"{layer}.weight_shape", torch.int64, (len(part.stored_shape),))
 
 
 def _write_rest(
     writer: ShardWriter,
     report: QuantizeReport,
     checkpoint: Checkpoint,
-    to_round: list[CheckpointPart],
-    matrices: list[CheckpointPart],
+    kinds: Kinds,
+    written: set[str],
     dtype: torch.dtype,
     progress: Progress,
 ) -> None:
-    """Write the tensors that are not quantised. Round the tensors ``to_round`` to the nearest codes, piece by piece,
-    and write them."""
+    """Write the tensors of all parameters that are not in ``written``. Those in ``kinds`` are rounded to the nearest
+    codes, piece by piece."""
     total = sum(_numbers(part) for part in checkpoint.parts)
     done = 0
     for part in checkpoint.parts:
-        for first, rows in () if part in matrices and part not in to_round else checkpoint.pieces(part):
+        zeros: list[Tensor] = []
+        for first, rows in () if part.parameter in written else checkpoint.pieces(part):
             _check_finite(part, first, rows, dtype)
-            if part in to_round:
-                rounded, squares = round_rows(rows, report.kind, dtype)
-                _write_matrix(writer, part, first, rounded)
+            if part in kinds:
+                rounded, squares = round_rows(rows, kinds[part], dtype)
+                _write_matrix(writer, part, first, rounded, zeros)
                 report.squares.add(squares)
             else:
                 writer.write(part.name, first, rows)
@@ -206,30 +246,45 @@ def _write_calibrated(
     report: QuantizeReport,
     model_dir: Path,
     network: NetworkConfig,
-    matrices: list[CheckpointPart],
+    kinds: Kinds,
     packs: list[CalibrationPack],
     dtype: torch.dtype,
     progress: Progress,
-) -> None:
-    """Write all weights that GPTQ quantises. The model is in memory only once, in its own dtype."""
+) -> set[str]:
+    """Write all weights that are quantised for the samples, and return the names of their parameters. The model is in
+    memory only once, in its own dtype."""
     check_weights(model_dir, network, dtype)
     model = load_model(model_dir, network, progress=progress, weight_format=PLAIN)
     parts: dict[str, list[CheckpointPart]] = {}
-    for part in matrices:
+    for part in kinds:
         parts.setdefault(part.parameter, []).append(part)
+    kind_of = {name: kinds[some[0]] for name, some in parts.items()}
+    written = set()
     found: Calibrated
-    for found in calibrate(model, packs, report.kind, dtype, lambda share: progress("calibrating", share)):
+    for found in calibrate(model, packs, kind_of.get, dtype, lambda share: progress("calibrating", share)):
         for part in parts[found.parameter]:
-            _write_matrix(writer, part, 0, found.rows[part.start : part.start + part.shape[0]])
+            rows = found.rows[part.start : part.start + part.shape[0]]
+            _write_matrix(writer, part, 0, part.in_stored_order(0, rows), [])
         report.squares.add(found.squares)
-        report.output_errors.append((found.output_error, found.nearest_error))
+        if found.output_errors is not None:
+            report.output_errors.append(found.output_errors)
+        written.add(found.parameter)
+    return written
 
 
-def _write_matrix(writer: ShardWriter, part: CheckpointPart, first: int, rows: GroupedRows) -> None:
+def _write_matrix(
+    writer: ShardWriter, part: CheckpointPart, first: int, rows: GroupedRows, zeros: list[Tensor]
+) -> None:
+    """Write ``rows`` of a matrix, from row ``first`` on. ``zeros`` has the zero points of the rows before, which are
+    written with the last rows, because the zero points of several rows share a word."""
     layer = part.name.removesuffix(".weight")
+    if rows.minimums is not None:
+        zeros.append((rows.minimums / -rows.scales).round_().to(torch.uint8))
+        if first + len(rows) == part.shape[0]:
+            writer.write(f"{layer}.weight_zero_point", 0, packed_by_output(torch.cat(zeros), rows.kind.bits))
     writer.write(f"{layer}.weight_packed", first, packed_words(rows.codes, rows.kind.bits))
     writer.write(f"{layer}.weight_scale", first, rows.scales)
-    writer.write(f"{layer}.weight_shape", 0, torch.tensor(part.shape))
+    writer.write(f"{layer}.weight_shape", 0, torch.tensor(part.stored_shape))
 
 
 def _numbers(part: CheckpointPart) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from chairlift.errors import ConfigError, RequestError
 from chairlift.models.formats.quantize.gptq import CalibrationPack
 from chairlift.text.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["MOST_TOKENS", "make_packs", "read_texts"]
+__all__ = ["MOST_TOKENS", "make_packs", "packs_of", "read_texts"]
 
 MOST_TOKENS: Final = 131_072
 """Maximum number of tokens in all samples together. It is limited because their hidden states are in memory as
@@ -83,17 +84,22 @@ def make_packs(texts: list[str], tokenizer: Tokenizer, longest: int) -> tuple[li
             left -= len(ids)
         if not left:
             break
+    return packs_of(samples), len(samples)
+
+
+def packs_of(samples: Sequence[Sequence[int]]) -> list[CalibrationPack]:
+    """Packs of the token ids of samples, in order. A pack has at most 2,048 tokens, or a single sample."""
     packs: list[CalibrationPack] = []
-    waiting: list[list[int]] = []
+    waiting: list[Sequence[int]] = []
     for ids in [*samples, []]:
         if waiting and (not ids or sum(map(len, waiting)) + len(ids) > _LONGEST):
             packs.append(_pack(waiting))
             waiting = []
         waiting.append(ids)
-    return packs, len(samples)
+    return packs
 
 
-def _pack(samples: list[list[int]]) -> CalibrationPack:
+def _pack(samples: Sequence[Sequence[int]]) -> CalibrationPack:
     offsets = [0]
     for ids in samples:
         offsets.append(offsets[-1] + len(ids))

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, Self
 
@@ -26,7 +26,15 @@ from chairlift.models.hf_config import read_json
 from chairlift.models.model_files import TOKENIZER_FILES
 from chairlift.text.tokenizer.gguf_tokenizer import gguf_tokenizer
 
-__all__ = ["Planned", "ShardWriter", "packed_words", "quantization_config", "source_config", "write_files"]
+__all__ = [
+    "Planned",
+    "ShardWriter",
+    "packed_by_output",
+    "packed_words",
+    "quantization_config",
+    "source_config",
+    "write_files",
+]
 
 _DTYPES: Final = {torch.int64: "I64", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _SHARD_BYTES: Final = 4_000_000_000
@@ -93,9 +101,10 @@ class ShardWriter:
             _write_json(self._folder / "model.safetensors.index.json", index)
 
     def write(self, name: str, first: int, rows: Tensor) -> None:
-        """Write ``rows`` of a tensor, from row ``first`` on. Raises OSError when the disk is full."""
+        """Write ``rows`` of a tensor, from row ``first`` on. Rows of a stack are those of all its matrices, one matrix
+        after the other. Raises OSError when the disk is full."""
         file, offset, tensor = self._places[name]
-        file.seek(offset + first * (tensor.nbytes // max(tensor.shape[0], 1)))
+        file.seek(offset + first * math.prod(rows.shape[1:]) * tensor.dtype.itemsize)
         file.write(rows.to(tensor.dtype).reshape(-1).contiguous().view(torch.uint8).numpy().data)
 
     def _begin(self, path: Path, shard: list[Planned]) -> None:
@@ -130,27 +139,49 @@ def packed_words(codes: Tensor, bits: int) -> Tensor:
     return codes.contiguous().view(torch.int32)  # torch runs on little-endian machines, and the format is little-endian
 
 
-def quantization_config(kind: GroupKind) -> dict[str, Any]:
-    """Value of ``quantization_config`` in ``config.json`` for weights of ``kind``, in the form of
-    compressed-tensors."""
-    weights = {
+def packed_by_output(zeros: Tensor, bits: int) -> Tensor:
+    """Pack uint8 zero points [R, G] into words along the rows, lowest bits first: int32 [ceil(R * bits / 32), G]."""
+    rows = -(-len(zeros) * bits // 32) * 32 // bits
+    whole = torch.nn.functional.pad(zeros, (0, 0, 0, rows - len(zeros)))
+    return packed_words(whole.t().contiguous(), bits).t().contiguous()
+
+
+def quantization_config(groups: Mapping[GroupKind, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:
+    """Value of ``quantization_config`` in ``config.json``, in the form of compressed-tensors.
+
+    ``groups`` maps kind -> names of the layers that have it. ``kept`` are layers whose matrices are not quantised. The
+    kind of most layers is that of all layers which the config does not name.
+    """
+    kinds = sorted(groups, key=lambda kind: -len(groups[kind]))
+    targets = [["Linear"], *(list(groups[kind]) for kind in kinds[1:])]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            f"group_{number}": {
+                "targets": names,
+                "weights": _weights(kind),
+                "input_activations": None,
+                "output_activations": None,
+            }
+            for number, (kind, names) in enumerate(zip(kinds, targets, strict=True))
+        },
+        "ignore": sorted({*kept, *(() if any("lm_head" in names for names in groups.values()) else ("lm_head",))}),
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }
+
+
+def _weights(kind: GroupKind) -> dict[str, Any]:
+    return {
         "num_bits": kind.bits,
         "type": "int",
-        "symmetric": True,
+        "symmetric": not kind.minimum,
         "strategy": "group",
         "group_size": kind.group,
         "dynamic": False,
         "actorder": None,
         "observer": "mse",
-    }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-        "quantization_status": "compressed",
     }
 
 
@@ -160,11 +191,17 @@ def source_config(model_dir: Path) -> dict[str, Any]:
 
 
 def write_files(
-    folder: Path, model_dir: Path, raw: Mapping[str, Any], family: Family, dtype: torch.dtype, kind: GroupKind
+    folder: Path,
+    model_dir: Path,
+    raw: Mapping[str, Any],
+    family: Family,
+    dtype: torch.dtype,
+    groups: tuple[Mapping[GroupKind, Sequence[str]], Sequence[str]],
 ) -> None:
     """Write all files other than weights: tokenizer, ``generation_config.json`` and, last, ``config.json``.
 
-    ``raw`` is the model's own ``config.json``; ``dtype`` is the dtype of the tensors that are not quantised.
+    ``raw`` is the model's own ``config.json``; ``dtype`` is the dtype of the tensors that are not quantised;
+    ``groups`` are the arguments of :func:`quantization_config`.
     """
     if is_gguf(model_dir):
         content, beside = gguf_tokenizer(GGUFModel(model_dir))
@@ -176,7 +213,7 @@ def write_files(
     config = {"architectures": [family.architecture], **raw}
     config.pop("compression_config", None)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    config["quantization_config"] = quantization_config(kind)
+    config["quantization_config"] = quantization_config(*groups)
     _write_json(folder / "config.json", config)
 
 

@@ -12,6 +12,7 @@ from chairlift.kernels.grouped import GroupKind
 from chairlift.models.formats.quantized_checkpoints.layer import (
     FLOATS,
     IntegerRows,
+    Method,
     StoredLayer,
     StoredTensor,
     group_of_rows,
@@ -19,17 +20,16 @@ from chairlift.models.formats.quantized_checkpoints.layer import (
 )
 from chairlift.models.formats.quantized_checkpoints.settings import QuantizationSettings
 
-__all__ = ["method"]
+__all__ = ["method", "of_group"]
 
 _ORDER: Final = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 """For each of eight consecutive outputs, the index of the 4-bit code in a 32-bit word that belongs to this output."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Awq:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Awq(Method):
     group: int
     marks: frozenset[str] = frozenset({"qweight", "qzeros", "scales"})
-    companions: frozenset[str] = frozenset()
 
     def rows(self, layer: StoredLayer) -> IntegerRows:
         qweight = layer.take("qweight", ("I32",))
@@ -58,10 +58,15 @@ def _outputs(words: StoredTensor, first: int, last: int) -> Tensor:
     return outputs[first - 8 * begin : last - 8 * begin]
 
 
-def method(settings: QuantizationSettings) -> _Awq:
+def method(settings: QuantizationSettings) -> Method:
     """Read the settings of awq. Raises ModelLoadError for other versions of the format and other numbers of bits."""
     settings.one_of("bits", (4,), 4)
     settings.one_of("zero_point", (True,), True)
     for key in ("version", "format"):
         settings.one_of(key, ("gemm", "GEMM"), "gemm")
-    return _Awq(settings.group_size())
+    return of_group(settings.group_size())
+
+
+def of_group(group: int) -> Method:
+    """Reader of the version ``gemm`` with ``group`` columns for each scale; -1: all columns."""
+    return _Awq(group=group)

@@ -1,6 +1,8 @@
-"""``quant_method`` compressed-tensors, written by LLM Compressor: three of its formats.
+"""``quant_method`` compressed-tensors, written by LLM Compressor.
 
 ``int-quantized`` has one byte per weight, ``pack-quantized`` words of codes, ``float-quantized`` 8-bit floats.
+``nvfp4-pack-quantized``, ``mxfp4-pack-quantized`` and ``mxfp8-quantized`` have floats in groups. With
+``mixed-precision``, groups of layers have formats of their own.
 """
 
 from __future__ import annotations
@@ -14,22 +16,34 @@ from torch import Tensor
 
 from chairlift.errors import ModelLoadError
 from chairlift.kernels.grouped import GroupKind
-from chairlift.models.formats.quantized_checkpoints.float8 import float8_rows
+from chairlift.models.formats.quantized_checkpoints.float4 import mxfp4_rows, nvfp4_rows
+from chairlift.models.formats.quantized_checkpoints.float8 import float8_rows, mxfp8_rows
+from chairlift.models.formats.quantized_checkpoints.ignored_settings import (
+    ACTIVATION_SCALES,
+    KV_SCALES,
+    STATIC_NOTE,
+    kv_notes,
+)
 from chairlift.models.formats.quantized_checkpoints.layer import (
     FLOATS,
     FloatRows,
     IntegerRows,
+    IntegerStack,
     Method,
     StoredLayer,
     StoredTensor,
     group_of_rows,
     unpacked,
 )
+from chairlift.models.formats.quantized_checkpoints.mixed import one_method
 from chairlift.models.formats.quantized_checkpoints.settings import QuantizationSettings
+from chairlift.models.formats.stored_rows import StoredRows
 
 __all__ = ["method"]
 
 _Read = Callable[[int, int], Tensor]
+_ORDER: Final = "weight_g_idx"
+"""Last part of the name of the tensor with the group of each column, which older versions write."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,39 +58,43 @@ class _Weights:
     block: tuple[int, int] | None
 
 
-@dataclasses.dataclass(frozen=True)
-class _IntQuantized:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _IntQuantized(Method):
     weights: _Weights
-    marks: frozenset[str] = frozenset({"weight_scale", "weight_zero_point"})
+    marks: frozenset[str] = frozenset({"weight_scale", "weight_zero_point", _ORDER})
     companions: frozenset[str] = frozenset({"weight"})
 
-    def rows(self, layer: StoredLayer) -> IntegerRows:
+    def rows(self, layer: StoredLayer) -> StoredRows:
         weight = layer.take("weight", ("I8",))
         n, k = weight.shape
+        half = 1 << (self.weights.bits - 1)
         scales, shape = _scales(self.weights, layer, n, k)
         zeros = None
         if _has_zeros(self.weights, layer):
             stored = layer.take("weight_zero_point", ("I8",), shape)
             signed = _by_row(stored, n)
-            zeros = lambda first, last: signed(first, last).float() + 128  # noqa: E731
+            zeros = lambda first, last: signed(first, last).float() + half  # noqa: E731
 
         def codes(first: int, last: int) -> Tensor:
-            return weight.rows(first, last).view(torch.uint8) ^ 128  # from signed bytes to unsigned: add 128
+            numbers = weight.rows(first, last)
+            if half < 128 and bool(((numbers < -half) | (numbers >= half)).any()):
+                layer.fail("weight", f"has numbers of more than the {self.weights.bits} bits of num_bits")
+            return numbers.view(torch.uint8) + half  # from signed bytes to unsigned, modulo 256
 
-        return IntegerRows((n, k), _kind(self.weights, k), codes, scales, zeros)
+        return _in_order(self.weights, layer, (n, k), codes, scales, zeros)
 
 
-@dataclasses.dataclass(frozen=True)
-class _PackQuantized:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _PackQuantized(Method):
     weights: _Weights
-    marks: frozenset[str] = frozenset({"weight_packed", "weight_scale", "weight_zero_point", "weight_shape"})
-    companions: frozenset[str] = frozenset()
+    marks: frozenset[str] = frozenset({"weight_packed", "weight_scale", "weight_zero_point", "weight_shape", _ORDER})
 
-    def rows(self, layer: StoredLayer) -> IntegerRows:
+    def rows(self, layer: StoredLayer) -> StoredRows:
         bits = self.weights.bits
         packed = layer.take("weight_packed", ("I32",))
         n = packed.shape[0]
-        k = self._columns(layer, packed)
+        whole = self._whole_shape(layer, packed)
+        k = whole[1]
         scales, (_, *groups) = _scales(self.weights, layer, n, k)
         zeros = None
         if _has_zeros(self.weights, layer):
@@ -86,28 +104,89 @@ class _PackQuantized:
         def codes(first: int, last: int) -> Tensor:
             return unpacked(packed.rows(first, last), bits)[:, :k].contiguous()
 
-        return IntegerRows((n, k), _kind(self.weights, k), codes, scales, zeros)
+        if len(whole) > 2:
+            return IntegerStack((n, k), whole[2:], _kind(self.weights, k), codes, scales, zeros)
+        return _in_order(self.weights, layer, (n, k), codes, scales, zeros)
 
-    def _columns(self, layer: StoredLayer, packed: StoredTensor) -> int:
-        """Number of columns of the layer's weight. The last word of a packed row may be only partly used."""
+    def _whole_shape(self, layer: StoredLayer, packed: StoredTensor) -> tuple[int, ...]:
+        """(rows, columns) of the layer's weight, and for a stack of experts then the shape of the original tensor. The
+        last word of a packed row may be only partly used."""
         per_word = 32 // self.weights.bits
         n, words = packed.shape
         if "weight_shape" not in layer:
-            return words * per_word
-        shape = layer.take("weight_shape", ("I64", "I32"), (2,)).read().tolist()
+            return (n, words * per_word)
+        shape = layer.take("weight_shape", ("I64", "I32"), (2,), (3,)).read().tolist()
+        if len(shape) == 3:  # [experts, outputs, inputs] or [experts, inputs, outputs]
+            count, first, second = shape
+            columns = words * per_word
+            if (count * first, second) != (n, columns) and (count * second, first) != (n, columns):
+                layer.fail("weight_shape", f"says {shape}, but weight_packed has room for {[n, columns]}")
+            return (n, columns, *shape)
         if shape[0] != n or not words - 1 < shape[1] / per_word <= words:
             layer.fail("weight_shape", f"says {shape}, but weight_packed has room for {[n, words * per_word]}")
-        return int(shape[1])
+        return (n, int(shape[1]))
 
 
-@dataclasses.dataclass(frozen=True)
-class _FloatQuantized:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _FloatQuantized(Method):
     weights: _Weights
     marks: frozenset[str] = frozenset({"weight_scale"})
     companions: frozenset[str] = frozenset({"weight"})
 
-    def rows(self, layer: StoredLayer) -> FloatRows:
+    def rows(self, layer: StoredLayer) -> StoredRows:
         return float8_rows(layer, "weight_scale", self.weights.block)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Mxfp8(Method):
+    weights: _Weights
+    marks: frozenset[str] = frozenset({"weight_scale"})
+    companions: frozenset[str] = frozenset({"weight"})
+
+    def rows(self, layer: StoredLayer) -> StoredRows:
+        return mxfp8_rows(layer, "weight_scale")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Mxfp4(Method):
+    weights: _Weights
+    marks: frozenset[str] = frozenset({"weight_packed", "weight_scale"})
+
+    def rows(self, layer: StoredLayer) -> StoredRows:
+        return mxfp4_rows(layer, "weight_packed", "weight_scale")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Nvfp4(Method):
+    weights: _Weights
+    marks: frozenset[str] = frozenset({"weight_packed", "weight_scale", "weight_global_scale"})
+
+    def rows(self, layer: StoredLayer) -> StoredRows:
+        return nvfp4_rows(layer, "weight_packed", "weight_scale", "weight_global_scale", divides=True)
+
+
+def _in_order(
+    weights: _Weights, layer: StoredLayer, shape: tuple[int, int], codes: _Read, scales: _Read, zeros: _Read | None
+) -> StoredRows:
+    """Rows of integers; floats if the columns of a group are scattered (``actorder`` group), which no kernel
+    supports."""
+    if _ORDER not in layer:
+        return IntegerRows(shape, _kind(weights, shape[1]), codes, scales, zeros)
+    k = shape[1]
+    order = layer.take(_ORDER, ("I32", "I64"), (k,)).read().long()
+    groups = -(-k // weights.group) if weights.strategy == "group" else 1
+    if int(order.min()) < 0 or int(order.max()) >= groups:
+        low, high = int(order.min()), int(order.max())
+        layer.fail(_ORDER, f"has numbers from {low} to {high}, but there are {groups} groups")
+    if weights.strategy != "group" or torch.equal(order, torch.arange(k) // weights.group):
+        return IntegerRows(shape, _kind(weights, k), codes, scales, zeros)
+    middle = float(1 << (weights.bits - 1))
+
+    def read(first: int, last: int) -> Tensor:
+        zero = middle if zeros is None else zeros(first, last).float()[:, order]
+        return (codes(first, last).float() - zero).mul_(scales(first, last).float()[:, order])
+
+    return FloatRows(shape, read)
 
 
 def _kind(weights: _Weights, k: int) -> GroupKind:
@@ -151,55 +230,88 @@ def _packed_by_output(words: StoredTensor, bits: int, first: int, last: int) -> 
     return codes.transpose(1, 2).flatten(0, 1)[first - per_word * begin : last - per_word * begin]
 
 
+_FLOATS_IN_GROUPS: Final = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32, "mxfp8-quantized": 32}
+"""Format of floats -> columns of a group."""
 _FORMATS: Final[Mapping[str, tuple[type[Any], str, tuple[int, ...], tuple[str, ...]]]] = {
     "float-quantized": (_FloatQuantized, "float", (8,), ("tensor", "channel", "block")),
-    "int-quantized": (_IntQuantized, "int", (8,), ("tensor", "channel", "group")),
+    "int-quantized": (_IntQuantized, "int", (4, 8), ("tensor", "channel", "group")),
+    "mxfp4-pack-quantized": (_Mxfp4, "float", (4,), ("group",)),
+    "mxfp8-quantized": (_Mxfp8, "float", (8,), ("group",)),
+    "nvfp4-pack-quantized": (_Nvfp4, "float", (4,), ("tensor_group",)),
     "pack-quantized": (_PackQuantized, "int", (4, 8), ("tensor", "channel", "group")),
 }
 """Name of a format -> (class that reads it, supported type of numbers, supported numbers of bits, supported
 strategies)."""
+_MIXED: Final = "mixed-precision"
+"""Format of a checkpoint whose groups of layers have formats of their own."""
 
 
 def method(settings: QuantizationSettings) -> Method:
     """Read the settings of compressed-tensors. Raises ModelLoadError for settings that this package cannot compute
     correctly."""
-    settings.absent("kv_cache_scheme", "transform_config")
+    settings.absent("transform_config")
     if (sparsity := settings.part("sparsity_config")) is not None:
         sparsity.one_of("format", ("dense",), "dense")  # older versions write it for weights without sparsity
-    name = settings.one_of("format", tuple(_FORMATS))
+    kv = kv_notes(settings, "kv_cache_scheme")
+    if kv and settings.get("format") == "dense":  # only the KV cache is quantised
+        return _FloatsOnly(marks=frozenset(), dropped=KV_SCALES, notes=kv)
+    name = settings.one_of("format", (*_FORMATS, _NAIVE, _MIXED))
     groups = settings.part("config_groups")
-    names = list(settings.get("config_groups", ()))
-    found = []
-    for each in names:
+    methods = []
+    for each in () if groups is None else groups.keys():
         group = groups.part(each) if groups is not None else None
         if group is None or (weights := group.part("weights")) is None:
             raise ModelLoadError(f"{settings.where}: config_groups.{each!s:.80} has no weights; use another version")
-        _check_activations(group)
-        group.one_of("format", (name,), name)
-        found.append(_read_weights(weights, name))
-    if len(set(found)) != 1:
-        given = "; ".join(map(str, dict.fromkeys(found))) or "none"
-        raise ModelLoadError(
-            f"{settings.where}: config_groups has {len(set(found))} ways of writing weights ({given:.300}); supported:"
-            " one for all layers; use a version of the model with one, or the original weights"
+        static = _has_fixed_scales(group)
+        form = _format_of(group, weights, name)
+        methods.append(
+            _FORMATS[form][0](
+                weights=_read_weights(weights, form),
+                dropped=(ACTIVATION_SCALES if static else frozenset()) | (KV_SCALES if kv else frozenset()),
+                notes=((STATIC_NOTE,) if static else ()) + kv,
+            )
         )
-    made: Method = _FORMATS[name][0](found[0])
-    return made
+    if not methods:
+        settings.refuse("config_groups", "an object with at least one group of layers")
+    return one_method(methods)
 
 
-def _check_activations(group: QuantizationSettings) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _FloatsOnly(Method):
+    """No layer is quantised."""
+
+    def rows(self, layer: StoredLayer) -> StoredRows:
+        layer.fail(min(layer.files), "belongs to no format that the config names")
+
+
+_NAIVE: Final = "naive-quantized"
+"""Format of numbers of one byte, integers or floats."""
+
+
+def _format_of(group: QuantizationSettings, weights: QuantizationSettings, whole: str) -> str:
+    """Format of a group of layers. ``whole`` is that of the checkpoint."""
+    known = (*_FORMATS, _NAIVE)
+    form = group.one_of("format", known, None if whole == _MIXED else whole)
+    if form != _NAIVE:
+        return str(form)
+    return "float-quantized" if weights.get("type") == "float" else "int-quantized"
+
+
+def _has_fixed_scales(group: QuantizationSettings) -> bool:
+    """Whether the file has scales of activations. ``local`` scales are computed, and multiplied by one in the file."""
     group.absent("output_activations")
-    if (inputs := group.part("input_activations")) is not None:
-        inputs.one_of("dynamic", (True,), False)  # scales in the file would be ignored
+    inputs = group.part("input_activations")
+    return inputs is not None and inputs.one_of("dynamic", (True, False, "local"), False) is not True
 
 
 def _read_weights(weights: QuantizationSettings, name: str) -> _Weights:
     _, kind, widths, strategies = _FORMATS[name]
     weights.one_of("type", (kind,), "int")
     weights.absent("dynamic")
-    if weights.get("actorder") not in (None, False, "weight", "static"):
-        weights.refuse("actorder", "null, weight and static")
-    group = weights.group_size()
+    if weights.get("actorder") not in (None, False, True, "group", "weight", "static"):
+        weights.refuse("actorder", "null, group, weight and static")
+    small = name in _FLOATS_IN_GROUPS
+    group = weights.one_of("group_size", (_FLOATS_IN_GROUPS[name],)) if small else weights.group_size()
     default = "channel" if "group_size" in weights else "tensor"
     strategy = weights.get("strategy", "group" if group > 0 else default)
     if strategy not in strategies:

@@ -1,21 +1,30 @@
-"""``quant_method`` fp8, used by DeepSeek and Qwen, and written by transformers and AutoFP8."""
+"""``quant_method`` fp8, used by DeepSeek, Qwen and Mistral AI, and written by transformers and AutoFP8.
+
+``fbgemm_fp8``, used by Meta, has the same tensors with a scale for each row.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
 from chairlift.models.formats.quantized_checkpoints.float8 import float8_rows
-from chairlift.models.formats.quantized_checkpoints.layer import FloatRows, StoredLayer
+from chairlift.models.formats.quantized_checkpoints.ignored_settings import (
+    ACTIVATION_SCALES,
+    KV_SCALES,
+    STATIC_NOTE,
+    kv_notes,
+)
+from chairlift.models.formats.quantized_checkpoints.layer import FloatRows, Method, StoredLayer
 from chairlift.models.formats.quantized_checkpoints.settings import QuantizationSettings
 
-__all__ = ["method"]
+__all__ = ["fbgemm", "method"]
 
 _INVERSE = "weight_scale_inv"
 """Name ending of the tensor with the scales. In spite of "inv" in the name, the weight is multiplied by the scales."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Fp8:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fp8(Method):
     block: tuple[int, int] | None
     marks: frozenset[str] = frozenset({_INVERSE, "weight_scale"})
     companions: frozenset[str] = frozenset({"weight"})
@@ -27,6 +36,17 @@ class _Fp8:
 
 
 def method(settings: QuantizationSettings) -> _Fp8:
-    """Read the settings of fp8. Raises ModelLoadError if the file contains scales for activations."""
-    settings.one_of("activation_scheme", ("dynamic",), "dynamic")
-    return _Fp8(settings.block("weight_block_size"))
+    """Read the settings of fp8."""
+    static = settings.one_of("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
+    kv = kv_notes(settings, "kv_cache_scheme")
+    return _Fp8(
+        block=settings.block("weight_block_size"),
+        dropped=(ACTIVATION_SCALES if static else frozenset()) | (KV_SCALES if kv else frozenset()),
+        notes=((STATIC_NOTE,) if static else ()) + kv,
+    )
+
+
+def fbgemm(settings: QuantizationSettings) -> _Fp8:
+    """Read the settings of fbgemm_fp8. Its upper bound of the scales of activations has no effect: FP8 activations are
+    not used."""
+    return _Fp8(block=None, dropped=frozenset({"input_scale_ub"}))

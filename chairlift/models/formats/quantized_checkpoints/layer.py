@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -12,13 +13,14 @@ from torch import Tensor
 
 from chairlift.errors import ModelLoadError
 from chairlift.kernels.cpu.packing import by_slices
-from chairlift.kernels.grouped import GroupedRows, GroupKind
+from chairlift.kernels.grouped import GroupedRows, GroupKind, dequantized
 from chairlift.models.formats.stored_rows import StoredRows
 
 __all__ = [
     "FLOATS",
     "FloatRows",
     "IntegerRows",
+    "IntegerStack",
     "Method",
     "StoredLayer",
     "StoredTensor",
@@ -32,18 +34,31 @@ _Read = Callable[[int, int], Tensor]
 """Function from (first row, row after the last) to the values of these rows."""
 
 
-class Method(Protocol):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method(abc.ABC):
     """A ``quant_method`` of ``config.json`` together with its settings: it reads the weights of quantised layers."""
 
-    @property
-    def marks(self) -> frozenset[str]:
-        """Last parts of names of tensors that only quantised layers have. A layer with such a tensor counts as
-        quantised."""
+    marks: frozenset[str]
+    """Last parts of names of tensors that only quantised layers have. A layer with such a tensor counts as
+    quantised."""
+    companions: frozenset[str] = frozenset()
+    """Last parts of the names of other tensors that a quantised layer may have."""
+    dropped: frozenset[str] = frozenset()
+    """Last parts of the names of tensors that are not needed to compute the weight, such as scales of activations.
+    :attr:`notes` says so."""
+    notes: tuple[str, ...] = ()
+    """Settings of the checkpoint that are not followed, one line each."""
+    separator: str = "."
+    """Separator between a layer's name and the last part of a tensor's name."""
+    original: str = ".weight"
+    """What the name of the original weight has after the layer's name."""
 
-    @property
-    def companions(self) -> frozenset[str]:
-        """Last parts of the names of other tensors that a quantised layer may have."""
+    def split(self, name: str) -> tuple[str, str]:
+        """(layer's name, last part) of a tensor's name."""
+        layer, _, ending = name.rpartition(self.separator)
+        return layer, ending
 
+    @abc.abstractmethod
     def rows(self, layer: StoredLayer) -> StoredRows:
         """The layer's weight [out, in]. Raises ModelLoadError for tensors that do not fit together."""
 
@@ -55,6 +70,17 @@ class StoredTensor:
     name: str
     file: Any
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.read().nbytes
+
+    def bytes_of(self, first: int, last: int) -> Tensor:
+        """Copy of the tensor's bytes ``first`` to ``last`` (excluded): uint8 [n]. The file's pages are released."""
+        view = self.read().view(torch.uint8).flatten()[first:last]
+        found = view.clone()
+        by_slices(view, lambda *_: None, mapped=True)
+        return found
 
     def read(self) -> Tensor:
         """The tensor as a view of the memory-mapped file."""
@@ -150,6 +176,35 @@ class IntegerRows(StoredRows):
         return values.float().expand(len(values), groups).contiguous()
 
 
+class IntegerStack(IntegerRows):
+    """Rows [E out, in] of the weights of experts, as :class:`IntegerRows`. ``original`` is the shape of the tensor in
+    the original model: [E, out, in] or [E, in, out]."""
+
+    stacked = True
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        original: tuple[int, ...],
+        kind: GroupKind,
+        codes: _Read,
+        scales: _Read,
+        zeros: _Read | None,
+    ) -> None:
+        super().__init__(shape, kind, codes, scales, zeros)
+        self._original = original
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def get_shape(self) -> list[int]:
+        return list(self._original)
+
+    def get_tensor(self, name: str) -> Tensor:
+        rows = dequantized(self[:]).view(self._original[0], -1, self._shape[1])
+        return rows if list(rows.shape) == self.get_shape() else rows.transpose(1, 2)
+
+
 class FloatRows(StoredRows):
     """A quantised weight whose rows are converted to float32 when they are read."""
 
@@ -172,6 +227,14 @@ def group_of_rows(in_features: int) -> int:
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Codes of 4 or 8 bits in int32 words, lowest bits first: [rows, words] -> uint8 [rows, words * 32 / bits]."""
-    packed = words.view(torch.uint8)  # torch runs on little-endian machines, and the formats are little-endian
-    return packed if bits == 8 else torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+    """Codes of ``bits`` bits (at most 8) in 32-bit words, lowest bits first, without gaps between words of a row:
+    [rows, words] -> uint8 [rows, words * 32 / bits]. Bits behind the last whole code are left out."""
+    stream = words.view(torch.uint8)  # torch runs on little-endian machines, and the formats are little-endian
+    if bits == 8:
+        return stream
+    if bits == 4:
+        return torch.stack([stream & 15, stream >> 4], dim=-1).flatten(1)
+    places = torch.arange(8, dtype=torch.uint8)
+    single = (stream.unsqueeze(-1) >> places & 1).flatten(1)
+    codes = single.shape[1] // bits
+    return (single[:, : codes * bits].view(-1, codes, bits) << places[:bits]).sum(-1, dtype=torch.uint8)

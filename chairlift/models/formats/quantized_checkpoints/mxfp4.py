@@ -9,7 +9,7 @@ from torch import Tensor
 
 from chairlift.kernels.cpu.packing import by_slices
 from chairlift.kernels.grouped import GROUP, GroupedRows, GroupKind, dequantized
-from chairlift.models.formats.quantized_checkpoints.layer import StoredLayer, StoredTensor
+from chairlift.models.formats.quantized_checkpoints.layer import Method, StoredLayer, StoredTensor
 from chairlift.models.formats.quantized_checkpoints.settings import QuantizationSettings
 from chairlift.models.formats.stored_rows import StoredRows
 
@@ -54,10 +54,11 @@ class _Stack(StoredRows):
         return dequantized(self[:]).view(self._count, self._rows, -1).transpose(1, 2)
 
 
-@dataclasses.dataclass(frozen=True)
-class _MXFP4:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _MXFP4(Method):
     marks: frozenset[str] = frozenset({"blocks", "scales"})
-    companions: frozenset[str] = frozenset()
+    separator: str = "_"
+    original: str = ""
 
     def rows(self, layer: StoredLayer) -> _Stack:
         blocks = layer.take("blocks", ("U8",), rank=4)

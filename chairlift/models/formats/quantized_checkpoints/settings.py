@@ -15,9 +15,19 @@ __all__ = ["QuantizationSettings"]
 class QuantizationSettings:
     """A JSON object with settings. ``where`` names the object in messages. Every failure raises ModelLoadError."""
 
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+    def __init__(self, raw: Mapping[str, Any], where: str, format_name: str = "") -> None:
+        """``format_name`` is the name of the format in messages; empty if it is not known yet."""
         self.where = where
         self._raw = raw
+        self._format_name = format_name
+
+    def named(self, format_name: str) -> QuantizationSettings:
+        """The same settings, with messages that begin with the name of the format."""
+        return QuantizationSettings(self._raw, self.where, format_name)
+
+    def changed(self, values: Mapping[str, Any]) -> QuantizationSettings:
+        """These settings with other ``values``. A value of None leaves a setting out."""
+        return QuantizationSettings({**self._raw, **values}, self.where, self._format_name)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The unchecked value of ``key``; ``default`` if it is missing or null."""
@@ -26,9 +36,10 @@ class QuantizationSettings:
 
     def refuse(self, key: str, supported: str) -> NoReturn:
         """Raise an error that ``key`` has an unsupported value."""
+        first = f"{self._format_name}: " if self._format_name else ""
         raise ModelLoadError(
-            f"{self.where}: {key} = {self.get(key)!r:.80} is not supported; supported: {supported}; use a version of"
-            " the model with that, or the original weights"
+            f"{first}{self.where}: {key} = {self.get(key)!r:.80} is not supported; supported: {supported}; use a"
+            " version of the model with that, or the original weights"
         )
 
     def one_of(self, key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
@@ -72,7 +83,15 @@ class QuantizationSettings:
         value = self.get(key)
         if value is not None and not isinstance(value, Mapping):
             self.refuse(key, "an object, or null")
-        return None if value is None else QuantizationSettings(value, f"{self.where}.{key}")
+        return None if value is None else QuantizationSettings(value, f"{self.where}.{key}", self._format_name)
+
+    def whole(self) -> Mapping[str, Any]:
+        """All settings, unchecked."""
+        return self._raw
+
+    def keys(self) -> tuple[str, ...]:
+        """Names of all settings."""
+        return tuple(self._raw)
 
     def __contains__(self, key: str) -> bool:
         return self.get(key) is not None

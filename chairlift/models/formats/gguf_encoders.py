@@ -1,0 +1,122 @@
+"""Encoders in GGUF files, and how a file's model turns texts into vectors. The module does not import torch."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from chairlift.errors import ModelLoadError
+from chairlift.models.encoder_config import EncoderConfig
+from chairlift.models.formats.gguf.reader import GGUFModel
+from chairlift.models.formats.gguf_metadata import GGUFMetadata
+
+__all__ = [
+    "ENCODER_ARCHITECTURE",
+    "ENCODER_NAMES",
+    "HEAD_ROWS",
+    "OTHER_ENCODERS",
+    "gguf_encoder_config",
+    "gguf_labels",
+    "gguf_pooling",
+    "is_reranker",
+]
+
+ENCODER_ARCHITECTURE: Final = "bert"
+"""``general.architecture`` of files of BERT, RoBERTa and XLM-RoBERTa."""
+_POOLING: Final = {1: "MEAN", 2: "CLS", 3: "LAST"}
+"""Value of ``pooling_type`` -> name of the pooling."""
+_RANK: Final = 4
+HEAD_ROWS: Final = "cls.output.weight"
+"""Name of a tensor with one row per class."""
+_DENSE: Final = "cls.weight"
+OTHER_ENCODERS: Final = (
+    *("eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "nomic-bert"),
+    *("nomic-bert-moe", "t5encoder"),
+)
+"""Values of ``general.architecture`` of encoders that are not read."""
+_TYPE_COUNT: Final = "tokenizer.ggml.token_type_count"
+ENCODER_NAMES: Final = {
+    "embeddings.words": ("token_embd",),
+    "embeddings.positions": ("position_embd",),
+    "embeddings.types": ("token_types",),
+    "embeddings.norm": ("token_embd_norm",),
+    "layers.*.qkv": ("blk.*.attn_q", "blk.*.attn_k", "blk.*.attn_v"),
+    "layers.*.out": ("blk.*.attn_output",),
+    "layers.*.attention_norm": ("blk.*.attn_output_norm",),
+    "layers.*.up": ("blk.*.ffn_up",),
+    "layers.*.down": ("blk.*.ffn_down",),
+    "layers.*.mlp_norm": ("blk.*.layer_output_norm",),
+    "head.dense": ("cls",),
+    "head.out": ("cls.output",),
+}
+"""Layer name in this package (``*`` is a layer number) -> tensors in files that together fill its rows."""
+
+
+def gguf_encoder_config(model: GGUFModel) -> EncoderConfig:
+    """Read an encoder's shape from GGUF metadata. Raises :class:`~chairlift.errors.ModelLoadError`.
+
+    The first token of a text has the first row of the table of positions: llama.cpp's converter leaves out the rows
+    before it, which RoBERTa does not use.
+    """
+    metadata = GGUFMetadata(model)
+    hidden = _size(metadata, "embedding_length")
+    heads = _size(metadata, "attention.head_count")
+    if hidden % heads or hidden // heads % 2:
+        metadata.fail("attention.head_count", f"is {heads}, of which embedding_length {hidden} is no even multiple")
+    layers = metadata.layers()
+    positions = metadata.shape("position_embd.weight")[0]
+    if metadata.has("blk.0.ffn_gate.weight") or metadata.has("blk.0.attn_q_norm.weight"):
+        metadata.fail("block_count", "layers have tensors that BERT does not have, such as gates")
+    return EncoderConfig(
+        model_type="bert",
+        vocab_size=metadata.shape("token_embd.weight")[0],
+        hidden_size=hidden,
+        intermediate_size=_size(metadata, "feed_forward_length"),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        norm_eps=float(metadata.need("attention.layer_norm_epsilon")),
+        max_model_len=min(positions, _size(metadata, "context_length")),
+        num_positions=positions,
+        num_token_types=metadata.shape("token_types.weight")[0] if metadata.has("token_types.weight") else 0,
+        layer_windows=(None,) * layers,
+        dtype="float32" if all(model.info(name).type.name == "F32" for name in model) else "bfloat16",
+    )
+
+
+def gguf_pooling(model: GGUFModel) -> str | None:
+    """Pooling of embeddings that the file names; None if it names none, or scores pairs. Raises ModelLoadError for
+    unknown numbers."""
+    metadata = GGUFMetadata(model)
+    given = metadata.number("pooling_type", 0)
+    if given and given not in (*_POOLING, _RANK):
+        metadata.fail(
+            "pooling_type", f"is {given!r:.40}; supported are 1 (mean), 2 (first token), 3 (last token), 4 (scores)"
+        )
+    return _POOLING.get(given)
+
+
+def is_reranker(model: GGUFModel) -> bool:
+    """Whether the file says that its model scores pairs of texts."""
+    return bool(GGUFMetadata(model).number("pooling_type", 0) == _RANK)
+
+
+def gguf_labels(model: GGUFModel) -> tuple[str, ...]:
+    """Names of the classes of an encoder that scores pairs. Raises ModelLoadError if the file lacks a part of the
+    classifier."""
+    missing = next((name for name in (_DENSE, HEAD_ROWS) if name not in model), None)
+    if missing is not None:
+        raise ModelLoadError(
+            f"{model.path}: pooling_type says that the model scores pairs, but tensor {missing} is missing (llama.cpp's"
+            " converter leaves a part of BERT's classifier out); use the original model's safetensors"
+        )
+    count = model.info(HEAD_ROWS).shape[0] if len(model.info(HEAD_ROWS).shape) > 1 else 1
+    named = model.metadata.get(f"{ENCODER_ARCHITECTURE}.classifier.output_labels")
+    if isinstance(named, list) and len(named) == count:
+        return tuple(map(str, named))
+    return tuple(f"LABEL_{index}" for index in range(count))
+
+
+def _size(metadata: GGUFMetadata, name: str) -> int:
+    value: Any = metadata.need(name)
+    if type(value) is not int or not 1 <= value <= 2**24:
+        metadata.fail(name, f"is {value!r:.40}; it must be a positive whole number")
+    return int(value)
