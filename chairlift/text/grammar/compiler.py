@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from chairlift.base.structured_outputs import CANNOT_BE_FOLLOWED, Grammar
 from chairlift.errors import RequestError
-from chairlift.text.grammar.schemas import checked_schemas
+from chairlift.text.grammar.schemas import checked_schema, checked_tags
 from chairlift.text.grammar.structural_tag import TagMarkers, structural_tag_grammar
 from chairlift.text.tokenizer.tokenizer import Tokenizer
 
@@ -48,6 +48,21 @@ takes about as long as the mask, and no other thread runs Python meanwhile."""
 _MAX_ERROR: Final = 400
 _OF_JSON: Final = ("json_schema", "structural_tag")
 """Kinds of grammars that consist of JSON schemas. The text of such a grammar is JSON."""
+_INSTEAD: Final = {
+    "not": 'list what is allowed, with "enum", "type" or "anyOf"',
+    "uniqueItems": 'leave it out and remove repeated items yourself (a list instead of a set), or use "maxItems" 1',
+    "contains": 'leave it out, or describe each position with "prefixItems"',
+    "propertyNames": 'name the keys in "properties", or use "patternProperties" with "additionalProperties": false',
+    "dependentRequired": 'require the keys, or use "anyOf" with one object for each case',
+    "dependentSchemas": 'use "anyOf" with one object for each case',
+    "dependencies": 'use "anyOf" with one object for each case',
+    "if": 'use "anyOf" with one object for each case',
+    "unevaluatedProperties": 'write all properties into one object with "additionalProperties"',
+    "unevaluatedItems": 'write all items into one schema with "prefixItems" and "items"',
+    "$dynamicRef": 'use "$ref"',
+    "$recursiveRef": 'use "$ref"',
+}
+"""Keyword that cannot be enforced -> what to write instead. The first keyword that a schema has is named."""
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
@@ -355,15 +370,19 @@ def _lowered(grammar: Grammar, markers: TagMarkers) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     options = _json_options(grammar.compact)
-    schemas: Any = checked_schemas(json.loads(grammar.text)) if grammar.kind in _OF_JSON else None
     if grammar.kind == "json_schema":
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(schemas), overrides=options))
+        schema = json.dumps(checked_schema(json.loads(grammar.text)))
+        return str(LLMatcher.grammar_from_json_schema(schema, overrides=options))
     if grammar.kind == "regex":
         return str(LLMatcher.grammar_from_regex(grammar.text))
     if grammar.kind == "choice":
         return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(grammar.text)))))
     if grammar.kind == "structural_tag":
-        return str(LLMatcher.grammar_from_lark(structural_tag_grammar(schemas, markers, options)))
+        return str(
+            LLMatcher.grammar_from_lark(
+                structural_tag_grammar(checked_tags(json.loads(grammar.text)), markers, options)
+            )
+        )
     return str(LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.text) if grammar.kind == "gbnf" else grammar.text))
 
 
@@ -377,7 +396,18 @@ def readable(message: str) -> str:
     if found := _UNIMPLEMENTED.search(message):
         names = found[1].replace('\\"', '"')
         several = "keywords" if "," in names else "keyword"
-        return f"the schema has the {several} {names}, and no answer can be held to that; write it another way"
+        instead = next((hint for key, hint in _INSTEAD.items() if f'"{key}"' in names), "write it another way")
+        return f"the schema has the {several} {names}, and no answer can be held to that; {instead}"
+    if "oneOf constraints" in message:
+        return (
+            'two alternatives of a "oneOf" may be true for the same value, and no answer can be held to one of them;'
+            ' use "anyOf", or give each alternative a required property with a "const" of its own'
+        )
+    if "look-around" in message:
+        return (
+            'a "pattern" of the schema has look-around ((?=, (?!, (?<), and no answer can be held to that; write the'
+            ' pattern without it, or use "format"'
+        )
     if "NoExtensionBias" in message:
         return "a $ref of the schema leads back to itself with nothing between, so it has no meaning; remove it"
     lines = [" ".join(line.split()) for line in message.splitlines()]

@@ -5,7 +5,7 @@ The JSON is xgrammar's, which vLLM takes: ``{"structures": [...], "triggers": [.
 =====================  =============================================================================================
 ``const_string``       ``value``
 ``json_schema``        ``json_schema``
-``regex``              ``pattern``
+``regex``              ``pattern``; with ``end``, a text that ends the match and is nowhere else in it
 ``any_text``           any text; inside a sequence only before a part that begins with a marker, or at the end
 ``sequence``, ``or``   ``elements``
 ``tag``                ``begin``, ``content`` (a format), ``end``
@@ -153,9 +153,20 @@ class _Writer:
     def _regex(self, given: Mapping[str, Any], where: str, end: str | None, depth: int) -> str:
         from llguidance import regex_to_lark
 
-        name = f"P{len(self._rules)}"
-        self._rules.append(f"{name}: /{regex_to_lark(_text(given, 'pattern', where), '')}/")
-        return name
+        number = len(self._rules)
+        self._rules.append(f"P{number}: /{regex_to_lark(_text(given, 'pattern', where), '')}/")
+        if "end" not in given:
+            return f"P{number}"
+        close = _text(given, "end", where)
+        literal = self._literal(close)
+        plain = [part for part in literal if isinstance(part, str)]
+        if literal[: len(plain)] != plain:
+            raise _wrong(f"{where}.end", f"has a marker before plain text, got {close!r:.80}; end it with the marker")
+        # As one lexeme: a match that is longer than the text would take in the beginning of the end.
+        without = re.escape(close.strip()).replace("/", "\\/")
+        self._rules.append(f"B{number}: P{number} & ~/(.|\\n)*{without}(.|\\n)*/")
+        self._rules.append(f"E{number}: B{number} {_quoted(plain)}")
+        return self._rule(f"E{number} {_quoted(literal[len(plain) :])}")
 
     def _any_text(self, given: Mapping[str, Any], where: str, end: str | None, depth: int) -> str:
         if end is not None and end and not isinstance(self._markers.split(end)[0], int):

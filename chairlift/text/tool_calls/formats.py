@@ -15,6 +15,7 @@ from typing import Final
 from chairlift.base.plugins import is_plugin, load_value
 
 __all__ = [
+    "GENERIC",
     "NONE",
     "REASONING_FORMATS",
     "TOOL_FORMATS",
@@ -40,10 +41,12 @@ class Body(enum.Enum):
     """The function's name as text, then the arguments as a JSON object."""
     TAGGED = "tagged"
     """The function's name as text, then one tag per argument. The values in the tags are text."""
+    ELEMENTS = "elements"
+    """The function's name as text, then one element per argument, with elements in it for lists and objects."""
     PYTHON = "python"
     """A list of Python calls with keyword arguments."""
     GEMMA = "gemma"
-    """``call:NAME{key:value,...}``, where strings are between ``<|"|>`` marks."""
+    """``call:NAME{key:value,...}``, where strings are between marks."""
     HARMONY = "harmony"
     """Messages of gpt-oss: a header with channel and recipient, then the text."""
 
@@ -66,15 +69,21 @@ class ToolFormat:
     """Whether ``call`` may also occur without a ``section`` text before it."""
     name_ends: tuple[str, ...] = ()
     """Texts that end the function's name."""
+    head_end: str = ""
+    """Text that ends the head of a call. Between the function's name and this text is the number of the call."""
     id_mark: str = ""
     """Text between the function's name and the id that the model gives to the call."""
     call_end: str = ""
     key: str = ""
     key_end: str = ""
+    tag_mark: str = ""
+    """Text before each tag of an argument that is an element."""
     values: tuple[tuple[str, str], ...] = (("", "schema"),)
     """(text before a value, form of the value). The form is ``schema`` (the tool's schema decides), ``text`` or
     ``json``."""
     value_end: str = ""
+    typed: bool = False
+    """Whether the text before a value begins with the JSON type of the value."""
     prefix: str = ""
     """Text that the model writes before the function's name."""
     numbered: bool = False
@@ -87,8 +96,24 @@ class ToolFormat:
     own_line: bool = False
     """Whether the model writes the value of each argument on a line of its own. In other formats a line break at the
     edge of a value belongs to the value."""
+    edges: tuple[str, ...] = ()
+    """Texts around calls or content that are no part of the answer."""
+    keyed: bool = False
+    """Whether the JSON object of a call has the function's name as its only key, and the arguments as its value."""
+    listed: bool = True
+    """Whether Python calls are the items of a list. Otherwise each is on a line of its own."""
+    quote: str = '<|"|>'
+    """Text before and after each string of a call in Gemma's form."""
     raw_text: bool = False
     """Whether a text that is an argument of a Python call has no escapes between its quotation marks."""
+
+    def plain_key(self, written: str) -> str:
+        """Name of an argument, from the text in its tag."""
+        return written.replace("&quot;", '"').replace("&amp;", "&") if self.head_end else written
+
+    def written_key(self, key: str) -> str:
+        """Text in the tag of an argument, from its name."""
+        return key.replace("&", "&amp;").replace('"', "&quot;") if self.head_end else key
 
     @property
     def begins(self) -> tuple[str, ...]:
@@ -99,9 +124,18 @@ class ToolFormat:
     def markers(self) -> tuple[str, ...]:
         """All texts that the reader searches for. The engine must not remove them from the text, even if they are
         special tokens."""
-        parts = (*self.begins, self.section_end, self.call, *self.name_ends, self.id_mark, self.call_end)
+        parts = (*self.begins, self.section_end, self.call, *self.name_ends, self.head_end, self.id_mark, self.call_end)
         values = tuple(mark for mark, _ in self.values)
-        tags = (self.key, self.key_end, self.value_end, *values, *_BODY_MARKERS.get(self.body, ()))
+        tags = (
+            *self.edges,
+            self.tag_mark,
+            self.key,
+            self.key_end,
+            self.value_end,
+            *values,
+            *_BODY_MARKERS.get(self.body, ()),
+        )
+        tags += (self.quote,) if self.body is Body.GEMMA else ()
         return tuple(dict.fromkeys(each for each in (*parts, *tags) if each))
 
 
@@ -114,8 +148,9 @@ _HARMONY_MARKERS: Final = (
     "<|return|>",
     "<|constrain|>",
 )
-_BODY_MARKERS: Final = {Body.HARMONY: _HARMONY_MARKERS, Body.GEMMA: ('<|"|>',)}
+_BODY_MARKERS: Final = {Body.HARMONY: _HARMONY_MARKERS}
 _BAR: Final = "｜"
+_MINIMAX: Final = "]<]minimax[>["
 _DSML: Final = f"{_BAR}DSML{_BAR}"
 
 
@@ -178,6 +213,26 @@ _ROWS: Final = (
     _dsml("deepseek_v32", "function_calls"),
     _dsml("deepseek_v4", "tool_calls"),
     ToolFormat(
+        name="kimi_k3",
+        body=Body.TAGGED,
+        signs=(("<|open|>", "<|sep|>", "tools"),),
+        section=("<|open|>tools<|sep|>",),
+        section_end="<|close|>tools<|sep|>",
+        call='<|open|>call tool="',
+        name_ends=('" index="',),
+        head_end='"<|sep|>',
+        key='<|open|>argument key="',
+        key_end='" type="',
+        values=(
+            ('string"<|sep|>', "text"),
+            *((f'{kind}"<|sep|>', "json") for kind in ("number", "integer", "boolean", "null", "object", "array")),
+        ),
+        value_end="<|close|>argument<|sep|>",
+        typed=True,
+        call_end="<|close|>call<|sep|>",
+        edges=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    ),
+    ToolFormat(
         name="kimi_k2",
         body=Body.NAMED,
         signs=(("<|tool_call_argument_begin|>",),),
@@ -211,12 +266,94 @@ _ROWS: Final = (
         call_end="</invoke>",
     ),
     ToolFormat(
+        name="minimax_m3",
+        body=Body.ELEMENTS,
+        signs=((_MINIMAX,),),
+        section=(_MINIMAX + "<tool_call>",),
+        section_end=_MINIMAX + "</tool_call>",
+        call=_MINIMAX + '<invoke name="',
+        name_ends=('">',),
+        tag_mark=_MINIMAX,
+        call_end=_MINIMAX + "</invoke>",
+    ),
+    ToolFormat(
         name="gemma4",
         body=Body.GEMMA,
         signs=(("<|tool_call>", "<tool_call|>"),),
         section=("<|tool_call>",),
         section_end="<tool_call|>",
         prefix="call:",
+    ),
+    ToolFormat(
+        name="functiongemma",
+        body=Body.GEMMA,
+        signs=(("<start_function_call>",),),
+        section=("<start_function_call>",),
+        section_end="<end_function_call>",
+        prefix="call:",
+        quote="<escape>",
+    ),
+    ToolFormat(
+        name="hy_v3",
+        body=Body.TAGGED,
+        signs=(("<tool_sep>", "<arg_key>"),),
+        section=("<tool_calls>",),
+        section_end="</tool_calls>",
+        call="<tool_call>",
+        name_ends=("<tool_sep>",),
+        key="<arg_key>",
+        key_end="</arg_key>",
+        values=(("<arg_value>", "schema"),),
+        value_end="</arg_value>",
+        call_end="</tool_call>",
+    ),
+    ToolFormat(
+        name="step3",
+        body=Body.TAGGED,
+        signs=(("steptml:invoke",),),
+        section=("<｜tool_calls_begin｜>",),
+        section_end="<｜tool_calls_end｜>",
+        call='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
+        name_ends=('">',),
+        key='<steptml:parameter name="',
+        key_end='">',
+        value_end="</steptml:parameter>",
+        call_end="</steptml:invoke><｜tool_call_end｜>",
+    ),
+    ToolFormat(
+        name="apertus",
+        body=Body.JSON,
+        signs=(("<|tools_prefix|>",),),
+        section=("<|tools_prefix|>",),
+        section_end="<|tools_suffix|>",
+        wrapped=("<|tools_prefix|>[", "", "]<|tools_suffix|>"),
+        opening="{",
+        keyed=True,
+    ),
+    ToolFormat(
+        name="internlm",
+        body=Body.JSON,
+        signs=(("<|action_start|>", "<|plugin|>"),),
+        section=("<|plugin|>",),
+        section_end="<|action_end|>",
+        wrapped=("<|action_start|><|plugin|>\n", "parameters", "\n<|action_end|>"),
+        edges=("<|action_start|>",),
+    ),
+    ToolFormat(
+        name="longcat",
+        body=Body.JSON,
+        signs=(("<longcat_tool_call>",),),
+        section=("<longcat_tool_call>",),
+        section_end="</longcat_tool_call>",
+        wrapped=("<longcat_tool_call>\n", "arguments", "\n</longcat_tool_call>"),
+    ),
+    ToolFormat(
+        name="olmo3",
+        body=Body.PYTHON,
+        signs=(("<function_calls>", "<functions>"), ("<function_calls>", "</function_calls>")),
+        section=("<function_calls>",),
+        section_end="</function_calls>",
+        listed=False,
     ),
     ToolFormat(
         name="glm",
@@ -303,6 +440,22 @@ _ROWS: Final = (
         wrapped=("<tool_calls>[", "arguments", "]</tool_calls>"),
     ),
     ToolFormat(
+        name="ernie45",
+        body=Body.JSON,
+        signs=(("<tool_call>", "<response>"),),
+        section=("<tool_call>",),
+        section_end="</tool_call>",
+        wrapped=("<tool_call>\n", "arguments", "\n</tool_call>"),
+        edges=("<response>", "</response>"),
+    ),
+    ToolFormat(
+        name="granite_20b_fc",
+        body=Body.JSON,
+        signs=(("<function_call>",),),
+        section=("<function_call>",),
+        wrapped=("<function_call> ", "arguments", ""),
+    ),
+    ToolFormat(
         name="hermes",
         body=Body.JSON,
         signs=(("<tool_call>", '"arguments"'), ("<tool_call>", '\\"arguments\\"')),
@@ -323,15 +476,26 @@ _ROWS: Final = (
         body=Body.JSON,
         signs=(("<|start_header_id|>", '"parameters"'), ("<|start_header_id|>", "ipython", "parameters")),
         wrapped=("", "parameters", ""),
+        edges=("<|python_tag|>",),
     ),
     ToolFormat(
         name="pythonic",
         body=Body.PYTHON,
         signs=(("<|header_start|>", "tools"), ("func_name1(params_name1=",)),
+        edges=("<|python_start|>", "<|python_end|>"),
     ),
 )
 
-TOOL_FORMATS: Final = {row.name: row for row in _ROWS}
+GENERIC: Final = ToolFormat(
+    name="generic",
+    body=Body.JSON,
+    signs=(),
+    section=("<tool_call>",),
+    section_end="</tool_call>",
+    wrapped=("<tool_call>\n", "arguments", "\n</tool_call>"),
+)
+"""Format for chat templates that know no tools. The messages describe it to the model."""
+TOOL_FORMATS: Final = {row.name: row for row in (*_ROWS, GENERIC)}
 """Name -> format. A chat template has the first format whose ``signs`` it contains."""
 
 
@@ -368,6 +532,8 @@ _REASONING_ROWS: Final = (
     ),
     ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", (("<|channel>", "<channel|>"),)),
     ReasoningFormat("command_r7b", "<|START_THINKING|>", "<|END_THINKING|>", (("<|START_THINKING|>",),)),
+    ReasoningFormat("kimi_k3", "<|open|>think<|sep|>", "<|close|>think<|sep|>", (("<|open|>think<|sep|>",),)),
+    ReasoningFormat("minimax_m3", "<mm:think>", "</mm:think>", (("<mm:think>",),)),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]", (("[THINK]",),)),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", (("<seed:think>",), ("seed:think",))),
     ReasoningFormat("think", "<think>", "</think>", (("<think>",), ("</think>",))),
@@ -395,7 +561,14 @@ def named_reasoning_format(name: str) -> ReasoningFormat | None:
 
 
 def tool_format_of(template: str | None) -> ToolFormat | None:
-    """Format in which a chat template prints tool calls; None if no known format fits."""
+    """Format in which a chat template prints tool calls, or ``generic`` if it knows no tools; None if no known format
+    fits.
+
+    Some templates print calls and no tools (DeepSeek R1 and V3.1). They get ``generic``, too, because that is the form
+    in which the messages describe the tools to the model.
+    """
+    if template is not None and "tools" not in template:
+        return GENERIC
     return next((row for row in _ROWS if _has(template, row.signs)), None)
 
 

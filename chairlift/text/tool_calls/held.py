@@ -11,11 +11,18 @@ from typing import Any, Final
 
 from chairlift.base.structured_outputs import StructuredOutputsParams
 from chairlift.errors import RequestError
-from chairlift.text.tool_calls.forced import calls_format, literal, optional, sequence, tag
+from chairlift.text.tool_calls.forced import (
+    calls_format,
+    literal,
+    optional,
+    sequence,
+    strict_calls_format,
+    tag,
+)
 from chairlift.text.tool_calls.formats import ReasoningFormat, ToolFormat
 from chairlift.text.tool_calls.request import Tools
 
-__all__ = ["Thinking", "holds_calls", "output_constraint", "thinking_of"]
+__all__ = ["Thinking", "guarantees_calls", "holds_calls", "output_constraint", "thinking_of"]
 
 _SPACE: Final = {"type": "regex", "pattern": "[ \\n]{0,4}"}
 
@@ -49,7 +56,8 @@ def output_constraint(
 ) -> StructuredOutputsParams | None:
     """Constraint on the whole output, given the constraint on its content (``constraint``). None: no constraint.
 
-    A forced call replaces the content. An optional call is an alternative to the content. With a grammar or structural
+    A forced call replaces the content. An optional call is an alternative to the content. Calls of strict functions
+    satisfy their schemas between free text. With a grammar or structural
     tags calls are not added, because a grammar already describes the whole output. Raises RequestError for combinations
     that cannot be expressed.
     """
@@ -57,8 +65,14 @@ def output_constraint(
     calls = None
     if tool_format is not None and holds_calls(constraint, tools):
         calls = calls_format(tool_format, tools)
-    if constraint is None and calls is None:
+    free = None
+    if tool_format is not None and constraint is None and calls is None:
+        free = strict_calls_format(tool_format, tools)
+    if constraint is None and calls is None and free is None:
         return None
+    if free is not None:
+        whole = sequence(*_reasoning(reasoning, thinking), free)
+        return StructuredOutputsParams(structural_tag={"format": whole})
     if calls is None and thinking is Thinking.NONE:
         return constraint
     if not forced and constraint is not None and constraint.grammar is not None:
@@ -79,11 +93,24 @@ def output_constraint(
     return StructuredOutputsParams(structural_tag={"format": whole}, disable_any_whitespace=compact)
 
 
-def holds_calls(constraint: StructuredOutputsParams | None, tools: Tools) -> bool:
-    """Whether a request's grammar describes its calls: they are forced, or an alternative to a constrained content."""
+def holds_calls(
+    constraint: StructuredOutputsParams | None, tools: Tools, tool_format: ToolFormat | None = None
+) -> bool:
+    """Whether a request's grammar describes its calls: they are forced, an alternative to a constrained content, or
+    calls of strict functions."""
     if tools.choice in ("required", "named"):
         return True
+    if constraint is None and tool_format is not None:
+        return strict_calls_format(tool_format, tools) is not None
     return constraint is not None and _is_content(constraint) and bool(tools.schemas)
+
+
+def guarantees_calls(
+    constraint: StructuredOutputsParams | None, tools: Tools, tool_format: ToolFormat | None = None
+) -> bool:
+    """Whether a call must follow wherever the mark of a call is outside of the reasoning. So a call that has begun is
+    certain. Beside a constrained content, the content may have the same beginning as a call."""
+    return holds_calls(constraint, tools, tool_format) and (tools.choice in ("required", "named") or constraint is None)
 
 
 def _reasoning(form: ReasoningFormat | None, thinking: Thinking) -> list[dict[str, Any]]:

@@ -9,13 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from chairlift.errors import RequestError
+from chairlift.text.grammar.lark import lark_regex
+from chairlift.text.tool_calls.events import INPUT
 
 __all__ = ["MAX_TOOLS", "Tools", "check_history", "check_tools"]
 
 MAX_TOOLS: Final = 128
 _MAX_CHARS: Final = 262_144
 _MAX_DEPTH: Final = 48
-_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _LONGEST: Final = 60
 
 
@@ -34,6 +36,11 @@ class Tools:
     """Whether one output may have several calls."""
     allowed: tuple[str, ...] | None = None
     """Names of the functions that may be called; None: all. The prompt also shows the other functions."""
+    custom: frozenset[str] = frozenset()
+    """Names of the custom tools, whose input is a text. The model calls them like a function with one text argument."""
+    grammars: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Name of a custom tool with a grammar -> regular expression of its inputs. The prompt shows the grammar in the
+    description instead."""
 
     @property
     def offered(self) -> tuple[Mapping[str, Any], ...]:
@@ -45,7 +52,21 @@ class Tools:
         """Name of a function -> JSON schema of its arguments."""
         functions = [definition["function"] for definition in self.offered]
         allowed = [each for each in functions if self.allowed is None or each["name"] in self.allowed]
-        return {function["name"]: function.get("parameters") or {} for function in allowed}
+        schemas = {function["name"]: function.get("parameters") or {} for function in allowed}
+        for name in self.grammars.keys() & schemas.keys():
+            text = {"type": "string", "pattern": f"^(?:{self.grammars[name]})$"}
+            schemas[name] = {**schemas[name], "properties": {INPUT: text}}
+        return schemas
+
+    @property
+    def strict(self) -> frozenset[str]:
+        """Names of the functions whose calls must satisfy their schema although the model decides whether to call, and
+        of the custom tools with a grammar."""
+        if self.choice != "auto":
+            return frozenset()
+        functions = [definition["function"] for definition in self.definitions]
+        strict = {each["name"] for each in functions if each.get("strict") is True}
+        return frozenset(strict | self.grammars.keys()) & self.schemas.keys()
 
 
 def check_tools(tools: Any, tool_choice: Any = None, parallel: bool | None = None) -> Tools:
@@ -58,7 +79,12 @@ def check_tools(tools: Any, tool_choice: Any = None, parallel: bool | None = Non
         _wrong("tools", "must be a list of functions", tools)
     if len(given) > MAX_TOOLS:
         raise RequestError(f"tools has {len(given)} entries; at most {MAX_TOOLS} are taken: leave some out")
-    definitions = tuple(_definition(f"tools[{index}]", tool) for index, tool in enumerate(given))
+    definitions = tuple(_definition(f"tools[{index}]", _as_function(index, tool)) for index, tool in enumerate(given))
+    custom = frozenset(
+        definition["function"]["name"]
+        for definition, tool in zip(definitions, given, strict=True)
+        if tool.get("type") == "custom"
+    )
     names = [definition["function"]["name"] for definition in definitions]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -67,7 +93,12 @@ def check_tools(tools: Any, tool_choice: Any = None, parallel: bool | None = Non
     if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":
         tool_choice, allowed = _allowed(tool_choice, names)
     choice, named = _choice(tool_choice, names)
-    return Tools(definitions, choice, named, parallel is not False, allowed)
+    grammars = {
+        definition["function"]["name"]: pattern
+        for index, (definition, tool) in enumerate(zip(definitions, given, strict=True))
+        if (pattern := _pattern(f"tools[{index}].custom.format", tool))
+    }
+    return Tools(definitions, choice, named, parallel is not False, allowed, custom, grammars)
 
 
 def _allowed(given: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
@@ -83,6 +114,54 @@ def _allowed(given: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, tuple
     return mode, tuple(allowed)
 
 
+def _as_function(index: int, tool: Any) -> Any:
+    """A custom tool as a function with one text argument. The description shows a grammar to the model. Other tools are
+    returned unchanged."""
+    if not isinstance(tool, Mapping) or tool.get("type") != "custom":
+        return tool
+    where = f"tools[{index}].custom"
+    custom = tool.get("custom")
+    if not isinstance(custom, Mapping):
+        _wrong(where, "must be an object with a name", custom)
+    described = custom.get("description") or ""
+    if not isinstance(described, str):
+        _wrong(f"{where}.description", "must be a text", described)
+    syntax, definition = _grammar(f"{where}.format", custom.get("format"))
+    if syntax:
+        described = f"{described}\n\nThe input must follow this {syntax} grammar:\n{definition}".strip()
+    parameters = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+    function = {"name": custom.get("name"), "description": described, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _grammar(where: str, given: Any) -> tuple[str, str]:
+    """(syntax, definition) of the grammar of a custom tool; two empty texts for free text."""
+    if given is None or (isinstance(given, Mapping) and given.get("type") == "text"):
+        return "", ""
+    if not isinstance(given, Mapping) or given.get("type") != "grammar":
+        _wrong(where, "must be of type text or grammar", given)
+    inner = given.get("grammar", given)
+    syntax = inner.get("syntax") if isinstance(inner, Mapping) else None
+    definition = inner.get("definition") if isinstance(inner, Mapping) else None
+    if syntax not in ("lark", "regex") or not isinstance(definition, str):
+        _wrong(where, 'must have a grammar: {"syntax": "lark" or "regex", "definition": ...}', inner)
+    return syntax, definition
+
+
+def _pattern(where: str, tool: Any) -> str:
+    """Regular expression of the inputs of a custom tool; empty for free text and for other tools. Raises RequestError
+    for a grammar that cannot be enforced."""
+    if tool.get("type") != "custom":
+        return ""
+    syntax, definition = _grammar(where, tool["custom"].get("format"))
+    if syntax != "lark":
+        return definition
+    try:
+        return lark_regex(definition)
+    except RequestError as error:
+        raise RequestError(f"{where} cannot be enforced: {error}") from None
+
+
 def _definition(where: str, tool: Any) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
         _wrong(where, 'must be {"type": "function", "function": {"name": ..., "parameters": ...}}', tool)
@@ -93,7 +172,7 @@ def _definition(where: str, tool: Any) -> dict[str, Any]:
         _wrong(f"{where}.function", "must be an object with a name", function)
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        _wrong(f"{where}.function.name", "must be 1 to 64 characters from A-Z, a-z, 0-9, '_', '-' and '.'", name)
+        _wrong(f"{where}.function.name", "must be 1 to 128 characters from A-Z, a-z, 0-9, '_', '-' and '.'", name)
     if not isinstance(function.get("description") or "", str):
         _wrong(f"{where}.function.description", "must be a text", function["description"])
     parameters = function.get("parameters")
@@ -147,7 +226,8 @@ def _choice(given: Any, names: Sequence[str]) -> tuple[str, str]:
         if not names:
             raise RequestError("tool_choice is 'required', but there are no tools; send tools, or leave it out")
         return "required", ""
-    function = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    function = given.get(kind) if kind in ("function", "custom") else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
         _wrong(
@@ -177,6 +257,9 @@ def check_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
         plain = dict(message)
         calls = plain.get("tool_calls")
         if isinstance(calls, list):
+            calls = plain["tool_calls"] = [
+                _custom_call(f"{where}.tool_calls[{place}]", call) for place, call in enumerate(calls)
+            ]
             known |= _ids(where, calls)
         answered = plain.get("tool_call_id")
         if plain.get("role") == "tool" and answered is not None:
@@ -192,6 +275,18 @@ def check_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
                 plain["name"] = known[answered]
         checked.append(plain)
     return checked
+
+
+def _custom_call(where: str, call: Any) -> Any:
+    """A call of a custom tool as a call of a function. Other calls are returned unchanged."""
+    if not isinstance(call, Mapping) or call.get("type") != "custom":
+        return call
+    custom = call.get("custom")
+    if not isinstance(custom, Mapping) or not isinstance(custom.get("input"), str):
+        _wrong(f"{where}.custom", "must be an object with a name and an input", custom)
+    arguments = json.dumps({INPUT: custom["input"]}, ensure_ascii=False)
+    function = {"name": custom.get("name"), "arguments": arguments}
+    return {"id": call.get("id"), "type": "function", "function": function}
 
 
 def _ids(where: str, calls: Sequence[Any]) -> dict[str, str]:

@@ -138,7 +138,7 @@ class TextScanner:
                 self.advance(len(self.rest))
                 raise NotReadable(CUT_OFF)
 
-    def word(self, texts: tuple[str, ...], keep: Sequence[str] = (), max_chars: int = 128) -> Reading[tuple[str, str]]:
+    def word(self, texts: tuple[str, ...], keep: Sequence[str] = (), max_chars: int = 192) -> Reading[tuple[str, str]]:
         """(text before a marker, marker), for the first of ``texts`` that occurs. The marker is read, except if it is
         in ``keep``. Raises NotReadable at a line break, or if the text before the marker has more than ``max_chars``
         characters."""
@@ -195,6 +195,23 @@ class CodeBlocks:
         self._head = ""
         """The beginning of the current line, because a fence can only be there."""
         self._ticks = 0
+        self._in_block = 0
+        self._in_line = 0
+        """Number of calls in the open block, and in the open code of the current line."""
+        self._num_unclosed = 0
+
+    def note_call(self) -> None:
+        """Note that a call begins at the current position, inside code."""
+        if self._open or self._fence() is not None:
+            self._in_block += 1
+        else:
+            self._in_line += 1
+
+    @property
+    def num_unclosed(self) -> int:
+        """Number of noted calls in code that has no end, if the text ends here."""
+        in_line = self._in_line if self._ticks % 2 else 0
+        return self._num_unclosed + in_line + self._in_block
 
     def feed(self, text: str) -> None:
         """Process further text."""
@@ -221,5 +238,9 @@ class CodeBlocks:
             self._open = found[1]
         elif found is not None and found[1].startswith(self._open) and not self._head[found.end() :].strip():
             self._open = ""
+            self._in_block = 0
+        elif self._in_line and self._ticks % 2:
+            self._num_unclosed += self._in_line
+        self._in_line = 0
         self._head = ""
         self._ticks = 0

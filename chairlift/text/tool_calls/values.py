@@ -13,11 +13,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 __all__ = [
+    "HALF",
     "MAX_DEPTH",
+    "PYTHON_TYPES",
     "JsonScanner",
+    "JsonTextDecoder",
     "NotReadable",
     "by_schema",
+    "complete_part",
+    "described_call",
     "gemma_call",
+    "holds_json",
+    "json_object",
     "json_value",
     "python_calls",
     "referred",
@@ -38,6 +45,10 @@ _SCALAR: Final = re.compile(r"[-+.0-9A-Za-z_]+")
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _ESCAPES: Final = '"\\/bfnrtu'
 _HEX: Final = "0123456789abcdefABCDEF"
+_ESCAPE: Final = re.compile(r"\\(?:u[0-9a-fA-F]{4}|[^u])")
+_HIGH_HALF: Final = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
+HALF: Final = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which UTF-8 cannot hold."""
 
 
 class JsonScanner:
@@ -61,12 +72,21 @@ class JsonScanner:
         """Whether the text so far ends inside a string."""
         return not self.fault and self._want in ("key text", "text")
 
+    @property
+    def is_between(self) -> bool:
+        """Whether the text so far, or the text before the error, ends after an item of the outermost list."""
+        return self._stack == ["["] and self._want == "next"
+
     def feed(self, text: str, at: int) -> int:
         """Read ``text`` from the offset ``at``. Returns the offset after the part that was read. Stops at the end of
         the value and at an error."""
         while at < len(text) and not self.done and not self.fault:
             at = self._in_string(text, at) if self._want in ("key text", "text") else self._outside(text, at)
         return at
+
+    def feed_text(self, text: str, at: int) -> int:
+        """Read the next part of a string, at most up to its end. Returns the offset after it."""
+        return self._in_string(text, at)
 
     def _in_string(self, text: str, at: int) -> int:
         if self._escape:
@@ -133,9 +153,88 @@ class JsonScanner:
         return at + 1
 
 
+class JsonTextDecoder:
+    """Decodes a JSON text that arrives in pieces, from after its first quotation mark to its last one. Half of a
+    surrogate pair becomes U+FFFD."""
+
+    def __init__(self) -> None:
+        self.done = False
+        """Whether the quotation mark at the end was read."""
+        self.fault = ""
+        """Reason why the text is invalid; empty while it may be valid."""
+        self._scanner = JsonScanner()
+        self._scanner.feed('["', 0)
+        self._pending = ""
+        """Text that was read and not decoded. It begins outside of an escape sequence."""
+
+    def feed(self, text: str, at: int) -> int:
+        """Read ``text`` from the offset ``at``. Returns the offset after the part that was read."""
+        start = at
+        while at < len(text) and self._scanner.in_text:
+            at = self._scanner.feed_text(text, at)
+        self.fault = self._scanner.fault
+        self.done = not self.fault and not self._scanner.in_text
+        self._pending += text[start : at - 1 if self.done else at]
+        return at
+
+    def take(self) -> str:
+        """The decoded text since the last call, without an escape sequence that is incomplete."""
+        size = len(self._pending)
+        if not self.done:
+            last = None
+            end = 0
+            for last in _ESCAPE.finditer(self._pending):
+                end = last.end()
+            if (begins := self._pending.find("\\", end)) >= 0:
+                size = begins
+            if last is not None and end == size and _HIGH_HALF.fullmatch(last[0]):
+                size = last.start()  # the other half of the pair may follow
+        text = self._pending[:size]
+        self._pending = self._pending[size:]
+        return HALF.sub("\ufffd", json.loads(f'"{text}"', strict=False)) if text else ""
+
+
 def json_value(text: str) -> Any:
     """Value of a text that a model wrote as JSON. Strings may hold raw control characters. Raises NotReadable."""
     return _loads(text, False)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Like :func:`json_value`, for an object."""
+    value = json_value(text)
+    if not isinstance(value, dict):
+        raise NotReadable("the arguments are no object")
+    return value
+
+
+def described_call(value: Any, *, keyed: bool) -> tuple[str, dict[str, Any]]:
+    """(function's name, arguments) of the call that a JSON value describes. If ``keyed``, the value has the name as its
+    only key. Raises NotReadable."""
+    if not isinstance(value, dict):
+        raise NotReadable("a call is no object")
+    if keyed:
+        if len(value) != 1:
+            raise NotReadable("a call must have one key, the name of the function")
+        value = {"name": next(iter(value)), "arguments": next(iter(value.values()))}
+    value = value["function"] if isinstance(value.get("function"), dict) else value
+    name = next((value[key] for key in ("name", "tool_name", "function") if key in value), None)
+    arguments = next((value[key] for key in ("arguments", "parameters") if key in value), None)
+    if not isinstance(name, str):
+        raise NotReadable("a call has no name")
+    if isinstance(arguments, str):
+        arguments = json_object(arguments or "{}")
+    if not isinstance(arguments, (dict, type(None))):
+        raise NotReadable("the arguments are no object")
+    return name, arguments or {}
+
+
+def holds_json(text: str) -> bool:
+    """Whether :func:`json_value` can read the text."""
+    try:
+        json_value(text.strip())
+    except NotReadable:
+        return False
+    return True
 
 
 def _loads(text: str, strict: bool) -> Any:
@@ -167,6 +266,48 @@ def _finite(text: str) -> float:
     return value
 
 
+def complete_part(text: str) -> str:
+    """JSON text of the values in the beginning of a JSON object or list that are complete. Open lists and objects are
+    closed; a text without its end and a name without a value are left out, as in jiter's partial mode, which
+    Anthropic's clients use. An empty text gives an empty object."""
+    at = _after_space(text, 0)
+    return _complete(text, at) if text[at : at + 1] in ("{", "[") else "{}"
+
+
+_DECODER: Final = json.JSONDecoder(strict=False)
+
+
+def _after_space(text: str, at: int) -> int:
+    space = _SPACE.match(text, at)
+    return space.end() if space is not None else at
+
+
+def _complete(text: str, at: int) -> str:
+    """Like :func:`complete_part`, for the object or list that begins at the offset ``at`` and does not end."""
+    is_object = text[at] == "{"
+    items = list[str]()
+    at = _after_space(text, at + 1)
+    while at < len(text):
+        start = at
+        try:
+            if is_object:
+                at = _after_space(text, _DECODER.raw_decode(text, at)[1])
+                at = _after_space(text, at + 1)
+            end = _DECODER.raw_decode(text, at)[1]
+        except ValueError:
+            if text[at : at + 1] in ("{", "[") and (at > start or not is_object):
+                items.append(text[start:at] + _complete(text, at))
+            break
+        at = _after_space(text, end)
+        if text[at : at + 1] not in ("", ",", "}", "]"):
+            break  # a number that may go on
+        items.append(text[start:end])
+        if text[at : at + 1] != ",":
+            break
+        at = _after_space(text, at + 1)
+    return f"{{{', '.join(items)}}}" if is_object else f"[{', '.join(items)}]"
+
+
 # --- literals that are no JSON ----------------------------------------------------------------------------------------
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
@@ -195,8 +336,11 @@ class _Literals:
     """Reads Python or Gemma literals from a text. ``names`` matches keys without quotation marks. With ``raw``, the
     texts that are arguments have no escapes. Raises NotReadable."""
 
-    def __init__(self, text: str, *, names: re.Pattern[str] = _NAME, raw: bool = False) -> None:
+    def __init__(
+        self, text: str, *, names: re.Pattern[str] = _NAME, raw: bool = False, quote: str = _GEMMA_QUOTE
+    ) -> None:
         self.text = text
+        self._quote = quote
         self.at = 0
         self._names = names
         self._raw = raw
@@ -223,7 +367,7 @@ class _Literals:
         sign = self.peek()
         if depth > MAX_DEPTH:
             raise NotReadable(f"lists and objects are more than {MAX_DEPTH} deep")
-        if self.text.startswith(_GEMMA_QUOTE, self.at):
+        if self.text.startswith(self._quote, self.at):
             return self._gemma_text()
         if sign in ("'", '"'):
             return self._python_text(sign)
@@ -255,17 +399,17 @@ class _Literals:
 
     def _pair(self, depth: int) -> tuple[str, Any]:
         sign = self.peek()
-        quoted = sign in ("'", '"') or self.text.startswith(_GEMMA_QUOTE, self.at)
+        quoted = sign in ("'", '"') or self.text.startswith(self._quote, self.at)
         key = self.value(depth + 1) if quoted else self.name(self._names).rstrip()
         self.take(":")
         return key, self.value(depth + 1)
 
     def _gemma_text(self) -> str:
-        begin = self.at + len(_GEMMA_QUOTE)
-        end = self.text.find(_GEMMA_QUOTE, begin)
+        begin = self.at + len(self._quote)
+        end = self.text.find(self._quote, begin)
         if end < 0:
             raise NotReadable("a text has no end")
-        self.at = end + len(_GEMMA_QUOTE)
+        self.at = end + len(self._quote)
         return self.text[begin:end]
 
     def _python_text(self, quote: str) -> str:
@@ -319,20 +463,25 @@ class _Literals:
             raise NotReadable(f"there is more text behind the call: {self.text[self.at : self.at + 20]!r}")
 
 
-def python_calls(text: str, *, raw: bool = False) -> list[tuple[str, dict[str, Any]]]:
+def python_calls(text: str, *, raw: bool = False, listed: bool = True) -> list[tuple[str, dict[str, Any]]]:
     """(name, arguments) of each call in ``[look(place="Ulm"), ...]``; values are literals. With ``raw``, a text that is
-    an argument has no escapes. Raises NotReadable."""
+    an argument has no escapes. If ``listed`` is false, white space separates the calls, and there are no brackets.
+    Raises NotReadable."""
     reader = _Literals(text, raw=raw)
-    calls = reader._items("[", "]", reader.call)
+    calls = []
+    while not listed and reader.peek():
+        calls.append(reader.call())
+    if listed:
+        calls = reader._items("[", "]", reader.call)
     reader.end()
     if not calls:
         raise NotReadable("the list of calls is empty")
     return calls
 
 
-def gemma_call(text: str) -> tuple[str, dict[str, Any]]:
-    """(name, arguments) of ``look{place:<|"|>Ulm<|"|>,days:2}``. Raises NotReadable."""
-    reader = _Literals(text, names=_GEMMA_NAME)
+def gemma_call(text: str, quote: str = _GEMMA_QUOTE) -> tuple[str, dict[str, Any]]:
+    """(name, arguments) of ``look{place:<|"|>Ulm<|"|>,days:2}``, with ``quote`` around texts. Raises NotReadable."""
+    reader = _Literals(text, names=_GEMMA_NAME, quote=quote)
     name = reader.name()
     if reader.peek() != "{":
         raise NotReadable("there is no object with the arguments")
@@ -343,7 +492,7 @@ def gemma_call(text: str) -> tuple[str, dict[str, Any]]:
 
 # --- text read by a schema --------------------------------------------------------------------------------------------
 
-_PYTHON_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+PYTHON_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "string": (str,),
     "integer": (int,),
     "number": (int, float),
@@ -352,6 +501,7 @@ _PYTHON_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "object": (dict,),
     "null": (type(None),),
 }
+"""JSON type -> the Python types of its values."""
 
 
 def by_schema(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
@@ -380,7 +530,7 @@ def by_schema(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
         return candidate
     if isinstance(candidate, float) and candidate.is_integer() and "integer" in types and "number" not in types:
         return int(candidate)
-    fits = any(type(candidate) in _PYTHON_TYPES.get(each, ()) for each in types)
+    fits = any(type(candidate) in PYTHON_TYPES.get(each, ()) for each in types)
     return candidate if fits else text
 
 
@@ -416,7 +566,7 @@ def _types(schema: Any, root: Mapping[str, Any], known: dict[str, set[str] | Non
         return {each for each in kind if isinstance(each, str)}
     given = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if isinstance(given, list) and given:
-        return {name for name, kinds in _PYTHON_TYPES.items() for each in given if type(each) in kinds}
+        return {name for name, kinds in PYTHON_TYPES.items() for each in given if type(each) in kinds}
     found = set[str]()
     for key in ("anyOf", "oneOf", "allOf"):
         listed = schema.get(key)

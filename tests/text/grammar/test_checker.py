@@ -32,7 +32,7 @@ def grammar(**asked: Any) -> Any:
     return StructuredOutputsParams(**asked).value
 
 
-def test_good_ones_pass_and_bad_ones_are_named() -> None:
+def test_good_grammars_pass_and_bad_ones_are_named() -> None:
     async def test(checker: GrammarChecker) -> None:
         await asyncio.gather(*(checker.check(grammar(choice=[str(i)])) for i in range(8)))
         with pytest.raises(RequestError, match='"not"'):
@@ -56,7 +56,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on() -> None:
     run(test, time_limit=0.05)
 
 
-def test_one_whose_process_is_killed_from_outside_is_tried_again() -> None:
+def test_a_grammar_whose_process_is_killed_is_tried_again() -> None:
     async def test(checker: GrammarChecker) -> None:
         await checker.check(grammar(choice=["a"]))
         for pid in checker.pids:
@@ -66,7 +66,7 @@ def test_one_whose_process_is_killed_from_outside_is_tried_again() -> None:
     run(test)
 
 
-def test_what_passed_once_is_not_tried_again() -> None:
+def test_a_grammar_that_passed_is_not_tried_again() -> None:
     async def test(checker: GrammarChecker) -> None:
         await checker.check(grammar(choice=["a"]))
         await checker.close()
@@ -75,7 +75,7 @@ def test_what_passed_once_is_not_tried_again() -> None:
     run(test)
 
 
-def test_what_one_caller_has_sent_is_tried_again_for_another_one() -> None:
+def test_a_grammar_of_one_caller_is_tried_again_for_another() -> None:
     async def test(checker: GrammarChecker) -> None:
         await checker.check(grammar(choice=["a"]), "one")
         await checker.close()

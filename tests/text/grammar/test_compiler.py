@@ -119,7 +119,7 @@ def test_tokenizers_without_bytes_are_refused(family: str) -> None:
         GrammarCompiler(lambda: tokenizer, 300, (0,)).compile(StructuredOutputsParams(json={}).value)
 
 
-def test_whitespace_has_an_end() -> None:
+def test_whitespace_between_tokens_is_limited() -> None:
     for blanks in ("", " ", "\t", "\n", "\n" + 16 * " ", "\n" + 8 * "\t"):
         assert verdict('{"a":' + blanks + "1" + blanks + "}", json_object=True) == "complete"
     for blanks in ("  ", "\n\n", " \n", "\n" + 17 * " ", "\n \t"):
@@ -138,7 +138,7 @@ GRAMMARS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("asked", "good", "bad"), GRAMMARS)
-def test_other_grammars(asked: dict[str, Any], good: str, bad: str) -> None:
+def test_grammars_of_every_kind_accept_good_and_refuse_bad_texts(asked: dict[str, Any], good: str, bad: str) -> None:
     assert verdict(good, **asked) == "complete" and verdict(bad, **asked) != "complete"
 
 
@@ -170,7 +170,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("asked", "named"), BAD, ids=lambda value: str(value)[:40])
-def test_what_cannot_be_followed_is_refused(asked: dict[str, Any], named: str) -> None:
+def test_a_form_that_cannot_be_followed_is_refused(asked: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestError) as caught:
         compiled(**asked)
     assert (

@@ -27,7 +27,7 @@ def finite(text: str) -> float:
     return max(-1e300, min(1e300, float(text)))
 
 
-def test_there_are_enough() -> None:
+def test_the_suite_has_enough_schemas() -> None:
     assert len(SCHEMAS) >= 200
     for schema, valid, invalid in SCHEMAS.values():
         assert all(jsonschema_rs.is_valid(schema, value) for value in valid)
@@ -36,7 +36,7 @@ def test_there_are_enough() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_verdicts(name: str) -> None:
+def test_texts_are_accepted_exactly_if_their_value_is_valid(name: str) -> None:
     schema, valid, invalid = SCHEMAS[name]
     for value in valid:
         for text in written(value):
@@ -69,7 +69,7 @@ def check_samples(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_held_is_refused_by_name(name: str) -> None:
+def test_keywords_that_cannot_be_kept_are_refused_by_name(name: str) -> None:
     schema, named = REFUSED[name]
     with pytest.raises(RequestError) as caught:
         compiled(json=schema)

@@ -98,7 +98,9 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("spec", "good", "bad"), CASES)
-def test_verdicts(spec: dict[str, Any], good: list[str], bad: list[str]) -> None:
+def test_texts_are_accepted_exactly_if_they_follow_the_tag(
+    spec: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
     for text in good:
         assert verdict(text, spec) == "complete", text
     for text in bad:

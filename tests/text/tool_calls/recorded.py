@@ -8,7 +8,7 @@ from typing import Any
 from chairlift.text.tool_calls import TOOL_FORMATS, Answer, AnswerReader
 from chairlift.text.tool_calls.formats import REASONING_FORMATS
 
-__all__ = ["RECORDED", "TOOLS", "as_calls", "reader_for", "split_read"]
+__all__ = ["RECORDED", "TOOLS", "as_calls", "reader_for", "split_read", "without_edges"]
 
 TOOLS: dict[str, dict[str, Any]] = {
     "look": {
@@ -24,6 +24,7 @@ TOOLS: dict[str, dict[str, Any]] = {
     "now": {"type": "object", "properties": {}},
 }
 _BAR = "｜"
+_M3 = "]<]minimax[>["
 
 # One entry per case: (name of the format, output of the model, expected content, expected calls). A call is (name of
 # the function, arguments).
@@ -196,6 +197,96 @@ RECORDED: list[tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = [
         [("look", {"place": "Ulm"}), ("now", {})],
     ),
     (
+        "functiongemma",
+        "<start_function_call>call:look{place:<escape>Ulm, {a}<escape>,days:2,tags:[<escape>a<escape>],exact:true}"
+        "<end_function_call><start_function_call>call:now{}<end_function_call>",
+        "",
+        [("look", {"place": "Ulm, {a}", "days": 2, "tags": ["a"], "exact": True}), ("now", {})],
+    ),
+    (
+        "hy_v3",
+        "I look.<tool_calls>\n<tool_call>look<tool_sep>\n<arg_key>place</arg_key>\n<arg_value>Ulm</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now<tool_sep>\n</tool_call>\n"
+        "</tool_calls>",
+        "I look.",
+        [("look", {"place": "Ulm", "days": 2}), ("now", {})],
+    ),
+    (
+        "step3",
+        'I look.<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="look">'
+        '<steptml:parameter name="place">Ulm</steptml:parameter><steptml:parameter name="days">2</steptml:parameter>'
+        '</steptml:invoke><｜tool_call_end｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="now">'
+        "</steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",
+        "I look.",
+        [("look", {"place": "Ulm", "days": 2}), ("now", {})],
+    ),
+    (
+        "apertus",
+        'I look. <|tools_prefix|>[{"look": {"place": "Ulm"}}, {"now": {}}]<|tools_suffix|>',
+        "I look.",
+        [("look", {"place": "Ulm"}), ("now", {})],
+    ),
+    (
+        "internlm",
+        'I look.<|action_start|><|plugin|>\n{"name": "look", "parameters": {"place": "Ulm"}}<|action_end|>',
+        "I look.",
+        [("look", {"place": "Ulm"})],
+    ),
+    (
+        "longcat",
+        '<longcat_tool_call>\n{"name": "look", "arguments": {"place": "Ulm"}}\n</longcat_tool_call>\n'
+        '<longcat_tool_call>{"name": "now", "arguments": {}}</longcat_tool_call>',
+        "",
+        [("look", {"place": "Ulm"}), ("now", {})],
+    ),
+    (
+        "olmo3",
+        'I look.\n<function_calls>look(place="Ulm\'s", days=2, exact=true, tags=["a"])\nnow()</function_calls>',
+        "I look.",
+        [("look", {"place": "Ulm's", "days": 2, "exact": True, "tags": ["a"]}), ("now", {})],
+    ),
+    (
+        "ernie45",
+        '<tool_call>\n{"name": "look", "arguments": {"place": "Ulm"}}\n</tool_call>\n<tool_call>\n'
+        '{"name": "now", "arguments": {}}\n</tool_call>\n',
+        "",
+        [("look", {"place": "Ulm"}), ("now", {})],
+    ),
+    (
+        "kimi_k3",
+        '<|open|>response<|sep|>I look.<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="now" index="1"'
+        '<|sep|><|close|>call<|sep|><|open|>call tool="look" index="2"<|sep|><|open|>argument key="place" type="string"'
+        '<|sep|> Ulm "5"<|close|>argument<|sep|><|open|>argument key="days" type="number"<|sep|>2<|close|>argument'
+        '<|sep|><|open|>argument key="tags" type="array"<|sep|>["a"]<|close|>argument<|sep|><|close|>call<|sep|>'
+        "<|close|>tools<|sep|><|close|>message<|sep|>",
+        "I look.",
+        [("now", {}), ("look", {"place": ' Ulm "5"', "days": 2, "tags": ["a"]})],
+    ),
+    (
+        "generic",
+        'I look. <tool_call>[{"name": "look", "arguments": {"place": "Ulm"}}, {"name": "now", "arguments": {}}]'
+        "</tool_call>",
+        "I look.",
+        [("look", {"place": "Ulm"}), ("now", {})],
+    ),
+    ("ernie45", "<response>I see.</response>", "I see.", []),
+    (
+        "minimax_m3",
+        f'I look.\n{_M3}<tool_call>\n{_M3}<invoke name="look">\n{_M3}<place>\n Ulm <b> & "5"{_M3}</place>\n'
+        f"{_M3}<days>2{_M3}</days>\n{_M3}<exact>true{_M3}</exact>\n{_M3}<tags>{_M3}<item>a{_M3}</item>\n"
+        f'{_M3}<item>5{_M3}</item>{_M3}</tags>\n{_M3}</invoke>\n{_M3}<invoke name="now">\n{_M3}</invoke>\n'
+        f"{_M3}</tool_call>",
+        "I look.",
+        [("look", {"place": '\n Ulm <b> & "5"', "days": 2, "exact": True, "tags": ["a", "5"]}), ("now", {})],
+    ),
+    (
+        "granite_20b_fc",
+        '<function_call> {"name": "look", "arguments": {"place": "Ulm"}}'
+        '<function_call> {"name": "now", "arguments": {}}',
+        "",
+        [("look", {"place": "Ulm"}), ("now", {})],
+    ),
+    (
         "nemotron_v2",
         '<TOOLCALL>[{"name": "look", "arguments": {"place": "Ulm"}}]</TOOLCALL>',
         "",
@@ -221,3 +312,10 @@ def split_read(reader: AnswerReader, pieces: list[str]) -> Answer:
 def as_calls(answer: Answer) -> list[tuple[str, dict[str, Any]]]:
     """(name, arguments) of each call."""
     return [(call.name, json.loads(call.arguments)) for call in answer.calls]
+
+
+def without_edges(name: str, text: str) -> str:
+    """The text without the texts around calls and content that the reader drops."""
+    for edge in TOOL_FORMATS[name].edges:
+        text = text.replace(edge, "")
+    return text

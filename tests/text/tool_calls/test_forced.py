@@ -23,7 +23,7 @@ from chairlift.text.tool_calls import (
     read_answer,
     thinking_of,
 )
-from chairlift.text.tool_calls.forced import calls_format
+from chairlift.text.tool_calls.forced import calls_format, strict_calls_format
 from chairlift.text.tool_calls.formats import Body
 from tests.text.grammar.models import follow, of_bytes, sampled, verdict
 from tests.text.tool_calls.recorded import as_calls
@@ -52,7 +52,7 @@ def tools_of(schema: Any, choice: Any = "required", parallel: bool = True) -> An
     return check_tools([look, {"type": "function", "function": {"name": "now"}}], choice, parallel)
 
 
-FORCED = [name for name, row in TOOL_FORMATS.items() if row.body not in (Body.PYTHON, Body.GEMMA)]
+FORCED = [name for name, row in TOOL_FORMATS.items() if row.body not in (Body.PYTHON, Body.GEMMA, Body.ELEMENTS)]
 _DSML = "｜DSML｜"
 FIRST = '{"kind": "a b", "days": 3, "place": "Ul\\nm"}'
 WRITTEN = {
@@ -84,12 +84,17 @@ WRITTEN = {
     "granite": f'<|tool_call|>[{{"name": "look", "arguments": {FIRST}}}, {{"name": "now", "arguments": {{}}}}]',
     "command_r7b": f'<|START_ACTION|>[{{"tool_call_id": "0", "tool_name": "look", "parameters": {FIRST}}}, '
     '{"tool_call_id": "1", "tool_name": "now", "parameters": {}}]<|END_ACTION|>',
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="look" index="0"<|sep|>'
+    '<|open|>argument key="kind" type="string"<|sep|>a b<|close|>argument<|sep|>'
+    '<|open|>argument key="days" type="integer"<|sep|>3<|close|>argument<|sep|>'
+    '<|open|>argument key="place" type="string"<|sep|>Ul\nm<|close|>argument<|sep|><|close|>call<|sep|>'
+    '<|open|>call tool="now" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
     "functionary_v31": f"<function=look>{FIRST}</function><function=now>{{}}</function>",
 }
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_a_model_of_the_format_writes_is_let_through(name: str) -> None:
+def test_calls_as_models_of_the_format_write_them_are_accepted(name: str) -> None:
     tag, text = {"format": calls_format(TOOL_FORMATS[name], tools_of(LOOK))}, WRITTEN[name]
     assert verdict(text, structural_tag=tag) == "complete"
     answer = read_answer(text, AnswerReader(TOOL_FORMATS[name], None, tools_of(LOOK).schemas))
@@ -103,7 +108,7 @@ def test_what_a_model_of_the_format_writes_is_let_through(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORCED)
-def test_whatever_is_let_through_is_a_valid_call(name: str) -> None:
+def test_every_accepted_text_is_a_valid_call(name: str) -> None:
     form, tools, seen = TOOL_FORMATS[name], tools_of(SHORT), set()
     held = output_constraint(None, tools, form, None, Thinking.NONE)
     assert held is not None
@@ -194,6 +199,60 @@ def test_objects_get_no_keys_that_their_schema_does_not_name() -> None:
     assert verdict('<function=look>{"a": 1, "b": 2}</function>', structural_tag=tag) == "complete"
 
 
+# --- strict functions, where the model decides ------------------------------------------------------------------------
+
+
+def strict_tools(parallel: bool = True) -> Any:
+    look = {"type": "function", "function": {"name": "look", "parameters": LOOK, "strict": True}}
+    return check_tools([look, {"type": "function", "function": {"name": "now"}}], "auto", parallel)
+
+
+@pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"harmony", "llama3_json"}))
+def test_calls_of_strict_functions_satisfy_their_schemas_between_free_text(name: str) -> None:
+    form = TOOL_FORMATS[name]
+    made = strict_calls_format(form, strict_tools())
+    assert made is not None
+    text = WRITTEN[name]
+    for good in ("", "Just text.", text, f"I look. {text}", f"I look.\n{text}"):
+        assert verdict(good, structural_tag={"format": made}) == "complete", good
+        answer = read_answer(good, AnswerReader(form, None, strict_tools().schemas, held=True))
+        assert len(as_calls(answer)) == (2 if text in good and good else 0) and not answer.broken
+    for wrong in (text.replace("days", "daze"), text.replace("3", "x"), text.replace("look", "fly")):
+        assert verdict(f"Hm. {wrong}", structural_tag={"format": made}) == "refused", wrong
+    for begin in form.begins:
+        assert verdict(f"Hm. {begin} is a mark", structural_tag={"format": made}) == "refused"
+
+
+def test_one_call_is_allowed_where_calls_are_not_parallel() -> None:
+    made = strict_calls_format(TOOL_FORMATS["hermes"], strict_tools(parallel=False))
+    assert verdict(f"Hm. {NOW}", structural_tag={"format": made}) == "complete"
+    assert verdict(f"{NOW}\n{NOW}", structural_tag={"format": made}) == "refused"
+
+
+def test_calls_without_their_section_are_strict_too() -> None:
+    made = {"format": strict_calls_format(TOOL_FORMATS["qwen3_coder"], strict_tools())}
+    bare = WRITTEN["qwen3_coder"].removeprefix("<tool_call>\n").partition("\n<tool_call>")[0]
+    assert verdict(f"Hm. {bare}", structural_tag=made) == "complete"
+    assert verdict(bare.replace("days", "daze"), structural_tag=made) == "refused"
+
+
+def test_functions_that_are_not_strict_get_any_arguments() -> None:
+    made = {"format": strict_calls_format(TOOL_FORMATS["hermes"], strict_tools())}
+    assert verdict(NOW.replace("{}", '{"a": [1]}'), structural_tag=made) == "complete"
+
+
+def test_reasoning_comes_before_calls_of_strict_functions() -> None:
+    held = output_constraint(None, strict_tools(), TOOL_FORMATS["hermes"], THINK, Thinking.INSIDE)
+    assert whole(f"Hm. <tool_call> is a mark.</think>\n\nI look. {NOW}", held) == "complete"
+    assert whole("Hm.</think>\n\n<tool_call> is a mark", held) == "refused"
+
+
+@pytest.mark.parametrize("name", ["pythonic", "lfm2", "gemma4", "harmony", "llama3_json"])
+def test_formats_without_a_first_mark_or_a_grammar_have_no_strict_calls(name: str) -> None:
+    assert strict_calls_format(TOOL_FORMATS[name], strict_tools()) is None
+    assert output_constraint(None, strict_tools(), TOOL_FORMATS[name], None, Thinking.NONE) is None
+
+
 # --- reasoning, calls and content -----------------------------------------------------------------------------------
 
 THINK, HARMONY = REASONING_FORMATS["think"], REASONING_FORMATS["harmony"]
@@ -206,7 +265,7 @@ def whole(text: str, held: StructuredOutputsParams | None) -> str:
     return verdict(text, structural_tag=held.structural_tag)
 
 
-def test_how_a_prompt_leaves_the_reasoning() -> None:
+def test_the_prompt_tells_whether_reasoning_is_open() -> None:
     ends = {"<think>\n": Thinking.INSIDE, "<think>\n\n</think>\n\n": Thinking.NONE, "assistant\n": Thinking.MAY}
     for end, found in ends.items():
         assert thinking_of(THINK, end) is found
@@ -292,3 +351,22 @@ def test_marks_that_are_tokens_are_not_spelled_in_others() -> None:
     assert taken("<think>a ", list(b"</thin"), "</think>", NOW) == "complete"
     assert taken("<think>a ", list(b"</think>")) == "refused"
     assert taken("<think>a <tool_call>") == "refused"
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_what_a_format_forces_is_also_let_through_after_text(name: str) -> None:
+    """A strict function's call under ``auto`` has the form of a forced one, from the first mark of the call on."""
+    form = TOOL_FORMATS[name]
+    function = {"name": "look", "parameters": SHORT, "strict": True}
+    tools = [{"type": "function", "function": function}]
+    tokenizer, compiler = of_bytes()
+    forced = output_constraint(None, check_tools(tools, "required", True), form, None, Thinking.NONE)
+    free = strict_calls_format(form, check_tools(tools, "auto", True))
+    if free is None:
+        pytest.skip("the format has no grammar for calls among text")
+    assert forced is not None
+    made = compiler.compile(forced.value)
+    calls = [call for seed in range(6) if (call := sampled(made, seed, tokenizer, most=2000)) is not None]
+    assert calls
+    for call in calls:
+        assert verdict(f"I look. {call}", structural_tag={"format": free}) == "complete", call

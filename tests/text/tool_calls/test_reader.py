@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from chairlift.text.tool_calls import REASONING_FORMATS, TOOL_FORMATS, Answer, AnswerReader, read_answer
 from chairlift.text.tool_calls.scan import CUT_OFF
-from tests.text.tool_calls.recorded import RECORDED, TOOLS, as_calls, reader_for, split_read
+from tests.text.tool_calls.recorded import RECORDED, TOOLS, as_calls, reader_for, split_read, without_edges
 
 IDS = [f"{name}{index}" for index, (name, *_) in enumerate(RECORDED)]
 
@@ -39,7 +39,7 @@ def test_an_answer_that_is_cut_off_loses_no_text_and_invents_no_call(
         found = as_calls(answer)
         assert found == calls[: len(found)]
         if not found and name != "harmony":
-            assert answer.content.strip() == text[:at].strip()
+            assert answer.content.strip() == without_edges(name, text[:at]).strip()
 
 
 def test_every_format_is_recorded() -> None:
@@ -245,6 +245,8 @@ THOUGHTS = [
     ("think", True, "Hm. ", "Hm.", ""),
     ("deepseek_r1", False, "<think>Hm.</think>Yes.", "Hm.", "Yes."),
     ("deepseek_r1", False, "Hm.</think>Yes.", "Hm.", "Yes."),
+    ("kimi_k3", False, "<|open|>think<|sep|>Hm.<|close|>think<|sep|>Yes.", "Hm.", "Yes."),
+    ("minimax_m3", True, "Hm.</mm:think>Yes.", "Hm.", "Yes."),
     ("mistral", False, "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
     ("gemma4", False, "<|channel>thought\nHm.\n<channel|>Yes.", "Hm.", "Yes."),
     ("seed_oss", False, "<seed:think>Hm.</seed:think>Yes.", "Hm.", "Yes."),
@@ -289,7 +291,7 @@ def test_calls_in_reasoning_are_calls_only_if_it_never_closes(
     answer = read_answer(whole, reader_for(name, "think"))
     assert as_calls(answer) == ([] if closed else calls)
     if closed:
-        assert (answer.reasoning, answer.content) == (f"Hm.\n{text}\nSo.", "Yes.")
+        assert (answer.reasoning, answer.content) == (without_edges(name, f"Hm.\n{text}\nSo."), "Yes.")
     else:
         assert answer.content == "" and answer.broken == []
         assert (answer.reasoning.startswith("Hm."), answer.reasoning.endswith("So.")) == (True, True)

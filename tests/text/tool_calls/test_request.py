@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from chairlift.errors import RequestError
-from chairlift.text.tool_calls import check_history, check_tools
+from chairlift.text.tool_calls import TOOL_FORMATS, AnswerReader, check_history, check_tools, read_answer
 from chairlift.text.tool_calls.values import NotReadable, by_schema, json_value, python_calls
 from tests.text.tool_calls.recorded import TOOLS
 
@@ -22,7 +22,7 @@ def test_tools_are_copied_and_their_choice_is_read() -> None:
     assert not check_tools(GIVEN, "none").offered
 
 
-def test_tools_have_bounds() -> None:
+def test_number_and_size_of_tools_are_limited() -> None:
     deep: Any = {}
     for _ in range(60):
         deep = {"properties": {"x": deep}}
@@ -81,7 +81,7 @@ def test_literals_are_bounded_and_never_run() -> None:
     ]
 
 
-def test_the_tools_that_may_be_called() -> None:
+def test_the_choice_limits_the_tools_that_may_be_called() -> None:
     def choice(mode: str, *names: str) -> dict[str, Any]:
         tools = [{"type": "function", "function": {"name": name}} for name in names]
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
@@ -94,3 +94,21 @@ def test_the_tools_that_may_be_called() -> None:
             check_tools(GIVEN, given)
     with pytest.raises(RequestError, match="tool_choice"):
         check_tools(GIVEN, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["now"]}})
+
+
+def test_a_name_has_up_to_128_characters_and_is_found_in_every_format() -> None:
+    name = "n" * 128
+    tools = check_tools([{"type": "function", "function": {"name": name}}])
+    for form, text in (
+        ("hermes", f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'),
+        (
+            "kimi_k2",
+            f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{{}}"
+            "<|tool_call_end|><|tool_calls_section_end|>",
+        ),
+        ("pythonic", f"[{name}()]"),
+    ):
+        reader = AnswerReader(TOOL_FORMATS[form], tools=tools.schemas)
+        assert [call.name for call in read_answer(text, reader).calls] == [name]
+    with pytest.raises(RequestError, match="1 to 128 characters"):
+        check_tools([{"type": "function", "function": {"name": name + "n"}}])
