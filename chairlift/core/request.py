@@ -128,6 +128,7 @@ class Request:
         "num_published",
         "num_rejected_predicted",
         "num_sample_positions",
+        "num_shared_blocks",
         "params",
         "prediction",
         "priority",
@@ -230,6 +231,8 @@ class Request:
         now)."""
         self.num_published = 0
         """Number of leading full blocks that were published to the prefix cache."""
+        self.num_shared_blocks = 0
+        """Number of blocks with K and V that the last admission shared with running requests."""
         self.last_node: PrefixNode | None = None
         """The prefix-cache node of the last published block."""
         self.retention = self.service.retention

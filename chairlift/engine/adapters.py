@@ -1,9 +1,10 @@
 """Adapters of an engine. Another thread reads adapters from files. The number of adapters in memory is limited. A
 removed adapter is freed after its last request.
 
-Each load of an adapter has a new number. So a second load under the same name is a different adapter: its requests
-share no KV with requests of the first load, and no request ever changes its adapter. A request whose adapter is in
-memory can be in the next step. Other requests wait in a separate queue until their adapter has been read again.
+Each load of an adapter has a new number. So a second load under the same name is a different adapter, and no request
+ever changes its adapter. Requests of two loads share KV only if the files have the same content. A request whose
+adapter is in memory can be in the next step. Other requests wait in a separate queue until their adapter has been read
+again.
 """
 
 from __future__ import annotations
@@ -96,7 +97,16 @@ class Adapters:
         self._thread: ThreadPoolExecutor | None = None
         self.sizes: dict[int, int] = {}
         """``adapter_id`` -> bytes of the adapter, for all adapters that have been in memory and are not forgotten."""
-        self.rows = None if config is None else AdapterRows(config.max_loras, self.sizes)
+        self._digests: dict[int, str] = {}
+        """``adapter_id`` -> digest of the content, for the adapters in ``sizes``."""
+        self._changing: set[int] = set()
+        """``adapter_id`` of each adapter whose name had other content before, as in a training run. The next version
+        will not need its KV, so the KV is not kept for later processes."""
+        self._content: dict[str, str] = {}
+        """Name of an adapter -> digest of the content with which it was loaded first."""
+        self.rows = None
+        if config is not None:
+            self.rows = AdapterRows(config.max_loras, self.sizes, self._digests, self._changing)
         """What the scheduler must know of requests with adapters; None if the engine serves no adapters."""
         self._noted: tuple[list[str], list[str]] = [], []
         """Result of the newest call of :meth:`in_use`."""
@@ -253,6 +263,11 @@ class Adapters:
             )
         known.digest = adapter.digest
         self.sizes[known.load.adapter_id] = adapter.nbytes
+        self._digests[known.load.adapter_id] = adapter.digest
+        if len(self._content) >= _MAX_KNOWN:
+            self._content.pop(next(iter(self._content)))
+        if self._content.setdefault(known.load.name, adapter.digest) != adapter.digest:
+            self._changing.add(known.load.adapter_id)
         if self._make_room(reading=False):
             self._served_memory().put(known.load.adapter_id, adapter)
             known.resident = True
@@ -285,6 +300,8 @@ class Adapters:
                 self._evict(known)
             self._known.pop(known.load.adapter_id, None)
             self.sizes.pop(known.load.adapter_id, None)
+            self._digests.pop(known.load.adapter_id, None)
+            self._changing.discard(known.load.adapter_id)
 
     # -- requests --------------------------------------------------------------------------------------------------
 

@@ -38,12 +38,14 @@ from chairlift.engine.input_processor import (
     unnamed,
 )
 from chairlift.engine.intake import Intake, Place, counting_refusals
+from chairlift.engine.kv_store.report import StoreReport
 from chairlift.engine.output_processor import OutputProcessor
 from chairlift.engine.output_stream import OutputStream
 from chairlift.engine.pooled.pooling_inputs import PoolingInputs
 from chairlift.engine.process.messages import Refused, Step
 from chairlift.engine.process.process_client import ProcessClient, RemoteCore
 from chairlift.engine.prompts import Prompts, ReadImages, ReadTokenizer
+from chairlift.engine.replicas import ServedReplicas
 from chairlift.engine.served_adapters import ServedAdapters
 from chairlift.errors import (
     ChairliftError,
@@ -55,7 +57,7 @@ from chairlift.errors import (
     QueueTimeoutError,
     RequestError,
 )
-from chairlift.metrics.stats import AutoscalingStats, ReplicaCounts, ReplicaStats, RequestStats
+from chairlift.metrics.stats import RequestStats
 from chairlift.models.vision.processor import PlacedImages
 
 __all__ = ["AsyncEngine", "EngineState"]
@@ -138,6 +140,7 @@ class AsyncEngine:
             chat_template=chat_template,
         )
         self.adapters = ServedAdapters(lambda: self._client, self._ready, enabled=config.lora.enable_lora)
+        self.replicas = ServedReplicas(lambda: self._client, self._ready, self.stats)
         self._on_progress = on_progress
         self._restart = restart
         self._queue_timeout = queue_timeout
@@ -188,23 +191,6 @@ class AsyncEngine:
     def num_queued(self) -> int:
         """Number of unfinished requests that have not been in any step."""
         return len(self.intake)
-
-    @property
-    def engine_pid(self) -> int | None:
-        """Process id of the engine's process; None if it has none."""
-        return None if self._client is None else self._client.pid
-
-    def replicas(self) -> list[ReplicaStats]:
-        """State of each replica; empty if the engine is a single process."""
-        return [] if self._client is None else self._client.shown()
-
-    def replica_counts(self) -> dict[int, ReplicaCounts]:
-        """Index -> state and counters of each replica; empty if the engine is a single process."""
-        return self.stats.of_replicas({} if self._client is None else self._client.replica_stats())
-
-    def autoscaling(self) -> AutoscalingStats | None:
-        """State of autoscaling; None if the number of replicas is fixed."""
-        return None if self._client is None else self._client.autoscaling()
 
     def check_health(self) -> str:
         """Reason why requests make no progress; empty if they make progress, or if there are none."""
@@ -449,13 +435,16 @@ class AsyncEngine:
         check_update(version, self.info.weight_version, in_flight)
         return await self._client.update_weights(str(Path(source).absolute()), version, in_flight)
 
-    async def restart_replicas(self, patience: float) -> None:
-        """Restart all replicas, one after another, while the other replicas serve. Each replica first finishes its
-        requests, for at most ``patience`` seconds. Raises ConfigError unless two replicas are alive, EngineDeadError if
-        the engine does not run."""
+    async def kv_store(self, clear: str = "") -> list[StoreReport]:
+        """State of the store of KV blocks, one entry per replica.
+
+        With ``clear``, first remove the blocks of the model's namespace (``own``) or of all namespaces (``all``). Files
+        that other engines write stay. Raises EngineDeadError.
+        """
         self._ready()
-        if self._client is not None:
-            await self._client.roll(patience)
+        if self._client is None:
+            raise EngineDeadError("the engine is not there")
+        return await self._client.kv_store(clear)
 
     async def shutdown(self) -> None:
         """End the engine's process. Unfinished requests fail with EngineDeadError."""
@@ -484,6 +473,10 @@ class AsyncEngine:
         self.stats.num_lost += len(request_ids)
         for request_id in request_ids:
             self._fail(request_id, EngineDeadError(f"the replica died with the request in it: {why}", taken=True))
+
+    def on_moved(self, kind: str) -> None:
+        """Count a move of a running request to another replica: ``kv``, ``replay``, or ``failed``."""
+        self.stats.moves[kind] += 1
 
     def on_progress(self, label: str, share: float) -> None:
         if self._on_progress is not None and self.state is not EngineState.READY:
@@ -625,7 +618,7 @@ class AsyncEngine:
                     self._first_outcome.set_exception(error)
                     return
             self.state = EngineState.DOWN
-            self.stats.engine_died(self.num_requests, client.replica_stats())
+            self.stats.engine_died(self.num_requests, client.replicas.stats())
             self._fail_all()
             if not self._restart:
                 _log.error("%s", self.failure)
@@ -657,7 +650,9 @@ class AsyncEngine:
         tokenizer = self.prompts.tokenizer
         eos = set(info.eos_token_ids) | set(tokenizer.eos_token_ids if tokenizer else ())
         self.info = info = dataclasses.replace(info, eos_token_ids=tuple(sorted(eos)))
-        limits = ModelLimits(info.vocab_size, info.max_model_len, info.eos_token_ids, self.service_classes)
+        limits = ModelLimits(
+            info.vocab_size, info.max_model_len, info.eos_token_ids, self.service_classes, info.shortest_prompt
+        )
         self.pooling_inputs = PoolingInputs(info, tokenizer) if info.pooling else None
         reader = self.prompts.image_processor
         self._inputs = InputProcessor(limits, tokenizer, info, self.config.model.seed, reader)

@@ -26,7 +26,19 @@ __all__ = ["CAUSES", "CauseLedger", "DecodeSeconds", "causes_until"]
 DecodeSeconds = tuple[float, float, float]
 """Running totals of the seconds of decoding sequences: (decode, stretched by prefills, host time between steps)."""
 
-_HELD_UP_BY: Final = ("", "slots", "blocks", "tokens", "reservation", "batch", "grammar", "adapter", "image", "prefix")
+_HELD_UP_BY: Final = (
+    "",
+    "slots",
+    "blocks",
+    "tokens",
+    "reservation",
+    "batch",
+    "grammar",
+    "adapter",
+    "image",
+    "prefix",
+    "kv_load",
+)
 _WAITS: Final = ("waiting_step", *(f"waiting_{what}" for what in _HELD_UP_BY[1:]))
 _RUNS: Final = ("decode", "stretched", "host")
 _COLUMNS: Final = (*_WAITS, *_RUNS)
@@ -289,10 +301,9 @@ class CauseLedger:
         num_decodes = out.num_decodes + len(out.chunks) - len(prompts)
         if not prompts or not num_decodes:
             return 0.0 if prompts else 1.0
-        adapters = out.kind_bytes
-        decodes_only = self._model.step_seconds(StepFeatures(num_decodes, out.context_tokens, adapter_bytes=adapters))
-        whole_step = self._model.step_seconds(StepFeatures.of(num_decodes, out.context_tokens, prompts, adapters))
-        return min(1.0, decodes_only / whole_step)
+        whole_step = StepFeatures.of(num_decodes, out.context_tokens, prompts, out.kind_bytes, out.shared_tokens)
+        decodes_only = whole_step._replace(prefill_tokens=0, prefill_context=0.0)
+        return min(1.0, self._model.step_seconds(decodes_only) / self._model.step_seconds(whole_step))
 
     def _inherit(self, account: _Account, source: _Account) -> None:
         self._charge(source)

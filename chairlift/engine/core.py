@@ -201,6 +201,7 @@ class EngineCore(EngineClient):
                     self.causes.ended(sequence, now)
                 self.preparers.forget(sequence)
             raise
+        self.preparers.queued(sequences[:1])
         for sequence in sequences:
             self.events.tell("added", sequence)
 
@@ -246,6 +247,8 @@ class EngineCore(EngineClient):
                 outputs = CoreOutputs(joined=self._joined)
                 self._joined = []
             outputs.finished += ended
+        if outputs is not None and outputs.finished:
+            self.preparers.requests_ended()
         return outputs
 
     def _take_ready(self, now: float) -> list[FinishedSequence]:
@@ -258,6 +261,7 @@ class EngineCore(EngineClient):
         for ready, failed in self.preparers.take_ready():
             for request in ready:
                 self.scheduler.ready(request, now)
+            self.preparers.queued(ready)
             for request, reason in failed:
                 ended += self._end([request.request_id], FinishReason.ERROR, reason)
         return ended
@@ -286,6 +290,7 @@ class EngineCore(EngineClient):
             )
         self.executor.update_weights(source, progress)
         self.scheduler.weights_changed(recompute=recompute)
+        self.preparers.weights_changed()
         self.weight_version = version
 
     @property
@@ -399,7 +404,7 @@ class EngineCore(EngineClient):
             remaining = len(request.token_ids) - chunk.end
             each = min(remaining, size)
             context = each * (chunk.end + remaining / 2)
-            step = StepFeatures(out.num_decodes, out.context_tokens, each, context, out.kind_bytes)
+            step = StepFeatures(out.num_decodes, out.context_tokens, each, context, out.kind_bytes, out.shared_tokens)
             seconds = math.ceil(remaining / each) * self.costs.model.step_seconds(step)
             known = request.num_output_tokens
             again = chunk.why != "prefill"

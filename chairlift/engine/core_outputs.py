@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from chairlift.base.outputs import FinishReason
 from chairlift.engine.causes import DecodeSeconds
 
-__all__ = ["CoreOutputs", "FinishedSequence", "Progress", "TokenRecord"]
+__all__ = ["CoreOutputs", "FinishedSequence", "MoveReport", "Progress", "TokenRecord", "renamed"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +60,24 @@ class Progress:
     None while the sequence pauses."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class MoveReport:
+    """What an engine has done for the move of a sequence to another engine; see
+    :mod:`chairlift.engine.kv_moves`."""
+
+    sequence_id: str
+    stage: str
+    """Stage of the order that this report answers."""
+    num_tokens: int = 0
+    """Number of leading tokens whose KV is in the files (``write``) or in the cache (``fetch``)."""
+    places: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
+    """(block index, writer, cache group, slot) of each block that another engine needs for these tokens."""
+    generation: int = 0
+    """That of the order."""
+    failure: str = ""
+    """Why the order cannot be followed; empty if it was."""
+
+
 @dataclasses.dataclass(slots=True)
 class CoreOutputs:
     """Results of one or more steps. The entries with index i in ``sequence_ids``, ``token_ids`` and ``logprobs`` belong
@@ -86,6 +105,8 @@ class CoreOutputs:
     vectors: list[tuple[str, bytes]] = dataclasses.field(default_factory=list)
     """(sequence, its vector as float32 values, little endian) of each sequence that ended after its prompt. Such a
     sequence has no tokens."""
+    moves: list[MoveReport] = dataclasses.field(default_factory=list)
+    """Reports about sequences that move to another engine. All tokens of this object come before them."""
 
     def merge(self, later: CoreOutputs) -> None:
         """Append the results of later steps to this object, because this object could not be sent yet."""
@@ -101,4 +122,34 @@ class CoreOutputs:
         self.progress += later.progress
         self.predicted += later.predicted
         self.vectors += later.vectors
+        self.moves += later.moves
         self.decode_seconds = max(self.decode_seconds, later.decode_seconds)
+
+
+def renamed(outputs: CoreOutputs, names: Mapping[str, str | None]) -> CoreOutputs:
+    """The results with other ids of sequences. ``names`` maps an id to its new one, or to None: its results are left
+    out. Sequences that ``names`` does not have keep their ids. Reports about moves stay as they are."""
+
+    def name(sequence_id: str) -> str | None:
+        return names.get(sequence_id, sequence_id)
+
+    def fields(each: Any) -> Any:
+        return dataclasses.replace(each, sequence_id=name(each.sequence_id))
+
+    def pairs(entries: list[Any]) -> list[Any]:
+        return [(name(each[0]), *each[1:]) for each in entries if name(each[0]) is not None]
+
+    rows = [row for row, each in enumerate(outputs.sequence_ids) if name(each) is not None]
+    return dataclasses.replace(
+        outputs,
+        sequence_ids=[names.get(each) or each for each in map(outputs.sequence_ids.__getitem__, rows)],
+        token_ids=[outputs.token_ids[row] for row in rows],
+        logprobs=None if outputs.logprobs is None else [outputs.logprobs[row] for row in rows],
+        joined=pairs(outputs.joined),
+        prompt_logprobs=pairs(outputs.prompt_logprobs),
+        finished=[fields(each) for each in outputs.finished if name(each.sequence_id) is not None],
+        decoding=pairs(outputs.decoding),
+        progress=[fields(each) for each in outputs.progress if name(each.sequence_id) is not None],
+        predicted=pairs(outputs.predicted),
+        vectors=pairs(outputs.vectors),
+    )

@@ -66,4 +66,5 @@ def scheduler_from_config(
         speculator=speculator_from_config(config, costs, *drafting),
         guide=grammars,
         kinds=[*preparers.kinds(executor), *([] if executor.cache_groups else [WholeRows()])],
+        reads_shared_once=getattr(executor, "reads_shared_once", False),
     )

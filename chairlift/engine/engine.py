@@ -19,6 +19,7 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.core_outputs import CoreOutputs, FinishedSequence
 from chairlift.engine.grammars import Grammars
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, PooledText, PreparedRequest, Prompt
+from chairlift.engine.kv_blocks import StoreSource
 from chairlift.engine.mask_limits import MaskLedger, MaskLimits
 from chairlift.engine.output_processor import OutputProcessor, RequestState
 from chairlift.engine.preparers import Preparers
@@ -54,6 +55,7 @@ class Engine:
         grammars: Grammars | None = None,
         adapters: Adapters | None = None,
         images: ImageProcessor | None = None,
+        kv_store: StoreSource | None = None,
     ) -> None:
         if grammars is None:
             compiler = GrammarCompiler(lambda: tokenizer, limits.vocab_size, limits.eos_token_ids)
@@ -68,7 +70,7 @@ class Engine:
             clock=clock,
             policy=policy,
             kv=kv,
-            preparers=Preparers(grammars, adapters),
+            preparers=Preparers(grammars, adapters, kv_store),
         )
         self._adapters = AdapterNames()
         self.clock: Clock = self.core.clock

@@ -32,7 +32,8 @@ class FloorShare:
         if held and step.num_decodes:
             useful = max(0, step.num_decodes - held)
             context = step.context_tokens * useful // step.num_decodes
-            step = step._replace(num_decodes=useful, context_tokens=context)
+            shared = step.shared_tokens * useful // step.num_decodes
+            step = step._replace(num_decodes=useful, context_tokens=context, shared_tokens=shared)
             sampled = max(0, sampled - held)
         decay = math.exp(-seconds / _SECONDS)
         idle = step.num_decodes + step.prefill_tokens == 0

@@ -78,6 +78,10 @@ def _of_cache(config: EngineConfig, info: EngineInfo) -> _Idle:
         ),
         "swap_directory": (unused, "nothing is swapped"),
         "kv_events_endpoint": no_prefixes,
+        **dict.fromkeys(
+            ("kv_store_bytes", "kv_store_mode", "kv_store_write_rate"),
+            (cache.kv_store is None, "no blocks are stored; set kv_store"),
+        ),
         "prefix_offload": (not offloads, "it needs enable_prefix_caching, and swap space"),
         "kv_cache_memory_bytes": (not info.block_bytes, "HashLM keeps no K and V; choose num_kv_blocks"),
         "gpu_memory_utilization": _gpu_memory(config),

@@ -7,7 +7,6 @@ from typing import Final
 
 from chairlift.core.rows.images import ImageRows
 from chairlift.core.scheduler.batch import Batch
-from chairlift.core.scheduler.cost_model import StepFeatures
 from chairlift.core.scheduler.costs import Costs
 from chairlift.engine.clock import Clock
 from chairlift.engine.images import BUSY_FRACTION, Images
@@ -49,9 +48,8 @@ class ImageTurns:
         self._rows.tokens = math.inf
         if seconds is not None and not batch.membership.closed:
             spent = self._clock.now() - start
-            rows = batch.decodes.count
-            context = batch.num_computed_tokens
+            decodes = batch.features(batch.decodes.count)
             most = batch.max_tokens
-            limit = (1 + BUSY_FRACTION) * self._costs.model.step_seconds(StepFeatures(rows, context)) - spent
+            limit = (1 + BUSY_FRACTION) * self._costs.model.step_seconds(decodes) - spent
             least = 0 if spent else _LEAST_IMAGE_TOKENS
-            self._rows.tokens = self._costs.chunk_budget(rows, context, limit, most, least)
+            self._rows.tokens = self._costs.chunk_budget(decodes, limit, most, least)

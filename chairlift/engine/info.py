@@ -86,9 +86,11 @@ class EngineInfo:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     """End-of-sequence ids from the model's configuration. The tokenizer may have more."""
-    capacity_tokens: int
+    shortest_prompt: int = 1
+    """Minimum number of tokens of a prompt."""
+    capacity_tokens: int = 0
     """Maximum number of positions of one request that the KV cache can hold. Positions that a sliding window has passed
-    take no space."""
+    take no space. 0 until the engine knows it."""
     pool_tokens: int
     """Number of token positions that the whole KV cache holds. If there are several block pools, the number for the
     smallest pool."""
@@ -108,7 +110,7 @@ class EngineInfo:
     """Whether outputs are delivered only when their whole batch ends (``batching="static"``)."""
     deterministic: bool
     """Whether an answer has the same bits whatever other requests are in the batch."""
-    fingerprint: str
+    fingerprint: str = ""
     """``fp_`` and ten hexadecimal digits, made from model, precision, kernels and version."""
     model_impl: str = "native"
     """Implementation of the layers: ``native`` or ``transformers``."""

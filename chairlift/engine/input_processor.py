@@ -46,6 +46,8 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...] = ()
     service_classes: Mapping[str, ServiceClass] | None = None
     """Class of service -> its guarantees; None if the scheduling policy ignores classes."""
+    shortest_prompt: int = 1
+    """Minimum number of tokens of a prompt, for a model whose rotation fits long texts only."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -267,6 +269,13 @@ class InputProcessor:
             raise PromptTooLongError(
                 f"the prompt has {len(token_ids)} tokens, but the model takes {self.limits.max_model_len}{answer};"
                 " shorten the prompt"
+            )
+        if len(token_ids) < self.limits.shortest_prompt:
+            original = self.limits.shortest_prompt - 1
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, but the model takes prompts of more than {original} here: its"
+                " rotation fits long texts, and short ones would get other answers than the model's own; send a longer"
+                f" prompt, or start the engine with max_model_len {original}"
             )
         return token_ids
 

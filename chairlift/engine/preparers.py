@@ -18,6 +18,8 @@ from chairlift.engine.grammars import Grammars
 from chairlift.engine.image_turns import ImageTurns
 from chairlift.engine.images import Images
 from chairlift.engine.input_processor import PreparedRequest
+from chairlift.engine.kv_blocks import KVBlocks, StoreSource
+from chairlift.engine.kv_moves import KVMoves
 from chairlift.executor.executor import Executor
 
 __all__ = ["Preparer", "Preparers"]
@@ -60,13 +62,21 @@ class Preparer(Protocol):
 class Preparers:
     """The preparers of an engine. None: requests with this part are refused."""
 
-    def __init__(self, grammars: Grammars | None = None, adapters: Adapters | None = None) -> None:
+    def __init__(
+        self,
+        grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
+        kv_store: StoreSource | None = None,
+    ) -> None:
         self.grammars = Grammars(None) if grammars is None else grammars
         self.adapters = adapters or Adapters()
         self.images = Images()
         self.image_rows = ImageRows()
         """What the scheduler must know of requests with images."""
         self._image_turns: ImageTurns | None = None
+        self._kv_store = kv_store
+        self.kv_blocks = KVBlocks()
+        self.kv_moves = KVMoves()
 
     def attach(self, executor: Executor, scheduler: Scheduler, costs: Costs, clock: Clock, cache: CacheConfig) -> None:
         """Prepare the requests of this scheduler and this executor. Call this once, before the first request."""
@@ -75,11 +85,15 @@ class Preparers:
         memory = getattr(executor, "images", None)
         self.images = Images(memory, clock, limit=cache.image_memory_bytes, num_known=known, compute_seconds=seconds)
         self._image_turns = ImageTurns(scheduler.batch, self.image_rows, costs, clock)
+        blocks = getattr(executor, "blocks", None)
+        if self._kv_store is not None and blocks is not None:
+            self.kv_blocks = KVBlocks(self._kv_store, scheduler.batch, blocks, executor.block_bytes, clock, seconds)
+        self.kv_moves = KVMoves(self.kv_blocks, scheduler)
 
     @property
     def all(self) -> Sequence[Preparer]:
         """The preparers, in the order in which they are asked."""
-        return self.grammars, self.adapters, self.images
+        return self.grammars, self.adapters, self.images, self.kv_blocks, self.kv_moves
 
     def kinds(self, executor: Executor) -> Sequence[RowKind]:
         """What the scheduler must know of the requests with a part that this engine can prepare."""
@@ -93,7 +107,7 @@ class Preparers:
     @property
     def is_busy(self) -> bool:
         """Whether a preparer may have results although no request waits."""
-        return self.grammars.is_busy or self.adapters.is_busy or self.images.is_busy
+        return self.grammars.is_busy or self.adapters.is_busy or self.images.is_busy or self.kv_moves.is_busy
 
     def add(self, request: PreparedRequest, sequences: Sequence[Request]) -> None:
         """Prepare the parts of a new request. Sequences that must wait are marked as not ready. Raises RequestError;
@@ -108,8 +122,23 @@ class Preparers:
         elif request.params.thinking is not None:
             self.grammars.limit(sequences, request.params.thinking)
 
+    def queued(self, requests: Sequence[Request]) -> None:
+        """Look at requests whose parts are ready, and that are in the queue: a request may have to wait once more."""
+        self.kv_blocks.look_at(requests)
+
+    def requests_ended(self) -> None:
+        """Keep what ended requests have computed, even if no step follows."""
+        self.kv_blocks.store_blocks()
+
+    def weights_changed(self) -> None:
+        """Note that the model has other weights from now on."""
+        self.kv_moves.weights_changed()
+        self.kv_blocks.weights_changed()
+
     def before_step(self) -> None:
         """Do the work that needs the engine's thread between two steps."""
+        self.kv_blocks.store_blocks()
+        self.kv_moves.before_step()
         if self.images.is_used and self._image_turns is not None:
             self._image_turns.begin(self.images)
 

@@ -158,10 +158,11 @@ class _Reader:
         count = 0 if line.get("rest") else len(self.rows)
         context = line.get("ctx", 0)
         adapters = line.get("adapters", 0)
-        for number in (context, adapters):
+        shared = line.get("shared", 0)
+        for number in (context, adapters, shared, context - shared):
             if type(number) is not int or number < 0:
                 raise ValueError(number)
-        features = StepFeatures.of(count, context, chunks, adapters)
+        features = StepFeatures.of(count, context, chunks, adapters, shared)
         self.steps.append((features, float(end - begin)))
         self._step_end = end
         self.end = max(self.end, end)
@@ -275,7 +276,7 @@ class _Writer:
         for number, slot, start, count, _, why in chunks:
             self._span(_ROWS, slot + 1, begin, end, why, request=self._name(number), first=start, tokens=count)
         if "state" in line:
-            waiting, _, free, used, cached = line["state"]
+            waiting, _, free, used, cached, *_ = line["state"]
             self._add("C", _QUEUE, 0, begin, name="waiting", args={"requests": waiting})
             self._add("C", _ENGINE, 0, begin, name="KV blocks", args={"used": used, "cached": cached, "free": free})
 

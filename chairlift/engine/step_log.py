@@ -41,6 +41,9 @@ class StepRecord:
     num_tokens: int
     context_tokens: int
     """Number of positions that the decode rows attended to, summed over the rows."""
+    shared_tokens: int
+    """Number of these positions whose KV the step had read already for another row. 0 if the executor reads the KV of
+    each row separately."""
     num_waiting: int
     """Number of requests without a row, also those whose grammar, adapter or images are not ready."""
     held_up_by: str
@@ -85,6 +88,7 @@ class StepRecord:
             chunks=tuple(zip(out.chunk_ids, out.chunks, strict=True)) if out.chunks else (),
             num_tokens=out.num_tokens,
             context_tokens=out.context_tokens,
+            shared_tokens=out.shared_tokens,
             num_waiting=out.num_waiting,
             held_up_by=out.held_up_by,
             num_held=out.num_held,
@@ -112,7 +116,7 @@ class StepRecord:
     def features(self) -> StepFeatures:
         """Features of the step for the cost model."""
         chunks = [chunk for _, chunk in self.chunks]
-        return StepFeatures.of(len(self.decodes), self.context_tokens, chunks, self.adapter_bytes)
+        return StepFeatures.of(len(self.decodes), self.context_tokens, chunks, self.adapter_bytes, self.shared_tokens)
 
     def to_json(self) -> str:
         """One line of a step log file. It has the number of decode rows, not their list, so that its length is

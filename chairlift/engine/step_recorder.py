@@ -212,6 +212,8 @@ class StepRecorder:
             self._decodes = decodes
         if decodes:
             line["ctx"] = record.context_tokens
+        if record.shared_tokens:
+            line["shared"] = record.shared_tokens
         if record.adapter_bytes:
             line["adapters"] = record.adapter_bytes
         if record.chunks:
@@ -220,7 +222,7 @@ class StepRecorder:
                 for name, chunk in record.chunks
             ]
         blocks = record.blocks
-        status = (record.num_waiting, record.held_up_by, blocks.free, blocks.used, blocks.cached)
+        status = (record.num_waiting, record.held_up_by, *dataclasses.astuple(blocks))
         if status != self._status:
             line["state"] = self._status = status
         load = self._core.expert_load
@@ -290,6 +292,7 @@ class StepRecorder:
             "max_model_len": scheduler.prompts.max_model_len,
             "block_size": core.kv.block_size,
             "block_bytes": sum(core.executor.block_bytes),
+            "reads_shared_once": scheduler.batch.reads_shared_once,
             "pools": [pool.num_blocks for pool in core.kv.pools],
             "settings": _settings(core.config),
         }

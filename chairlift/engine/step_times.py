@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from chairlift.core.scheduler.batch import Batch
-from chairlift.core.scheduler.cost_model import StepFeatures
 from chairlift.core.scheduler.costs import Costs
 from chairlift.core.scheduler.governor_loop import GovernorLoop
 from chairlift.core.scheduler.output import StepResult
@@ -20,7 +19,7 @@ def decode_seconds(batch: Batch, costs: Costs) -> float | None:
     runs."""
     if not batch.running:
         return None
-    return costs.model.step_seconds(StepFeatures(len(batch.running), batch.num_computed_tokens))
+    return costs.model.step_seconds(batch.features(len(batch.running)))
 
 
 class CoreTimes:

@@ -11,7 +11,16 @@ from chairlift.base.step_batch import Masks, SampledTokens
 from chairlift.config import CacheGroup
 from chairlift.core.scheduler.output import SchedulerOutput
 
-__all__ = ["AdapterMemory", "Executor", "ImageMemory", "LiveWeights", "OnProgress", "PendingTokens", "WeightSource"]
+__all__ = [
+    "AdapterMemory",
+    "BlockBytes",
+    "Executor",
+    "ImageMemory",
+    "LiveWeights",
+    "OnProgress",
+    "PendingTokens",
+    "WeightSource",
+]
 
 WeightSource = str | Path | Mapping[str, Any]
 """A directory with safetensors, or a mapping from the weight names of a Hugging Face checkpoint to tensors."""
@@ -57,6 +66,19 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Free all resources of the executor."""
+        ...
+
+
+class BlockBytes(Protocol):
+    """Content of blocks as bytes. It is the attribute ``blocks`` of executors and model runners whose blocks may
+    outlive the process; None or missing for others. Call it between two steps."""
+
+    def take(self, group: int, block: int) -> bytes:
+        """Content of a block of a cache group, which is ``block_bytes[group]`` bytes."""
+        ...
+
+    def put(self, group: int, block: int, content: bytes) -> None:
+        """Overwrite a block with the result of :meth:`take` for a block with the same tokens."""
         ...
 
 

@@ -85,6 +85,18 @@ class HostBlocks:
             for arrays, host in zip(caches, hosts, strict=True)
         ]
 
+    def take(self, group: int, block: int) -> bytes:
+        """The bytes of a cache block in all arrays of its group, one after another."""
+        return b"".join(cache[block].tobytes() for cache, _ in self._pairs[group])
+
+    def put(self, group: int, block: int, content: bytes) -> None:
+        """Overwrite a cache block with the result of :meth:`take`."""
+        start = 0
+        for cache, _ in self._pairs[group]:
+            end = start + cache.shape[1]
+            cache[block] = np.frombuffer(content, dtype=np.uint8, count=end - start, offset=start)
+            start = end
+
     def swap_out(self, saved: Iterable[tuple[int, int, int]]) -> None:
         """Copy cache blocks to host memory. ``saved`` has (group, block, host block) for each block."""
         for moves in host_moves((group, host, block) for group, block, host in saved):

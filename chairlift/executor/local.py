@@ -15,7 +15,15 @@ from chairlift.config import CacheGroup
 from chairlift.core.scheduler.output import SchedulerOutput
 from chairlift.core.spec_decode.upkeep import Upkeep
 from chairlift.errors import ConfigError
-from chairlift.executor.executor import AdapterMemory, ImageMemory, LiveWeights, OnProgress, PendingTokens, WeightSource
+from chairlift.executor.executor import (
+    AdapterMemory,
+    BlockBytes,
+    ImageMemory,
+    LiveWeights,
+    OnProgress,
+    PendingTokens,
+    WeightSource,
+)
 from chairlift.executor.input_batch import Awaited, InputBatch
 from chairlift.executor.sampling.apart import compute_apart
 
@@ -123,6 +131,9 @@ class LocalExecutor:
         self.calls: tuple[str, ...] = tuple(getattr(runner, "calls", ()))
         """Names of the operations for which there is no kernel, so that PyTorch computes them."""
         self.num_lookahead_steps = 1 if getattr(runner, "runs_ahead", False) else 0
+        self.reads_shared_once: bool = getattr(runner, "reads_shared_once", False)
+        """Whether decode rows whose block tables begin alike read the K and V of these blocks together, once per
+        step."""
         self.drafter = drafter
         """Small model, layer or heads that make drafts; None without drafts. See ``speculative_config``."""
         self.adapters: AdapterMemory | None = getattr(runner, "adapters", None)
@@ -132,6 +143,8 @@ class LocalExecutor:
         place. None if the model has no expert counts."""
         self.images: ImageMemory | None = getattr(runner, "images", None)
         """Encoded images that the model runner holds in memory; None if the model reads no images."""
+        self.blocks: BlockBytes | None = getattr(runner, "blocks", None)
+        """Content of the runner's blocks; None if they cannot outlive the process."""
         self._runner = runner
         spans = [group.state_span for group in runner.cache_groups]
         self._input = InputBatch(num_slots, max_model_len, block_size, len(spans), spans)

@@ -18,6 +18,7 @@ from chairlift.executor.backends.triton.backend import TritonBackend
 from chairlift.executor.image_bank import ImageBank
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.config import TransformersConfig
+from chairlift.models.formats.gguf.files import is_gguf
 from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.loader import resolve_dtype
 from chairlift.models.vision.vision_config import PatchConfig, PooledTowerConfig
@@ -195,7 +196,10 @@ def load_images(
     if isinstance(network, TransformersConfig) or network.vision is None or not backend.abilities.images:
         return None
     if config.lora.active:
-        raise ConfigError("enable_lora is on, but a model that reads images is served without adapters; leave it out")
+        instead = ", or set mmproj to none for texts" if is_gguf(model_dir) else ""
+        raise ConfigError(
+            f"enable_lora is on, but a model that reads images is served without adapters; leave it out{instead}"
+        )
     scheduler = config.scheduler
     if isinstance(network.vision, PooledTowerConfig):  # its images are computed in one step, beside all decode rows
         rows = network.vision.rows_per_tile
@@ -207,4 +211,4 @@ def load_images(
             )
     levels = network.vision.levels if isinstance(network.vision, PatchConfig) else ()
     row_bytes = (1 + len(levels)) * network.hidden_size * dtype.itemsize
-    return ImageBank(load_tower(model_dir, network, dtype), row_bytes)
+    return ImageBank(load_tower(model_dir, network, dtype, config.model.mmproj), row_bytes)

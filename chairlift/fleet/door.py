@@ -7,7 +7,7 @@ than two steps wait inside a replica. The door has no thread: its caller reports
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from chairlift.core.request import Request
@@ -183,6 +183,19 @@ class Door:
             if request in self._waiting:
                 self._waiting.remove(request)
                 self._waiting.add(request)
+
+    def place_for(self, request_id: str, version: int, fits: Callable[[Replica], bool]) -> Replica | None:
+        """Replica with room to which a request that runs elsewhere may move; None if there is none. Its weights have
+        this version."""
+        accepting = [each for each in self.replicas if each.accepting and each.has_room and each.version == version]
+        suited = [each for each in accepting if fits(each)]
+        return self._choose(self._requests[request_id], suited) if suited else None
+
+    def moved(self, request_id: str, replica: Replica) -> None:
+        """Record that a running request is now at another replica."""
+        self._at[request_id].ended(request_id)
+        self._at[request_id] = replica
+        replica.started.add(request_id)
 
     def line(self, now: float) -> Iterator[Request]:
         """Requests that wait for a replica, in the order of the policy."""

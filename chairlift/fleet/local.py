@@ -11,7 +11,7 @@ from typing import Any, Final
 from chairlift.config import CPU_CACHE_SHARE, EngineConfig
 from chairlift.engine.process.process_client import EngineEvents, ProcessClient, ThisMachine
 from chairlift.errors import ConfigError
-from chairlift.fleet.fleet import ConnectReplica
+from chairlift.fleet.member import ConnectReplica
 from chairlift.kernels.control_group import processor_limit, total_memory
 
 __all__ = ["local_replicas", "machine_processors", "processors_by_replica"]

@@ -25,8 +25,8 @@ from typing import Any, Final
 from chairlift.config import CPU_CACHE_SHARE, EngineConfig
 from chairlift.engine.process.process_client import EngineEvents, EnginePlace, ProcessClient
 from chairlift.errors import ConfigError, EngineDeadError
-from chairlift.fleet.fleet import ConnectReplica
 from chairlift.fleet.local import machine_processors
+from chairlift.fleet.member import ConnectReplica
 from chairlift.fleet.node import SECRET_BYTES, NodeFacts, NodeReplica, is_open, keep_alive
 from chairlift.version import __version__
 

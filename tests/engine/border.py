@@ -8,6 +8,7 @@ HashLM. The core runs in a thread of its own, but only while the event loop wait
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import threading
 from collections import Counter, deque
@@ -121,11 +122,11 @@ class Border(ProcessClient):
         self.core = EngineCore(
             loaded.executor,
             self._config.scheduler,
-            max_model_len=loaded.max_model_len,
+            max_model_len=loaded.info.max_model_len,
             cache=self._config.cache,
             cache_secret=SECRET,
         )
-        info = loaded.info(self._config, self.core.kv.capacity_tokens)
+        info = dataclasses.replace(loaded.info, capacity_tokens=self.core.kv.capacity_tokens)
         self._thread = threading.Thread(target=self._serve, args=(info,), daemon=True)
         self._thread.start()
         self._pump = asyncio.create_task(self._run())

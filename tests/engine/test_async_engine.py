@@ -148,7 +148,7 @@ def test_a_cancelled_request_leaves_nothing_behind(state: str) -> None:
     run(test)
 
 
-def test_what_cannot_be_served_is_refused_with_both_numbers() -> None:
+def test_a_prompt_that_cannot_be_served_is_refused_with_both_numbers() -> None:
     async def test() -> None:
         async with running(more={"num_kv_blocks": 10}) as engine:
             for prompt in ("a" * 10**6, {"prompt": "a" * 10**6}):  # not tokenized, which would stop everybody
@@ -213,13 +213,13 @@ def test_the_queue_is_bounded_and_its_timeout_is_kept() -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
-def test_the_death_of_the_process_is_told_and_it_comes_back(how: signal.Signals) -> None:
+def test_a_dead_engine_process_is_reported_and_started_again(how: signal.Signals) -> None:
     async def test() -> None:
         async with running("hashlm:2ms") as engine:
             streams = [await engine.submit("a", LONG) for _ in range(10)]
             await anext(streams[0])
             assert engine.stats.engine.num_running
-            before = engine.engine_pid
+            before = engine.replicas.engine_pid
             assert before is not None
             os.kill(before, how)
             for stream in streams:
@@ -235,7 +235,7 @@ def test_the_death_of_the_process_is_told_and_it_comes_back(how: signal.Signals)
             assert not refused.value.taken
             while engine.state is not EngineState.READY:
                 await asyncio.sleep(0.01)
-            assert engine.engine_pid != before and engine.stats.num_restarts == 1 and not engine.check_health()
+            assert engine.replicas.engine_pid != before and engine.stats.num_restarts == 1 and not engine.check_health()
             short = SamplingParams(max_tokens=5, ignore_eos=True, seed=1)
             answer = (await collect(engine, "abc", short, OutputKind.FINAL))[0].outputs[0]
             assert answer.token_ids == expected_hashlm(list(b"abc"), short, 0).token_ids
@@ -243,10 +243,10 @@ def test_the_death_of_the_process_is_told_and_it_comes_back(how: signal.Signals)
     run(test)
 
 
-def test_without_restart_it_stays_down() -> None:
+def test_without_restart_the_engine_stays_down() -> None:
     async def test() -> None:
         async with running(restart=False) as engine:
-            os.kill(engine.engine_pid or 0, signal.SIGKILL)
+            os.kill(engine.replicas.engine_pid or 0, signal.SIGKILL)
             await engine.stopped.wait()
             assert engine.state is EngineState.STOPPED and "SIGKILL" in engine.failure
 
@@ -260,11 +260,11 @@ def test_a_process_that_hangs_is_noticed() -> None:
             await anext(stream)
             while engine.check_health():  # on a busy machine a step may take longer than that
                 await anext(stream)
-            os.kill(engine.engine_pid or 0, signal.SIGSTOP)
+            os.kill(engine.replicas.engine_pid or 0, signal.SIGSTOP)
             while not engine.check_health():
                 await asyncio.sleep(0.01)
             assert "has not finished a step" in engine.check_health()
-            os.kill(engine.engine_pid or 0, signal.SIGCONT)
+            os.kill(engine.replicas.engine_pid or 0, signal.SIGCONT)
             while engine.check_health():
                 await asyncio.sleep(0.01)
             stream.abort()
@@ -290,7 +290,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_its_kind(
     run(test)
 
 
-def test_what_does_not_keep_to_frames_is_not_listened_to() -> None:
+def test_a_connection_that_breaks_the_frame_format_is_closed() -> None:
     async def test() -> None:
         from chairlift.engine.process import process_client
 
@@ -320,13 +320,13 @@ def test_what_does_not_keep_to_frames_is_not_listened_to() -> None:
 
 
 @pytest.mark.full
-def test_it_starts_again_where_no_temporary_file_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_starts_again_where_no_temporary_file_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk, or one that became read-only, does not stand in the way of an engine that has to come back."""
 
     async def test() -> None:
         monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
         async with running() as engine:
-            os.kill(engine.engine_pid or 0, signal.SIGKILL)
+            os.kill(engine.replicas.engine_pid or 0, signal.SIGKILL)
             while engine.state is EngineState.READY:
                 await asyncio.sleep(0)
             while engine.state is EngineState.DOWN:
@@ -353,7 +353,7 @@ def test_no_process_is_left_when_the_loop_is_cancelled() -> None:
 
     async def test() -> None:
         async with running() as engine:
-            pids.append(engine.engine_pid)
+            pids.append(engine.replicas.engine_pid)
             await engine.submit("a", LONG)
 
     run(test)
@@ -370,7 +370,7 @@ def test_an_engine_that_is_stopped_before_it_has_connected_says_nothing(
 
     async def test() -> None:
         engine = AsyncEngine.start(config(), read_tokenizer=read_tokenizer)
-        while engine.engine_pid is None:
+        while engine.replicas.engine_pid is None:
             await asyncio.sleep(0)
         await engine.shutdown()
 

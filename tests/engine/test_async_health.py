@@ -44,7 +44,7 @@ def lost_connection(engine: AsyncEngine) -> None:
 
 
 def killed(engine: AsyncEngine) -> None:
-    os.kill(engine.engine_pid or 0, signal.SIGKILL)
+    os.kill(engine.replicas.engine_pid or 0, signal.SIGKILL)
 
 
 FAILURES = {
@@ -88,7 +88,7 @@ def test_a_stuck_engine_is_not_forgotten_when_those_who_waited_give_up(was_busy:
             stream = await engine.submit("a", LONG if was_busy else SamplingParams(max_tokens=1))
             await anext(stream)
             await until(lambda: was_busy or not engine.num_requests)
-            os.kill(engine.engine_pid or 0, signal.SIGSTOP)
+            os.kill(engine.replicas.engine_pid or 0, signal.SIGSTOP)
             assert engine._client is not None
             since = engine._client.silent_since or time.monotonic()
             stream.abort()
@@ -98,7 +98,7 @@ def test_a_stuck_engine_is_not_forgotten_when_those_who_waited_give_up(was_busy:
                     await anext(await engine.submit("b", LONG, queue_timeout=0.02))
             assert engine.num_requests == 0 and time.monotonic() - since >= 0.25
             assert "requests that waited were aborted" in engine.check_health()
-            os.kill(engine.engine_pid or 0, signal.SIGCONT)
+            os.kill(engine.replicas.engine_pid or 0, signal.SIGCONT)
             await until(lambda: not engine.check_health())
             short = SamplingParams(max_tokens=5, ignore_eos=True, seed=1)
             answer = (await collect(engine, "abc", short, OutputKind.FINAL))[0].outputs[0]
@@ -137,7 +137,7 @@ def test_an_update_of_weights_that_goes_on_is_healthy_and_one_that_stops_is_not(
         async with running(model, settings, health_timeout=0.3) as engine:
             heard: list[str] = []
             engine.on_progress = lambda label, share: heard.append(label)  # type: ignore[method-assign]
-            loaded, client, pid = time.monotonic(), engine._client, engine.engine_pid or 0
+            loaded, client, pid = time.monotonic(), engine._client, engine.replicas.engine_pid or 0
             assert client is not None
             await until(lambda: time.monotonic() > loaded + 0.2)  # what came so shortly before would be left out
             os.kill(pid, signal.SIGSTOP)

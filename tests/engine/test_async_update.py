@@ -94,7 +94,7 @@ def test_running_requests_go_on_and_their_tokens_tell_by_whom(models: tuple[Path
     asyncio.run(test())
 
 
-def test_what_cannot_be_served_changes_nothing(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_weights_that_cannot_be_served_change_nothing(models: tuple[Path, Path], tmp_path: Path) -> None:
     other = tiny_hf_model(tmp_path, "qwen2", intermediate_size=80, max_position_embeddings=8192)
     old, new = models
 
@@ -151,8 +151,8 @@ def test_an_engine_that_died_comes_back_with_its_newest_weights(models: tuple[Pa
     async def test() -> None:
         async with AsyncLLM(models[0], **SETTINGS) as llm:
             info = await llm.update_weights(tmp_path / "newest", 7)
-            assert llm._engine is not None and llm._engine.engine_pid is not None
-            os.kill(llm._engine.engine_pid, signal.SIGKILL)
+            assert llm._engine is not None and llm._engine.replicas.engine_pid is not None
+            os.kill(llm._engine.replicas.engine_pid, signal.SIGKILL)
             with contextlib.suppress(EngineDeadError):
                 while True:
                     await answer(llm, PROMPT)

@@ -48,7 +48,7 @@ def test_too_few_waits_say_nothing() -> None:
     assert (len(calibration), calibration.quantile(0.5)) == (0, None)
 
 
-def test_what_is_due_at_once_is_not_judged() -> None:
+def test_forecasts_of_very_short_waits_are_not_judged() -> None:
     errors = Histogram(LATENCY_BUCKETS)
     calibration = Calibration(errors)
     calibration.add(0.0, 5.0)

@@ -94,7 +94,7 @@ class Timeline:
         return {record.held_up_by for record in self.engine.step_log}
 
 
-def test_alone_it_computes_and_the_engine_turns_round_between_steps() -> None:
+def test_a_request_alone_is_charged_computing_and_host_time_only() -> None:
     line = Timeline()
     line.add("a", 10, 5)
     # The chunk, four decodes, and four times between steps.
@@ -123,7 +123,7 @@ def running_ahead(depth: int) -> tuple[dict[str, dict[str, float]], float]:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_who_runs_ahead_waits_for_steps_in_flight_and_not_between_steps(depth: int) -> None:
+def test_with_look_ahead_requests_wait_for_steps_in_flight_and_not_between_steps(depth: int) -> None:
     (in_turns, step), (ahead, _) = running_ahead(0), running_ahead(depth)
     for name in "ab":
         computing = [
@@ -142,7 +142,7 @@ def test_a_long_prompt_waits_for_its_turns_between_its_chunks() -> None:
     assert line.run() == {"a": pytest.approx({"prefill": 3 * STEP + 40 * TOKEN, "host": 2 * HOST})}
 
 
-def test_whoever_comes_while_all_rows_are_taken_waits_for_slots() -> None:
+def test_a_request_that_comes_while_all_rows_are_taken_waits_for_slots() -> None:
     line = Timeline(max_num_seqs=1)
     line.add("a", 4, 8)
     line.add("b", 4, 2)
@@ -154,7 +154,7 @@ def test_whoever_comes_while_all_rows_are_taken_waits_for_slots() -> None:
     assert "waiting_slots" not in charged["a"] and line.held_up_by() == {"", "slots"}
 
 
-def test_whoever_does_not_fit_into_memory_waits_for_blocks() -> None:
+def test_a_request_that_does_not_fit_into_memory_waits_for_blocks() -> None:
     line = Timeline(num_blocks=9)
     line.add("a", 16, 8)
     line.add("b", 16, 8)
@@ -204,7 +204,7 @@ def test_a_batch_that_waits_for_more_is_waited_for(batching: str) -> None:
 
 
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
-def test_whoever_comes_too_late_waits_for_the_batch_under_way(batching: str) -> None:
+def test_a_request_that_misses_a_static_batch_waits_for_its_end(batching: str) -> None:
     line = Timeline(batching=batching)
     line.add("a", 4, 9)
     line.step(2)
@@ -213,7 +213,7 @@ def test_whoever_comes_too_late_waits_for_the_batch_under_way(batching: str) -> 
     assert "batch" in line.held_up_by()
 
 
-def test_a_big_prompt_next_door_stretches_the_steps_of_those_who_decode() -> None:
+def test_a_long_prompt_stretches_the_steps_of_decoding_requests() -> None:
     line = Timeline(max_num_batched_tokens=64)
     for _ in range(40):  # until the cost model knows what a token costs
         line.add("w", 30, 3)
@@ -231,7 +231,7 @@ def test_a_big_prompt_next_door_stretches_the_steps_of_those_who_decode() -> Non
 
 
 @pytest.mark.parametrize("prefill_mode", ["prefill_first", "separate"])
-def test_a_step_without_decodes_stretches_all_who_decode(prefill_mode: str) -> None:
+def test_a_step_without_decodes_stretches_all_decoding_requests(prefill_mode: str) -> None:
     line = Timeline(prefill_mode=prefill_mode)
     line.add("a", 4, 12)
     line.step(3)
@@ -241,7 +241,7 @@ def test_a_step_without_decodes_stretches_all_who_decode(prefill_mode: str) -> N
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_whoever_gives_way_is_told_to_whom(mode: str, depth: int) -> None:
+def test_a_preempted_request_names_the_requests_it_was_preempted_for(mode: str, depth: int) -> None:
     line = Timeline(num_blocks=7, preemption_mode=mode, num_lookahead_steps=depth)
     line.engine.scheduler.batch.max_preemptions = 2
     line.add("a", 8, 10)
@@ -252,7 +252,7 @@ def test_whoever_gives_way_is_told_to_whom(mode: str, depth: int) -> None:
     assert "preempted" not in charged["a"] and line.ended["a"].preempted_by == []
 
 
-def test_only_the_last_three_it_gave_way_to_are_named() -> None:
+def test_only_the_last_three_preemptors_are_named() -> None:
     line = Timeline(scheduling_policy="priority", max_num_seqs=1)
     line.add("last", 4, 12)
     for number in range(5):
@@ -265,7 +265,7 @@ def test_only_the_last_three_it_gave_way_to_are_named() -> None:
     assert charged["last"]["preempted"] > 5 * STEP
 
 
-def test_the_last_eight_times_it_was_away_are_kept() -> None:
+def test_the_last_eight_preemptions_are_kept() -> None:
     line = Timeline(scheduling_policy="priority", max_num_seqs=1)
     line.engine.scheduler.batch.max_preemptions = 20
     line.add("last", 4, 40)
@@ -284,7 +284,7 @@ def test_the_last_eight_times_it_was_away_are_kept() -> None:
         assert earliest <= begin <= ended - HOST <= end
 
 
-def test_what_preempts_itself_between_steps_has_nobody_to_name() -> None:
+def test_a_request_preempted_between_steps_names_no_other() -> None:
     line = Timeline()
     line.add("a", 8, 12)
     line.step(3)
@@ -338,7 +338,7 @@ def test_the_door_and_the_delivery_are_charged() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("steps", range(6))
-def test_the_time_of_whoever_is_aborted_is_charged_too(steps: int, depth: int) -> None:
+def test_the_time_of_an_aborted_request_is_charged_too(steps: int, depth: int) -> None:
     line = Timeline(num_blocks=9, num_lookahead_steps=depth)
     for name in "abc":
         line.add(name, 12, 6)
@@ -365,7 +365,7 @@ def test_a_step_that_fails_is_charged() -> None:
     )
 
 
-def test_what_a_stop_string_ends_is_charged_to_the_last_frame() -> None:
+def test_an_answer_ended_by_a_stop_string_is_charged_up_to_the_last_frame() -> None:
     assert causes_until({"prefill": 1.0, "host": 0.5}, (1.0, 2.0, 3.0), (1.5, 2.0, 3.25)) == {
         "prefill": 1.0,
         "decode": 0.5,
@@ -374,7 +374,7 @@ def test_what_a_stop_string_ends_is_charged_to_the_last_frame() -> None:
     }
 
 
-def test_causes_cross_the_border_whole() -> None:
+def test_causes_are_equal_on_both_sides_of_the_process_border() -> None:
     ended = FinishedSequence("a", FinishReason.STOP, causes={"decode": 1.5, "host": 0.25}, preempted_by=["b", "c"])
     outputs = CoreOutputs(
         finished=[ended], decoding=[("d", {"prefill": 0.5}, (1.0, 2.0, 3.0))], decode_seconds=(4.0, 5.0, 6.0)
@@ -397,9 +397,9 @@ def test_across_processes_the_causes_are_all_of_the_time() -> None:
             plain = [output async for output in await engine.submit("abc", params, kind=OutputKind.FINAL)]
             text = plain[0].outputs[0].text
             stopped = SamplingParams(max_tokens=60, ignore_eos=True, seed=1, temperature=0.0, stop=[text[40:44]])
-            os.kill(engine.engine_pid or 0, signal.SIGSTOP)  # so that the third finds the first two there
+            os.kill(engine.replicas.engine_pid or 0, signal.SIGSTOP)  # so that the third finds the first two there
             jobs = [await engine.submit("abc", each, kind=OutputKind.FINAL) for each in (params, stopped, params)]
-            os.kill(engine.engine_pid or 0, signal.SIGCONT)
+            os.kill(engine.replicas.engine_pid or 0, signal.SIGCONT)
             gone = await engine.submit("abc", params)
             outputs = plain + [output for job in jobs for output in [each async for each in job]]
             gone.abort()

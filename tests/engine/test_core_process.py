@@ -69,7 +69,7 @@ def asked(name: str, params: SamplingParams) -> Add:
     return Add.of(PreparedRequest(name, None, PROMPT, params, params.seed or 0, params.max_tokens or 0))
 
 
-def test_what_nobody_could_take_is_told_when_somebody_can() -> None:
+def test_outputs_that_the_socket_refused_are_sent_later_in_one_frame() -> None:
     params = {"a": greedy(5), "b": greedy(9), "c": greedy(7)}
     ready, *steps = serve(*(asked(name, each) for name, each in params.items()), max_num_seqs=2).sent
     assert isinstance(ready, Ready)
@@ -85,9 +85,7 @@ def test_what_nobody_could_take_is_told_when_somebody_can() -> None:
 
 
 @pytest.mark.parametrize(("most", "frames"), [(0, 6), (4, 2), (6, 1)])
-def test_what_waits_is_told_in_several_frames_when_it_is_much(
-    monkeypatch: pytest.MonkeyPatch, most: int, frames: int
-) -> None:
+def test_much_waiting_output_is_sent_in_several_frames(monkeypatch: pytest.MonkeyPatch, most: int, frames: int) -> None:
     monkeypatch.setattr(core_process, "_MAX_MERGED", most)
     sent = serve(*(asked(name, greedy(2)) for name in "abc"), max_num_seqs=1, turns=9).sent
     steps = [step.outputs for step in sent if isinstance(step, Step)]
@@ -103,7 +101,7 @@ def test_most_of_what_waits_is_log_probabilities() -> None:
     assert core_process._num_values(outputs) == 2 + 5 * 3
 
 
-def test_who_stops_and_who_leaves_ends_at_once() -> None:
+def test_stopped_and_aborted_requests_end_at_once() -> None:
     names = ["a", "b", "c"]
     leave = [Leave(["a"], stopped=True), Leave(["b"], stopped=False)]
     reader = serve(*(asked(name, greedy(5)) for name in names), *leave)
@@ -115,7 +113,7 @@ def test_who_stops_and_who_leaves_ends_at_once() -> None:
     ]
 
 
-def test_the_end_is_shown_though_nothing_happens_afterwards() -> None:
+def test_the_last_step_is_shown_though_none_follows() -> None:
     """The clock stands still, so no line is due before there is nothing left to do."""
     sent = serve(Watch(True), asked("a", greedy(5)), slow=False).sent
     (watched,) = [each for each in sent if isinstance(each, Watched)]
@@ -123,7 +121,7 @@ def test_the_end_is_shown_though_nothing_happens_afterwards() -> None:
     assert [change[0] for change in changes if change[0] in ("add", "join", "end")] == ["add", "join", "end"]
 
 
-def test_what_cannot_be_done_is_answered_or_counted() -> None:
+def test_an_impossible_message_is_answered_or_counted() -> None:
     reader = serve(asked("a", greedy(5)), asked("a", greedy(5)), Log(20, "chairlift", "not for an engine"))
     (refused,) = [each for each in reader.sent if isinstance(each, Refused)]
     assert refused.request_id == "a" and not refused.too_long and "already" in refused.message

@@ -195,7 +195,7 @@ def test_stop_strings_cut_where_a_letter_by_letter_reading_cuts(data: st.DataObj
 
 @settings(max_examples=300, deadline=None)
 @given(st.text("ab", min_size=1, max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4))
-def test_what_is_held_back_is_exactly_what_could_become_a_stop_string(text: str, stops: list[str]) -> None:
+def test_exactly_the_text_that_could_become_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
     tokenizer = tiny.make("byte_level")
     detokenizer = IncrementalDetokenizer(tokenizer, [], params(stop=stops))
     for count, token_id in enumerate(byte_ids(tokenizer, text.encode()), 1):
@@ -219,7 +219,7 @@ def test_stop_strings_wait_for_min_tokens(data: st.DataObject, min_tokens: int, 
     assert ("".join(deltas), stop) == reference_stop(text, stops, after, include)
 
 
-def test_a_stop_string_that_came_too_early_is_not_held_back() -> None:
+def test_a_stop_string_before_min_tokens_is_not_held_back() -> None:
     tokenizer = tiny.make("byte_level")
     detokenizer = IncrementalDetokenizer(tokenizer, [], params(stop=["END", "ENDING"], min_tokens=3))
     detokenizer.update(byte_ids(tokenizer, b"END"))
@@ -335,7 +335,9 @@ def test_a_stop_string_finds_the_special_tokens_it_spells(
     ],
 )
 @pytest.mark.parametrize("skip", [True, False])
-def test_special_tokens_in_stop_strings(stop: str, include: bool, text: str, found: bool, skip: bool) -> None:
+def test_stop_strings_match_special_tokens_as_they_are_shown(
+    stop: str, include: bool, text: str, found: bool, skip: bool
+) -> None:
     tokenizer = tiny.make("byte_level")
     ids = [tokenizer.encode(part, add_special_tokens=False) for part in ("Hi", "<|im_end|>", "you")]
     asked = params(stop=stop, include_stop_str_in_output=include, skip_special_tokens=skip)

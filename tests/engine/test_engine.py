@@ -231,7 +231,7 @@ def test_a_row_that_is_not_finite_ends_alone(depth: int, n: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["end of sequence", "token", "string"])
-def test_stops_of_every_kind(depth: int, kind: str) -> None:
+def test_every_kind_of_stop_ends_the_answer_at_its_place(depth: int, kind: str) -> None:
     prompt = [1, 2, 3]
     tokens = alone(prompt, greedy(30))
     at = next(i for i, token in enumerate(tokens) if token < 12 and token not in tokens[:i] and i > 2)
@@ -283,7 +283,7 @@ def test_a_static_batch_delivers_only_at_its_end(batching: str, steps: list[int]
     assert len(delivered["short"]) == (1 if batching == "static" else 2)
 
 
-def test_of_a_static_batch_no_part_of_a_request_is_delivered_when_one_of_its_answers_fails() -> None:
+def test_a_static_batch_delivers_no_answer_of_a_request_of_which_one_fails() -> None:
     class OneRowFails(HashLM):
         num_calls = 0
 
@@ -314,7 +314,7 @@ def test_step_waits_for_the_batch_on_the_engines_clock(batching: str) -> None:
     assert engine.clock.now() == 0.25
 
 
-def test_nothing_to_do_does_not_wait() -> None:
+def test_a_step_without_work_does_not_wait() -> None:
     engine = make_engine()
     assert engine.step() == []
     assert engine.clock.now() == 0.0
@@ -332,7 +332,7 @@ def test_shutdown_ends_everything() -> None:
 # -- what is measured --------------------------------------------------------------------------------------------
 
 
-def test_the_step_log_says_who_did_what_and_why() -> None:
+def test_the_step_log_says_which_request_computed_what_and_why() -> None:
     engine = make_engine(max_num_batched_tokens=6)
     engine.add_request([1] * 8, greedy(3), request_id="a")
     engine.add_request([2] * 3, greedy(2), request_id="b")

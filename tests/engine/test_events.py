@@ -42,7 +42,7 @@ def test_subscribers_are_told_of_what_they_have_a_method_for() -> None:
     assert changes == [True, True, True, False]
 
 
-def test_one_that_fails_is_told_so_and_the_others_hear_all() -> None:
+def test_a_failing_subscriber_is_told_so_and_the_others_receive_all_events() -> None:
     events, failing, hearing = Events("came"), Failing(), Hearing()
     events.subscribe("failing", failing)
     events.subscribe("hearing", hearing)
@@ -50,7 +50,7 @@ def test_one_that_fails_is_told_so_and_the_others_hear_all() -> None:
     assert (failing.heard, hearing.heard) == (["nothing"], ["a"])
 
 
-def test_one_that_fails_at_every_event_is_logged_a_few_times(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_subscriber_that_fails_at_every_event_is_logged_a_few_times(caplog: pytest.LogCaptureFixture) -> None:
     events, failing = Events("came"), Failing()
     events.subscribe("failing", failing)
     for _ in range(1500):
@@ -61,6 +61,6 @@ def test_one_that_fails_at_every_event_is_logged_a_few_times(caplog: pytest.LogC
     ]
 
 
-def test_unknown_events_are_a_mistake() -> None:
+def test_an_unknown_event_is_an_error() -> None:
     with pytest.raises(KeyError):
         Events("came").tell("gone")

@@ -67,7 +67,7 @@ def test_forecasts_come_under_load_and_the_wait_is_gone_with_it() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_forecasts_are_good_and_what_is_in_vain_is_refused_at_once(policy: str) -> None:
+def test_forecasts_are_good_and_hopeless_requests_are_refused_at_once(policy: str) -> None:
     async def test() -> None:
         async with running("hashlm:20ms", ROWS | {"scheduling_policy": policy}) as engine:
             # A steady queue of 16: whenever one ends another comes.
@@ -114,13 +114,13 @@ def test_forecasts_are_good_and_what_is_in_vain_is_refused_at_once(policy: str) 
     run(test)
 
 
-def test_a_dead_engine_expects_nothing() -> None:
+def test_a_dead_engine_has_no_forecast() -> None:
     async def test() -> None:
         async with running("hashlm:20ms", ROWS) as engine:
             streams = [await engine.submit([1, 2], LONG) for _ in range(5)]
             await until_foreseen(engine, 0.0)
             engine.intake.calibration.add(1.0, 1.0)
-            os.kill(engine.engine_pid or 0, signal.SIGKILL)
+            os.kill(engine.replicas.engine_pid or 0, signal.SIGKILL)
             while engine.state is EngineState.READY:
                 await asyncio.sleep(0.005)
             assert (engine.intake.forecast, engine.expected_wait(), len(engine.intake.calibration)) == (None, None, 0)

@@ -15,7 +15,7 @@ from tests.models.tiny import tiny_hf_model
 from tests.native import needs_kernels
 
 
-def test_how_uneven_the_experts_of_each_layer_are() -> None:
+def test_the_load_of_each_layers_experts_is_measured() -> None:
     counts = np.zeros((3, 4), dtype=np.int64)
     load = ExpertLoad(counts)
     load.read(0.0)
@@ -26,7 +26,7 @@ def test_how_uneven_the_experts_of_each_layer_are() -> None:
     assert load.loads() == [[1.0] * 4, [0.0, 4.0, 0.0, 0.0], [1.6, 0.8, 0.8, 0.8]]
 
 
-def test_tokens_from_before_do_not_count() -> None:
+def test_tokens_before_the_interval_do_not_count() -> None:
     """Counts of the first run, at load, are left out."""
     counts = np.array([[90, 0]])
     load = ExpertLoad(counts)

@@ -21,7 +21,7 @@ def test_a_tenant_with_much_work_lets_others_go_between() -> None:
     assert turns.take() is None
 
 
-def test_the_time_of_work_counts_and_not_its_number() -> None:
+def test_turns_follow_the_time_of_work_and_not_its_number() -> None:
     turns: FairQueue[str] = FairQueue()
     for tenant in "aaabbb":
         turns.add(tenant, tenant)

@@ -53,7 +53,7 @@ def test_rows_that_are_held_are_no_work() -> None:
     assert continuous == pytest.approx(0.5, abs=0.02)
 
 
-def test_it_forgets_what_was_long_ago() -> None:
+def test_the_share_forgets_old_steps() -> None:
     share = FloorShare(lambda step, sampled: 1.0)
     for seconds in [1.0] * 50 + [4.0] * 50:
         share.landed(StepFeatures(1, 1), 1, 0, seconds)
@@ -63,7 +63,7 @@ def test_it_forgets_what_was_long_ago() -> None:
 
 
 @needs_kernels
-def test_a_quick_roof_is_a_roof() -> None:
+def test_the_quick_roof_has_a_plausible_bandwidth_and_peak() -> None:
     pool = ThreadPool(1)
     roof = quick_roof(pool, supported_isas()[-1], torch.bfloat16)
     pool.close()

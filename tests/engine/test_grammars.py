@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ import pytest
 
 from chairlift import LLM, SamplingParams
 from chairlift.base.outputs import FinishReason, RequestOutput
+from chairlift.base.thinking import ThinkingBudget
 from chairlift.engine.grammars import Grammars
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift_lab.sim.grammars import LateMasks
@@ -68,7 +70,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_together_as_alone(settings: dict[str, Any], alone: list[list[list[int]]]) -> None:
+def test_guided_answers_are_the_same_together_as_alone(settings: dict[str, Any], alone: list[list[list[int]]]) -> None:
     llm = make(**settings)
     asked = mixed()
     outputs = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked])
@@ -95,12 +97,32 @@ def test_an_answer_ends_where_nothing_may_follow(llm: LLM) -> None:
             assert (answer.finish_reason, answer.stop_reason) == (FinishReason.STOP, None)
 
 
-def test_one_that_is_cut_off_says_length_and_keeps_its_text(llm: LLM) -> None:
+@pytest.mark.parametrize("known", [1, 7, 23])
+@pytest.mark.parametrize("kind", ["grammar", "thinking"])
+def test_a_grammar_and_a_budget_follow_tokens_of_another_engine(llm: LLM, kind: str, known: int) -> None:
+    thinking = ThinkingBudget(max_tokens=33, end=5, after=(7, 8))
+    regex = {"regex": "([a-z]{3}[0-9]){12}!"}
+    params = SamplingParams(max_tokens=60, seed=3, structured_outputs=regex)
+    if kind == "thinking":
+        params = SamplingParams(max_tokens=60, seed=3, ignore_eos=True, thinking=thinking)
+    whole = llm.generate("Hi", params)[0].outputs[0].token_ids
+    assert len(whole) >= 25 and (kind == "grammar" or whole[33:36] == [5, 7, 8])
+    prepared = llm.engine._inputs.prepare("continued", llm.generate("Hi", params)[0].prompt_token_ids, params, 0.0)
+    core = llm.engine.core
+    core.add(dataclasses.replace(prepared, answer_token_ids=whole[:known]))
+    rest: list[int] = []
+    while core.has_work:
+        outputs = core.step()
+        rest += outputs.token_ids if outputs is not None else []
+    assert whole[:known] + rest == whole
+
+
+def test_an_answer_that_is_cut_off_says_length_and_keeps_its_text(llm: LLM) -> None:
     answer = llm.generate("Hi", held(max_tokens=4))[0].outputs[0]
     assert answer.finish_reason is FinishReason.LENGTH and answer.text.startswith("{") and len(answer.token_ids) == 4
 
 
-def test_other_settings_go_with_it(llm: LLM) -> None:
+def test_other_settings_work_beside_a_grammar(llm: LLM) -> None:
     asked = held(logprobs=2, repetition_penalty=1.2, presence_penalty=0.5, bad_words=["lift"], top_p=0.95)
     answer = llm.generate("Hi", asked)[0].outputs[0]
     assert answer.logprobs is not None and len(answer.logprobs) == len(answer.token_ids)

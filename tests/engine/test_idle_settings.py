@@ -65,7 +65,7 @@ from tests.server.harness import INFO
         ({"speculative_config": '{"method": "ngram"}', "batching": "static"}, []),
     ],
 )
-def test_what_has_no_effect_is_told(settings: dict[str, Any], named: list[str]) -> None:
+def test_settings_without_effect_are_reported(settings: dict[str, Any], named: list[str]) -> None:
     told = idle_settings(EngineConfig.from_flat(settings), INFO)
     assert len(told) == len(named), told
     assert all(line.startswith(name) for line, name in zip(told, named, strict=True)), told

@@ -53,7 +53,7 @@ def test_the_wait_ends_when_enough_rows_are_free() -> None:
     assert chosen([rows("a", tokens=None)], lack=10) == "a", "requests that wait for other images free no rows"
 
 
-def test_nothing_goes_if_too_little_may_go() -> None:
+def test_no_rows_are_dropped_if_too_few_may_go() -> None:
     assert chosen([rows("a"), rows("b", may_go=False)], lack=11, waited=100.0) == ""
     assert chosen([]) == ""
 

@@ -44,7 +44,7 @@ class _Id(enum.IntEnum):
 
 
 @pytest.mark.parametrize("prompt", [[0], [VOCAB - 1], (1, 2), [_Id.FIVE], [1] * (LENGTH - 1)])
-def test_token_ids_that_pass(prompt: Sequence[int]) -> None:
+def test_valid_token_ids_are_accepted_as_they_are(prompt: Sequence[int]) -> None:
     prepared = prepare(door(), prompt, max_tokens=1)
     assert prepared.prompt_token_ids == list(prompt)
     assert prepared.prompt is None
@@ -75,13 +75,13 @@ def test_token_ids_that_pass(prompt: Sequence[int]) -> None:
         ({"prompt": {"prompt": "x"}}, "got dict"),
     ],
 )
-def test_prompts_that_do_not_pass(prompt: Any, words: str) -> None:
+def test_invalid_prompts_are_refused(prompt: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         prepare(door(), prompt)
 
 
 @pytest.mark.parametrize("prompt", ["", "\ud800", "ab\udfff"])
-def test_text_that_does_not_pass(prompt: str) -> None:
+def test_invalid_texts_are_refused(prompt: str) -> None:
     with pytest.raises(RequestError):
         prepare(door(text=True), prompt)
 
@@ -114,7 +114,7 @@ def test_a_shared_logit_bias_cannot_change_under_a_request() -> None:
         door().prepare("a", [1], params, 1.5)
 
 
-def test_lengths_at_their_edges() -> None:
+def test_prompt_and_answer_fit_up_to_the_longest_length_only() -> None:
     prepared = prepare(door(), [1] * 20, max_tokens=LENGTH - 20)
     assert prepared.make_sequences()[0].max_total_tokens == LENGTH
     with pytest.raises(
@@ -129,7 +129,7 @@ def test_lengths_at_their_edges() -> None:
     assert prepare(door(), [1] * 20, max_tokens=None).make_sequences()[0].max_total_tokens == LENGTH
 
 
-def test_the_cache_limits_as_well() -> None:
+def test_the_kv_cache_limits_the_length_too() -> None:
     """The last token sampled is never an input: a cache of 16 positions serves sequences of 17."""
     small = door(capacity=16)
     assert prepare(small, [1] * 10, max_tokens=7).make_sequences()[0].limit == 16
@@ -150,19 +150,19 @@ def test_ids_in_settings_are_below_the_vocabulary(name: str) -> None:
 
 
 @pytest.mark.parametrize("params", [{"stop": "a"}, {"bad_words": ["a"]}])
-def test_settings_that_need_the_tokenizer(params: dict[str, Any]) -> None:
+def test_settings_that_need_the_tokenizer_are_refused_without_one(params: dict[str, Any]) -> None:
     prepare(door(text=True), **params)
     with pytest.raises(RequestError, match="need the tokenizer"):
         prepare(door(), **params)
 
 
 @pytest.mark.parametrize("salt", ["", "a", "A-z_09", "x" * 64])
-def test_salts_that_pass(salt: str) -> None:
+def test_valid_salts_are_accepted(salt: str) -> None:
     assert prepare(door(), salt=salt).make_sequences()[0].cache_salt == salt
 
 
 @pytest.mark.parametrize("salt", ["x" * 65, "a b", "a\n", "é", "a/b", None, 5, b"a", ["a"]])
-def test_salts_that_do_not_pass(salt: Any) -> None:
+def test_invalid_salts_are_refused(salt: Any) -> None:
     with pytest.raises(RequestError, match="cache_salt must be"):
         prepare(door(), salt=salt)
 
@@ -170,7 +170,7 @@ def test_salts_that_do_not_pass(salt: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "good"), [("a", 1), ("x" * 256, 1), ("", 0), ("x" * 257, 0), (5, 0), (None, 0), (b"a", 0)]
 )
-def test_request_ids(name: Any, good: int) -> None:
+def test_request_ids_are_short_printable_texts(name: Any, good: int) -> None:
     if good:
         assert prepare(door(), name=name).make_sequences()[0].request_id == name
     else:
@@ -184,7 +184,7 @@ def test_params_are_sampling_params(params: Any) -> None:
         door().prepare("a", [1], params, 0.0)
 
 
-def test_priority_is_refused_where_nobody_looks_at_it() -> None:
+def test_priority_is_refused_under_a_policy_that_ignores_it() -> None:
     assert prepare(door(priority=True), priority=-3).make_sequences()[0].priority == -3
     with pytest.raises(RequestError, match="priority is -3"):
         prepare(door(), priority=-3)
@@ -194,7 +194,7 @@ def test_priority_is_refused_where_nobody_looks_at_it() -> None:
     assert prepare(door(), service_tier="flex", priority=0).service.service_class == "default"
 
 
-def test_promises_are_the_callers_else_those_of_the_class() -> None:
+def test_latency_targets_are_the_callers_or_those_of_the_class() -> None:
     classes = parse_service_classes({"chat": {"priority": -3, "ttft_ms": 500, "deadline_ms": 4000, "retention": 2}})
     at = InputProcessor(ModelLimits(VOCAB, LENGTH, (EOS,), classes), None, _Room())
     arrival = 1.5
@@ -227,7 +227,7 @@ def test_a_refused_request_draws_no_seed() -> None:
     assert prepare(one).seed == prepare(two).seed
 
 
-def test_one_sequence_per_answer() -> None:
+def test_each_answer_has_a_sequence_of_its_own() -> None:
     prepared = prepare(door(), n=3, seed=7, prompt_logprobs=1, max_tokens=4)
     sequences = prepared.make_sequences()
     first, *others = sequences

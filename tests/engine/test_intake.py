@@ -60,6 +60,9 @@ def test_tenants_who_have_left_are_forgotten() -> None:
 def test_a_prompt_longer_than_the_bound_may_wait_alone() -> None:
     intake = Intake(10, 100)
     intake.check(0.0, 1, 500)
+    intake.enter("a", 1)
+    with pytest.raises(QueueFullError, match="100"):
+        intake.check(0.0, 1, 500)
 
 
 def test_a_call_of_more_prompts_than_the_bound_may_wait_alone() -> None:
@@ -124,7 +127,7 @@ def test_an_empty_queue_has_room_at_once() -> None:
 CLASSES = parse_service_classes("")
 
 
-def test_who_can_wait_does_not_lock_out_who_cannot() -> None:
+def test_patient_requests_leave_places_for_urgent_ones() -> None:
     intake = Intake(8, 1000, CLASSES)
     taken = {}
     for name in ("flex", "default", "priority"):
@@ -141,7 +144,7 @@ def test_who_can_wait_does_not_lock_out_who_cannot() -> None:
         intake.check(0.0, 1, 1, "flex")
 
 
-def test_the_tokens_have_the_same_shares() -> None:
+def test_prompt_tokens_are_shared_like_places() -> None:
     intake = Intake(100, 1000, CLASSES)
     intake.check(0.0, 1, 5000, "flex")  # alone
     intake.enter("a", 490, "flex")
@@ -164,7 +167,7 @@ def test_shares_follow_the_order_of_the_classes_and_nothing_else() -> None:
     Intake(1, 1, CLASSES).check(0.0, 1, 5, "flex")  # somebody must get in
 
 
-def test_the_time_to_come_again_counts_only_who_goes_before() -> None:
+def test_retry_after_counts_only_the_requests_ahead() -> None:
     intake = Intake(1000, 10**6, CLASSES)
     for i in range(21):
         intake.enter(f"s{i}", 1)
@@ -185,7 +188,7 @@ def forecast(
     return Forecast(made_at, starts, newcomers, pace)
 
 
-def test_the_expected_wait_counts_who_came_since_the_forecast() -> None:
+def test_the_expected_wait_counts_requests_that_came_after_the_forecast() -> None:
     intake = Intake(100, 1000, CLASSES)
     assert intake.expected_wait("default", 100.0) is None
     for name in ("a", "b"):
@@ -287,7 +290,7 @@ def test_only_waits_that_began_are_compared_with_their_predictions() -> None:
     assert len(intake.calibration) == 2
 
 
-def test_who_would_wait_in_vain_is_refused_and_told_when_to_come() -> None:
+def test_a_request_that_would_wait_in_vain_is_refused_with_retry_after() -> None:
     intake = calibrated([0.5] * 3 + [0.8] * 27)  # 9 of 10 waited for at least 0.8 of the forecast
     with pytest.raises(QueueFullError, match=r"start in about 12\.3 s, but its queue_timeout allows 3 s") as full:
         intake.check_wait(12.34, {"timeout": None, "queue_timeout": 3.0})
@@ -304,7 +307,10 @@ def test_who_would_wait_in_vain_is_refused_and_told_when_to_come() -> None:
 
 
 def test_forecasts_that_are_too_low_refuse_nobody_who_is_in_time_by_them() -> None:
-    calibrated([3.0] * 30).check_wait(2.9, {"timeout": None, "queue_timeout": 3.0})
+    intake = calibrated([3.0] * 30)
+    intake.check_wait(2.9, {"timeout": None, "queue_timeout": 3.0})
+    with pytest.raises(QueueFullError):
+        intake.check_wait(3.1, {"timeout": None, "queue_timeout": 3.0})
 
 
 def test_nobody_is_refused_before_forecasts_have_been_compared() -> None:
@@ -313,7 +319,7 @@ def test_nobody_is_refused_before_forecasts_have_been_compared() -> None:
         calibrated([1.0] * 20).check_wait(1e6, {"timeout": None, "queue_timeout": 0.1})
 
 
-def test_waits_are_longer_where_those_who_go_before_keep_coming() -> None:
+def test_waits_are_longer_where_requests_of_higher_rank_keep_coming() -> None:
     intake = Intake(200, 1000, CLASSES)
     intake.enter("first", 1, "default", 0.0)
     intake.leave("first", 1.0, started=True)
@@ -340,7 +346,7 @@ def test_waits_are_longer_where_those_who_go_before_keep_coming() -> None:
     assert starts == pytest.approx({"d": 35.0, "f": 50.0}), "never more than five times as long"
 
 
-def test_who_came_before_the_forecast_is_judged_by_it() -> None:
+def test_requests_from_before_the_forecast_calibrate_it() -> None:
     """A burst comes while nobody waits, and there is no forecast; the next must know how good forecasts are."""
     intake = Intake(1000, 1000)
     for index in range(30):
@@ -367,7 +373,7 @@ def test_a_forecast_says_nothing_while_the_engine_stands_still() -> None:
         assert intake.retry_after(111.0) == intake.retry_after(111.0, "default") == again  # nobody has started yet
 
 
-def test_steps_may_take_long() -> None:
+def test_a_forecast_stays_valid_during_a_long_step() -> None:
     """A step of a large model can take a minute on two cores."""
     intake = Intake(100, 1000)
     assert not intake.is_outdated(1000.0)

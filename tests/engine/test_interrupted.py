@@ -10,7 +10,7 @@ from chairlift.errors import EngineDeadError
 from tests.engine.make import greedy, make_engine
 
 
-def test_an_interrupt_inside_add_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_inside_add_request_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
 
     def interrupted(self: WaitingQueue, request: Request) -> None:

@@ -127,7 +127,7 @@ def make_core(endpoint: str | None) -> EngineCore:
 
 
 @needs_zmq
-def test_what_is_sent_is_what_vllm_sends(tmp_path: Path) -> None:
+def test_events_have_the_format_of_vllm(tmp_path: Path) -> None:
     import zmq
 
     core, rng, got = make_core(f"ipc://{tmp_path}/events"), random.Random(1), list[bytes]()
@@ -152,7 +152,7 @@ def test_what_is_sent_is_what_vllm_sends(tmp_path: Path) -> None:
         make_core("tcp://nowhere")
 
 
-def test_it_is_off_by_default_and_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_events_are_off_by_default_and_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_core(None).kv.prefix_cache
     assert cache is not None and cache.journal is None
     monkeypatch.setitem(sys.modules, "zmq", None)

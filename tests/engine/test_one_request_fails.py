@@ -201,7 +201,7 @@ class LogprobsFail(HashLM):
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("where", ["token", "prompt", "runner"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_what_the_core_cannot_hand_on_ends_its_own_request(where: str, depth: int, n: int) -> None:
+def test_an_output_that_the_core_cannot_pass_on_ends_its_own_request(where: str, depth: int, n: int) -> None:
     engine = make_engine(model=type("Fails", (LogprobsFail,), {"where": where}), num_lookahead_steps=depth)
     params = greedy(6, logprobs=1, prompt_logprobs=1)
     for name, prompt in {"a": PROMPT, "b": [4, 4, 4], "c": PROMPT}.items():
@@ -297,7 +297,7 @@ def test_the_server_s_other_requests_are_answered_by_the_same_engine() -> None:
     async def test() -> None:
         async with running("hashlm:2ms") as engine:
             engine.events.subscribe("broken", FailingWatcher())
-            pid = engine.engine_pid
+            pid = engine.replicas.engine_pid
             stops = SamplingParams(max_tokens=3000, ignore_eos=True, seed=1, stop=["never there, so never found"])
             short = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
             neighbours = [asyncio.create_task(collect(engine, "abc", short, kind)) for kind in OutputKind]
@@ -319,7 +319,7 @@ def test_the_server_s_other_requests_are_answered_by_the_same_engine() -> None:
                 tokens = [token for each in told for token in each] if kind is OutputKind.DELTA else told[-1]
                 assert tokens == expected_hashlm(list(b"abc"), short).token_ids
             await quiet(engine)
-            assert engine.num_requests == 0 and engine.engine_pid == pid and engine.stats.num_restarts == 0
+            assert engine.num_requests == 0 and engine.replicas.engine_pid == pid and engine.stats.num_restarts == 0
 
     run(test)
 

@@ -42,7 +42,7 @@ def test_the_times_of_a_request_are_told_apart() -> None:
     assert (stats.request_generation_tokens.total, stats.request_preemptions.total) == (3, 1)
 
 
-def test_of_several_answers_the_first_that_goes_on_says_how_far_the_request_is() -> None:
+def test_the_first_running_answer_tells_the_progress_of_a_request() -> None:
     outputs, state = begun(RequestStats(), n=2)
     assert state.progress() == RequestProgress(RequestPhase.PREFILL, 2)
     outputs.take(CoreOutputs(["r#0", "r#1"], [7, 7], joined=[("r#1", 3, 103.0)]), 103.5)
@@ -56,7 +56,7 @@ def test_of_several_answers_the_first_that_goes_on_says_how_far_the_request_is()
 
 
 @pytest.mark.parametrize("by_the_core", [False, True])
-def test_only_what_a_stop_string_ends_is_charged_by_the_last_frame(by_the_core: bool) -> None:
+def test_only_answers_ended_by_a_stop_string_are_charged_by_the_last_frame(by_the_core: bool) -> None:
     outputs, state = begun(RequestStats())
     frame = CoreOutputs(["r"], [7], decoding=[("r", {"prefill": 1.0}, (0.0, 0.0, 0.0))], decode_seconds=(5.0, 0.0, 0.0))
     outputs.take(frame, 105.0)
@@ -68,7 +68,7 @@ def test_only_what_a_stop_string_ends_is_charged_by_the_last_frame(by_the_core: 
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_end_of_sequence_is_a_stop_token_for_who_ignores_it(ignore_eos: bool) -> None:
+def test_the_end_of_sequence_is_a_stop_reason_only_with_ignore_eos(ignore_eos: bool) -> None:
     outputs = OutputProcessor(None, (9,))
     params = SamplingParams(stop_token_ids=[9], ignore_eos=ignore_eos)
     state = outputs.add(PreparedRequest("r", None, PROMPT, params, 0, 10, arrival_time=100.0), stream=True)

@@ -52,7 +52,7 @@ def test_every_message_is_handed_on(caplog: pytest.LogCaptureFixture) -> None:
     assert [(each.name, each.levelname, each.message) for each in caplog.records] == [("chairlift.x", "ERROR", "!")]
 
 
-def test_it_is_silent_only_while_somebody_waits_for_it() -> None:
+def test_the_engine_counts_as_silent_only_while_requests_wait_for_it() -> None:
     async def test() -> None:
         events = Events()
         client = ProcessClient({}, events)

@@ -78,7 +78,7 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("service", "times", "end", "reason", "kept", "missed"), [pytest.param(*c, id=i) for i, *c in cases()]
 )
-def test_promises_kept_and_missed(
+def test_kept_and_missed_latency_targets_are_counted(
     service: Service, times: list[float], end: float, reason: Any, kept: tuple[int, int], missed: list[str]
 ) -> None:
     stats = ended(service, times, end, reason)
@@ -87,7 +87,7 @@ def test_promises_kept_and_missed(
     assert stats.classes == {"chat": 1}
 
 
-def test_of_several_answers_one_that_was_dropped_decides() -> None:
+def test_a_request_is_dropped_if_one_of_its_answers_is() -> None:
     stats = ended(promise(5.0), [1.0], 2.0, FinishReason.DEADLINE, n=3)
     assert stats.finished == {"deadline": 1}
 
@@ -126,7 +126,7 @@ def put(engine: Engine, *services: Service) -> None:
         engine.core.add(prepared)
 
 
-def test_rows_of_reserved_classes() -> None:
+def test_rows_of_classes_with_reservations_are_counted() -> None:
     classes = {"chat": {"min_seqs": 2}, "batch": {"min_seqs": 1}}
     engine = make_engine(scheduling_policy="priority", service_classes=classes)
     assert engine.core.stats().rows_by_class == {"chat": 0, "batch": 0}
@@ -137,7 +137,7 @@ def test_rows_of_reserved_classes() -> None:
     assert engine.core.stats().rows_by_class == {"chat": 0, "batch": 0}
 
 
-def test_the_gap_between_tenants() -> None:
+def test_the_gap_between_tenants_is_the_difference_of_their_counters() -> None:
     engine = make_engine(scheduling_policy="priority", max_num_seqs=1)
     put(engine, Service(tenant="a"), Service(tenant="a"), Service(tenant="b"))
     engine.step()
@@ -146,7 +146,7 @@ def test_the_gap_between_tenants() -> None:
     assert engine.core.stats().tenant_gap == 0.0
 
 
-def test_first_come_first_served_looks_at_nobody() -> None:
+def test_first_come_first_served_has_no_gap_between_tenants() -> None:
     engine = make_engine()
     engine.add_request([1, 2, 3], greedy())
     engine.step()
@@ -154,7 +154,7 @@ def test_first_come_first_served_looks_at_nobody() -> None:
     drain(engine)
 
 
-def test_who_is_dropped_while_its_first_step_is_in_flight_has_been_in_it() -> None:
+def test_a_request_dropped_during_its_first_step_counts_as_scheduled() -> None:
     engine = make_engine(scheduling_policy="priority", late_requests="drop", num_lookahead_steps=2)
     put(engine, Service(), Service(first_token_by=0.5))
     assert engine.step() == [] and engine.num_in_flight == 1
@@ -220,7 +220,7 @@ def test_prompts_of_one_call_are_not_in_each_others_way(bounds: dict[str, int]) 
     run(test)
 
 
-def test_the_queue_keeps_places_for_those_who_cannot_wait() -> None:
+def test_the_queue_reserves_places_for_urgent_classes() -> None:
     settings = {"max_num_seqs": 1, "scheduling_policy": "priority"}
 
     async def test() -> None:

@@ -154,7 +154,7 @@ def watched(truth: Truth, before: int = 0, **load: Any) -> bytes:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("before", [0, 23])
-def test_the_lines_say_what_happened(mode: str, before: int) -> None:
+def test_a_reader_of_the_lines_knows_the_true_rows(mode: str, before: int) -> None:
     truth = make_truth(seed=len(mode) + before, **MODES[mode])
     reader = Reader()
     for line in watched(truth, before).splitlines():
@@ -171,7 +171,7 @@ def test_the_lines_say_what_happened(mode: str, before: int) -> None:
     truth.engine.check_invariants()
 
 
-def test_the_worlds_have_what_they_are_for() -> None:
+def test_the_test_worlds_contain_every_kind_of_event() -> None:
     for mode, how in (("recompute", "recompute"), ("swap", "swap"), ("ahead", "tail")):
         kinds: set[str] = set()
         for seed in range(3, 9):  # what costs least is measured: a busy machine prefers another way now and then
@@ -233,7 +233,7 @@ def test_steady_steps_are_short_whatever_their_rows() -> None:
     assert max(sizes, default=0) < 120
 
 
-def test_what_nobody_takes_is_bounded_and_begins_anew() -> None:
+def test_lines_that_nobody_takes_are_bounded_and_start_again_with_a_snapshot() -> None:
     truth = make_truth(num_blocks=60)
     truth.core.watch(True)
     recorder = truth.core.recorder
@@ -333,7 +333,7 @@ def test_a_recording_knows_its_requests() -> None:
         (HEAD + b'\n{"step":1,"t":[0,1],"images":[1,0,0,5,0,"no"]}', "line 2 of the recording cannot be read"),
     ],
 )
-def test_what_is_no_recording_is_refused(data: bytes, message: str) -> None:
+def test_a_file_that_is_no_recording_is_refused(data: bytes, message: str) -> None:
     for read in (read_recording, to_perfetto):
         with pytest.raises(ConfigError, match=message):
             read(data)
@@ -407,7 +407,7 @@ def test_trace_events_keep_to_their_format_and_to_the_truth(mode: str) -> None:
     assert len(arrivals) == len(set(arrivals)) >= len(truth.rows)
 
 
-def test_no_token_of_anybody_is_in_it() -> None:
+def test_a_recording_contains_no_token_of_a_request() -> None:
     truth = make_truth(seed=2)
     fields = set()
     for line in watched(truth).splitlines():

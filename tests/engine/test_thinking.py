@@ -65,7 +65,9 @@ def alone() -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_together_as_alone(settings: dict[str, Any], alone: list[list[list[int]]]) -> None:
+def test_budgeted_answers_are_the_same_together_as_alone(
+    settings: dict[str, Any], alone: list[list[list[int]]]
+) -> None:
     llm = make(**settings)
     outputs = llm.generate(PROMPTS, mixed())
     assert tokens(outputs) == alone
@@ -74,7 +76,7 @@ def test_together_as_alone(settings: dict[str, Any], alone: list[list[list[int]]
     assert isinstance(llm.engine, Engine) and not len(llm.engine.core.preparers.grammars)
 
 
-def test_the_answer_is_free_before_and_after(llm: LLM) -> None:
+def test_tokens_before_and_after_the_budget_are_unchanged(llm: LLM) -> None:
     """The first tokens are those without a budget, then come the forced ones, then what follows all of these."""
     for prompt in PROMPTS:
         free = llm.generate(prompt, asked(None, ignore_eos=True))[0]
@@ -85,7 +87,7 @@ def test_the_answer_is_free_before_and_after(llm: LLM) -> None:
         assert held[12:] == rest.outputs[0].token_ids
 
 
-def test_who_ends_by_himself_is_left_alone(llm: LLM) -> None:
+def test_reasoning_that_ends_by_itself_is_not_forced(llm: LLM) -> None:
     free = llm.generate("Hi", asked(None, ignore_eos=True))[0].outputs[0].token_ids
     end = next(token for token in free[3:] if token not in free[: free.index(token)])
     place = free.index(end)
@@ -111,7 +113,7 @@ def test_reasoning_that_begins_late_or_never_is_content(llm: LLM) -> None:
         assert held.outputs[0].token_ids == free
 
 
-def test_other_settings_go_with_it(llm: LLM) -> None:
+def test_other_settings_work_beside_a_thinking_budget(llm: LLM) -> None:
     more = {"logprobs": 2, "repetition_penalty": 1.2, "top_k": 5, "bad_words": ["lift"], "ignore_eos": True}
     held = llm.generate("Hi", asked(**more))[0].outputs[0]
     assert held.token_ids[9:12] == [END, *AFTER] and held.logprobs is not None and len(held.logprobs) == 60
@@ -138,7 +140,7 @@ def test_a_grammar_begins_after_the_reasoning(llm: LLM) -> None:
         assert end in answer.token_ids[:10]
 
 
-def test_who_is_followed() -> None:
+def test_a_request_is_guided_only_until_its_budget_is_spent() -> None:
     llm = make(speculative_config='{"method": "ngram"}')
     core = llm.engine.core
     prepared = llm.engine._inputs.prepare("a", "Hi", asked(ignore_eos=True), llm.engine.clock.now())
@@ -165,19 +167,19 @@ def test_who_is_followed() -> None:
         3,
     ],
 )
-def test_a_budget_that_is_none(thinking: Any) -> None:
+def test_an_invalid_thinking_budget_is_refused(thinking: Any) -> None:
     with pytest.raises(RequestError, match="thinking"):
         SamplingParams(thinking=thinking)
 
 
-def test_what_the_model_does_not_know_is_refused(llm: LLM) -> None:
+def test_a_budget_with_tokens_unknown_to_the_model_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="thinking"):
         llm.generate("Hi", asked(ThinkingBudget(max_tokens=3, end=10**6)))
     with pytest.raises(RequestError, match="which also ends the answer"):
         llm.generate("Hi", asked(stop_token_ids=[END]))
 
 
-def test_it_crosses_to_another_process(llm: LLM) -> None:
+def test_a_thinking_budget_crosses_to_another_process(llm: LLM) -> None:
     prepared = llm.engine._inputs.prepare("a", "Hi", asked(), 0.0)
     (message,) = FrameReader().feed(encode(Add.of(prepared)))
     assert isinstance(message, Add) and message.request().params.thinking == BUDGET
@@ -214,7 +216,7 @@ def test_the_end_waits_for_a_grammar_that_does_not_allow_it() -> None:
     assert seen == [0xFFFFFFFF] * 2 + [0xFFFFFFFE] * 2 + [1, 8, 0xFFFFFFFF]
 
 
-def test_going_back_is_as_if_it_had_not_been() -> None:
+def test_rejected_drafts_leave_no_trace_in_the_budget() -> None:
     rng = random.Random(5)
     for _ in range(300):
         begin = tuple(rng.choices(range(3), k=rng.choice([0, 1, 2])))

@@ -37,7 +37,7 @@ def test_a_file_has_no_name_and_its_space_is_reserved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("directory", [None, "here"])
-def test_none_at_all(directory: str | None, tmp_path: Path) -> None:
+def test_no_bytes_need_no_file(directory: str | None, tmp_path: Path) -> None:
     assert host_memory(0, directory and str(tmp_path / directory)).nbytes == 0
 
 

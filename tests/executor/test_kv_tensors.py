@@ -84,7 +84,7 @@ def test_memory_divides_into_blocks(dtype: torch.dtype, size: int) -> None:
     assert made.num_tokens == (made.groups[0].num_blocks - 1) * 16
 
 
-def test_no_more_than_can_ever_be_used() -> None:
+def test_the_plan_has_no_more_blocks_than_can_be_used() -> None:
     assert plan(spec(None), most_tokens=100).groups[0].num_blocks == 7 + 1
 
 
@@ -101,7 +101,7 @@ def test_too_little_memory_names_both_numbers() -> None:
 @pytest.mark.parametrize(
     ("max_model_len", "words"), [(100_000, "about 4 chats of 2,048 tokens"), (512, "about 16 chats of 512 tokens")]
 )
-def test_the_plan_in_plain_words(max_model_len: int, words: str) -> None:
+def test_the_plan_describes_its_tokens_and_blocks(max_model_len: int, words: str) -> None:
     text = plan(spec(None), num_blocks=513).describe(max_model_len)
     assert words in text
     assert "8,192 tokens in blocks of 16" in text
@@ -155,7 +155,7 @@ def test_swap_space_is_as_many_whole_blocks_as_fit() -> None:
     assert made.host_bytes == hosts * sum(made.block_bytes)
 
 
-def test_none_when_nothing_is_asked_for_or_not_even_a_block_fits() -> None:
+def test_no_swap_space_is_planned_if_none_is_asked_for_or_none_fits() -> None:
     for size in (0, 2_047):
         made = plan(spec(None), swap_bytes=size)
         assert (made.host_bytes, made.groups[0].num_host_blocks) == (0, 0)

@@ -303,7 +303,9 @@ def pair(model_dir: Path) -> Pair:
 
 @pytest.mark.parametrize("first", [0, 8])
 @pytest.mark.parametrize("scratch_rows", [1, 3, 100])
-def test_every_setting(pair: Pair, first: int, scratch_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_sampling_setting_gives_the_tokens_of_pytorch(
+    pair: Pair, first: int, scratch_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of them in one batch; also when the logits that must be stored don't fit at once."""
     monkeypatch.setattr(native_runner, "_SCRATCH_BYTES", scratch_rows * 160 * 4)
     rng = random.Random(first)
@@ -352,7 +354,7 @@ def test_the_first_and_the_last_token_are_tokens_like_others(pair: Pair) -> None
 
 
 @pytest.mark.parametrize("masked", [(0, 1, 2), (2,), (0, 1)])
-def test_grammar_masks(pair: Pair, masked: Sequence[int]) -> None:
+def test_each_grammar_mask_holds_for_its_own_row(pair: Pair, masked: Sequence[int]) -> None:
     """Each holds for its own row; others are drawn as if there were none."""
     rng = random.Random(4)
     settings: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 3, "logprobs": 2}]
@@ -368,7 +370,7 @@ def test_grammar_masks(pair: Pair, masked: Sequence[int]) -> None:
     assert all(truth[slot] in allowed[slot] if slot in allowed else truth[slot] == free[slot] for slot in range(3))
 
 
-def test_a_row_with_several_sample_positions(pair: Pair) -> None:
+def test_a_row_with_several_sample_positions_draws_what_each_prefix_would(pair: Pair) -> None:
     """Each draws what its prefix would alone, with its own mask; the last token is what the row goes on with."""
     prompt = tokens(random.Random(7), 30)
     params = {"temperature": 0.7, "presence_penalty": 0.5}
@@ -416,13 +418,13 @@ def test_broken_weights_fail_the_rows_with_the_same_words(tmp_path: Path, bad: f
     assert set(truth.token_ids) == {-1}
 
 
-def test_a_step_that_samples_nothing(pair: Pair) -> None:
+def test_a_step_that_samples_nothing_gives_no_tokens(pair: Pair) -> None:
     joined = [pair.join(0, [4, 8, 9], row([4, 8, 9]))]
     truth = same(pair.step(SchedulerOutput(1, joined=joined, chunks=[Chunk(0, 0, 2, False, "prefill")])))
     assert truth.token_ids == []
 
 
-def test_prompt_logprobs_of_a_long_chunk(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_logprobs_of_a_long_chunk_equal_those_of_pytorch(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind another row, and in pieces."""
     monkeypatch.setattr(native_runner, "_SCRATCH_BYTES", 10 * 160 * 4)
     monkeypatch.setattr(TorchModelRunner, "_prompt_rows", 40)

@@ -80,7 +80,7 @@ def run_ahead(seed: int) -> simulator.Simulation:
 
 
 @pytest.mark.nightly
-def test_random_worlds_hold(request: pytest.FixtureRequest, late_worlds: None) -> None:
+def test_look_ahead_changes_no_token_in_random_worlds(request: pytest.FixtureRequest, late_worlds: None) -> None:
     """Requests join, share, finish, are aborted, preempted and swapped, and steps fail, one or two steps ahead."""
     counts: Counter[str] = Counter(late=0, preempted=0, swapped=0, tails=0, cached=0, offloaded=0, brought_back=0)
 
@@ -99,7 +99,7 @@ def test_random_worlds_hold(request: pytest.FixtureRequest, late_worlds: None) -
 
 
 @pytest.mark.nightly
-def test_many_random_worlds_hold(request: pytest.FixtureRequest, late_worlds: None) -> None:
+def test_look_ahead_changes_no_token_in_many_random_worlds(request: pytest.FixtureRequest, late_worlds: None) -> None:
     sweep(request, 20_000, run_ahead)
 
 
@@ -151,7 +151,7 @@ def test_a_device_is_given_one_step_ahead_unless_told_otherwise(
     assert most == depth
 
 
-def test_what_comes_late_is_stored_only_where_it_is_wanted() -> None:
+def test_a_late_token_is_stored_only_in_the_row_of_its_request() -> None:
     """A row changed hands while a token was on its way; both owners sample the same place."""
     rows = InputBatch(2, 32, 4, 1)
     old = rows.apply(

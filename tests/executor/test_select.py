@@ -51,7 +51,7 @@ def network(head_dim: int = 32, **heads: int) -> NetworkConfig:
         (torch.bfloat16, "cpu", 16, 272, "this model's is 272"),
     ],
 )
-def test_what_the_native_kernels_can_run(
+def test_the_native_kernels_name_what_they_cannot_run(
     dtype: torch.dtype, device: str, block_size: int, head_dim: int, words: str
 ) -> None:
     reason = NativeBackend.why_not(network(head_dim), dtype, torch.device(device), block_size)
@@ -180,7 +180,7 @@ def test_k_and_v_in_8_bits_are_for_the_native_kernels() -> None:
     for settings, who, why in cases:
         with pytest.raises(ConfigError, match=re.escape(f"{refused.format(who)} {why}")):
             pick(**{**int8, **settings})
-    with pytest.raises(ConfigError, match="kv_cache_dtype must be one of auto, int8; got 'fp8'"):
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp8', but K and V of 8 bits are integers here"):
         pick("cpu", kv_cache_dtype="fp8")
 
 

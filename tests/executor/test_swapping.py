@@ -144,7 +144,7 @@ def cuda_on_the_cpu(caches: list[list[torch.Tensor]], plan: KVPlan, monkeypatch:
     return CudaHostBlocks(caches, [torch.from_numpy(array).view(dtype) for array in make_host_blocks(plan)])
 
 
-def test_what_is_on_its_way_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_under_way_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_kv_cache(
         SPEC, dtype=torch.float32, block_size=BLOCK, memory_bytes=0, num_blocks=9, most_tokens=0, swap_bytes=1 << 19
     )
@@ -237,7 +237,7 @@ class Cudart:
 
 
 @pytest.mark.parametrize("status", [0, 2])
-def test_what_a_gpu_reads_is_as_large_as_planned_and_given_back(
+def test_pinned_memory_has_the_planned_size_and_is_released(
     status: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cudart = Cudart(status)
@@ -266,5 +266,8 @@ def test_what_a_gpu_reads_is_as_large_as_planned_and_given_back(
 
 def test_without_host_blocks_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    cudart = Cudart(0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     plan = plan_kv_cache(SPEC, dtype=torch.float32, block_size=BLOCK, memory_bytes=0, num_blocks=4, most_tokens=0)
     make_swap_space(make_kv_caches(SPEC, plan, torch.float32, torch.device("meta")), plan)
+    assert cudart.calls == []

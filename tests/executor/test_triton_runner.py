@@ -86,7 +86,7 @@ def answers(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
 
 
-def test_sizes_that_are_recorded() -> None:
+def test_recorded_graph_sizes_grow_to_the_number_of_rows() -> None:
     assert graph_sizes(1) == [1]
     assert graph_sizes(4) == [1, 2, 4]
     assert graph_sizes(21) == [1, 2, 4, 8, 16, 21]
@@ -113,7 +113,7 @@ def test_arrays_arrive_as_they_were_and_at_the_same_places(device: torch.device)
     np.testing.assert_array_equal(large.cpu().numpy(), np.arange(1000))
 
 
-def test_what_the_kernels_know_of_a_row() -> None:
+def test_the_kernels_sample_rows_with_settings_they_know_only() -> None:
     asked: list[dict[str, Any]] = [
         {"temperature": 0.0, "top_k": 5},
         {"temperature": 0.5, "top_k": 64},
@@ -137,7 +137,7 @@ def test_what_the_kernels_know_of_a_row() -> None:
     assert settings.arrays(slots[:1])[1].tolist() == [0.5]
 
 
-def test_failures_in_words() -> None:
+def test_failed_draws_become_errors_in_words() -> None:
     numbers = [(0, 1.0, 1.0), (-1, float("nan"), float("nan")), (-1, float("-inf"), 0.0), (-1, 1e30, float("inf"))]
     drawn = np.array([[token, *np.array(pair, dtype=np.float32).view(np.int32)] for token, *pair in numbers], np.int32)
     errors = failures(drawn)
@@ -397,7 +397,7 @@ def test_other_weights_are_used_at_once(model_dir: Path, tmp_path: Path, device:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_mask_decides(mixed: bool, model_dir: Path, device: torch.device) -> None:
+def test_a_mask_excludes_all_other_tokens(mixed: bool, model_dir: Path, device: torch.device) -> None:
     """One prompt of two tokens, or two prompts of one, which is a decode step to the runner."""
     runner = runner_of(load(model_dir, device))
     row = SamplingRow(GREEDY, 0, 1)
@@ -431,7 +431,9 @@ def test_a_mask_decides(mixed: bool, model_dir: Path, device: torch.device) -> N
     assert masked[0] == int(logits.topk(2).indices[1]) and masked[1:] == free[1:]
 
 
-def test_a_row_with_several_sample_positions(model_dir: Path, device: torch.device) -> None:
+def test_a_row_with_several_sample_positions_draws_what_each_prefix_would(
+    model_dir: Path, device: torch.device
+) -> None:
     """Each draws what its prefix would alone; the last token is what the row goes on with."""
     llm, prompt = load(model_dir, device), [5, 6, 7, 8]
     outputs = llm.generate([prompt[:2], prompt[:3], prompt], dataclasses.replace(GREEDY, max_tokens=2))

@@ -4,6 +4,7 @@ and fail on command."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,21 +14,28 @@ from chairlift.config import EngineConfig
 from chairlift.engine.adapters import AdapterLoad
 from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.core import EngineCore
+from chairlift.engine.core_outputs import CoreOutputs, FinishedSequence
+from chairlift.engine.grammars import Grammars
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
-from chairlift.engine.process.messages import Add, Refused, Step, decode, encode
-from chairlift.engine.process.process_client import EngineEvents, RemoteCore
+from chairlift.engine.kv_moves import MoveOrder
+from chairlift.engine.preparers import Preparers
+from chairlift.engine.process.messages import Add, Move, Refused, Step, decode, encode
+from chairlift.engine.process.process_client import EngineEvents, ProcessCore
+from chairlift.engine.replicas import SingleProcess
 from chairlift.errors import EngineDeadError, RequestError
 from chairlift.fleet.fleet import Fleet
+from chairlift.loading.kv_store import open_store
 from chairlift.loading.model import load_executor, read_tokenizer
-from chairlift.metrics.stats import ReplicaStats
+from chairlift.text.grammar.compiler import GrammarCompiler
 
 
-class InProcess(RemoteCore):
+class InProcess(ProcessCore):
     """One replica that runs in this process. It computes one step per turn of the event loop, unless it is
     ``stuck``."""
 
     pid = None
+    replicas = SingleProcess()
     silent_since: float | None = None
 
     def __init__(self, config: EngineConfig, events: EngineEvents) -> None:
@@ -37,26 +45,48 @@ class InProcess(RemoteCore):
         self.reason = "killed"
         self._pump: asyncio.Task[None] | None = None
         self.seen: list[PreparedRequest] = []
+        self.cached: dict[str, int] = {}
+        """Id of each request that has joined -> number of its tokens that were not computed."""
+        self._left: list[FinishedSequence] = []
 
     async def start(self) -> EngineInfo:
         loaded = load_executor(self._config, lambda label, share: None)
+        store = open_store(self._config, loaded.executor, loaded.info)
+        info = loaded.info
+        grammars = Grammars(
+            GrammarCompiler(lambda: read_tokenizer(self._config, info.model_dir), info.vocab_size, info.eos_token_ids),
+            vocab_size=info.vocab_size,
+        )
         self.core = EngineCore(
             loaded.executor,
             self._config.scheduler,
-            max_model_len=loaded.max_model_len,
+            max_model_len=loaded.info.max_model_len,
             cache=self._config.cache,
-            cache_secret=os.urandom(16),
+            cache_secret=os.urandom(16) if store is None else store.secret,
+            preparers=Preparers(grammars, kv_store=store),
         )
+        self.core.preparers.kv_blocks.wait_for_store()
         self._pump = asyncio.create_task(self._run())
-        self.info = loaded.info(self._config, self.core.kv.capacity_tokens)
+        self.info = dataclasses.replace(loaded.info, capacity_tokens=self.core.kv.capacity_tokens)
         return self.info
 
     async def _run(self) -> None:
         while not self.dead.is_set():
             await asyncio.sleep(0)
-            if not self.stuck and self.core.has_work and (outputs := self.core.step()) is not None:
-                self._events.on_step(Step(outputs, self.core.stats()))
-                self.tell()
+            if self.stuck:
+                continue
+            left, self._left = self._left, []
+            self._report(CoreOutputs(finished=left))
+            if self.core.has_work:
+                self._report(self.core.step())
+                self._report(CoreOutputs(moves=self.core.preparers.kv_moves.take_reports()))
+
+    def _report(self, outputs: CoreOutputs | None) -> None:
+        """Send the results of a step, unless there are none."""
+        if outputs is not None and outputs != CoreOutputs():
+            self.cached.update({name: cached for name, cached, _ in outputs.joined})
+            self._events.on_step(Step(outputs, self.core.stats()))
+            self.tell()
 
     def tell(self) -> None:
         """Send the lines that the step recorder has written, as an engine process does."""
@@ -73,19 +103,21 @@ class InProcess(RemoteCore):
             self._events.on_refused(Refused(request.request_id, False, str(error)))
 
     def abort(self, sequence_ids: Sequence[str]) -> None:
-        self.core.abort(sequence_ids)
+        self._left += self.core.abort(sequence_ids)
 
     def stop(self, sequence_ids: Sequence[str]) -> None:
-        self.core.stop(sequence_ids)
+        self._left += self.core.stop(sequence_ids)
 
-    def shown(self) -> list[ReplicaStats]:
-        return []
+    def move(self, order: MoveOrder) -> None:
+        message = decode(encode(Move.of(order))[4:])
+        assert isinstance(message, Move)
+        if order.stage == "pause":
+            while (outputs := self.core.land()) is not None:
+                self._report(outputs)
+        self.core.preparers.kv_moves.follow(message.order())
 
     def kill(self) -> None:
         self.dead.set()
-
-    async def roll(self, patience: float) -> None:
-        raise NotImplementedError
 
     async def died(self) -> str:
         await self.dead.wait()

@@ -56,20 +56,20 @@ async def storm(
 
     async def harm() -> None:
         while True:
-            await _until(lambda: all(each.state == "ready" for each in engine.replicas()))
+            await _until(lambda: all(each.state == "ready" for each in engine.replicas.shown()))
             base = engine.stats.generation_tokens + rng.randrange(50, 1500)
             await _until(lambda base=base: engine.stats.generation_tokens > base)
-            what, victim = rng.choice(harms), rng.choice(engine.replicas()).pid
-            if victim is None or any(each.state != "ready" for each in engine.replicas()):
+            what, victim = rng.choice(harms), rng.choice(engine.replicas.shown()).pid
+            if victim is None or any(each.state != "ready" for each in engine.replicas.shown()):
                 continue
             if what == "restart":
-                await engine.restart_replicas(1.0)
+                await engine.replicas.restart(1.0)
             elif what == "stop":
                 os.kill(victim, signal.SIGSTOP)
             else:
                 os.kill(parent_of(victim) if what == "actor" else victim, signal.SIGKILL)
             done[what] += 1
-            await _until(lambda victim=victim: all(each.pid != victim for each in engine.replicas()))
+            await _until(lambda victim=victim: all(each.pid != victim for each in engine.replicas.shown()))
 
     trouble = asyncio.create_task(harm())
     ends = await asyncio.gather(*(one(number) for number in range(count)))

@@ -36,7 +36,7 @@ def test_broken_promises_add_one_too() -> None:
     assert wanted(scaler, 20.0, demand(2)) == 2, "long ago"
 
 
-def test_a_calm_time_takes_one_away() -> None:
+def test_a_calm_time_removes_one_replica() -> None:
     scaler = Autoscaler(1, 4, calm=10.0)
     assert wanted(scaler, 0.0, demand(3, load=0.3)) == 3
     assert wanted(scaler, 6.0, demand(3, load=0.7)) == 3, "two could not serve it"
@@ -48,7 +48,7 @@ def test_a_calm_time_takes_one_away() -> None:
     assert wanted(scaler, 90.0, demand(1, load=0.0)) == 1
 
 
-def test_bounds() -> None:
+def test_the_number_of_replicas_stays_within_its_bounds() -> None:
     assert wanted(Autoscaler(2, 4), 0.0, demand(1)) == 2
     with pytest.raises(ConfigError, match="got 3-2"):
         Autoscaler(3, 2)

@@ -56,7 +56,7 @@ def test_requests_wait_until_a_replica_has_room() -> None:
     assert names(door.send(0.3)) == [("4", 0)] and not len(door)
 
 
-def test_rows_are_room_too() -> None:
+def test_a_replica_without_a_free_row_has_no_room() -> None:
     door = fleet(1, rows=4)
     for number in range(8):
         door.add(prompt(f"{number}", 1), [], 0.0)
@@ -108,7 +108,7 @@ def test_nothing_is_sent_to_a_replica_that_does_not_accept() -> None:
         assert not door.send(0.0) and len(door) == 1, routing
 
 
-def test_what_a_lost_replica_held_is_given_back() -> None:
+def test_requests_of_a_lost_replica_return_to_the_queue() -> None:
     door = fleet(2)
     for number in range(4):
         door.add(prompt(f"{number}", 100), [], 0.0)
@@ -166,7 +166,7 @@ def test_a_popular_beginning_does_not_overload_one_replica(routing: str) -> None
     assert sum(counts) == 60 and max(counts) <= 1.25 * 15 + 3, counts
 
 
-def test_keys_say_how_much_is_equal() -> None:
+def test_equal_beginnings_have_equal_routing_keys() -> None:
     text = [i % 97 for i in range(5 * PREFIX_BLOCK + 3)]
     keys, other = prefix_keys(text), prefix_keys([*text[: 3 * PREFIX_BLOCK], -1, *text[3 * PREFIX_BLOCK + 1 :]])
     assert len(keys) == 5 and keys[:3] == other[:3] and not set(keys[3:]) & set(other)
@@ -219,7 +219,7 @@ def test_the_speed_of_replicas_is_measured() -> None:
     assert alike.pace(512).prefill_seconds(8) == pytest.approx(0.002)
 
 
-def test_unknown_routing() -> None:
+def test_an_unknown_routing_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="routing must be one of rr, p2c, least, prefix, forecast; got 'best'"):
         router_from_name("best")
 
@@ -245,7 +245,7 @@ def test_a_chat_does_not_go_back_to_old_weights() -> None:
     assert names(door.send(0.0)) == [("f", 0)], "all versions are one again"
 
 
-def test_an_answer_goes_on_with_its_weights_only() -> None:
+def test_an_answer_continues_only_on_a_replica_with_its_weights() -> None:
     door = fleet(2)
     door.replicas[0].version = 1
     door.replicas[1].accepting = False

@@ -47,7 +47,7 @@ def test_one_replica_is_the_plain_simulation(settings: dict[str, Any], routing: 
     assert behind.seconds == pytest.approx(plain.seconds, rel=0.1)
 
 
-def test_same_arguments_same_report() -> None:
+def test_equal_arguments_give_equal_reports() -> None:
     plan: dict[str, Any] = {"replicas": 3, "failures": ((1, 0.5),), "start_seconds": 0.5, "door_delay": 0.01}
     assert fleet(traffic(100), **plan) == fleet(traffic(100), **plan)
 
@@ -82,7 +82,7 @@ def test_all_replicas_dead_at_once_is_a_pause() -> None:
     assert report.served.requests == 60 and 1.5 < report.served.queue.p99 < 2.5
 
 
-def test_a_rollout_breaks_nobody() -> None:
+def test_a_rollout_breaks_no_request() -> None:
     trace = traffic(200)
     calm, rolled = fleet(trace, replicas=3), fleet(trace, replicas=3, rollout_at=0.5, start_seconds=0.5)
     assert rolled.served.requests == 200 and not rolled.broken and not rolled.moved
@@ -118,7 +118,7 @@ def test_prefix_routing_keeps_sessions_together() -> None:
     assert min(hits["prefix"], hits["forecast"]) > max(hits["rr"], hits["p2c"]) + 0.2, hits
 
 
-def test_a_closed_loop_of_users_and_sessions() -> None:
+def test_a_closed_loop_of_users_keeps_sessions_in_order() -> None:
     trace = [
         TracedRequest(arrival=0.0, prompt_tokens=100 + turn, output_tokens=20, session=f"{user}", turn=turn)
         for user in range(6)
@@ -139,6 +139,6 @@ def test_a_closed_loop_of_users_and_sessions() -> None:
         ({"replicas": 2, "door_delay": -1.0}, "door_delay must be 0 or more seconds"),
     ],
 )
-def test_plans_that_mean_nothing(plan: dict[str, Any], message: str) -> None:
+def test_impossible_plans_are_refused(plan: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FleetPlan(**plan)

@@ -43,7 +43,7 @@ async def quiet(world: FleetInProcess) -> None:
     while any(each.core.has_work for each in world.cores.values() if not each.dead.is_set()):
         await asyncio.sleep(0)
     assert not world.engine.num_requests and not world.engine.num_queued and not len(world.fleet.door)
-    for shown in world.fleet.shown():
+    for shown in world.fleet.replicas.shown():
         assert (shown.unstarted, shown.started, shown.unstarted_tokens) == (0, 0, 0)
 
 
@@ -118,13 +118,13 @@ def test_every_request_is_answered_right_or_told(count: int, seed: int) -> None:
                     if what == "kill":
                         core.kill()
                     elif what == "roll":
-                        await world.fleet.roll(0.001)
+                        await world.fleet.replicas.roll(0.001)
                     else:  # it does nothing more, until the watch finds it silent
                         core.stuck, core.silent_since = True, -1e9
 
             ends = await mixed(world, count, seed, trouble)
             assert set(ends) == {"answered", "told", "left"} and ends.count("answered") > 0.7 * count
-            assert sum(each.restarts for each in world.fleet.shown()) > 5
+            assert sum(each.restarts for each in world.fleet.replicas.shown()) > 5
 
     run(test)
 
@@ -153,7 +153,7 @@ def test_streams_of_a_dead_replica_go_on_behind_their_tokens() -> None:
             while world.cores[0] is first:
                 await asyncio.sleep(0)
             assert world.engine.state is EngineState.READY and world.engine.stats.num_lost == 0
-            assert world.fleet.shown()[0].restarts == 1 and 0.2 in world.slept
+            assert world.fleet.replicas.shown()[0].restarts == 1 and 0.2 in world.slept
 
     def delivered(world: FleetInProcess) -> list[list[list[int]]]:
         return [world.engine.delivered(each.request_id) for each in world.engine.requests()]
@@ -161,7 +161,7 @@ def test_streams_of_a_dead_replica_go_on_behind_their_tokens() -> None:
     run(test)
 
 
-def test_what_cannot_move_ends_with_an_error_and_the_others_go_on() -> None:
+def test_requests_that_cannot_move_end_with_an_error_and_the_others_go_on() -> None:
     async def test() -> None:
         async with fleet_of(2, {"max_num_seqs": 4}) as world:
             params = SamplingParams(n=2, max_tokens=100, ignore_eos=True, seed=5)
@@ -218,7 +218,7 @@ def test_requests_wait_at_the_door_and_counters_survive_a_death() -> None:
             assert world.engine.stats.engine.num_steps >= steps
             await asyncio.gather(*jobs)
             assert world.engine.expected_wait() == 0.0
-            sent = [each.sent for each in world.fleet.shown()]
+            sent = [each.sent for each in world.fleet.replicas.shown()]
             assert sum(sent) >= 40 and min(sent) > 8
             await quiet(world)
 
@@ -233,7 +233,7 @@ def test_the_counters_of_replicas_never_fall_and_add_up_to_the_totals() -> None:
             engine, before = world.engine, dict[tuple[int, str], int]()
 
             def check() -> None:
-                found = engine.replica_counts()
+                found = engine.replicas.counts()
                 for field in ("prompt_tokens", "cached_tokens", "generation_tokens"):
                     assert sum(getattr(each, field) for each in found.values()) == getattr(engine.stats, field), field
                 for field in ("num_running", "num_steps", "num_preemptions", "prefix_cache_queries"):
@@ -258,7 +258,7 @@ def test_the_counters_of_replicas_never_fall_and_add_up_to_the_totals() -> None:
                 while engine.state is not EngineState.READY or len(world.fleet.door.replicas) < 2:
                     await asyncio.sleep(0)
                 check()
-            assert sorted(engine.replica_counts()) == [0, 1] and min(before.values()) > 50
+            assert sorted(engine.replicas.counts()) == [0, 1] and min(before.values()) > 50
 
     run(test)
 
@@ -288,7 +288,7 @@ def test_the_steps_of_every_replica_are_told_while_somebody_looks() -> None:
                 assert sent and viewer.added(index) == sent
             first = world.cores[0]
             first.kill()
-            while not (world.cores[0] is not first and world.fleet.shown()[0].state == "ready"):
+            while not (world.cores[0] is not first and world.fleet.replicas.shown()[0].state == "ready"):
                 await asyncio.sleep(0)
             viewer.lines[0].clear()
             await asyncio.gather(*(collect(world.engine, [8, i], params) for i in range(1, 20)))
@@ -301,14 +301,14 @@ def test_the_steps_of_every_replica_are_told_while_somebody_looks() -> None:
     run(test)
 
 
-def test_a_rolling_restart_breaks_nobody() -> None:
+def test_a_rolling_restart_breaks_no_request() -> None:
     async def test() -> None:
         async with fleet_of(2) as world:
             before = dict(world.cores)
             params = SamplingParams(n=2, max_tokens=60, ignore_eos=True, seed=1)
             jobs = [asyncio.create_task(collect(world.engine, [9, i], params)) for i in range(1, 30)]
             await turns(20)
-            await world.fleet.roll(60.0)
+            await world.fleet.replicas.roll(60.0)
             for number, answer in enumerate(await asyncio.gather(*jobs), start=1):
                 assert tokens(answer, 1) == expected_hashlm([9, number], params, 1).token_ids
             assert all(world.cores[index] is not before[index] for index in (0, 1))
@@ -326,7 +326,7 @@ def test_a_rolling_restart_does_not_stop_the_last_replica() -> None:
             params = SamplingParams(max_tokens=60, ignore_eos=True, seed=1)
             jobs = [asyncio.create_task(collect(world.engine, [9, i], params)) for i in range(1, 9)]
             await turns(20)
-            roll = asyncio.create_task(world.fleet.roll(60.0))
+            roll = asyncio.create_task(world.fleet.replicas.roll(60.0))
             await turns(5)
             world.cannot_start = "no room"
             world.cores[1].kill()
@@ -345,7 +345,7 @@ def test_a_rolling_restart_ends_if_all_replicas_die() -> None:
     async def test() -> None:
         async with fleet_of(2) as world:
             world.cannot_start = "no room"
-            roll = asyncio.create_task(world.fleet.roll(60.0))
+            roll = asyncio.create_task(world.fleet.replicas.roll(60.0))
             await turns(20)
             assert world.cores[0].dead.is_set() and not roll.done()
             world.cores[1].kill()
@@ -359,7 +359,7 @@ def test_a_fleet_of_one_is_not_rolled_and_keeps_its_weights() -> None:
     async def test() -> None:
         async with fleet_of(1) as world:
             with pytest.raises(ConfigError, match="needs two replicas that are alive"):
-                await world.fleet.roll(1.0)
+                await world.fleet.replicas.roll(1.0)
             with pytest.raises(ConfigError, match="HashLM has no weights to replace"):
                 await world.engine.update_weights("somewhere", 1)
             assert tokens(await collect(world.engine, [3], SamplingParams(max_tokens=4, seed=1)))
@@ -367,7 +367,7 @@ def test_a_fleet_of_one_is_not_rolled_and_keeps_its_weights() -> None:
     run(test)
 
 
-def test_an_answer_that_a_core_refuses_leaves_nothing() -> None:
+def test_a_request_that_a_core_refuses_leaves_nothing_behind() -> None:
     async def test() -> None:
         async with fleet_of(2, {"num_kv_blocks": 10}) as world:
             with pytest.raises(RequestError):

@@ -65,11 +65,11 @@ class World:
 
     @property
     def states(self) -> list[str]:
-        return [each.state for each in self.fleet.shown()]
+        return [each.state for each in self.fleet.replicas.shown()]
 
     @property
     def scaling(self) -> AutoscalingStats:
-        found = self.engine.autoscaling()
+        found = self.engine.replicas.autoscaling()
         assert found is not None
         return found
 
@@ -128,7 +128,7 @@ def test_the_fleet_follows_the_traffic(caplog: pytest.LogCaptureFixture) -> None
             while not all(job.done() for job in jobs):
                 await world.seconds(1)
             await asyncio.gather(*jobs)
-            assert min(each.sent for each in world.fleet.shown()) > 2
+            assert min(each.sent for each in world.fleet.replicas.shown()) > 2
             before = world.clock.time
             await world.until(["ready", "off", "off"])
             assert world.clock.time - before >= 30, "a calm time for each removal"
@@ -154,7 +154,7 @@ async def one_drains(world: World) -> list[asyncio.Task[None]]:
     world.inner.cores[0].stuck = world.inner.cores[1].stuck = True
     held = ask(world, 2)
     await turns(30)
-    assert [each.unstarted for each in world.fleet.shown()] == [1, 1]
+    assert [each.unstarted for each in world.fleet.replicas.shown()] == [1, 1]
     await world.until(["ready", "draining"])
     return held
 
@@ -180,11 +180,11 @@ def test_a_rolling_restart_leaves_a_removed_replica_alone() -> None:
             await world.until(["ready"] * 3)
             await asyncio.gather(*jobs)
             await world.until(["ready", "ready", "off"])
-            rolled = asyncio.create_task(world.fleet.roll(1.0))
+            rolled = asyncio.create_task(world.fleet.replicas.roll(1.0))
             while not rolled.done():
                 await world.seconds(1)
             assert world.states == ["ready", "ready", "off"] and world.engine.stats.num_lost == 0
-            assert [each.restarts for each in world.fleet.shown()] == [1, 1, 0]
+            assert [each.restarts for each in world.fleet.replicas.shown()] == [1, 1, 0]
 
     run(test)
 
@@ -232,11 +232,11 @@ def test_sessions_of_a_removed_replica_move_once() -> None:
             params = SamplingParams(max_tokens=2, ignore_eos=True)
 
             async def turn() -> list[int]:
-                sent = [each.sent for each in world.fleet.shown()]
+                sent = [each.sent for each in world.fleet.replicas.shown()]
                 for chat in chats:
                     await collect(world.engine, chat, params)
                     chat += [7] * 20
-                return [each.sent - before for each, before in zip(world.fleet.shown(), sent, strict=True)]
+                return [each.sent - before for each, before in zip(world.fleet.replicas.shown(), sent, strict=True)]
 
             first = await turn()
             assert sum(first) == 4 and await turn() == first, "each chat stays where its beginning is cached"
@@ -276,7 +276,7 @@ def test_a_draining_replica_may_die() -> None:
             await world.until(["ready", "off"])
             world.inner.cores[0].stuck = False
             await asyncio.gather(*held)
-            assert world.engine.stats.num_lost == 0 and world.fleet.shown()[1].restarts == 0
+            assert world.engine.stats.num_lost == 0 and world.fleet.replicas.shown()[1].restarts == 0
             await world.seconds(3)
             assert world.states == ["ready", "off"]
 

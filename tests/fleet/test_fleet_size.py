@@ -54,7 +54,7 @@ def test_a_divided_traffic_asks_for_as_many_replicas() -> None:
 
 
 @pytest.mark.nightly
-def test_promises_that_nothing_keeps() -> None:
+def test_targets_that_no_fleet_meets_choose_none() -> None:
     found = size(traffic(450, 4, ttft_ms=0.5), most=2)
     assert found.chosen is None and found.replicas is None and found.parts > 1
     with pytest.raises(ConfigError, match="too short to be divided into 2 parts; simulate at least 600"):

@@ -97,11 +97,11 @@ def test_weights_that_cannot_be_read_change_nothing(weights: Weights, tmp_path: 
             with pytest.raises(ModelLoadError, match="has neither"):
                 await world.engine.update_weights(tmp_path, 1)
             assert set(await streams(world, weights)) == {0}
-            assert [each.state for each in world.fleet.shown()] == ["ready", "ready"]
+            assert [each.state for each in world.fleet.replicas.shown()] == ["ready", "ready"]
 
     run(test)
 
 
 async def ready(world: FleetInProcess) -> None:
-    while any(each.state != "ready" for each in world.fleet.shown()):
+    while any(each.state != "ready" for each in world.fleet.replicas.shown()):
         await asyncio.sleep(0)

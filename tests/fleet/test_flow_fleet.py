@@ -38,7 +38,9 @@ def both(
         ("agents", 30, {}, 0.2),  # long prompts in several chunks
     ],
 )
-def test_it_comes_near_the_exact_simulation(kind: str, rate: float, settings: dict[str, Any], limit: float) -> None:
+def test_the_flow_model_is_near_the_exact_simulation(
+    kind: str, rate: float, settings: dict[str, Any], limit: float
+) -> None:
     exact, flow = both(traffic(250, rate, kind), settings, replicas=2)
     ratios = FlowError(1, exact, flow).ratios()
     assert set(ratios) == {"tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"}
@@ -48,7 +50,7 @@ def test_it_comes_near_the_exact_simulation(kind: str, rate: float, settings: di
     assert flow.served.utilisation == pytest.approx(exact.served.utilisation, abs=0.07)
 
 
-def test_users_who_wait_and_clients_who_leave() -> None:
+def test_closed_loops_and_cancelled_requests_are_near_the_exact_simulation() -> None:
     trace = [dataclasses.replace(each, cancel_ms=300.0) if i % 7 == 0 else each for i, each in enumerate(traffic(150))]
     config, plan = EngineConfig.from_flat({}), FleetPlan(replicas=3)
     reports = [model(trace, config, H100, plan, max_concurrency=12).served for model in (replay_fleet, replay_flow)]
@@ -57,7 +59,7 @@ def test_users_who_wait_and_clients_who_leave() -> None:
     assert reports[1].seconds == pytest.approx(reports[0].seconds, rel=0.05)
 
 
-def test_a_large_fleet_and_its_error() -> None:
+def test_a_large_fleet_is_simulated_with_its_error() -> None:
     trace, config, plan = traffic(400, 400), EngineConfig.from_flat({}), FleetPlan(replicas=40)
     report = replay_flow(trace, config, H100, plan)
     assert report == replay_flow(trace, config, H100, plan)
@@ -83,7 +85,7 @@ def test_a_large_fleet_and_its_error() -> None:
         ({}, {"batching": "static"}, "static batches"),
     ],
 )
-def test_what_it_does_not_have_is_refused(plan: dict[str, Any], settings: dict[str, Any], what: str) -> None:
+def test_features_outside_the_flow_model_are_refused(plan: dict[str, Any], settings: dict[str, Any], what: str) -> None:
     config = EngineConfig.from_flat(settings)
     with pytest.raises(ConfigError, match=f"20 replicas are simulated as flows of requests, without {what}"):
         replay_flow(traffic(5), config, H100, FleetPlan(replicas=20, **plan))

@@ -49,7 +49,7 @@ def test_a_replica_that_is_killed_takes_no_stream_with_it() -> None:
         try:
             await engine.wait_ready()
             assert engine.info is not None and engine.info.max_num_seqs == 8 and engine.intake.max_requests == 64
-            before = engine.replicas()
+            before = engine.replicas.shown()
             pids = [each.pid for each in before if each.pid is not None]
             if len(os.sched_getaffinity(0)) > 1:
                 assert not os.sched_getaffinity(pids[0]) & os.sched_getaffinity(pids[1])
@@ -60,8 +60,8 @@ def test_a_replica_that_is_killed_takes_no_stream_with_it() -> None:
             for number, stream in enumerate(streams, start=1):
                 (output,) = [each async for each in stream]
                 assert output.outputs[0].token_ids == expected_hashlm([7, number], params).token_ids
-            await until(lambda: engine.replicas()[1].state == "ready")
-            assert engine.replicas()[1].pid not in pids and engine.replicas()[1].restarts == 1
+            await until(lambda: engine.replicas.shown()[1].state == "ready")
+            assert engine.replicas.shown()[1].pid not in pids and engine.replicas.shown()[1].restarts == 1
             assert engine.stats.num_lost == 0
         finally:
             await engine.shutdown()
@@ -82,7 +82,7 @@ def test_a_replica_that_is_killed_takes_no_stream_with_it() -> None:
         ({"max_replicas": 65}, "max_replicas must be a whole number from 1 to 64"),
     ],
 )
-def test_numbers_of_replicas_that_mean_nothing(settings: dict[str, Any], message: str) -> None:
+def test_impossible_numbers_of_replicas_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerConfig(**settings)
 
@@ -104,16 +104,16 @@ def test_processes_are_started_and_ended_as_traffic_demands() -> None:
 
         try:
             await engine.wait_ready()
-            assert [each.state for each in engine.replicas()] == ["ready", "off"]
+            assert [each.state for each in engine.replicas.shown()] == ["ready", "off"]
             jobs = [asyncio.create_task(one(number)) for number in range(60)]
-            await until(lambda: [each.state for each in engine.replicas()] == ["ready", "ready"])
-            pid = engine.replicas()[1].pid
+            await until(lambda: [each.state for each in engine.replicas.shown()] == ["ready", "ready"])
+            pid = engine.replicas.shown()[1].pid
             await asyncio.gather(*jobs)
-            assert engine.replicas()[1].sent > 5 and pid is not None and Path(f"/proc/{pid}").exists()
-            await until(lambda: sorted(each.state for each in engine.replicas()) == ["off", "ready"])
-            await until(lambda: sum(each.pid is not None for each in engine.replicas()) == 1)
+            assert engine.replicas.shown()[1].sent > 5 and pid is not None and Path(f"/proc/{pid}").exists()
+            await until(lambda: sorted(each.state for each in engine.replicas.shown()) == ["off", "ready"])
+            await until(lambda: sum(each.pid is not None for each in engine.replicas.shown()) == 1)
             await asyncio.gather(*map(one, range(4)))
-            state = engine.autoscaling()
+            state = engine.replicas.autoscaling()
             assert state is not None and (state.num_added, state.num_removed) == (1, 1) and state.start_seconds > 0
             assert engine.stats.num_lost == 0
         finally:

@@ -105,14 +105,14 @@ def test_engines_behind_ports_serve_and_move_their_streams() -> None:
             prompts = [[7, number] for number in range(1, 9)]
             streams = [await engine.submit(prompt, params, kind=OutputKind.FINAL) for prompt in prompts]
             await until(lambda: engine.stats.generation_tokens > 100)
-            victim = engine.replicas()[1].pid
+            victim = engine.replicas.shown()[1].pid
             places[1].process.kill()
             for prompt, stream in zip(prompts, streams, strict=True):
                 (output,) = [each async for each in stream]
                 assert output.outputs[0].token_ids == expected_hashlm(prompt, params).token_ids
             await until(lambda: not Path(f"/proc/{victim}").exists())
-            await until(lambda: all(each.state == "ready" for each in engine.replicas()))
-            assert [each.restarts for each in engine.replicas()] == [0, 1] and engine.stats.num_lost == 0
+            await until(lambda: all(each.state == "ready" for each in engine.replicas.shown()))
+            assert [each.restarts for each in engine.replicas.shown()] == [0, 1] and engine.stats.num_lost == 0
         finally:
             await engine.shutdown()
             for place in places:
@@ -122,7 +122,7 @@ def test_engines_behind_ports_serve_and_move_their_streams() -> None:
     bounded(test)
 
 
-def test_nobody_without_the_secret_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_the_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers that say nothing, too little or something else are closed, and the port closes at last."""
     monkeypatch.setattr("chairlift.fleet.node._OPEN_SECONDS", 0.3)
     monkeypatch.setattr("chairlift.fleet.node._HELLO_SECONDS", 0.1)

@@ -115,7 +115,7 @@ def test_streams_of_a_local_cluster_survive_lost_engines_actors_and_restarts(env
             await engine.wait_ready()
             assert not (Path.home() / ".ray").exists(), "the token was written to a file"
             assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
-            pids = [each.pid for each in engine.replicas() if each.pid is not None]
+            pids = [each.pid for each in engine.replicas.shown() if each.pid is not None]
             assert len(set(pids)) == 2
             if len(os.sched_getaffinity(0)) > 1:
                 assert not os.sched_getaffinity(pids[0]) & os.sched_getaffinity(pids[1])
@@ -127,20 +127,20 @@ def test_streams_of_a_local_cluster_survive_lost_engines_actors_and_restarts(env
                 prompts = [[7, turn + 1, number] for number in range(1, 13)]
                 streams = [await engine.submit(prompt, params, kind=OutputKind.FINAL) for prompt in prompts]
                 await until(lambda told=told: engine.stats.generation_tokens > told + 100)
-                victim = engine.replicas()[turn % 2].pid
+                victim = engine.replicas.shown()[turn % 2].pid
                 assert victim is not None
                 if harm == "engine":
                     os.kill(victim, signal.SIGKILL)
                 elif harm == "actor":
                     os.kill(parent_of(victim), signal.SIGKILL)
                 else:
-                    await engine.restart_replicas(30.0)
+                    await engine.replicas.restart(30.0)
                 for prompt, stream in zip(prompts, streams, strict=True):
                     (output,) = [each async for each in stream]
                     assert output.outputs[0].token_ids == expected_hashlm(prompt, params).token_ids
-                await until(lambda: all(each.state == "ready" for each in engine.replicas()))
+                await until(lambda: all(each.state == "ready" for each in engine.replicas.shown()))
                 await until(lambda victim=victim: not Path(f"/proc/{victim}").exists())
-            assert [each.restarts for each in engine.replicas()] == [2, 2]
+            assert [each.restarts for each in engine.replicas.shown()] == [2, 2]
             assert engine.stats.num_lost == 0
         finally:
             await engine.shutdown()
@@ -212,15 +212,15 @@ def test_actors_of_a_local_cluster_follow_the_traffic(environment: pytest.Monkey
 
         try:
             await engine.wait_ready()
-            assert [each.state for each in engine.replicas()] == ["ready", "off"]
+            assert [each.state for each in engine.replicas.shown()] == ["ready", "off"]
             for _ in range(20):  # until the second actor serves
                 await asyncio.gather(*map(one, range(60)))
-                if engine.replicas()[1].sent:
+                if engine.replicas.shown()[1].sent:
                     break
-            assert engine.replicas()[1].sent
-            await until(lambda: sorted(each.state for each in engine.replicas()) == ["off", "ready"])
+            assert engine.replicas.shown()[1].sent
+            await until(lambda: sorted(each.state for each in engine.replicas.shown()) == ["off", "ready"])
             await asyncio.gather(*map(one, range(4)))
-            state = engine.autoscaling()
+            state = engine.replicas.autoscaling()
             assert state is not None and (state.num_added, state.num_removed) == (1, 1) and state.start_seconds > 0.5
             assert engine.stats.num_lost == 0
         finally:

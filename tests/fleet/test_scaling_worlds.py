@@ -20,13 +20,13 @@ SEEDS = range(-2, 4)
 
 
 @pytest.mark.parametrize("seeds", [SEEDS, pytest.param(range(4, 40), marks=pytest.mark.nightly)], ids=str)
-def test_worlds_keep_the_rules(seeds: range) -> None:
+def test_random_fleets_keep_the_rules_of_scaling(seeds: range) -> None:
     changes = [check_world(seed) for seed in seeds]
     assert sum(grown for grown, _ in changes) >= len(seeds) and any(shrunk for _, shrunk in changes)
 
 
 @pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 20))])
-def test_a_world_has_one_course(seed: int) -> None:
+def test_one_seed_gives_one_execution(seed: int) -> None:
     world = draw_world(seed)
     config = EngineConfig.from_flat(world.settings)
     assert replay_fleet(world.trace, config, H100, world.plan) == replay_fleet(world.trace, config, H100, world.plan)
@@ -89,7 +89,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.full
-@pytest.mark.planted("test_worlds_keep_the_rules")
+@pytest.mark.planted("test_random_fleets_keep_the_rules_of_scaling")
 @pytest.mark.parametrize("name", one_in(3, BUGS))
 def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[name](monkeypatch)

@@ -10,7 +10,7 @@ from chairlift.core.request import Request
 from chairlift.core.scheduler.decode_rows import DecodeRows
 from chairlift.core.scheduler.drafts import Drafts
 from chairlift.core.scheduler.output import FAILED_ROW, Chunk
-from chairlift.core.scheduler.step import Step
+from chairlift.core.scheduler.step import ScheduledStep
 from chairlift.executor.input_batch import InputBatch
 from tests.simulation.mutants import Patch
 
@@ -26,7 +26,7 @@ def mutant(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
 def kv_of_the_token_to_come_published(patch: Patch) -> None:
     accept = Drafts.accept
 
-    def wrong(self: Drafts, flight: Step, *args: Any) -> list[Request | None]:
+    def wrong(self: Drafts, flight: ScheduledStep, *args: Any) -> list[Request | None]:
         found = accept(self, flight, *args)
         for request, _ in flight.verifies:
             if request.slot >= 0:
@@ -93,7 +93,7 @@ def drafts_count_as_computed(patch: Patch) -> None:
 def rejected_positions_may_end_a_request(patch: Patch) -> None:
     accept = Drafts.accept
 
-    def wrong(self: Drafts, flight: Step, tokens: Sequence[int], sampled: Any) -> list[Request | None]:
+    def wrong(self: Drafts, flight: ScheduledStep, tokens: Sequence[int], sampled: Any) -> list[Request | None]:
         found = accept(self, flight, tokens, sampled)
         place = len(tokens) - sum(chunk.samples for _, chunk in flight.verifies)
         for request, chunk in flight.verifies:
@@ -126,7 +126,7 @@ def drafts_beyond_the_end_of_the_answer(patch: Patch) -> None:
 def window_left_behind_before_it_was_read(patch: Patch) -> None:
     make_room, leave = Drafts._make_room, BlockTables._release_passed
 
-    def wrong(self: Drafts, request: Request, chunk: Chunk, step: Step) -> bool:
+    def wrong(self: Drafts, request: Request, chunk: Chunk, step: ScheduledStep) -> bool:
         def early(tables: BlockTables, group: int, grows: Request, in_flight: int) -> None:
             request.num_computed_tokens = chunk.end
             leave(tables, group, grows, in_flight)
@@ -145,7 +145,7 @@ def window_left_behind_before_it_was_read(patch: Patch) -> None:
 def row_stays_among_the_decodes(patch: Patch) -> None:
     make_room, stop = Drafts._make_room, DecodeRows.stop
 
-    def wrong(self: Drafts, request: Request, chunk: Chunk, step: Step) -> bool:
+    def wrong(self: Drafts, request: Request, chunk: Chunk, step: ScheduledStep) -> bool:
         made = make_room(self, request, chunk, step)
         self._decodes.start([request])
         return made
@@ -184,7 +184,7 @@ def ended_rows_decode_again(patch: Patch) -> None:
 def blocks_of_drafts_not_sent(patch: Patch) -> None:
     make_room = Drafts._make_room
 
-    def wrong(self: Drafts, request: Request, chunk: Chunk, step: Step) -> bool:
+    def wrong(self: Drafts, request: Request, chunk: Chunk, step: ScheduledStep) -> bool:
         before = list(step.out.new_blocks)
         made = make_room(self, request, chunk, step)
         step.out.new_blocks = before
@@ -203,7 +203,7 @@ def sample_positions_counted_from_the_first_chunk(patch: Patch) -> None:
 def longest_answer_not_noticed(patch: Patch) -> None:
     accept = Drafts.accept
 
-    def wrong(self: Drafts, flight: Step, *args: Any) -> list[Request | None]:
+    def wrong(self: Drafts, flight: ScheduledStep, *args: Any) -> list[Request | None]:
         finals = list(flight.finals)
         found = accept(self, flight, *args)
         flight.finals = finals
@@ -216,7 +216,7 @@ def longest_answer_not_noticed(patch: Patch) -> None:
 def token_of_the_last_position_taken(patch: Patch) -> None:
     accept = Drafts.accept
 
-    def wrong(self: Drafts, flight: Step, tokens: Sequence[int], sampled: Any) -> list[Request | None]:
+    def wrong(self: Drafts, flight: ScheduledStep, tokens: Sequence[int], sampled: Any) -> list[Request | None]:
         given, place = list(tokens), len(tokens) - sum(chunk.samples for _, chunk in flight.verifies)
         for _, chunk in flight.verifies:
             accepted = chunk.num_accepted(given[place : place + chunk.samples])
@@ -231,7 +231,7 @@ def token_of_the_last_position_taken(patch: Patch) -> None:
 def failed_position_does_not_end_the_request(patch: Patch) -> None:
     accept = Drafts.accept
 
-    def wrong(self: Drafts, flight: Step, tokens: Sequence[int], sampled: Any) -> list[Request | None]:
+    def wrong(self: Drafts, flight: ScheduledStep, tokens: Sequence[int], sampled: Any) -> list[Request | None]:
         found = accept(self, flight, tokens, sampled)
         first = len(tokens) - sum(chunk.samples for _, chunk in flight.verifies)
         late = [place for place in range(first, len(tokens)) if tokens[place] == FAILED_ROW]

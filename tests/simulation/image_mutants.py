@@ -17,7 +17,7 @@ from chairlift.core.scheduler.batch import Batch
 from chairlift.core.scheduler.output import Chunk, NewRow, SchedulerOutput
 from chairlift.core.scheduler.preemptor import Preemptor
 from chairlift.core.scheduler.prompt_budget import PromptBudget
-from chairlift.core.scheduler.step import Step
+from chairlift.core.scheduler.step import ScheduledStep
 from chairlift.engine import images
 from chairlift.engine.core import EngineCore
 from chairlift.engine.images import Images
@@ -263,7 +263,7 @@ def image_that_must_be_whole_waits_for_ever(patch: Patch) -> None:
     """Bug: an image that must be computed in one step may not exceed the prompt budget, so a large image waits for
     ever."""
 
-    def wrong(self: PromptBudget, request: Request, num_tokens: int, step: Step) -> int:
+    def wrong(self: PromptBudget, request: Request, num_tokens: int, step: ScheduledStep) -> int:
         start = request.num_computed_tokens
         span = cut_by(request.images, start + num_tokens)
         return num_tokens if span is None else span.position - start

@@ -10,7 +10,7 @@ from chairlift.core.request import Request
 from chairlift.core.scheduler.batch import Batch
 from chairlift.core.scheduler.output import SchedulerOutput
 from chairlift.core.scheduler.scheduler import Scheduler
-from chairlift.core.scheduler.step import Step
+from chairlift.core.scheduler.step import ScheduledStep
 from chairlift.engine.grammars import GrammarRow, Grammars, SamplePlace
 from chairlift.engine.mask_limits import MaskLedger
 from chairlift.engine.mask_work import MaskJob
@@ -70,7 +70,7 @@ def late_row_never_rejoins(patch: Patch) -> None:
 def late_row_blocks_its_neighbours(patch: Patch) -> None:
     original = Scheduler._run_decodes
 
-    def run_decodes(self: Scheduler, step: Step) -> None:
+    def run_decodes(self: Scheduler, step: ScheduledStep) -> None:
         if not self.batch.unready_rows:
             original(self, step)
 

@@ -30,7 +30,7 @@ from chairlift.core.scheduler.preemptor import Preemptor
 from chairlift.core.scheduler.prompt_budget import PromptBudget
 from chairlift.core.scheduler.prompt_share import PromptShare
 from chairlift.core.scheduler.scheduler import Scheduler
-from chairlift.core.scheduler.step import Step
+from chairlift.core.scheduler.step import ScheduledStep
 from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.engine import Engine
 from chairlift.engine.grammars import Grammars
@@ -102,7 +102,7 @@ def size_comes_before_priority(patch: Patch) -> None:
 def rest_of_the_size_share_is_lost(patch: Patch) -> None:
     original = PromptBudget._run_smallest
 
-    def run(self: PromptBudget, step: Step, budget: int) -> int:
+    def run(self: PromptBudget, step: ScheduledStep, budget: int) -> int:
         return original(self, step, min(budget, 1))
 
     patch(PromptBudget, "_run_smallest", run)

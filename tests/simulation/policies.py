@@ -9,11 +9,12 @@ import random
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
+from chairlift.core.plugins.longest_prefix import LongestPrefixFirst
 from chairlift.core.request import Request
 from chairlift.core.scheduler.fairness import VirtualTokenCounters
 from chairlift.core.scheduler.policy import FirstComeFirstServed, Resource
 
-__all__ = ["BROKEN", "EarliestDeadlineFirst", "FairShares", "SeededRandom", "ShortestPromptFirst"]
+__all__ = ["BROKEN", "EarliestDeadlineFirst", "FairShares", "SeededRandom", "ShortBeginnings", "ShortestPromptFirst"]
 
 
 class EarliestDeadlineFirst(FirstComeFirstServed):
@@ -115,6 +116,14 @@ class SeededRandom(FirstComeFirstServed):
 
     def forgotten(self, request: Request) -> None:
         self._places.pop(request.request_id, None)
+
+
+class ShortBeginnings(LongestPrefixFirst):
+    """The longest prefix first, for the short prompts and the short times of simulated worlds."""
+
+    name = "longest_prefix, short"
+    ageing_seconds = 0.1
+    beginning_tokens = 3
 
 
 # -- broken ----------------------------------------------------------------------------------------------------------

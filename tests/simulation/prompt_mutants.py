@@ -53,6 +53,16 @@ def follower_that_left_is_queued_again(patch: Patch) -> None:
 def follower_waits_in_the_queue_too(patch: Patch) -> None:
     def wrong(self: PromptsInFlight, leader: Request) -> None:
         for follower in [each for each in self._followers.values() if each.leader is leader]:
-            self._wait(follower.request)
+            self._wait(follower.request, 0)
 
     patch(PromptsInFlight, "published", wrong)
+
+
+@mutant
+def released_followers_stay_outside_the_queue(patch: Patch) -> None:
+    patch(PromptsInFlight, "_queue", lambda self, most: None)
+
+
+@mutant
+def leaders_keep_the_followers_that_left_them(patch: Patch) -> None:
+    patch(PromptsInFlight, "_forget_follower", lambda self, follower: None)

@@ -151,12 +151,12 @@ def new_entry_is_not_written_in_steady_decode(patch: Patch) -> None:
 def hit_ends_inside_an_entry(patch: Patch) -> None:
     """Bug: the length of a prefix hit is determined by K and V only, so it may end inside an entry of recurrent
     states."""
-    original = KVCacheManager._has_all
 
-    def has_all(self: KVCacheManager, group: int, path: list[Any]) -> bool:
-        return isinstance(self.layout.kinds[group], StateKind) or original(self, group, path)
+    def continues(self: CacheLayout, num_blocks: int, has: Callable[[int, int], bool]) -> bool:
+        groups = [group for group, kind in enumerate(self.kinds) if not isinstance(kind, StateKind)]
+        return all(has(group, index) for group in groups for index in self.in_reach(group, num_blocks))
 
-    patch(KVCacheManager, "_has_all", has_all)
+    patch(CacheLayout, "_continues", continues)
 
 
 @mutant

@@ -114,7 +114,7 @@ class _Exact:
         return int(request.max_total_tokens - request.num_prompt_tokens)
 
 
-def test_forecasts_know_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forecasts_include_the_time_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     with_price, forecast_with = simulate()
     features = StepRecord.features.fget
 

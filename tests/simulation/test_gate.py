@@ -16,7 +16,14 @@ from chairlift.core.scheduler.policy import FirstComeFirstServed, Policy
 from chairlift.core.scheduler.precedence import Precedence
 from chairlift_lab.sim.gate import check_policy
 from chairlift_lab.sim.policy_watch import PROMISES
-from tests.simulation.policies import BROKEN, EarliestDeadlineFirst, FairShares, SeededRandom, ShortestPromptFirst
+from tests.simulation.policies import (
+    BROKEN,
+    EarliestDeadlineFirst,
+    FairShares,
+    SeededRandom,
+    ShortBeginnings,
+    ShortestPromptFirst,
+)
 from tests.tiers import one_in
 
 RESERVING = {"priority": ServiceClass(priority=-5, min_seqs=1), "chat": ServiceClass(min_blocks=3, min_step_tokens=1)}
@@ -27,6 +34,7 @@ GOOD: dict[str, Callable[[], Policy]] = {
     "srpt": ShortestPromptFirst,
     "vtc": FairShares,
     "random": SeededRandom,
+    "longest prefix": ShortBeginnings,
     "precedence": lambda: Precedence(parse_service_classes(""), max_running=16),
     "precedence, ageing fast": lambda: Precedence({}, max_running=16, ageing_seconds=0.02, tenant_weights={"a": 5.0}),
     "precedence, reserving": lambda: Precedence(RESERVING, max_running=16),
@@ -58,7 +66,7 @@ def test_good_policy_passes_in_many_worlds(name: str, pytestconfig: pytest.Confi
     assert report.passed, str(report)
 
 
-def test_who_gives_way_before_its_last_token_may_come_back_in_the_same_step() -> None:
+def test_a_request_preempted_before_its_last_token_may_return_in_the_same_step() -> None:
     """It was still listed as one whose last step is in flight, so the next step stopped it, and it never ended."""
     report = check_policy(SeededRandom, [1374])
     assert report.passed, str(report)

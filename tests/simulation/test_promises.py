@@ -474,7 +474,7 @@ def test_promise_holds(name: str, pytestconfig: pytest.Config) -> None:
     run_worlds(name, pytestconfig, 80)
 
 
-def test_who_is_owed_a_row_is_asked_first_when_service_is_equal() -> None:
+def test_a_tenant_that_is_owed_a_row_is_asked_first_at_equal_service() -> None:
     """Else one of the others is, for its age, and the full batch is not asked again for four steps."""
     assert owes(4291)["owed"]
 

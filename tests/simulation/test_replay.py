@@ -73,7 +73,7 @@ def one(arrival: float, prompt: int = 10, output: int = 3, **fields: Any) -> Tra
     return TracedRequest(arrival=arrival, prompt_tokens=prompt, output_tokens=output, **fields)
 
 
-def test_times_of_a_request_alone() -> None:
+def test_a_request_alone_has_the_times_of_its_steps() -> None:
     figures = served([one(5.0, output=4)], FLAT)
     assert (figures.requests, figures.steps, figures.output_tokens) == (1, 4, 4)
     assert [figures.ttft.p50, figures.tpot.p50, figures.itl.p99] == pytest.approx([0.1] * 3)
@@ -100,7 +100,7 @@ def test_a_step_takes_what_the_cost_model_says_of_it() -> None:
     assert figures.steps == 3
 
 
-def test_who_comes_in_the_middle_of_a_step_is_seen_at_the_next() -> None:
+def test_a_request_that_comes_during_a_step_starts_at_the_next() -> None:
     figures = served([one(0.0, output=3), one(0.15, output=1)], FLAT)
     assert figures.queue.mean == pytest.approx(0.05 / 2)
     assert figures.ttft.mean == pytest.approx((0.1 + 0.15) / 2)
@@ -157,7 +157,7 @@ def test_one_slot_with_poisson_arrivals_is_an_m_d_1_queue(load: float) -> None:
     assert figures.utilisation == pytest.approx(load, rel=0.05)
 
 
-def test_littles_law() -> None:
+def test_the_replay_obeys_littles_law() -> None:
     """Requests in the system = rate of arrival x time in the system, whatever the scheduler does."""
     trace = draw_trace("chat", parse_arrivals("poisson:3"), 400, seed=2)
     figures = served(trace, max_num_seqs=32)
@@ -195,7 +195,7 @@ def test_equal_prefixes_are_computed_once() -> None:
     assert shared.ttft.mean < 0.7 * alone.ttft.mean
 
 
-def test_who_left_is_not_among_the_prompts_that_came_from_the_cache() -> None:
+def test_cancelled_requests_do_not_count_as_cached_prompts() -> None:
     trace = [
         TracedRequest(arrival=place, prompt_tokens=1024, output_tokens=100, prefix_ids=(1, 2), cancel_ms=left)
         for place, left in enumerate((None, 50.0, 50.0))
@@ -227,7 +227,7 @@ def test_a_recording_of_batches_is_replayed_in_batches(settings: dict[str, Any])
 
 
 @pytest.mark.parametrize(("long", "short", "held"), [(11, 1, 0.5), (11, 6, 0.25), (3, 3, 0.0)])
-def test_what_a_static_batch_computes_for_rows_that_have_ended(long: int, short: int, held: float) -> None:
+def test_a_static_batch_counts_tokens_computed_for_rows_that_have_ended(long: int, short: int, held: float) -> None:
     """A first token comes with the prompt; after it a batch of two computes two rows until its longer answer ends."""
     core, limits = simulated_core(deployment(), EngineConfig.from_flat({"max_num_seqs": 2}))
     recorder = StepRecorder(core, most_bytes=1 << 24)
@@ -287,7 +287,7 @@ def test_static_batches_have_no_time_per_token() -> None:
     assert "-" not in lines["time to first token"]
 
 
-def test_what_was_measured_stands_first_and_the_simulation_is_called_one() -> None:
+def test_measured_figures_stand_first_and_simulated_ones_are_marked() -> None:
     recording = read_recording(_joined(_recorded()))
     figures, *_ = compare_sides(recording, *batching_sides())
     whole = [(each.ended or 0) - each.arrival for each in recording.arrivals]
@@ -358,7 +358,7 @@ def test_looking_ahead_changes_no_work_and_little_time(depth: int) -> None:
     assert ahead.seconds == pytest.approx(plain.seconds, rel=0.05)
 
 
-def test_promises() -> None:
+def test_goodput_is_the_share_of_requests_that_met_their_targets() -> None:
     trace = [one(0.0, ttft_ms=150.0, tpot_ms=100.001), one(0.0, ttft_ms=99.0), one(0.0, deadline_ms=299.0), one(0.0)]
     assert served(trace, FLAT).goodput == pytest.approx(1 / 3)
     assert served([one(0.0)], FLAT).goodput is None
@@ -380,7 +380,7 @@ def test_promises_reach_the_policy() -> None:
     assert served(unknown, FLAT).refused == 0
 
 
-def test_what_can_never_fit_is_refused_and_the_others_are_served() -> None:
+def test_requests_that_can_never_fit_are_refused_and_the_others_are_served() -> None:
     trace = [one(0.0), one(0.0, prompt=20_000), one(0.0, prompt=600), one(0.1)]
     figures = served(trace, num_kv_blocks=33)
     assert (figures.requests, figures.refused) == (2, 2)
@@ -475,7 +475,7 @@ def test_a_model_of_ones_own_has_the_shape_that_its_config_says(tmp_path: Path, 
     assert shape_from_name(str(tmp_path)) == known
 
 
-def test_a_floor_of_the_table_by_hand() -> None:
+def test_a_floor_of_the_table_equals_that_by_hand() -> None:
     """Qwen2.5-0.5B, 32 rows of 512 tokens: 0.988 GB of weights and 0.201 GB of KV."""
     roofline = MODELS["qwen2.5-0.5b"].on(
         dataclasses.replace(MACHINES["h100-sxm"], bandwidth_share=1, step_seconds=1e-9)
@@ -484,7 +484,7 @@ def test_a_floor_of_the_table_by_hand() -> None:
     assert seconds == pytest.approx((0.988e9 + 0.2013e9) / 3.35e12, rel=0.01)
 
 
-def test_unknown_names() -> None:
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="h100-sxm"):
         deploy("h1000", MODELS["llama-3-8b"])
     with pytest.raises(ConfigError, match="llama-3-8b"):
@@ -557,7 +557,7 @@ def test_users_of_a_closed_loop_send_one_request_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("batching", ["continuous", "static", "dynamic"])
-def test_who_leaves_before_the_answer_is_complete_is_aborted(batching: str) -> None:
+def test_a_request_cancelled_before_its_end_is_aborted(batching: str) -> None:
     trace = [one(0.0, output=40, cancel_ms=250.0), one(0.0, output=4, cancel_ms=5000.0), one(0.0, output=4)]
     settings = {"batching": batching, "max_num_seqs": 4}
     figures = served(trace, FLAT, **settings)
@@ -571,6 +571,52 @@ def test_who_leaves_before_the_answer_is_complete_is_aborted(batching: str) -> N
         assert [timing.request.arrival for timing in arrivals(session)] == pytest.approx([0.0, 0.3])
 
 
-def test_who_leaves_while_waiting_is_never_started() -> None:
+def test_a_request_cancelled_in_the_queue_is_never_started() -> None:
     figures = served([one(0.0, output=9), one(0.0, cancel_ms=200.0)], FLAT, max_num_seqs=1)
     assert (figures.requests, figures.cancelled, figures.steps) == (1, 1, 9)
+
+
+KV_BOUND = dataclasses.replace(STEP, context_seconds=1e-4, shared_share=0.1)
+
+
+def shares(prefix: int) -> list[TracedRequest]:
+    """16 requests whose prompts have the first ``prefix`` of their 4 prefix ids in common."""
+    own = [tuple(range(prefix)) + tuple(range(100 + 10 * n, 104 + 10 * n - prefix)) for n in range(16)]
+    return [one(0.0, prompt=2048, output=20, prefix_ids=ids, prefix_block=512) for ids in own]
+
+
+def test_rows_that_read_a_prefix_together_decode_faster_and_others_as_before() -> None:
+    def seconds(prefix: int, together: bool) -> float:
+        place = deployment(KV_BOUND, reads_shared_once=together)
+        return replay(shares(prefix), EngineConfig.from_flat({}), place).served.seconds
+
+    assert seconds(0, True) == seconds(0, False)
+    assert seconds(3, True) < 0.5 * seconds(3, False)
+
+
+def test_a_recording_has_what_rows_share() -> None:
+    core, limits = simulated_core(deployment(KV_BOUND, reads_shared_once=True), EngineConfig.from_flat({}))
+    recorder = StepRecorder(core)
+    lines = [recorder.take()]
+    serve_trace(core, shares(3), limits)
+    lines.append(recorder.take())
+    recording = read_recording(b"\n".join(lines))
+    recorded = [features.shared_tokens for features, _ in recording.steps]
+    assert recorded == [record.features.shared_tokens for record in core.step_log]
+    assert max(recorded) == 15 * 3 * 512
+    assert [json.loads(record.to_json())["shared_tokens"] for record in core.step_log] == recorded
+    states = [line["state"] for line in recording.lines if "state" in line]
+    assert max(state[5] for state in states) == 15 * 3 * 512 // core.kv.block_size
+    assert recorded_deployment(recording).reads_shared_once
+    again = fit_steps(recording.steps)
+    alone = StepFeatures(16, 32_000)
+    assert again.step_seconds(alone._replace(shared_tokens=20_000)) < again.step_seconds(alone)
+
+
+def test_deployments_of_older_versions_read_each_row() -> None:
+    place = deployment(reads_shared_once=True)
+    fields = place.to_dict()
+    assert Deployment.from_dict(json.loads(json.dumps(fields))).reads_shared_once
+    del fields["reads_shared_once"]
+    assert not Deployment.from_dict(json.loads(json.dumps(fields))).reads_shared_once
+    assert deploy("turin-9755", MODELS["qwen2.5-0.5b"]).reads_shared_once

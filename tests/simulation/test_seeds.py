@@ -84,12 +84,12 @@ def run_seeds(config: pytest.Config, default: int) -> None:
         assert all(seen[name] >= 3 for name in NAMES), seen
 
 
-def test_seeds_hold_and_reach_what_worlds_are_for(pytestconfig: pytest.Config) -> None:
+def test_seeds_hold_and_reach_every_event(pytestconfig: pytest.Config) -> None:
     run_seeds(pytestconfig, 500)
 
 
 @pytest.mark.parametrize("seed", FAILED_ONCE)
-def test_what_failed_once_holds(seed: int) -> None:
+def test_seeds_that_failed_once_hold(seed: int) -> None:
     assert report(seed) is None
 
 

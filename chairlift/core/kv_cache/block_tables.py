@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from chairlift.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from chairlift.core.kv_cache.layout import CacheLayout
@@ -32,6 +32,7 @@ class BlockTables:
         # The attributes of each cache kind that every new block needs are looked up once, here.
         self._spans = [kind.span for kind in layout.kinds]
         self._counts = [int(kind.stores_positions) for kind in layout.kinds]
+        self._num_counted = max(1, sum(self._counts))
         self._releasing = [group for group, kind in enumerate(layout.kinds) if kind.releases]
         self._evicted = evicted
         self.held_blocks = 0
@@ -45,6 +46,16 @@ class BlockTables:
         """Changes of block tables, oldest first; None while no code reads them."""
         self.num_changes = 0
         """Counter of events after which a refused request may fit: released blocks and smaller reservations."""
+
+    @property
+    def num_shares(self) -> int:
+        """Number of blocks with K and V that sharing saves: a block in three tables saves two."""
+        return sum(pool.num_shares * count for pool, count in zip(self.pools, self._counts, strict=True))
+
+    def num_positions(self, num_blocks: int) -> int:
+        """Number of positions in this number of blocks, if a position counts as the part of the groups with K and V
+        that have its block."""
+        return num_blocks * self.block_size // self._num_counted
 
     def occupy(
         self,
@@ -64,6 +75,7 @@ class BlockTables:
         request.block_ids = []
         request.reserved = [(0, 0)] * len(tables)
         request.num_out_of_reach = [self.layout.first_in_reach(group, known) for group in range(len(tables))]
+        shares = self.num_shares
         for group, (pool, shared, want) in enumerate(zip(self.pools, tables, wants, strict=True)):
             for block in shared:
                 if block:  # neither missing nor the null block
@@ -76,6 +88,7 @@ class BlockTables:
             self._update_reservation(group, request)
             if self.journal is not None:
                 self.journal.append((request.request_id, group, 0, list(table), []))
+        request.num_shared_blocks = self.num_shares - shares
         request.num_published = NEVER if path is None else len(path)
         request.last_node = path[-1] if path else None
 
@@ -90,6 +103,7 @@ class BlockTables:
         request.reserved = [(0, 0)] * len(twins)
         request.num_out_of_reach = list(original.num_out_of_reach)
         request.num_published = NEVER
+        shares = self.num_shares
         for group, (found, theirs) in enumerate(zip(twins, original.block_ids, strict=True)):
             request.block_ids.append([])
             for block in theirs:
@@ -100,6 +114,7 @@ class BlockTables:
                 request.block_ids[group].append(found.get(block, NULL_BLOCK))
             self._count_held(group, len(theirs))
             self._update_reservation(group, request)
+        request.num_shared_blocks = self.num_shares - shares
 
     def extend(self, request: Request, num_tokens: int, in_flight: int) -> list[NewBlocks] | None:
         """Append blocks for the request's first ``num_tokens`` positions, and release blocks that its sliding windows
@@ -161,6 +176,11 @@ class BlockTables:
         """One entry per cache group: number of blocks that are free after all deferred releases."""
         return [pool.num_free + deferred for pool, deferred in zip(self.pools, self.num_deferred, strict=True)]
 
+    def releases_to_come(self, group: int) -> Iterator[int]:
+        """Blocks of one cache group whose releases wait for the end of a step. A shared block may come several
+        times."""
+        return (block for _, each, blocks in self.deferred if each == group for block in blocks)
+
     def free(self, request: Request, in_flight: int) -> None:
         """Release all blocks of the request after step ``in_flight``, which is the last step that may read or write
         them.
@@ -174,6 +194,7 @@ class BlockTables:
         request.block_ids = []
         request.num_out_of_reach = []
         request.num_published = 0
+        request.num_shared_blocks = 0
         request.last_node = None
 
     def shrink(self, request: Request, num_tokens: int, in_flight: int) -> bool:

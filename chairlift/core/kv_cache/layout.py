@@ -7,7 +7,7 @@ per group. The group's :class:`~chairlift.core.kv_cache.cache_kind.CacheKind` sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from chairlift.config import CacheGroup
 from chairlift.core.kv_cache.cache_kind import CacheKind
@@ -50,6 +50,31 @@ class CacheLayout:
         positions; the request gets blocks for ``reserve`` positions."""
         whole = self.kinds[group].num_entries(max(reserve, known + 1))
         return min(whole, self.first_in_reach(group, known) + self.blocks_for(group, reserve))
+
+    def agreed(self, num_blocks: int, has: Callable[[int, int], bool]) -> int:
+        """Number of leading blocks, at most ``num_blocks``, that every group has, so that a request can continue after
+        them. ``has`` takes (group, index of a block). A window group needs only the blocks inside its window."""
+        hit = num_blocks
+        for group, kind in enumerate(self.kinds):
+            if not kind.releases:
+                hit = next((index for index in range(hit) if not has(group, index)), hit)
+        while hit and not self._continues(hit, has):
+            hit -= 1
+        return hit
+
+    def _continues(self, num_blocks: int, has: Callable[[int, int], bool]) -> bool:
+        known = num_blocks * self.block_size
+        return all(
+            known % kind.share_unit == 0 and all(has(group, index) for index in self.in_reach(group, num_blocks))
+            for group, kind in enumerate(self.kinds)
+        )
+
+    def in_reach(self, group: int, num_blocks: int) -> list[int]:
+        """Indices of the blocks whose table entries the token after ``num_blocks`` full blocks reads in ``group``."""
+        kind = self.kinds[group]
+        known = num_blocks * self.block_size
+        entries = range(self.first_in_reach(group, known), kind.num_entries(known))
+        return [kind.last_block(entry, self.block_size) for entry in entries]
 
 
 def _kind_of(group: CacheGroup, block_size: int) -> CacheKind:

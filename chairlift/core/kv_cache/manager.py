@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -149,10 +150,24 @@ class KVCacheManager:
     def lacks(self, request: Request, reserve: int, watermark: float, leaving: Iterable[Request] = ()) -> bool:
         """Whether :meth:`admit` will still fail after all deferred releases and after the requests ``leaving`` have
         left."""
+        leaving = list(leaving)
         tables = [each.block_ids for each in leaving]
-        for group, free in enumerate(self.tables.num_free_soon()):
-            free += sum(self.pools[group].ref_counts[block] == 1 for table in tables for block in table[group])
-            want = self.layout.admission_blocks(group, 0, reserve)
+        shared = _Shared(0) if request.request_id in self.swapped else self._find_shared(request)
+        if any(each is shared.source for each in leaving):
+            shared = _Shared(0)  # nobody forks from a request that has left
+        for group, pool in enumerate(self.pools):
+            counts = pool.ref_counts
+            # Several that leave may share a block, and a request that stays may have it too.
+            released = Counter(block for table in tables for block in table[group])
+            released.update(self.tables.releases_to_come(group))
+            free = pool.num_free + sum(
+                counts[block] == times for block, times in released.items() if block != NULL_BLOCK
+            )
+            kept = sum(
+                block == NULL_BLOCK or (block is not None and counts[block] > released[block])
+                for block in self._shared_table(group, shared)
+            )
+            want = self.layout.admission_blocks(group, shared.num_tokens, reserve) - kept
             if not self.tables.reservations.fits(group, request, free, want, watermark):
                 return True
         return False
@@ -330,27 +345,11 @@ class KVCacheManager:
         )
 
     def _agreed(self, path: list[PrefixNode]) -> int:
-        """Number of leading blocks of ``path`` that every group still has, in its pool or in host memory. A window
-        group needs only the blocks inside its window."""
-        hit = len(path)
-        kinds = self.layout.kinds
-        for group, kind in enumerate(kinds):
-            if not kind.releases:
-                hit = next((i for i, node in enumerate(path[:hit]) if not self._has(group, node)), hit)
-        while hit and not all(self._has_all(group, path[:hit]) for group in range(len(kinds))):
-            hit -= 1
-        return hit
+        """Number of leading blocks of ``path`` that every group still has, in its pool or in host memory."""
+        return self.layout.agreed(len(path), lambda group, index: self.has(group, path[index]))
 
-    def _has_all(self, group: int, path: list[PrefixNode]) -> bool:
-        """Whether the group has all entries that the token after ``path`` reads."""
-        kind = self.layout.kinds[group]
-        known = len(path) * self.block_size
-        needed = range(self.layout.first_in_reach(group, known), kind.num_entries(known))
-        return known % kind.share_unit == 0 and all(
-            self._has(group, path[kind.last_block(entry, self.block_size)]) for entry in needed
-        )
-
-    def _has(self, group: int, node: PrefixNode) -> bool:
+    def has(self, group: int, node: PrefixNode) -> bool:
+        """Whether the group has the node's block, in its pool or in host memory."""
         host = node.hosts[group]
         return node.blocks[group] is not None or (host is not None and self.swap_pool.is_readable(group, host))
 

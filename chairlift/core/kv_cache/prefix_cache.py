@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from chairlift.base.cache_key import key_material
@@ -71,6 +71,12 @@ class PrefixCache:
         self.journal: list[tuple[Any, ...]] | None = None
         """Changes of the blocks in the first group's pool: ("stored", key, parent's key or None, content, request),
         ("removed", key) or ("cleared",). None: changes are not recorded. The reader replaces the list."""
+        self.published: list[tuple[int, PrefixNode]] | None = None
+        """(group, node) of each block that got its content from a computed request whose content may outlive this
+        process. None: nobody reads the list. The reader replaces it."""
+        self.forgotten: list[bytes] = []
+        """Keys of nodes that were removed because their content may be wrong, if :attr:`published` is read. The reader
+        replaces the list."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -112,6 +118,50 @@ class PrefixCache:
             low = next((i for i in blocks if self._content(request, i) != self._content(other, i)), low)
         return low
 
+    def hashes(self, request: Request, num_blocks: int) -> Iterator[int]:
+        """One hash for each of the request's first ``num_blocks`` full blocks, of all content up to the block's end.
+        Requests that would share these blocks have the same hashes. They are cheaper than the keys of nodes, and may
+        collide."""
+        key = hash(self._owner(request))
+        for index in range(num_blocks):
+            key = hash((key, self._content(request, index)))
+            yield key
+
+    def keys(self, request: Request, num_blocks: int) -> Iterator[bytes]:
+        """The keys of the nodes of the request's first ``num_blocks`` full blocks, whether the nodes exist or not."""
+        key = self._root_key(request)
+        for index in range(num_blocks):
+            key = self._hash(key + self._content(request, index))
+            yield key
+
+    def outlives(self, request: Request) -> bool:
+        """Whether the keys of the request's blocks mean the same in another process."""
+        return all(kind.outlives(request) for kind in request.kinds)
+
+    def restore(
+        self, request: Request, blocks: Mapping[tuple[int, int], bytes], put: Callable[[int, PrefixNode, bytes], bool]
+    ) -> int:
+        """Add blocks that were computed before. ``blocks`` maps (block index, group) to content. ``put`` takes (group,
+        node, content), and gives the node a block; it returns False if there is none. Returns the number of blocks that
+        were added."""
+        node = self._root(request)
+        added = 0
+        if node is None:
+            return added
+        for index in range(1 + max((index for index, _ in blocks), default=-1)):
+            child = self._child(node, request, index)
+            if child is None:
+                break
+            node = child
+            node.num_children += 1  # so that no eviction for its block removes the node
+            for group in range(len(self._pools)):
+                content = blocks.get((index, group))
+                if content is not None and node.blocks[group] is None and put(group, node, content):
+                    added += 1
+            node.num_children -= 1
+        self._prune(node)
+        return added
+
     def publish(self, request: Request, num_confirmed: int) -> None:
         """Let other requests share the full blocks among the request's first ``num_confirmed`` computed positions."""
         end = num_confirmed // self.block_size
@@ -124,14 +174,8 @@ class PrefixCache:
         if node is None:
             return
         for index in range(request.num_published, end):
-            tokens = self._content(request, index)
-            key = self._child_key(node, tokens)
-            child = self._nodes.get(key)
+            child = self._child(node, request, index)
             if child is None:
-                child = PrefixNode(key, node, tokens, len(self._pools))
-                self._nodes[key] = child
-                node.num_children += 1
-            elif child.parent is not node or child.tokens != tokens:
                 end = NEVER  # the key collides with other content, so later blocks of this request cannot be found
                 break
             self._attach(child, request, index)
@@ -139,6 +183,19 @@ class PrefixCache:
         request.num_published = end
         request.last_node = node
         self._prune(node)
+
+    def _child(self, node: PrefixNode, request: Request, index: int) -> PrefixNode | None:
+        """The node of the request's block ``index``, which follows ``node``; made if there is none. None: its key is
+        that of other content."""
+        tokens = self._content(request, index)
+        key = self._child_key(node, tokens)
+        child = self._nodes.get(key)
+        if child is None:
+            child = PrefixNode(key, node, tokens, len(self._pools))
+            self._nodes[key] = child
+            node.num_children += 1
+            return child
+        return child if child.parent is node and child.tokens == tokens else None
 
     def evicted(self, group: int, node: PrefixNode) -> None:
         """Note that the node's block in ``group`` was evicted from its pool."""
@@ -167,9 +224,11 @@ class PrefixCache:
         for known in self.walk(request, request.num_computed_tokens // self.block_size):
             for group in range(len(self._pools)):
                 self.drop_copy(group, known)
+            self._note_forgotten(known)
         last = request.last_node
         while last is not None:
             parent = last.parent
+            self._note_forgotten(last)
             for group, block in enumerate(last.blocks):
                 if block is not None:
                     self._pools[group].detach(block)
@@ -180,8 +239,13 @@ class PrefixCache:
                 node = pool.nodes[block]
                 if node is not None:
                     pool.detach(block)
+                    self._note_forgotten(node)
                     self.evicted(group, node)
         request.num_published = NEVER
+
+    def _note_forgotten(self, node: PrefixNode) -> None:
+        if self.published is not None:
+            self.forgotten.append(node.key)
 
     def clear(self) -> None:
         """Remove all nodes. Requests that still have a ``last_node`` must not publish any more."""
@@ -239,6 +303,8 @@ class PrefixCache:
             if node.blocks[group] is None and block != NULL_BLOCK and pool.nodes[block] is None:
                 node.blocks[group] = block
                 pool.attach(block, node)
+                if self.published is not None and self.outlives(request):
+                    self.published.append((group, node))
                 if self.journal is not None and group == 0:
                     above = None if node.parent is None or node.parent.owner is not None else node.parent.key
                     self.journal.append(("stored", node.key, above, node.tokens, request))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from chairlift.core.request import Request
@@ -13,15 +13,23 @@ from chairlift.errors import InvariantError
 if TYPE_CHECKING:
     from chairlift.core.scheduler.batch import Batch
 
-__all__ = ["AdapterRows"]
+__all__ = ["AdapterRows", "adapter_key"]
 
 _LOOKED_PAST = 64
 """Maximum number of waiting requests per step that are skipped because the step has no room for their adapter."""
 
 
+def adapter_key(adapter_id: int, digest: str) -> bytes:
+    """Key of an adapter in the prefix cache: that of its content if the digest of its content is known."""
+    return f"sha256:{digest}".encode() if digest else str(adapter_id).encode()
+
+
 class AdapterRows(RowKind):
     """Counts the adapters of the running requests. ``most`` is the maximum number of different adapters; 0: no limit.
     ``sizes`` maps ``adapter_id`` to the size of the adapter in bytes, and may change between steps (default: 0).
+    ``digests`` maps it to a digest of the adapter's content, which must not change while a request uses the adapter.
+    Adapters of equal content share blocks, also with later processes. Without a digest, a number shares with itself.
+    Adapters in ``changing`` are about to be replaced by newer ones, so their blocks are not kept for later processes.
 
     Requests whose adapter does not fit are skipped. After a request was passed too often for this reason, no later
     request with an adapter joins until running adapters have ended.
@@ -29,10 +37,18 @@ class AdapterRows(RowKind):
 
     name = "adapter"
 
-    def __init__(self, most: int = 0, sizes: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        most: int = 0,
+        sizes: Mapping[int, int] | None = None,
+        digests: Mapping[int, str] | None = None,
+        changing: Collection[int] = (),
+    ) -> None:
         self.most = most
         self.num_looked_past = _LOOKED_PAST if most else 0
         self.sizes: Mapping[int, int] = {} if sizes is None else sizes
+        self.digests: Mapping[int, str] = {} if digests is None else digests
+        self.changing = changing
         self.running: Counter[int] = Counter()
         """``adapter_id`` -> number of running requests with this adapter."""
         self._skipped: list[Request] = []
@@ -50,7 +66,7 @@ class AdapterRows(RowKind):
         self._batch = batch
 
     def twin(self) -> AdapterRows:
-        twin = AdapterRows(self.most, self.sizes)
+        twin = AdapterRows(self.most, self.sizes, self.digests, self.changing)
         twin._passes = self._passes.copy()
         return twin
 
@@ -101,7 +117,10 @@ class AdapterRows(RowKind):
         return sum([self.sizes.get(adapter, 0) for adapter in used])
 
     def key(self, request: Request) -> bytes:
-        return str(request.adapter_id).encode()
+        return adapter_key(request.adapter_id, self.digests.get(request.adapter_id, ""))
+
+    def outlives(self, request: Request) -> bool:
+        return request.adapter_id in self.digests and request.adapter_id not in self.changing
 
     def left(self, request: Request) -> None:
         self.running[request.adapter_id] -= 1

@@ -107,6 +107,10 @@ class RowKind:
         Empty: nothing."""
         return b""
 
+    def outlives(self, request: Request) -> bool:
+        """Whether :meth:`key` and :meth:`marks` mean the same in another process, so that blocks may be kept for it."""
+        return not self.key(request)
+
     # -- release -----------------------------------------------------------------------------------------------------
 
     def left(self, request: Request) -> None:

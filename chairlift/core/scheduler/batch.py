@@ -14,6 +14,7 @@ from chairlift.core.kv_cache.tables import Admission
 from chairlift.core.request import SIZE_UNKNOWN, Request, RequestStatus
 from chairlift.core.rows.kind import RowKind
 from chairlift.core.scheduler.admission import WaitingQueue
+from chairlift.core.scheduler.cost_model import StepFeatures
 from chairlift.core.scheduler.decode_rows import DecodeRows
 from chairlift.core.scheduler.membership import Membership
 from chairlift.core.scheduler.output import FAILED_ROW, Chunk, NewRow, SchedulerOutput
@@ -70,6 +71,9 @@ class Batch:
         """The kinds that requests of this batch may have."""
         self.num_looked_past = max((kind.num_looked_past for kind in kinds), default=0)
         """Number of additional waiting requests that a step looks at, because a kind may skip its requests."""
+        self.reads_shared_once = False
+        """Whether decode rows that share blocks read them together: the executor reads the K and V of a shared block
+        once per step. Otherwise it reads them once per row."""
         self.requests: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.unready: dict[str, Request] = {}
@@ -205,15 +209,19 @@ class Batch:
 
     def follow(self, request: Request, out: SchedulerOutput) -> bool:
         """Take a waiting request out of the queue if a running request computes a prompt that begins alike, until it
-        can share the blocks. Returns whether the request was taken out. For the policy it goes on waiting."""
+        can share the blocks. Returns whether the request was taken out. For the policy it goes on waiting.
+
+        A step that has taken out so many that it ``may_follow`` no more must not look at further requests.
+        """
         if self.membership.closed or not self.in_flight.follow(request, out.step, self.token_budget):
             return False
         self.waiting.remove(request)
         out.held_up_by = out.held_up_by or "prefix"
         return True
 
-    def _wait_again(self, request: Request) -> None:
-        request.size = SIZE_UNKNOWN  # it has fewer tokens to compute now
+    def _wait_again(self, request: Request, num_known: int) -> None:
+        # It has fewer tokens to compute now.
+        request.size = len(request.token_ids) - num_known if num_known else SIZE_UNKNOWN
         self.wait(request, self.now)
 
     def num_known(self, request: Request) -> int:
@@ -229,6 +237,28 @@ class Batch:
         if request in self.waiting:
             self.waiting.remove(request)
             self.waiting.add(request)
+
+    def shared_tokens(self, aside: Iterable[Request] = ()) -> int:
+        """Number of computed positions of the running requests whose KV a step reads only for another row: the
+        positions that the rows read, minus the different ones among them. The requests ``aside``, which are not in the
+        step, do not count.
+
+        The result comes from counters. It is exact if no request that shared blocks with one of ``aside`` has left
+        since.
+        """
+        if not self.reads_shared_once:
+            return 0
+        tables = self.kv.tables
+        num_blocks = tables.num_shares
+        if num_blocks:
+            num_blocks -= sum(request.num_shared_blocks for request in aside)
+        return tables.num_positions(max(0, num_blocks))
+
+    def features(self, num_rows: int) -> StepFeatures:
+        """Features of a step in which ``num_rows`` rows attend to all positions that the running requests have
+        computed."""
+        context = self.num_computed_tokens
+        return StepFeatures(num_rows, context, shared_tokens=min(context, self.shared_tokens()))
 
     def kind_bytes(self, chunks: Iterable[tuple[Request, Chunk]], *, with_decodes: bool) -> int:
         """Number of bytes that a step with these chunks, and perhaps all decode rows, reads because of the kinds of its

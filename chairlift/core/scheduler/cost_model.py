@@ -1,8 +1,9 @@
 """Predicts step times. The model learns from the steps that ran.
 
 The model is a roofline with phases that do not overlap. First a step reads the weights or computes with them, whichever
-takes longer. Then its decode rows read their KV and its prompt chunks attend; both cost a time per position. The step
-also reads each of its adapters (LoRA) once, at a time per byte. Real kernels deviate from an ideal roofline (tiles,
+takes longer. Then its decode rows read their KV and its prompt chunks attend; both cost a time per position. If rows
+read the KV of a shared prefix together, each further row only computes with it, at a price of its own. The step also
+reads each of its adapters (LoRA) once, at a time per byte. Real kernels deviate from an ideal roofline (tiles,
 caches, launches), so the first phase is a piecewise linear, rising function of the number of tokens. It has one knot
 per doubling of the number of tokens, on both sides of the ridge (where computing begins to take longer than reading).
 All terms are linear, with coefficients that must not be negative. So each prediction is positive and rises with every
@@ -34,10 +35,12 @@ __all__ = ["CostModel", "Roofline", "StepFeatures"]
 _KNOTS_BELOW = 3
 _KNOTS_ABOVE = 7
 _NUM_KNOTS = _KNOTS_BELOW + _KNOTS_ABOVE + 1
-_NUM_PRICES = 5
+_NUM_PRICES = 6
 _NUM_LOCAL = 2 + _NUM_PRICES
-"""Number of features of a segment: the constant 1, the covered fraction of the segment, and five features with a price
-(decode rows, prompt tokens, context, prompt context, bytes of adapters)."""
+"""Number of features of a segment: the constant 1, the covered fraction of the segment, and six features with a price
+(decode rows, prompt tokens, context that is read, prompt context, bytes of adapters, context that is shared)."""
+_FEWEST_PRICES = 4
+"""Number of prices in the oldest version: without adapters and without shared prefixes, the last two."""
 _PAIRS = tuple((one, other) for one in range(_NUM_LOCAL) for other in range(one, _NUM_LOCAL))
 _FORGET = 0.995
 _REFIT_EVERY = 64
@@ -62,10 +65,17 @@ class StepFeatures(NamedTuple):
     context)."""
     adapter_bytes: float = 0.0
     """Bytes of the adapters of all rows. Each adapter counts once, because a step reads it once."""
+    shared_tokens: int = 0
+    """Number of positions among :attr:`context_tokens` whose KV the step has read already for another decode row."""
 
     @classmethod
     def of(
-        cls, num_decodes: int, context_tokens: int, chunks: Iterable[Chunk], adapter_bytes: float = 0.0
+        cls,
+        num_decodes: int,
+        context_tokens: int,
+        chunks: Iterable[Chunk],
+        adapter_bytes: float = 0.0,
+        shared_tokens: int = 0,
     ) -> StepFeatures:
         """Features of a step, from its number of decode rows, the context of these rows, and its prompt chunks."""
         tokens = 0
@@ -76,7 +86,7 @@ class StepFeatures(NamedTuple):
                 continue
             tokens += chunk.num_tokens
             context += chunk.num_tokens * (chunk.start + (chunk.num_tokens + 1) / 2)
-        return cls(num_decodes, context_tokens, tokens, context, adapter_bytes)
+        return cls(num_decodes, context_tokens, tokens, context, adapter_bytes, shared_tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +102,9 @@ class Roofline:
     head."""
     context_seconds: float = 3e-7
     """Seconds for a decode row to attend to one position."""
+    shared_share: float = 0.5
+    """Cost of attending to a position whose KV the step has read already for another row, as a fraction of
+    ``context_seconds``."""
     pair_seconds: float = 1e-7
     """Seconds for a prompt token to attend to one position."""
     step_seconds: float = 0.0005
@@ -104,8 +117,9 @@ class Roofline:
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e6:
                 raise ConfigError(f"{field.name} of a cost model must be above 0 and below a million, got {value!r}")
-        if self.prompt_share > 1:
-            raise ConfigError(f"prompt_share of a cost model must be at most 1, got {self.prompt_share!r}")
+        for name in ("prompt_share", "shared_share"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"{name} of a cost model must be at most 1, got {getattr(self, name)!r}")
 
     @property
     def ridge(self) -> float:
@@ -139,13 +153,15 @@ class CostModel:
     # -- predictions ---------------------------------------------------------------------------------------------
 
     def step_seconds(self, step: StepFeatures) -> float:
-        """Predicted seconds of one step. The result is above 0 and never decreases when a feature grows."""
+        """Predicted seconds of one step. The result is above 0 and never decreases when a feature grows, except
+        ``shared_tokens``."""
         tokens = step.num_decodes + self.prior.prompt_share * step.prefill_tokens
         at = min(bisect.bisect_left(self._ends, tokens), _NUM_KNOTS - 1)
         seconds = self._levels[at] + self._slopes[at] * (tokens - self._begins[at])
-        row, prompt, context, pair, adapter = self._prices
+        row, prompt, context, pair, adapter, shared = self._prices
         seconds += row * step.num_decodes + prompt * step.prefill_tokens
-        return seconds + context * step.context_tokens + pair * step.prefill_context + adapter * step.adapter_bytes
+        seconds = seconds + context * (step.context_tokens - step.shared_tokens) + pair * step.prefill_context
+        return seconds + adapter * step.adapter_bytes + shared * step.shared_tokens
 
     def prefill_seconds(self, num_tokens: int, context: int = 0) -> float:
         """Predicted seconds to compute ``num_tokens`` prompt tokens after ``context`` earlier ones, in a step without
@@ -201,14 +217,15 @@ class CostModel:
         """Relative errors of the predictions, ascending. Steps with a duration of 0 are left out, as in :meth:`fit`."""
         return sorted(abs(self.step_seconds(step) / seconds - 1) for step, seconds in steps if seconds > 0)
 
-    # -- inside: coefficients are [base, rise per stretch, row, prompt token, context, pair, adapter byte] ------------
+    # -- inside: coefficients are [base, rise per stretch, row, prompt token, context, pair, adapter byte, shared] ----
 
     def _prior_coefficients(self) -> list[float]:
         prior = self.prior
         base = prior.step_seconds + prior.weight_seconds
         levels = [max(0.0, end * prior.token_seconds - prior.weight_seconds) for end in self._ends]
         rises = [high - low for low, high in zip([0.0, *levels], levels, strict=False)]
-        return [base, *rises, 0.0, 0.0, prior.context_seconds, prior.pair_seconds, prior.adapter_byte_seconds]
+        reads = [prior.context_seconds, prior.pair_seconds, prior.adapter_byte_seconds]
+        return [base, *rises, 0.0, 0.0, *reads, prior.shared_share * prior.context_seconds]
 
     def _clear(self) -> None:
         self._gram = [[0.0] * len(_PAIRS) for _ in range(_NUM_KNOTS)]
@@ -229,8 +246,10 @@ class CostModel:
         prior = self.prior
         tokens = step.num_decodes + prior.prompt_share * step.prefill_tokens
         seconds = prior.step_seconds + max(prior.weight_seconds, prior.token_seconds * tokens)
-        seconds += prior.context_seconds * step.context_tokens + prior.pair_seconds * step.prefill_context
-        return seconds + prior.adapter_byte_seconds * step.adapter_bytes
+        read = step.context_tokens - step.shared_tokens
+        seconds += prior.context_seconds * read + prior.pair_seconds * step.prefill_context
+        seconds += prior.adapter_byte_seconds * step.adapter_bytes
+        return seconds + prior.shared_share * prior.context_seconds * step.shared_tokens
 
     def _scaled_prior(self, step: StepFeatures) -> float:
         return self._prior_seconds(step) * math.exp(self._log_scale)
@@ -239,8 +258,9 @@ class CostModel:
         tokens = step.num_decodes + self.prior.prompt_share * step.prefill_tokens
         at = min(bisect.bisect_left(self._ends, tokens), _NUM_KNOTS - 1)
         covered = (tokens - self._begins[at]) / (self._ends[at] - self._begins[at])
-        counts = step.num_decodes, step.prefill_tokens, step.context_tokens, step.prefill_context, step.adapter_bytes
-        local = (1.0, covered, *map(float, counts))
+        read = step.context_tokens - step.shared_tokens
+        counts = step.num_decodes, step.prefill_tokens, read, step.prefill_context, step.adapter_bytes
+        local = (1.0, covered, *map(float, counts), float(step.shared_tokens))
         gram = self._gram[at]
         target = self._target[at]
         for pair, (one, other) in enumerate(_PAIRS):
@@ -302,7 +322,8 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> CostModel:
-        """The model from a result of :meth:`to_dict`, including results of an older version without prices of adapters.
+        """The model from a result of :meth:`to_dict`, including results of older versions without prices of adapters or
+        of shared prefixes.
 
         Raises ConfigError for any other mapping.
         """
@@ -316,10 +337,11 @@ class CostModel:
             targets = [[float(value) for value in row] for row in fields["target"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"this is not a cost model: {error}; make one with chairlift sim --fit") from None
-        if len(coefficients) == len(model._prior) - 1:
-            coefficients.append(model._prior[-1] * math.exp(model._log_scale))
-            targets = [[*row, 0.0] for row in targets]
-            grams = [_with_adapters(row) for row in grams]
+        missing = len(model._prior) - len(coefficients)
+        if 0 < missing <= _NUM_PRICES - _FEWEST_PRICES:
+            coefficients += [price * math.exp(model._log_scale) for price in model._prior[-missing:]]
+            targets = [[*row, *[0.0] * missing] for row in targets]
+            grams = [_widened(row, missing) for row in grams]
         shapes = [len(coefficients), len(grams), len(targets), *{len(row) for row in grams}]
         expected = [len(model._prior), _NUM_KNOTS, _NUM_KNOTS, len(_PAIRS)]
         numbers = [value for row in [coefficients, *grams, *targets] for value in row]
@@ -333,8 +355,8 @@ class CostModel:
         return model
 
 
-def _with_adapters(gram: list[float]) -> list[float]:
-    """Add the last feature (bytes of adapters) to the normal equations of a segment that was learned without it, as if
-    all steps had the value 0."""
+def _widened(gram: list[float], missing: int) -> list[float]:
+    """Add the last ``missing`` features to the normal equations of a segment that was learned without them, as if all
+    steps had the value 0."""
     values = iter(gram)
-    return [0.0 if other == _NUM_LOCAL - 1 else next(values, math.nan) for _one, other in _PAIRS]
+    return [0.0 if other >= _NUM_LOCAL - missing else next(values, math.nan) for _one, other in _PAIRS]

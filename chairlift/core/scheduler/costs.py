@@ -128,26 +128,24 @@ class Costs:
         seconds = whole_steps * max(self._shortest[1 : 1 + self._max_step_tokens.bit_length()])
         return seconds + max(self._shortest[1 : rest.bit_length()], default=0.0)
 
-    def mixed_cost(self, num_decodes: int, context_tokens: int, num_tokens: int) -> float:
-        """Seconds of one step with decode rows and prompt tokens, divided by the seconds of two steps that compute them
-        separately."""
+    def mixed_cost(self, decodes: StepFeatures, num_tokens: int) -> float:
+        """Seconds of one step with the rows of ``decodes`` and ``num_tokens`` prompt tokens, divided by the seconds of
+        two steps that compute them separately."""
         pairs = num_tokens * (num_tokens + 1) / 2
-        both = self.model.step_seconds(StepFeatures(num_decodes, context_tokens, num_tokens, pairs))
-        decode = self.model.step_seconds(StepFeatures(num_decodes, context_tokens))
+        both = self.model.step_seconds(decodes._replace(prefill_tokens=num_tokens, prefill_context=pairs))
+        decode = self.model.step_seconds(decodes)
         return both / (decode + self.model.step_seconds(StepFeatures(0, 0, num_tokens, pairs)))
 
-    def chunk_budget(
-        self, num_decodes: int, context_tokens: int, seconds: float, limit: int, at_least: int | None = None
-    ) -> int:
-        """Maximum number of prompt tokens, up to ``limit``, with which a step with these decode rows takes at most
-        ``seconds``.
+    def chunk_budget(self, decodes: StepFeatures, seconds: float, limit: int, at_least: int | None = None) -> int:
+        """Maximum number of prompt tokens, up to ``limit``, with which a step with the rows of ``decodes`` takes at
+        most ``seconds``.
 
         The result is at least ``at_least`` (default: ``limit // 16``), so that prompts always make progress.
         """
         low, high = min(limit, max(1, limit // 16) if at_least is None else at_least), limit
         while low < high:
             middle = (low + high + 1) // 2
-            features = StepFeatures(num_decodes, context_tokens, middle, middle * (middle + 1) / 2)
+            features = decodes._replace(prefill_tokens=middle, prefill_context=middle * (middle + 1) / 2)
             if self.model.step_seconds(features) <= seconds:
                 low = middle
             else:

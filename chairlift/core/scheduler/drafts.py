@@ -16,7 +16,7 @@ from chairlift.core.request import Request
 from chairlift.core.scheduler.batch import Batch
 from chairlift.core.scheduler.cost_model import StepFeatures
 from chairlift.core.scheduler.output import FAILED_ROW, Chunk
-from chairlift.core.scheduler.step import Step
+from chairlift.core.scheduler.step import ScheduledStep
 
 __all__ = ["Drafts", "Guide", "Speculator"]
 
@@ -103,7 +103,7 @@ class Drafts:
         self._known.pop(request.request_id, None)
         self.speculator.forget(request)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: ScheduledStep) -> None:
         """Add drafts to a step. It must be called last: drafts use only remaining budget and blocks, and preempt no
         request.
 
@@ -131,7 +131,8 @@ class Drafts:
         if budget <= 0:
             return
         kind_bytes = self._batch.kind_bytes(step.chunks, with_decodes=True)
-        features = StepFeatures.of(num_decodes, self._batch.num_computed_tokens, chunks, kind_bytes)
+        rows_alone = self._batch.features(num_decodes)
+        features = StepFeatures.of(num_decodes, rows_alone.context_tokens, chunks, kind_bytes, rows_alone.shared_tokens)
         for request, drafts in self.speculator.choose(rows, features, budget):
             chosen = tuple(drafts[: self._num_fitting(request, min(len(drafts), self.speculator.most, budget))])
             if self._batch.membership.held:  # in a static batch the row computes on after its end
@@ -169,7 +170,7 @@ class Drafts:
             return room
         return count
 
-    def _make_room(self, request: Request, chunk: Chunk, step: Step) -> bool:
+    def _make_room(self, request: Request, chunk: Chunk, step: ScheduledStep) -> bool:
         """Remove the request from the decode rows and get blocks for its drafts. Returns False if there are too few
         blocks; the request then decodes without drafts."""
         self._decodes.stop(request)
@@ -183,7 +184,9 @@ class Drafts:
         step.out.new_blocks += [(request.slot, blocks) for blocks in grown]
         return True
 
-    def accept(self, flight: Step, tokens: Sequence[int], sampled: Sequence[Request | None]) -> list[Request | None]:
+    def accept(
+        self, flight: ScheduledStep, tokens: Sequence[int], sampled: Sequence[Request | None]
+    ) -> list[Request | None]:
         """Store the tokens that rows with drafts got: the right drafts, and one more token each. Returns ``sampled``
         with the requests of these rows filled in."""
         found = list(sampled)
@@ -228,7 +231,7 @@ class Drafts:
         self.speculator.measures = False
         return found
 
-    def rejoin(self, flight: Step) -> None:
+    def rejoin(self, flight: ScheduledStep) -> None:
         """Let rows whose drafts were checked compute one token per step again, unless they have ended. Rows of a static
         batch do so even after their end."""
         is_static = self._batch.membership.held

@@ -140,7 +140,7 @@ def _forecast(
 
 
 def _seconds(seconds: StepSeconds, out: SchedulerOutput) -> float:
-    return seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks, out.kind_bytes))
+    return seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks, out.kind_bytes, out.shared_tokens))
 
 
 class _Pauses:

@@ -111,6 +111,8 @@ class Observation:
     """Generated tokens divided by finished requests. The tokens of running requests are included."""
     context_length: float
     """Mean number of computed positions of running requests."""
+    shared_length: float = 0.0
+    """Mean number of positions of running requests whose KV a step reads only for another row."""
     prefill_share: float
     """Fraction of the computed tokens that belong to prompts."""
     tokens_per_second: float
@@ -168,12 +170,18 @@ def expected_growth(seen: Observation) -> float:
     return (growth + _MARGIN * mean) / seen.capacity_tokens
 
 
+def _decodes(seen: Observation, rows: int) -> StepFeatures:
+    """Features of a step with this number of decode rows, which are as long, and share as much, as the running
+    requests."""
+    return StepFeatures(rows, int(rows * seen.context_length), shared_tokens=int(rows * seen.shared_length))
+
+
 def rows_in_time(seen: Observation, costs: Costs, seconds: float, limit: int) -> int:
     """Maximum number of rows, at least 1, with which a decode step takes at most ``seconds``."""
     low, high = 1, max(1, limit)
     while low < high:
         middle = (low + high + 1) // 2
-        step = StepFeatures(middle, int(middle * seen.context_length))
+        step = _decodes(seen, middle)
         low, high = (middle, high) if costs.model.step_seconds(step) <= seconds else (low, middle - 1)
     return low
 
@@ -182,7 +190,7 @@ def tokens_in_time(seen: Observation, costs: Costs, seconds: float, limit: int) 
     """Maximum token budget with which a step takes at most ``seconds``. The decode rows of the running requests are
     part of the step."""
     rows = min(seen.running, limit - 1)
-    return rows + costs.chunk_budget(rows, int(rows * seen.context_length), seconds, max(1, limit - rows))
+    return rows + costs.chunk_budget(_decodes(seen, rows), seconds, max(1, limit - rows))
 
 
 def tokens_for_throughput(seen: Observation, costs: Costs, limit: int) -> int:
@@ -193,9 +201,9 @@ def tokens_for_throughput(seen: Observation, costs: Costs, limit: int) -> int:
     budget would only make some steps long, while other steps read the weights only for decodes.
     """
     rows = min(seen.running, limit - 1)
-    context = int(rows * seen.context_length)
-    decode_seconds = costs.model.step_seconds(StepFeatures(max(1, rows), context))
-    free = costs.chunk_budget(rows, context, _NEARLY_FREE * decode_seconds, max(1, limit - rows))
+    decodes = _decodes(seen, rows)
+    decode_seconds = costs.model.step_seconds(decodes._replace(num_decodes=max(1, rows)))
+    free = costs.chunk_budget(decodes, _NEARLY_FREE * decode_seconds, max(1, limit - rows))
     steady = 1.25 * rows * seen.prompt_length / max(1.0, seen.answer_length)
     return min(limit, rows + int(max(free, steady)))
 

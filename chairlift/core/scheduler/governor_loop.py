@@ -163,6 +163,7 @@ class Window:
             prompt_length=self._prompts.value(),
             answer_length=self._answers.value(),
             context_length=scheduler.batch.num_computed_tokens / running if running else 0.0,
+            shared_length=scheduler.batch.shared_tokens() / running if running else 0.0,
             prefill_share=self._prefill / computed if computed else 0.0,
             tokens_per_second=self._tokens / seconds if seconds > 0 else 0.0,
             step_p50=steps[len(steps) // 2] if steps else 0.0,

@@ -138,6 +138,9 @@ class SchedulerOutput:
     """
     context_tokens: int = 0
     """Number of positions that the decode rows attend to, summed over the rows. The cost of decoding grows with it."""
+    shared_tokens: int = 0
+    """Number of these positions whose KV the step reads only for another row. 0 if the executor reads the KV of each
+    row separately."""
     kind_bytes: int = 0
     """Bytes that the step reads because of the kinds of its rows, for example adapters, each counted once."""
     num_waiting: int = 0

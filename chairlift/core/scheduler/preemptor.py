@@ -8,7 +8,7 @@ from chairlift.core.rows.kind import whole_before
 from chairlift.core.scheduler.batch import Batch
 from chairlift.core.scheduler.policy import Resource
 from chairlift.core.scheduler.preemption import candidates, is_pinned, may_be_preempted
-from chairlift.core.scheduler.step import Step
+from chairlift.core.scheduler.step import ScheduledStep
 
 __all__ = ["Preemptor"]
 
@@ -44,7 +44,7 @@ class Preemptor:
         self._compared_at = 0
         """Index of the step in which waiting requests were last compared with a full batch."""
 
-    def make_room(self, request: Request, num_tokens: int, step: Step) -> bool:
+    def make_room(self, request: Request, num_tokens: int, step: ScheduledStep) -> bool:
         """Get blocks for the request's first ``num_tokens`` positions, and preempt other requests if necessary. Returns
         whether the request got the blocks."""
         while True:
@@ -63,7 +63,7 @@ class Preemptor:
             if self._swap_is_cheaper(victim, num_blocks) or not self._drop_tail(victim, num_blocks, step):
                 self.preempt(victim, step)
 
-    def admit_ahead(self, step: Step, budget: int) -> None:
+    def admit_ahead(self, step: ScheduledStep, budget: int) -> None:
         """Before the token budget is assigned, admit waiting requests that may take rows and blocks from running
         requests."""
         state = (self.waiting.num_changes, self.batch.num_vacated)
@@ -86,7 +86,7 @@ class Preemptor:
             if other is head or not self._admit_or_displace(other, step, budget):
                 return
 
-    def _admit_or_displace(self, head: Request, step: Step, budget: int) -> bool:
+    def _admit_or_displace(self, head: Request, step: ScheduledStep, budget: int) -> bool:
         ahead = [r for r in self.batch.catching_up if not self.policy.outranks(head, r, "tokens", self.batch.now)]
         if sum(request.num_tokens - request.num_computed_tokens for request in ahead) >= budget:
             self._refused_state = None
@@ -94,12 +94,14 @@ class Preemptor:
         if obstacle := self.batch.obstacle(head):
             step.out.held_up_by = step.out.held_up_by or obstacle
             return False
+        if not self.batch.in_flight.may_follow:
+            return False
         if self.batch.follow(head, step.out):
             return True
         let_in = self.batch.open_rows > 0 and self.batch.admit(head, step.out)
         return let_in or (self._displace(head, step) and self.batch.admit(head, step.out))
 
-    def _displace(self, head: Request, step: Step) -> bool:
+    def _displace(self, head: Request, step: ScheduledStep) -> bool:
         """Preempt running requests for a waiting request, but only if it can then join as soon as the steps in flight
         have ended. Returns whether the preemptions were made."""
         outranks = self.policy.outranks
@@ -138,7 +140,7 @@ class Preemptor:
             self.preempt(victim, step)
         return True
 
-    def preempt(self, request: Request, step: Step | None) -> None:
+    def preempt(self, request: Request, step: ScheduledStep | None) -> None:
         """Take row and blocks from a running request, and put it into the queue again.
 
         ``step`` is the step that is being scheduled, or None between two steps.
@@ -155,7 +157,7 @@ class Preemptor:
         self.batch.wait(request, self.batch.now)
 
     @staticmethod
-    def _computed_before(request: Request, step: Step | None) -> int:
+    def _computed_before(request: Request, step: ScheduledStep | None) -> int:
         """Number of positions of the request that are computed before the step that is being scheduled."""
         done = request.num_computed_tokens
         if step is not None:
@@ -169,7 +171,7 @@ class Preemptor:
             request.num_preemptions += 1
             self.num_preemptions += 1
 
-    def _take_from(self, request: Request, step: Step, done: int) -> None:
+    def _take_from(self, request: Request, step: ScheduledStep, done: int) -> None:
         """Remove the request from the step that is being scheduled. ``done`` is the number of its positions that
         earlier steps compute."""
         out = step.out
@@ -206,7 +208,7 @@ class Preemptor:
         self.num_swaps += not request.short_of_blocks  # otherwise it was counted when it lost its last blocks
         return True
 
-    def _drop_tail(self, request: Request, num_blocks: int, step: Step) -> bool:
+    def _drop_tail(self, request: Request, num_blocks: int, step: ScheduledStep) -> bool:
         """Take the last ``num_blocks`` blocks from a running request. It stays in its row and waits until it gets new
         blocks.
 

@@ -119,7 +119,7 @@ class _Auto:
         tokens = batch.num_prefill_tokens(self._max_tokens)
         if rows and tokens:
             self._ratio += _NEWEST * (tokens / rows - self._ratio)
-            self._cost += _NEWEST * (self._costs.mixed_cost(rows, batch.num_computed_tokens, tokens) - self._cost)
+            self._cost += _NEWEST * (self._costs.mixed_cost(batch.features(rows), tokens) - self._cost)
             if self._cost < 1.0 - _HYSTERESIS:
                 self._mode = MIXED
             elif self._cost > 1.0 + _HYSTERESIS:

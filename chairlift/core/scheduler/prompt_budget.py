@@ -13,7 +13,7 @@ from chairlift.core.scheduler.batch import Batch
 from chairlift.core.scheduler.output import Chunk
 from chairlift.core.scheduler.preemptor import Preemptor
 from chairlift.core.scheduler.prefill_mode import Turn
-from chairlift.core.scheduler.step import Step
+from chairlift.core.scheduler.step import ScheduledStep
 
 __all__ = ["PromptBudget"]
 
@@ -31,7 +31,7 @@ class PromptBudget:
         self.waiting = batch.waiting
         self.max_model_len = max_model_len
 
-    def run(self, step: Step, budget: int, turn: Turn) -> None:
+    def run(self, step: ScheduledStep, budget: int, turn: Turn) -> None:
         """Assign the prompt budget: a fraction in policy order, then the rest to the smallest requests.
 
         Both parts go to running and to waiting requests. Tokens that one part cannot use are added to the other part.
@@ -59,7 +59,7 @@ class PromptBudget:
         if not out.chunks:
             self.batch.prompt_share.carried = step.carried
 
-    def _run_younger(self, step: Step, budget: int, rows: list[Request], younger: list[Request]) -> int:
+    def _run_younger(self, step: ScheduledStep, budget: int, rows: list[Request], younger: list[Request]) -> int:
         """Assign the budget to ``rows``, then to ``younger`` requests and to waiting requests between these, in policy
         order. Tokens that the policy reserves for later rows stay for them. Returns the remaining budget."""
         needs = self._needs([*rows, *younger])
@@ -105,7 +105,7 @@ class PromptBudget:
     def _needs(rows: Iterable[Request]) -> list[tuple[Request, int]]:
         return [(request, request.num_tokens - request.num_computed_tokens) for request in rows]
 
-    def _run_smallest(self, step: Step, budget: int) -> int:
+    def _run_smallest(self, step: ScheduledStep, budget: int) -> int:
         """Assign the rest of the budget to the smallest requests that run or may join. Returns the remaining budget."""
 
         def order(request: Request) -> tuple[bool, tuple[float, ...]]:
@@ -138,23 +138,33 @@ class PromptBudget:
                 self._take_chunk(request, had, step)
         return budget
 
-    def _smallest_newcomer(self, step: Step) -> Request | None:
+    def _smallest_newcomer(self, step: ScheduledStep) -> Request | None:
         """The smallest waiting request that may join and has the same :meth:`Policy.standing` as the first request in
         policy order; None if there is none."""
         if step.out.preempted or not self.waiting or not self.batch.free_rows:
             return None
-        may_pass = self._may_pass(step)
         self._look_past()
+        while (found := self._smallest_to_try(step)) is not None:
+            if not self.batch.follow(found, step.out):
+                return found
+            if not self.waiting:
+                return None
+            self._look_past()
+        return None
+
+    def _smallest_to_try(self, step: ScheduledStep) -> Request | None:
+        """The smallest waiting request that may join, unless it follows another request."""
+        if not self.batch.in_flight.may_follow:
+            return None
+        may_pass = self._may_pass(step)
         for request in self.waiting.smallest(self.batch.now):
             if request in step.passed or any(kind.skips(request) for kind in request.kinds):
                 continue
             if (self.batch.open_rows and may_pass) or self.batch.may_use_reserve(request):
-                if self.batch.follow(request, step.out):
-                    return self._smallest_newcomer(step)
                 return request
         return None
 
-    def _may_pass(self, step: Step) -> bool:
+    def _may_pass(self, step: ScheduledStep) -> bool:
         """Whether a small request may join before the first waiting request and before requests that did not fit in
         this step."""
         head = next(self.waiting.line(self.batch.now))
@@ -162,7 +172,7 @@ class PromptBudget:
             return False
         return not step.passed or self.waiting.may_pass(step.passed)
 
-    def _admit_smallest(self, request: Request, step: Step) -> bool:
+    def _admit_smallest(self, request: Request, step: ScheduledStep) -> bool:
         """Admit the smallest waiting request. It gets an ordinary row and blocks; if there are none and it is short, a
         reserved row and reserved blocks.
 
@@ -200,7 +210,7 @@ class PromptBudget:
         again."""
         return request.num_tokens if request.short_of_blocks else request.num_computed_tokens + num_tokens
 
-    def _run_chunks(self, step: Step, budget: int, rows: list[Request]) -> int:
+    def _run_chunks(self, step: ScheduledStep, budget: int, rows: list[Request]) -> int:
         """Divide the budget between running requests with more than one token to compute. Returns the remaining
         budget."""
         rows = [r for r in rows if r.slot >= 0]
@@ -221,7 +231,7 @@ class PromptBudget:
             rows = [r for r in rows if r.slot >= 0]
         return budget
 
-    def _admit(self, step: Step, budget: int, before: Request | None = None) -> int:
+    def _admit(self, step: ScheduledStep, budget: int, before: Request | None = None) -> int:
         """Admit waiting requests in policy order while there are tokens, rows and blocks. Returns the remaining budget.
 
         With ``before``, only preempted requests and those before this running request in policy order are admitted.
@@ -259,6 +269,8 @@ class PromptBudget:
                 break
             if request.kinds and not closed and self._is_skipped(request, step):
                 continue
+            if not self.batch.in_flight.may_follow:
+                break
             if self.batch.follow(request, out):
                 continue
             if not self.batch.admit(request, out):
@@ -280,7 +292,7 @@ class PromptBudget:
         return budget
 
     @staticmethod
-    def _is_skipped(request: Request, step: Step) -> bool:
+    def _is_skipped(request: Request, step: ScheduledStep) -> bool:
         """Whether a kind skips a waiting request."""
         for kind in request.kinds:
             if kind.skips(request):
@@ -289,7 +301,7 @@ class PromptBudget:
                 return True
         return False
 
-    def _uncut(self, request: Request, num_tokens: int, step: Step) -> int:
+    def _uncut(self, request: Request, num_tokens: int, step: ScheduledStep) -> int:
         """Number of the request's next tokens to compute: about ``num_tokens``, but not more than its kinds allow, and
         the chunk must not end inside positions that one step must compute together.
 
@@ -309,7 +321,7 @@ class PromptBudget:
         after = whole_after(request, end)
         return (after if after - start <= room else before) - start
 
-    def _take_chunk(self, request: Request, num_tokens: int, step: Step) -> None:
+    def _take_chunk(self, request: Request, num_tokens: int, step: ScheduledStep) -> None:
         start = request.num_computed_tokens
         for kind in request.kinds:
             kind.spent(request, num_tokens)
@@ -333,7 +345,7 @@ class PromptBudget:
             if end == request.max_total_tokens - 1:
                 step.finals.append(request)
 
-    def _take_back_chunk(self, request: Request, step: Step) -> int:
+    def _take_back_chunk(self, request: Request, step: ScheduledStep) -> int:
         """Undo the chunk that a request has in this step, so that it can get a longer chunk. Returns the number of its
         tokens, or 0.
 

@@ -33,7 +33,7 @@ from chairlift.core.scheduler.preemptor import Preemptor
 from chairlift.core.scheduler.prefill_mode import MIXED, PrefillMode, Turn
 from chairlift.core.scheduler.prompt_budget import PromptBudget
 from chairlift.core.scheduler.prompt_share import DEFAULT_POLICY_SHARE
-from chairlift.core.scheduler.step import Step
+from chairlift.core.scheduler.step import ScheduledStep
 from chairlift.errors import PromptTooLongError, RequestError
 
 __all__ = ["Scheduler"]
@@ -69,6 +69,7 @@ class Scheduler:
         speculator: Speculator | None = None,
         guide: Guide | None = None,
         kinds: Sequence[RowKind] = (),
+        reads_shared_once: bool = False,
     ) -> None:
         self.batch = batch = Batch(
             kv,
@@ -84,6 +85,7 @@ class Scheduler:
             policy_share=policy_share,
             kinds=kinds,
         )
+        batch.reads_shared_once = reads_shared_once
         self.kv = kv
         self.policy = policy
         self.membership = batch.membership
@@ -107,7 +109,7 @@ class Scheduler:
         """Late requests that were ended. The caller of :meth:`schedule` must take them from this list."""
         self._no_decodes = DecodeRows(kv.block_size)
         self._sent_slots: tuple[int, ...] = ()
-        self._flights: dict[int, Step] = {}
+        self._flights: dict[int, ScheduledStep] = {}
         self._arrivals = 0
 
     def twin(self, kv: KVCacheManager, policy: Policy) -> Scheduler:
@@ -134,6 +136,7 @@ class Scheduler:
             costs=self.costs,
             policy_share=batch.prompt_share.fraction,
             kinds=[twin for kind in batch.kinds if (twin := kind.twin()) is not None],
+            reads_shared_once=batch.reads_shared_once,
         )
         twin._arrivals = self._arrivals
         twin.batch.running_limit = batch.running_limit
@@ -173,6 +176,8 @@ class Scheduler:
         """Time at which :meth:`schedule` next has work if no request arrives before that time; None if it will have no
         work."""
         if self._flights or len(self.running) > len(self.batch.unready_rows):
+            return now
+        if self.batch.in_flight.has_released:
             return now
         if not self.waiting or self.running:
             return None
@@ -259,9 +264,8 @@ class Scheduler:
         for request in self.policy.moved():
             self.batch.refile(request)
         out = SchedulerOutput(self.batch.step + 1)
-        if self.batch.in_flight:
-            self.batch.in_flight.expire(out.step)
-        step = Step(out, self.batch.prompt_share.carried)
+        self.batch.in_flight.begin(out.step, self.batch.running_limit + self.waiting.look_ahead)
+        step = ScheduledStep(out, self.batch.prompt_share.carried)
         turn = self.prefill_mode.turn(self.batch)
         if turn is not Turn.PREFILL:
             self._run_decodes(step)
@@ -270,7 +274,7 @@ class Scheduler:
         budget = max(self.batch.token_budget, len(self.running)) - out.num_decodes
         if self.batch.paced and self.costs is not None and budget > 1:
             limit = min(self.batch.paced.values()) - self.costs.host_seconds
-            budget = self.costs.chunk_budget(out.num_decodes, self.batch.num_computed_tokens, limit, budget)
+            budget = self.costs.chunk_budget(self.batch.features(out.num_decodes), limit, budget)
         for kind in self.batch.kinds:
             kind.begin(out.num_decodes)
         ahead = self.policy.preemptive and turn is not Turn.DECODE and not self.membership.closed
@@ -305,7 +309,7 @@ class Scheduler:
         else:
             self.batch.refile(request)
 
-    def _run_decodes(self, step: Step) -> None:
+    def _run_decodes(self, step: ScheduledStep) -> None:
         stalled = [request for request in self.decodes.due() if not self._prepare_next_position(request, step)]
         # A stalled request that has also lost blocks is in ``catching_up`` already.
         self.batch.catching_up[:0] = [r for r in stalled if r.slot >= 0 and r not in self.batch.catching_up]
@@ -319,7 +323,7 @@ class Scheduler:
         step.out.num_decodes = len(self.decodes.requests)
         step.runs_decodes = True
 
-    def _prepare_next_position(self, request: Request, step: Step) -> bool:
+    def _prepare_next_position(self, request: Request, step: ScheduledStep) -> bool:
         """Get a block for a decoding request that needs one, and note if its last token comes next. Returns False if it
         has to wait for a block."""
         if not request.decoding:  # this step has just preempted it for another request
@@ -340,7 +344,7 @@ class Scheduler:
             self.decodes.watch(request, position + 1, 1)
         return True
 
-    def _seal(self, step: Step) -> None:
+    def _seal(self, step: ScheduledStep) -> None:
         """Complete the description of the step. Requests whose chunk ends with their last known token decode from the
         next step on."""
         out = step.out
@@ -380,20 +384,17 @@ class Scheduler:
             self.decodes.start([r for r in samples if r is not None and r.num_computed_tokens < r.limit])
         self._flights[out.step] = step
 
-    def _describe(self, step: Step) -> None:
+    def _describe(self, step: ScheduledStep) -> None:
         out = step.out
         out.chunk_ids = [request.request_id for request, _ in step.chunks]
         out.kind_bytes = self.batch.kind_bytes(step.chunks, with_decodes=out.num_decodes > 0)
         if out.num_decodes:
-            prompts = sum(request.num_computed_tokens for request in self.batch.catching_up)
-            prompts += sum(chunk.end for chunk in out.chunks if chunk.samples and not chunk.drafts)
-            for (
-                number,
-                older,
-            ) in self._flights.items():  # these rows have computed all positions, and wait for their last token
-                last = [r for r in older.finals if r.slot >= 0 and r.resumed_at_step <= number and not r.decoding]
-                prompts += sum(request.num_computed_tokens for request in last)
-            out.context_tokens = self.batch.num_computed_tokens - prompts
+            aside = self.batch.catching_up + [r for r, chunk in step.chunks if chunk.samples and not chunk.drafts]
+            for number, older in self._flights.items():
+                # These rows have computed all positions, and wait for their last token.
+                aside += [r for r in older.finals if r.slot >= 0 and r.resumed_at_step <= number and not r.decoding]
+            out.context_tokens = self.batch.num_computed_tokens - sum([r.num_computed_tokens for r in aside])
+            out.shared_tokens = min(out.context_tokens, self.batch.shared_tokens(aside))
         out.num_waiting = self.batch.num_waiting
         out.blocks = self.kv.counts()
         num_groups = sum(kind.stores_positions for kind in self.kv.layout.kinds)
@@ -487,7 +488,7 @@ class Scheduler:
         self.kv.drop_swapped(request)
         request.move_to(RequestStatus.PREEMPTED)
 
-    def _accept_some(self, flight: Step, tokens: Sequence[int]) -> list[Request | None]:
+    def _accept_some(self, flight: ScheduledStep, tokens: Sequence[int]) -> list[Request | None]:
         """Append the sampled tokens to their requests, and drop the tokens of requests that left while the step was in
         flight."""
         accepted: list[Request | None] = []

@@ -9,11 +9,11 @@ from typing import Any
 from chairlift.core.request import Request
 from chairlift.core.scheduler.output import Chunk, SchedulerOutput
 
-__all__ = ["Step"]
+__all__ = ["ScheduledStep"]
 
 
 @dataclasses.dataclass(slots=True)
-class Step:
+class ScheduledStep:
     """A scheduled step. ``out`` goes to the executor; the scheduler uses the other fields when the step's tokens
     arrive."""
 

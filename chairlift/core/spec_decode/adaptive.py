@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from chairlift.config import SchedulerConfig
+from chairlift.config import SchedulerConfig, SpeculativeConfig
 from chairlift.core.request import Request
 from chairlift.core.scheduler.cost_model import StepFeatures
 from chairlift.core.scheduler.costs import Costs
@@ -23,6 +23,7 @@ from chairlift.core.scheduler.drafts import Guide
 from chairlift.core.spec_decode.acceptance import Acceptance, Source
 from chairlift.core.spec_decode.ngram import NgramProposer
 from chairlift.core.spec_decode.predicted import PredictedText
+from chairlift.core.spec_decode.suffix import SuffixProposer
 from chairlift.core.spec_decode.upkeep import Upkeep
 
 __all__ = ["AdaptiveSpeculator", "Proposer", "best_number", "speculator_from_config"]
@@ -44,6 +45,9 @@ _MAX_PAID_REST_STEPS = 128
 """If making drafts costs time: the seconds in which the answer is found, the fraction of the time that this may take,
 and the largest number of steps for which the answer is valid, instead of ``_REST_STEPS``. Beside a short step, finding
 it takes a tenth of the step."""
+_LOOKS_COMPARED = 32
+"""Number of steps in which drafts were looked for after which the time that this took is compared with the time that
+drafts saved. It is small, because beside the step of a small model a look takes up to a third of the step."""
 _FEW_ROWS = 4
 """Maximum number of decode rows for which the end of one request can change the answer much."""
 _FIRST_TRY = 4
@@ -135,7 +139,7 @@ class Proposer(Protocol):
         ...
 
 
-class Drafter(Proposer, Protocol):
+class BoundedProposer(Proposer, Protocol):
     """Proposer that makes a limited number of drafts for a row, such as Medusa's heads."""
 
     most: int
@@ -161,6 +165,8 @@ class AdaptiveSpeculator:
         most: Maximum number of drafts for a row in one step.
         proposer: Source of drafts for all other requests. None: they get no drafts.
         guide: Knows the tokens that grammars force. None: there are no grammars.
+        look_clock: Clock in seconds, to measure how long the choice of drafts takes where making them costs almost
+            nothing. If this takes more time than drafts save, it pauses. None: it is not measured.
     """
 
     def __init__(
@@ -169,6 +175,7 @@ class AdaptiveSpeculator:
         most: int,
         proposer: Proposer | None = None,
         guide: Guide | None = None,
+        look_clock: Callable[[], float] | None = None,
     ) -> None:
         self._seconds = step_seconds
         self.most = most
@@ -190,7 +197,9 @@ class AdaptiveSpeculator:
         given."""
         self._is_paid_rest = False
         """Whether making drafts cost time when the answer was given."""
-        self._upkeep: Upkeep = getattr(proposer, "upkeep", None) or Upkeep()
+        has_upkeep = hasattr(proposer, "upkeep")
+        self._look_clock = None if has_upkeep or proposer is None else look_clock
+        self._upkeep: Upkeep = getattr(proposer, "upkeep", None) or Upkeep(_LOOKS_COMPARED)
         self._token_seconds = 0.0
         """Seconds per token of the newest step that could have drafts, if it has none."""
         self.drafting_seconds = 0.0
@@ -210,6 +219,8 @@ class AdaptiveSpeculator:
         if not self._upkeep.is_on:
             self._idle_steps = _MAX_PAID_PROBE_STEPS
             self._resting_steps = 0
+            if self._look_clock is not None and num_rows:
+                self._upkeep.passes(has_new=True)
             return True
         if not num_rows:
             return True
@@ -227,7 +238,16 @@ class AdaptiveSpeculator:
     ) -> Sequence[tuple[Request, Sequence[int]]]:
         """Choose the drafts of a step: (request, drafts) for some of ``rows``, with at most ``budget`` drafts in total.
         ``rows`` has (decoding request, maximum number of its drafts)."""
+        if self._look_clock is None:
+            return self._choose(rows, step, budget)
+        begin = self._look_clock()
+        chosen = self._choose(rows, step, budget)
+        self._upkeep.kept(self._look_clock() - begin)
+        return chosen
 
+    def _choose(
+        self, rows: Sequence[tuple[Request, int]], step: StepFeatures, budget: int
+    ) -> Sequence[tuple[Request, Sequence[int]]]:
         times: dict[int, float] = {}
         num_decodes = step.num_decodes
         others = step[1:]
@@ -399,7 +419,8 @@ class AdaptiveSpeculator:
             begin = time.perf_counter()
             proposals = self._proposer.propose(others)
             taken = time.perf_counter() - begin
-            self._upkeep.drafted(taken)
+            if self._look_clock is None:  # otherwise it is a part of the look
+                self._upkeep.drafted(taken)
             self.drafting_seconds += taken if self._proposer.seconds(len(others)) else 0.0
             for (request, _), drafts in zip(others, proposals, strict=True):
                 if drafts:
@@ -447,13 +468,26 @@ class AdaptiveSpeculator:
             self._proposer.forget(request)
 
 
+def _reader_of_tokens(speculation: SpeculativeConfig) -> Proposer:
+    """The proposer of a method that only reads tokens."""
+    if speculation.method == "ngram":
+        return NgramProposer(speculation.prompt_lookup_min)
+    return SuffixProposer(
+        speculation.prompt_lookup_min,
+        speculation.suffix_decoding_max_tree_depth,
+        speculation.suffix_decoding_max_spec_factor,
+        speculation.suffix_decoding_min_token_prob,
+        speculation.suffix_decoding_max_cached_requests,
+    )
+
+
 def speculator_from_config(
     config: SchedulerConfig,
     costs: Costs,
     num_lookahead_steps: int,
     has_states: bool = False,
     guide: Guide | None = None,
-    drafter: Drafter | None = None,
+    drafter: BoundedProposer | None = None,
 ) -> AdaptiveSpeculator | None:
     """The speculator for these settings; None if steps take no drafts (:meth:`SchedulerConfig.takes_drafts`). If no
     method is set, only requests with a ``prediction`` or a grammar get drafts. ``drafter`` is the small model or the
@@ -463,5 +497,6 @@ def speculator_from_config(
         return None
     if speculation is None:
         return AdaptiveSpeculator(costs.decode_seconds, _MAX_KNOWN, guide=guide)
-    proposer = NgramProposer(speculation.prompt_lookup_min) if drafter is None else drafter
-    return AdaptiveSpeculator(costs.decode_seconds, speculation.num_speculative_tokens, proposer, guide)
+    proposer = _reader_of_tokens(speculation) if drafter is None else drafter
+    most = speculation.num_speculative_tokens
+    return AdaptiveSpeculator(costs.decode_seconds, most, proposer, guide, look_clock=time.perf_counter)

@@ -1,4 +1,5 @@
-"""Decides when a drafter keeps what it needs for drafts: hidden states of the served model, or KV of its own.
+"""Decides when a drafter keeps what it needs for drafts: hidden states of the served model, or KV of its own. It also
+decides when the engine looks for drafts in tokens, which takes a part of the time of a short step.
 
 Keeping takes time in every step, also in steps without drafts. Where it takes more time than the drafts save, the
 drafter stops. It tries again after a pause, which is so long that the tries take a small share of the time. Drafts are
@@ -24,9 +25,13 @@ class Upkeep:
 
     The drafter reports the time that it takes in each step. The speculator reports the time for drafts, and the time
     that accepted drafts saved.
+
+    Args:
+        trial_steps: Number of steps with upkeep after which both are compared.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trial_steps: int = _TRIAL_STEPS) -> None:
+        self._trial_steps = trial_steps
         self.is_on = True
         """Whether the drafter keeps states."""
         self._balance = 0.0
@@ -70,4 +75,4 @@ class Upkeep:
     @property
     def is_due(self) -> bool:
         """Whether there were enough steps with upkeep for a comparison."""
-        return self._steps >= _TRIAL_STEPS
+        return self._steps >= self._trial_steps

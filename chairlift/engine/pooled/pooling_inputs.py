@@ -7,7 +7,7 @@ import math
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from chairlift.base.pooled_row import PooledRow
 from chairlift.engine.info import EngineInfo, PairTexts, PoolingInfo
@@ -15,7 +15,10 @@ from chairlift.engine.input_processor import PooledText, unnamed
 from chairlift.errors import InvariantError, PromptTooLongError, RequestError
 from chairlift.text.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["PoolingInputs", "cosine", "floats"]
+__all__ = ["EMBED_DTYPES", "PoolingInputs", "cosine", "floats", "rounded", "unit_length"]
+
+EMBED_DTYPES: Final = ("float32", "float16", "bfloat16")
+"""Types in which embeddings can be returned. They are computed in float32."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,11 +157,8 @@ class PoolingInputs:
         normalised."""
         if dimensions is None or dimensions * 4 == len(values):
             return values
-        numbers = floats(values[: 4 * dimensions])
-        if self.pooling.normalize:
-            length = max(math.sqrt(sum(x * x for x in numbers)), 1e-12)
-            numbers = [x / length for x in numbers]
-        return struct.pack(f"<{len(numbers)}f", *numbers)
+        cut = values[: 4 * dimensions]
+        return unit_length(cut) if self.pooling.normalize else cut
 
 
 def _pair_ids(tokenizer: Tokenizer, texts: PairTexts, query: Any, document: Any) -> tuple[list[int], list[int]]:
@@ -175,6 +175,31 @@ def _pair_ids(tokenizer: Tokenizer, texts: PairTexts, query: Any, document: Any)
     # A token that begins before the document and ends inside it is not a token of the document.
     first = len(before) + min(shared + (shared < len(known)), len(pair))
     return [*before, *pair, *behind], [*range(first, len(before) + len(pair))]
+
+
+def unit_length(values: bytes) -> bytes:
+    """The float32 ``values``, divided by their length."""
+    numbers = floats(values)
+    length = max(math.sqrt(sum(x * x for x in numbers)), 1e-12)
+    return struct.pack(f"<{len(numbers)}f", *[x / length for x in numbers])
+
+
+def rounded(values: bytes, dtype: str) -> tuple[bytes, list[float]]:
+    """The float32 ``values`` in one of :data:`EMBED_DTYPES`: (bytes, little endian; the same numbers).
+
+    Numbers that are too large for float16 become infinite, which JSON cannot say; embeddings have none.
+    """
+    if dtype == "float32":
+        return values, floats(values)
+    numbers = floats(values)
+    if dtype == "float16":
+        written = struct.pack(f"<{len(numbers)}e", *numbers)
+        return written, list(struct.unpack(f"<{len(numbers)}e", written))
+    bits = struct.unpack(f"<{len(numbers)}I", values)
+    # The upper half of a float32, rounded to the nearest number, and to the even one of two that are equally near.
+    halves = [(each + 0x7FFF + (each >> 16 & 1)) >> 16 for each in bits]
+    back = struct.pack(f"<{len(halves)}I", *[each << 16 for each in halves])
+    return struct.pack(f"<{len(halves)}H", *halves), floats(back)
 
 
 def floats(values: bytes) -> list[float]:

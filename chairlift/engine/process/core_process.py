@@ -26,11 +26,14 @@ from chairlift.engine.info import EngineInfo
 from chairlift.engine.process.messages import (
     AdapterLoaded,
     Add,
+    AskKVStore,
     FrameReader,
+    KVStoreReported,
     Leave,
     LoadAdapter,
     Log,
     Message,
+    Move,
     NotLoaded,
     Ready,
     Refused,
@@ -177,8 +180,12 @@ class CoreProcess:
                     self._forecast = self._forecaster.advance(core.clock.now()) or self._forecast
                 if outputs is not None:
                     self._deliver(outputs)
+            if reports := core.preparers.kv_moves.take_reports():
+                self._deliver(CoreOutputs(moves=reports))
             for state in self._core.preparers.adapters.take_states():
                 connection.send(AdapterLoaded(state))
+            for report in self._core.preparers.kv_blocks.take_reports():
+                connection.send(KVStoreReported(report))
             if self._pending and not connection.backlog:
                 self._deliver(CoreOutputs())
             self._show()
@@ -206,6 +213,8 @@ class CoreProcess:
             end = self._core.stop if message.stopped else self._core.abort
             finished = end(message.sequence_ids)
             self._deliver(CoreOutputs(finished=finished))
+        elif isinstance(message, Move):
+            self._move(message)
         elif isinstance(message, Watch):
             self._core.watch(message.wanted)
         elif isinstance(message, UpdateWeights):
@@ -214,16 +223,32 @@ class CoreProcess:
             self._core.preparers.adapters.load(message.load)
         elif isinstance(message, UnloadAdapter):
             self._core.preparers.adapters.unload(message.adapter_id)
+        elif isinstance(message, AskKVStore):
+            self._core.preparers.kv_blocks.ask(message.clear)
         else:
             self._connection.frames.num_bad += 1
 
-    def _update(self, message: UpdateWeights) -> None:
-        """Replace the weights. First wait for the steps in flight, and queue the results of these steps even if the
-        socket is full."""
+    def _land(self) -> None:
+        """Wait for the steps in flight, and queue their results even if the socket is full."""
         landed = CoreOutputs()
         while (step := self._core.land()) is not None:
             landed.merge(step)
         self._deliver(landed, at_once=True)
+
+    def _move(self, message: Move) -> None:
+        """Follow an order for the move of a sequence. A sequence pauses between two steps."""
+        try:
+            order = message.order()
+        except RequestError:
+            self._connection.frames.num_bad += 1
+            return
+        if order.stage == "pause":
+            self._land()
+        self._core.preparers.kv_moves.follow(order)
+
+    def _update(self, message: UpdateWeights) -> None:
+        """Replace the weights, after the steps in flight."""
+        self._land()
         try:
             self._core.update_weights(message.source, message.version, message.in_flight, self._progress)
         except (ConfigError, ModelLoadError) as error:

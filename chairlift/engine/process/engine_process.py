@@ -8,6 +8,7 @@ finish first.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
@@ -27,6 +28,7 @@ from chairlift.engine.preparers import Preparers
 from chairlift.engine.process.core_process import Connection, CoreProcess, FrameLogHandler
 from chairlift.engine.process.messages import Loading, NotLoaded, Start
 from chairlift.errors import ChairliftError, ConfigError
+from chairlift.loading.kv_store import open_store
 from chairlift.loading.model import load_executor, read_tokenizer
 from chairlift.loading.pooled import is_pooling, load_pooling
 from chairlift.text.grammar.compiler import GrammarCompiler
@@ -72,23 +74,25 @@ def _load(connection: Connection, config: EngineConfig) -> CoreProcess:
         core = EngineCore(texts.executor, texts.scheduler, max_model_len=texts.info.max_model_len)
         return CoreProcess(connection, core, texts.info, config.scheduler.promises, progress, one_step_each=True)
     loaded = load_executor(config, progress)
+    info = loaded.info
     grammars = Grammars(
-        GrammarCompiler(lambda: _tokenizer(config, loaded.model_dir), loaded.vocab_size, loaded.eos_token_ids),
+        GrammarCompiler(lambda: _tokenizer(config, info.model_dir), info.vocab_size, info.eos_token_ids),
         ledger=MaskLedger(MaskLimits.of(config.scheduler)),
-        vocab_size=loaded.vocab_size,
+        vocab_size=info.vocab_size,
     )
+    store = open_store(config, loaded.executor, info)
     core = EngineCore(
         loaded.executor,
         config.scheduler,
-        max_model_len=loaded.max_model_len,
+        max_model_len=info.max_model_len,
         cache=config.cache,
-        cache_secret=os.urandom(16),
-        preparers=Preparers(grammars, Adapters(loaded.adapters, config.lora.active)),
+        cache_secret=os.urandom(16) if store is None else store.secret,
+        preparers=Preparers(grammars, Adapters(loaded.adapters, config.lora.active), store),
     )
     least_seconds = loaded.least_step_seconds()
     if least_seconds is not None:
         core.times.floor = FloorShare(least_seconds)
-    info = loaded.info(config, core.kv.capacity_tokens)
+    info = dataclasses.replace(info, capacity_tokens=core.kv.capacity_tokens)
     return CoreProcess(connection, core, info, config.scheduler.promises, progress, loaded.approximations)
 
 

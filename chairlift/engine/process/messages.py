@@ -21,6 +21,8 @@ from chairlift.engine.adapters import AdapterLoad, AdapterState
 from chairlift.engine.core_outputs import CoreOutputs
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
+from chairlift.engine.kv_moves import MoveOrder
+from chairlift.engine.kv_store.report import StoreReport
 from chairlift.errors import RequestError
 from chairlift.metrics.stats import EngineStats
 
@@ -34,6 +36,7 @@ __all__ = [
     "Loading",
     "Log",
     "Message",
+    "Move",
     "NotLoaded",
     "Ready",
     "Refused",
@@ -151,6 +154,26 @@ class Step(msgspec.Struct, tag="step", forbid_unknown_fields=True):
     """The newest forecast, if one was made since the last message."""
 
 
+class Move(msgspec.Struct, tag="move", forbid_unknown_fields=True):
+    """An order for the move of a sequence to another engine. Reports about it come in Step messages."""
+
+    sequence_id: str
+    stage: str
+    request: Add | None = None
+    places: list[tuple[int, int, int, int]] = []
+    generation: int = 0
+
+    @classmethod
+    def of(cls, order: MoveOrder) -> Move:
+        request = None if order.request is None else Add.of(order.request)
+        return cls(order.sequence_id, order.stage, request, order.places, order.generation)
+
+    def order(self) -> MoveOrder:
+        """The order as it was before encoding. Raises RequestError as :meth:`Add.request` does."""
+        request = None if self.request is None else self.request.request()
+        return MoveOrder(self.sequence_id, self.stage, request, self.places, self.generation)
+
+
 class Watch(msgspec.Struct, tag="watch", forbid_unknown_fields=True):
     """Start (``wanted`` is true) or stop to report every step."""
 
@@ -183,6 +206,19 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter", forbid_unknown_fields=
     adapter_id: int
 
 
+class AskKVStore(msgspec.Struct, tag="ask_kv_store", forbid_unknown_fields=True):
+    """Report what is in the store of KV blocks. With ``clear``, first remove the blocks of this namespace (``own``) or
+    of all namespaces (``all``). The reply is KVStoreReported."""
+
+    clear: str
+
+
+class KVStoreReported(msgspec.Struct, tag="kv_store_reported", forbid_unknown_fields=True):
+    """Result of an AskKVStore message."""
+
+    report: StoreReport
+
+
 class AdapterLoaded(msgspec.Struct, tag="adapter_loaded", forbid_unknown_fields=True):
     """Result of a LoadAdapter message."""
 
@@ -199,12 +235,15 @@ Message = (
     | Leave
     | Refused
     | Step
+    | Move
     | Watch
     | Watched
     | UpdateWeights
     | LoadAdapter
     | UnloadAdapter
     | AdapterLoaded
+    | AskKVStore
+    | KVStoreReported
 )
 
 _PARAMS = [field.name for field in dataclasses.fields(SamplingParams)]

@@ -21,15 +21,20 @@ from chairlift.engine.adapters import AdapterLoad, AdapterState
 from chairlift.engine.core import EngineClient
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
+from chairlift.engine.kv_moves import MoveOrder
+from chairlift.engine.kv_store.report import StoreReport
 from chairlift.engine.process.messages import (
     AdapterLoaded,
     Add,
+    AskKVStore,
     FrameReader,
+    KVStoreReported,
     Leave,
     LoadAdapter,
     Loading,
     Log,
     Message,
+    Move,
     NotLoaded,
     Ready,
     Refused,
@@ -41,13 +46,14 @@ from chairlift.engine.process.messages import (
     Watched,
     encode,
 )
+from chairlift.engine.replicas import Replicas, SingleProcess
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
-from chairlift.metrics.stats import AutoscalingStats, EngineStats, ReplicaStats
 
 __all__ = [
     "EngineEvents",
     "EnginePlace",
     "ProcessClient",
+    "ProcessCore",
     "RemoteCore",
     "ThisMachine",
     "describe_exit",
@@ -82,21 +88,11 @@ class RemoteCore(EngineClient, Protocol):
     """A core in another process, or several such cores that act as one. Its messages go to an :class:`EngineEvents`."""
 
     @property
-    def pid(self) -> int | None: ...
+    def replicas(self) -> Replicas:
+        """The processes, if there are several."""
 
     @property
     def silent_since(self) -> float | None: ...
-
-    def shown(self) -> list[ReplicaStats]: ...
-
-    def replica_stats(self) -> dict[int, EngineStats]:
-        """Index of each replica that ran -> its statistics, with the counters of its earlier processes. Empty for a
-        single engine."""
-        return {}
-
-    def autoscaling(self) -> AutoscalingStats | None:
-        """State of autoscaling; None if the number of processes is fixed."""
-        return None
 
     async def start(self) -> EngineInfo: ...
 
@@ -108,13 +104,25 @@ class RemoteCore(EngineClient, Protocol):
 
     async def update_weights(self, source: str, version: int, in_flight: str) -> EngineInfo: ...
 
-    def kill(self) -> None: ...
-
-    async def roll(self, patience: float) -> None: ...
+    async def kv_store(self, clear: str) -> list[StoreReport]: ...
 
     async def died(self) -> str: ...
 
     async def close(self) -> None: ...
+
+
+class ProcessCore(RemoteCore, Protocol):
+    """A core that is one process."""
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process; None if there is none, or if it runs on another machine."""
+
+    def kill(self) -> None:
+        """Kill the process. :meth:`died` then returns."""
+
+    def move(self, order: MoveOrder) -> None:
+        """Give an order for the move of a sequence. Reports about it come with the results of steps."""
 
 
 class EnginePlace(Protocol):
@@ -176,7 +184,7 @@ class ThisMachine(EnginePlace):
             kill_child(self._process.pid)
 
 
-class ProcessClient(RemoteCore):
+class ProcessClient(ProcessCore):
     """One engine process at a ``place``, from its start to its end. It implements
     :class:`~chairlift.engine.core.EngineClient`."""
 
@@ -191,6 +199,7 @@ class ProcessClient(RemoteCore):
         self._place: EnginePlace = ThisMachine() if place is None else place
         self._transport: asyncio.Transport | None = None
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._reports: deque[asyncio.Future[StoreReport]] = deque()  # in the order of the replies
         self._updates: deque[asyncio.Future[EngineInfo]] = deque()  # in the order of the replies
         self._lost = asyncio.Event()
 
@@ -198,9 +207,9 @@ class ProcessClient(RemoteCore):
     def pid(self) -> int | None:
         return self._place.pid
 
-    def shown(self) -> list[ReplicaStats]:
-        """State of the replicas: empty, because this is a single engine."""
-        return []
+    @property
+    def replicas(self) -> Replicas:
+        return SingleProcess(self.pid)
 
     async def start(self) -> EngineInfo:
         """Start the process and load the model.
@@ -227,6 +236,10 @@ class ProcessClient(RemoteCore):
     def stop(self, sequence_ids: Sequence[str]) -> None:
         self._send(Leave(list(sequence_ids), stopped=True))
 
+    def move(self, order: MoveOrder) -> None:
+        """Give an order for the move of a sequence."""
+        self._send(Move.of(order))
+
     def watch(self, wanted: bool) -> None:
         """Start or stop reports of every step. The reports are lines of JSON for ``on_watched``."""
         self._send(Watch(wanted))
@@ -252,13 +265,17 @@ class ProcessClient(RemoteCore):
         info: EngineInfo = await self._outcome(updated)
         return info
 
+    async def kv_store(self, clear: str) -> list[StoreReport]:
+        """Report what is in the store of KV blocks; see :class:`~chairlift.engine.process.messages.AskKVStore`. Raises
+        EngineDeadError."""
+        reported: asyncio.Future[StoreReport] = asyncio.get_running_loop().create_future()
+        self._reports.append(reported)
+        self._send(AskKVStore(clear))
+        return [await self._outcome(reported)]
+
     def kill(self) -> None:
         """Kill the process. :meth:`died` then returns."""
         self._place.kill()
-
-    async def roll(self, patience: float) -> None:
-        """Raise ConfigError: a rolling restart needs several processes, and this engine has one."""
-        raise ConfigError("a rolling restart needs two replicas that are alive; restart the server instead")
 
     async def died(self) -> str:
         """Wait for the end of the process. Returns a text that says how it ended."""
@@ -331,6 +348,10 @@ class ProcessClient(RemoteCore):
             self._events.on_refused(message)
         elif isinstance(message, AdapterLoaded):
             self._events.on_adapter(message.state)
+        elif isinstance(message, KVStoreReported) and self._reports:
+            reported = self._reports.popleft()
+            if not reported.done():
+                reported.set_result(message.report)
         elif isinstance(message, Watched):
             self._events.on_watched(message.lines)
         elif isinstance(message, Log):

@@ -9,6 +9,7 @@ probabilities, they draw the same token at any temperature. Speculative decoding
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,6 +58,8 @@ class DraftModel:
         num_slots: Number of rows of the engine.
         max_model_len: Maximum sequence length of the engine, in tokens.
         max_positions: Maximum sequence length of the small model, in tokens.
+        own_tokens: Size of the small model's vocabulary, with its padding.
+        tokens: Size of the served model's vocabulary, with its padding.
         block_size: Tokens per block.
         max_tokens: Maximum number of tokens in a forward pass.
     """
@@ -71,8 +74,12 @@ class DraftModel:
         max_positions: int,
         block_size: int,
         max_tokens: int,
+        own_tokens: int,
+        tokens: int,
     ) -> None:
         self._runner = runner
+        self._last_own = own_tokens - 1
+        self._num_tokens = tokens
         self._block_size = block_size
         self.most = most
         self._most_positions = min(max_positions, max_model_len)
@@ -107,7 +114,7 @@ class DraftModel:
             self._leave(slot)
         for row in out.joined:
             count = len(row.token_ids)
-            self._tokens[row.slot, :count] = row.token_ids
+            self._tokens[row.slot, :count] = self._own(row.token_ids)
             self._leave(row.slot)
             self._owners[row.slot], self._sure[row.slot] = row.request_id, count
             computed = self._preempted.pop(row.request_id, row.num_computed_tokens)
@@ -122,10 +129,11 @@ class DraftModel:
             if not chunk.drafts and chunk.start <= self._counts[chunk.slot]:
                 begin, end = batch.cu_seqlens[row_index : row_index + 2]
                 prompt_tokens.append(np.arange(begin, end))
-                self._tokens[chunk.slot, chunk.start : chunk.end] = batch.token_ids[begin:end]
+                self._tokens[chunk.slot, chunk.start : chunk.end] = self._own(batch.token_ids[begin:end])
                 self._counts[chunk.slot] = chunk.end
         if prompt_tokens:
-            self._runner.forward(batch.only(np.concatenate(prompt_tokens)))
+            prompts = batch.only(np.concatenate(prompt_tokens))
+            self._runner.forward(dataclasses.replace(prompts, token_ids=self._own(prompts.token_ids)))
         self.upkeep.kept(time.perf_counter() - started)
 
     def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
@@ -185,13 +193,18 @@ class DraftModel:
         if self._owners[slot] != request.request_id:
             self._owners[slot], self._sure[slot], self._counts[slot] = request.request_id, 0, 0
         sure = min(self._sure[slot], known)
-        fresh = np.array(request.token_ids[sure:], dtype=np.int32)
+        fresh = self._own(request.token_ids[sure:])
         wrong = np.flatnonzero(self._tokens[slot, sure:known] != fresh)
         right = sure + int(wrong[0]) if len(wrong) else known
         self._tokens[slot, sure:known] = fresh
         self._sure[slot] = known
         self._counts[slot] = min(self._counts[slot], right, known - 1)
         return self._counts[slot]
+
+    def _own(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The tokens as the small model reads them, int32. Ids that only the served model has become the last id of the
+        small model. They are padding of the vocabulary, so drafts after them may be bad, but answers do not change."""
+        return np.minimum(np.asarray(token_ids, dtype=np.int32), self._last_own)
 
     def _has_window(self, request: Request, start: int) -> bool:
         """Whether the request still has the blocks to which position ``start`` attends. A row that catches up may need
@@ -238,7 +251,7 @@ class DraftModel:
         next_parts: list[_Part] = []
         for index, request, _, end in parts:
             token = drawn.get(index, -1)
-            if token < 0:
+            if not 0 <= token < self._num_tokens:  # no token, or padding that only the small model has
                 continue
             drafts[index].append(token)
             if len(drafts[index]) < limits[index]:
@@ -254,12 +267,8 @@ def load_drafts(folder: Path, served: Served) -> DraftSource:
     target = served.network
     if not isinstance(small, NetworkConfig):
         raise ConfigError(f"{subject} has no native family; use another")
-    if small.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"{subject} has {small.vocab_size} tokens, and the model {target.vocab_size};"
-            " use a small model of the same series"
-        )
-    if found := _other_tokenizer(served.model_dir, folder):
+    sizes = small.vocab_size, target.vocab_size
+    if found := _other_tokenizer(served.model_dir, folder, *sizes):
         raise ConfigError(f"{subject} has another tokenizer ({found}); use a model of the same series")
     served.check_runs(small)
     length = min(served.config.model.max_model_len or small.max_model_len, small.max_model_len)
@@ -272,21 +281,31 @@ def load_drafts(folder: Path, served: Served) -> DraftSource:
     def make(runner: DraftRunner, **sizes: int) -> DraftModel:
         if runner.draft is None:
             raise InvariantError(f"{type(runner).__name__} was made without the small model")
-        return DraftModel(runner.draft, most=served.most, max_positions=length, **sizes)
+        vocab = {"own_tokens": small.vocab_size, "tokens": target.vocab_size}
+        return DraftModel(runner.draft, most=served.most, max_positions=length, **vocab, **sizes)
 
     return DraftSource(make=make, small=model, layers=model.kv_cache_spec())
 
 
-def _other_tokenizer(model_dir: Path, small_dir: Path) -> str:
+def _other_tokenizer(model_dir: Path, small_dir: Path, small_size: int, size: int) -> str:
     """How the tokenizers in the two directories differ, if both have one and they give different ids to a token; else
-    empty. Drafts with wrong ids would almost never be accepted."""
+    empty. Drafts with wrong ids would almost never be accepted.
+
+    ``small_size`` and ``size`` are the numbers of rows of the two vocabularies. They may differ, because vocabularies
+    are padded (Qwen2.5: 151,936 rows in small models and 152,064 in large ones), if the tokenizers say that all tokens
+    are in both.
+    """
     files = [directory / "tokenizer.json" for directory in (model_dir, small_dir)]
     if not all(file.exists() for file in files):
-        return ""
+        lacking = "" if small_size == size else "one of the two has no tokenizer.json to compare them"
+        return lacking and f"{small_size} tokens instead of {size}, and {lacking}"
     texts = [file.read_bytes() for file in files]
-    if texts[0] == texts[1]:
+    if texts[0] == texts[1] and small_size == size:
         return ""
     own, other = (Tokenizer.from_str(text.decode()).get_vocab(with_added_tokens=True) for text in texts)
+    highest = max((own[token] for token in own.keys() & other.keys()), default=0)
+    if highest >= min(small_size, size):
+        return f"{small_size} tokens instead of {size}, and both tokenizers have the token {highest}"
     different = sorted(token for token in own.keys() & other.keys() if own[token] != other[token])
     if different:
         return f"{different[0]!r:.40} is another id there"

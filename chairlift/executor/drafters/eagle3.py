@@ -30,8 +30,8 @@ from chairlift.executor.drafters.drafting import DraftTimes, block_tables, drawi
 from chairlift.executor.drafters.kept_blocks import KeptBlocks
 from chairlift.executor.drafters.runner import DraftProgram, DraftRunner
 from chairlift.executor.drafters.source import DraftSource, Served
-from chairlift.kernels.cpu.library import Memory
 from chairlift.models.eagle3 import Eagle3, load_eagle3
+from chairlift.models.mtp import Mtp
 
 __all__ = ["Eagle3Drafter", "load_drafts"]
 
@@ -68,7 +68,7 @@ class _Layer:
         projects: Whether the input is the served model's hidden states, which the layer projects to features.
     """
 
-    def __init__(self, network: Eagle3, runner: DraftRunner, max_tokens: int, *, projects: bool) -> None:
+    def __init__(self, network: Eagle3 | Mtp, runner: DraftRunner, max_tokens: int, *, projects: bool) -> None:
         config = network.config
         self.max_tokens = max_tokens
         recorder: Any = runner.recorder()
@@ -107,7 +107,7 @@ class Eagle3Drafter:
 
     def __init__(
         self,
-        network: Eagle3,
+        network: Eagle3 | Mtp,
         runner: DraftRunner,
         *,
         most: int,
@@ -128,8 +128,7 @@ class Eagle3Drafter:
         # As bytes in numpy: indexing in torch would start threads that spin on the model's processors.
         self._tapped = runner.tapped.view(torch.uint8).numpy()
         nbytes = self._tapped.shape[1]
-        memory = Memory(num_slots * self._depth * nbytes)  # a page is allocated when it is first used
-        self._stored = memory.array(np.uint8, (num_slots, self._depth, nbytes))
+        self._stored = np.zeros((num_slots, self._depth, nbytes), dtype=np.uint8)  # a page costs memory when it is used
         """Hidden states of the served model at the newest positions of each slot, as bytes: [slots, positions, ...]."""
         self._ends = np.zeros(num_slots, dtype=np.int32)
         """Per slot: number of leading positions with known tokens whose hidden states the served model has computed."""
@@ -376,7 +375,7 @@ class Eagle3Drafter:
 
 def load_drafts(folder: Path, served: Served) -> DraftSource:
     """Read the drafting layer in ``folder``. Raises ConfigError and ModelLoadError."""
-    layer = load_eagle3(folder, served.native, served.dtype)
+    layer = load_eagle3(folder, served.native, served.dtype, served.backend.weight_format(None))
     served.check_runs(layer.config.layer)
 
     def make(runner: DraftRunner, **sizes: int) -> Eagle3Drafter:

@@ -33,9 +33,8 @@ from chairlift.executor.drafters.drafting import DraftTimes, drawing_batch, take
 from chairlift.executor.drafters.runner import DraftRunner
 from chairlift.executor.drafters.source import DraftSource, Served
 from chairlift.kernels import ops
-from chairlift.kernels.cpu.packing import PackedMatrix
 from chairlift.kernels.recording import Value
-from chairlift.kernels.weights import NATIVE, MatrixShape
+from chairlift.kernels.weights import MatrixShape, WeightFormat
 
 __all__ = ["MedusaHead", "MedusaHeads", "load_drafts", "load_medusa"]
 
@@ -49,8 +48,8 @@ class MedusaHead:
 
     blocks: Sequence[tuple[Tensor, Tensor]]
     """(weight [D, D], bias [D]) of each block of the head, in float32."""
-    head: PackedMatrix | None
-    """Output matrix [V, D] of the head; None: the head uses the model's output matrix."""
+    head: Any
+    """Output matrix [V, D] of the head, in the backend's format; None: the head uses the model's output matrix."""
 
 
 class MedusaHeads:
@@ -60,14 +59,17 @@ class MedusaHeads:
         heads: Heads in the order of the positions that they guess.
         runner: Runner of the served model.
         num_slots: Number of rows of the engine.
+        weight_format: Format in which the backend multiplies with the blocks' matrices.
     """
 
-    def __init__(self, heads: Sequence[MedusaHead], runner: DraftRunner, num_slots: int) -> None:
+    def __init__(
+        self, heads: Sequence[MedusaHead], runner: DraftRunner, num_slots: int, weight_format: WeightFormat
+    ) -> None:
         self._runner = runner
         self.most = len(heads)
         self._outputs = [head.head for head in heads]
         self._shared = all(output is None for output in self._outputs)
-        self._blocks = _Blocks(heads, runner, num_slots)
+        self._blocks = _Blocks(heads, runner, num_slots, weight_format)
         self._newest: tuple[Tensor, StepBatch, Sequence[int]] | None = None
         """The newest step with sampled tokens: (hidden states, the step, sampled tokens). The next step overwrites
         them."""
@@ -167,21 +169,24 @@ class _Blocks:
         heads: The heads; all have the same number of blocks.
         runner: Runner of the served model.
         max_rows: Maximum number of rows in a call.
+        weight_format: Format of the blocks' matrices.
     """
 
-    def __init__(self, heads: Sequence[MedusaHead], runner: DraftRunner, max_rows: int) -> None:
+    def __init__(
+        self, heads: Sequence[MedusaHead], runner: DraftRunner, max_rows: int, weight_format: WeightFormat
+    ) -> None:
         blocks = [block for head in heads for block in head.blocks]
         shapes = [MatrixShape(*weight.shape) for weight, _ in blocks]
-        packed = iter(NATIVE.empty(shapes, runner.dtype, torch.device("cpu")))
+        packed = iter(weight_format.empty(shapes, runner.dtype, torch.device("cpu")))
         recorder: Any = runner.recorder()
         given = recorder.given(shapes[0].in_features)
         made = list[Value]()
         for head in heads:
             state = given
             for (weight, bias), matrix in zip(head.blocks, packed, strict=False):
-                NATIVE.write(matrix, 0, weight, mapped=False)
-                NATIVE.finish(matrix, bias)
-                state = state + ops.silu(ops.native_linear(state, matrix))
+                weight_format.write(matrix, 0, weight, mapped=False)
+                weight_format.finish(matrix, bias)
+                state = state + ops.silu(weight_format.linear(state, matrix, bias))
             made.append(state)
         self._made = made
         self._dtype = runner.dtype
@@ -217,16 +222,20 @@ def _reads_history(request: Request) -> bool:
 def load_drafts(folder: Path, served: Served) -> DraftSource:
     """Read Medusa's heads in ``folder``. Raises ConfigError and ModelLoadError."""
     network = served.native
-    heads = load_medusa(folder, network.vocab_size, network.hidden_size, served.dtype)
+    weight_format = served.backend.weight_format(None)
+    heads = load_medusa(folder, network.vocab_size, network.hidden_size, served.dtype, weight_format)
 
     def make(runner: DraftRunner, *, num_slots: int, **sizes: int) -> MedusaHeads:
-        return MedusaHeads(heads[: served.most], runner, num_slots)
+        return MedusaHeads(heads[: served.most], runner, num_slots, weight_format)
 
     return DraftSource(make=make)
 
 
-def load_medusa(folder: Path, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> list[MedusaHead]:
-    """Read Medusa's heads for a model with this vocabulary size, hidden size and dtype. Raises ModelLoadError."""
+def load_medusa(
+    folder: Path, vocab_size: int, hidden_size: int, dtype: torch.dtype, weight_format: WeightFormat
+) -> list[MedusaHead]:
+    """Read Medusa's heads for a model with this vocabulary size, hidden size and dtype. If heads have output matrices,
+    these are in ``weight_format``. Raises ModelLoadError."""
     count, layers, shares = _sizes(folder)
     found = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if found is None:
@@ -246,11 +255,11 @@ def load_medusa(folder: Path, vocab_size: int, hidden_size: int, dtype: torch.dt
             names_given = list(file.keys())
             _check(found, {name: tuple(file.get_slice(name).get_shape()) for name in names_given}, shapes)
             own = [] if shares else [MatrixShape(vocab_size, hidden_size)] * count
-            packed = NATIVE.empty(own, dtype, torch.device("cpu")) if own else [None] * count
+            packed = weight_format.empty(own, dtype, torch.device("cpu")) if own else [None] * count
             heads: list[MedusaHead] = []
             for head, matrix in enumerate(packed):
                 if matrix is not None:
-                    NATIVE.write(matrix, 0, file.get_tensor(f"{head}.{layers}.weight"), mapped=False)
+                    weight_format.write(matrix, 0, file.get_tensor(f"{head}.{layers}.weight"), mapped=False)
                 names = [f"{head}.{layer}.linear" for layer in range(layers)]
                 parts = [(file.get_tensor(f"{name}.weight"), file.get_tensor(f"{name}.bias")) for name in names]
                 heads.append(MedusaHead([(weight.float(), bias.float()) for weight, bias in parts], matrix))

@@ -56,7 +56,7 @@ def test_the_watermark_stays_free(free: float, fits: bool) -> None:
     assert (kv.admit(request("one", 16), 16, free) is not None) == fits
 
 
-def test_who_was_refused_is_let_in_once_the_watermark_is_lower() -> None:
+def test_a_refused_request_is_admitted_after_the_watermark_is_lowered() -> None:
     kv = manager(num_blocks=9)
     one = request("one", 16)
     assert kv.admit(one, 16, 0.51) is None and kv.admit(one, 16, 0.51) is None
@@ -87,7 +87,7 @@ def test_extend_adds_only_what_is_missing() -> None:
     kv.check_invariants([one])
 
 
-def test_who_leaves_makes_room_with_the_blocks_that_nobody_shares() -> None:
+def test_a_request_that_leaves_frees_its_unshared_blocks_only() -> None:
     kv = manager(num_blocks=5)
     one, two, other = request("one", [*range(9)]), request("two", [*range(9)]), request("other", 4)
     admit(kv, one)
@@ -99,7 +99,32 @@ def test_who_leaves_makes_room_with_the_blocks_that_nobody_shares() -> None:
     assert kv.lacks(other, 2 * BLOCK, 0.0, [two])
 
 
-def test_what_is_computed_after_a_shared_beginning_is_shared_with_it() -> None:
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_a_request_lacks_only_the_blocks_that_nobody_who_stays_shares_with_it(in_flight: int) -> None:
+    kv = manager(num_blocks=9)  # one of them is the null block
+    staying = request("a", 4 * BLOCK)
+    admit(kv, staying)
+    compute(kv, staying)
+    leaving = request("b", staying.token_ids[: 2 * BLOCK] + [7] * (2 * BLOCK))
+    assert admit(kv, leaving).num_computed_tokens == 2 * BLOCK
+    compute(kv, leaving)
+    kv.scheduled(in_flight)
+    # Two blocks are free. The newcomer shares two, and three are of its own.
+    newcomer = request("c", staying.token_ids[: 2 * BLOCK] + [8] * (3 * BLOCK))
+    reserve = len(newcomer.token_ids)
+    assert kv.lacks(newcomer, reserve, 0.0)
+    assert not kv.lacks(newcomer, reserve, 0.0, [leaving])
+    assert kv.lacks(newcomer, reserve + 2 * BLOCK, 0.0, [leaving])
+    # If both leave, the two shared blocks are free once, not twice, and the newcomer still uses them.
+    assert not kv.lacks(newcomer, 8 * BLOCK, 0.0, [leaving, staying])
+    assert kv.lacks(newcomer, 8 * BLOCK + 1, 0.0, [leaving, staying])
+    kv.tables.free(leaving, in_flight)
+    assert not kv.lacks(newcomer, reserve, 0.0)
+    kv.step_done(in_flight)
+    assert admit(kv, newcomer).num_computed_tokens == 2 * BLOCK
+
+
+def test_blocks_computed_behind_a_shared_beginning_are_shared_too() -> None:
     kv = manager()
     requests = [request(name, [*range(length)]) for name, length in [("one", 9), ("two", 17), ("three", 17)]]
     known = []
@@ -127,7 +152,7 @@ def test_freed_blocks_wait_for_the_step_in_flight() -> None:
     assert kv.counts().used == 1
 
 
-def test_missing_counts_what_is_about_to_come_back() -> None:
+def test_blocks_that_come_back_soon_are_not_missing() -> None:
     kv = manager(num_blocks=4)
     one, two = request("one", 4), request("two", 8)
     admit(kv, one)
@@ -140,7 +165,7 @@ def test_missing_counts_what_is_about_to_come_back() -> None:
     assert kv.tables.extend(one, 8, 5) is not None
 
 
-def test_a_step_that_is_done_frees_at_once() -> None:
+def test_blocks_of_a_finished_step_are_free_at_once() -> None:
     kv = manager()
     one = request("one", 4)
     admit(kv, one)
@@ -171,7 +196,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_one_it_writes(length: int, cop
     assert kv.counts().used == 0
 
 
-def test_no_fork_from_a_source_that_has_no_token_yet() -> None:
+def test_a_source_without_a_token_is_not_forked() -> None:
     kv = manager()
     source = request("source", 9)
     admit(kv, source)
@@ -181,7 +206,7 @@ def test_no_fork_from_a_source_that_has_no_token_yet() -> None:
 
 
 @pytest.mark.parametrize("share", [{"share": False}, {}])
-def test_blocks_of_its_own_on_demand(share: dict[str, bool]) -> None:
+def test_a_request_that_may_not_share_gets_its_own_blocks(share: dict[str, bool]) -> None:
     kv = manager()
     one = request("one", 9)
     admit(kv, one)
@@ -192,7 +217,7 @@ def test_blocks_of_its_own_on_demand(share: dict[str, bool]) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 3, 4, 5, 9])
-def test_a_window_gives_back_what_it_left_behind(window: int) -> None:
+def test_blocks_behind_a_window_are_released(window: int) -> None:
     kv = manager(40, window, max_step_tokens=1)
     one = request("one", 1, max_tokens=60)
     admit(kv, one)
@@ -209,7 +234,7 @@ def test_a_window_gives_back_what_it_left_behind(window: int) -> None:
     assert kv.counts().used == kv.tables.held_blocks == 0
 
 
-def test_a_step_in_flight_keeps_what_the_window_leaves_behind() -> None:
+def test_blocks_behind_a_window_stay_while_a_step_uses_them() -> None:
     kv = manager(40, 4)
     one = request("one", 12)
     admit(kv, one)
@@ -222,7 +247,7 @@ def test_a_step_in_flight_keeps_what_the_window_leaves_behind() -> None:
     assert kv.counts().used == used + 1 - 2
 
 
-def test_every_group_gives_back_what_its_window_left_behind_though_one_is_short() -> None:
+def test_every_group_releases_blocks_behind_its_window_while_one_group_is_short() -> None:
     """Or who asks is said to lack what it need not take from anybody."""
     kv = manager(3, 4, 7)
     one = request("one", 8)
@@ -243,7 +268,7 @@ def guaranteed(name: str, tokens: int | list[int]) -> Request:
     return one
 
 
-def test_what_a_guaranteed_request_left_behind_is_not_given_to_others() -> None:
+def test_blocks_behind_the_window_of_a_guaranteed_request_stay_reserved() -> None:
     kv = manager(8, 8)  # a window and a step of 8 tokens are 5 blocks at most
     one, two, pushy = guaranteed("one", 40), request("two", 4), request("pushy", 12)
     admit(kv, one, one.reserve)
@@ -269,7 +294,7 @@ def test_what_a_guaranteed_request_left_behind_is_not_given_to_others() -> None:
     admit(kv, guaranteed("three", 13), 5 * BLOCK)
 
 
-def test_guaranteed_requests_that_share_are_promised_what_they_need_apart() -> None:
+def test_guaranteed_requests_that_share_reserve_as_many_blocks_as_apart() -> None:
     """Blocks of a request that left are not freed while another reads them."""
     kv = manager(10, 8)
     one = guaranteed("one", 13)
@@ -281,7 +306,7 @@ def test_guaranteed_requests_that_share_are_promised_what_they_need_apart() -> N
     assert kv.admit(request("three", same.token_ids), 13) is not None
 
 
-def test_the_audit_counts_promises() -> None:
+def test_the_audit_notices_a_wrong_reservation() -> None:
     kv = manager(8, 8)
     one = guaranteed("one", 13)
     admit(kv, one, one.reserve)
@@ -324,7 +349,7 @@ def test_a_hybrid_shares_only_what_every_group_still_has() -> None:
     ("windows", "num_tokens", "fits"),
     [((None,), 28, True), ((None,), 29, False), ((4,), 10_000, True), ((40,), 29, False), ((None, 4), 29, False)],
 )
-def test_fits_when_empty(windows: tuple[int | None, ...], num_tokens: int, fits: bool) -> None:
+def test_fits_when_empty_agrees_with_the_capacity(windows: tuple[int | None, ...], num_tokens: int, fits: bool) -> None:
     kv = manager(8, *windows)
     assert kv.fits_when_empty(num_tokens) == fits
     assert (num_tokens <= kv.capacity_tokens) == fits

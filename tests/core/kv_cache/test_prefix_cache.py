@@ -47,7 +47,7 @@ def filled(kv: KVCacheManager, prompt: list[int], **settings: Any) -> KVCacheMan
         (PROMPT[:1], 0),
     ],
 )
-def test_longest_common_beginning_in_full_blocks(prompt: list[int], expected: int) -> None:
+def test_a_hit_is_the_longest_common_beginning_in_full_blocks(prompt: list[int], expected: int) -> None:
     assert hit(filled(manager(), PROMPT), prompt) == expected
 
 
@@ -71,7 +71,7 @@ def test_caching_can_be_switched_off() -> None:
     ],
 )
 @pytest.mark.parametrize("bits", [None, 0, 1])
-def test_salts_and_adapters_are_walls(
+def test_salts_and_adapters_separate_blocks(
     owner: dict[str, Any], reader: dict[str, Any], shared: bool, bits: int | None
 ) -> None:
     seam: dict[str, Any] = {} if bits is None else {"hash_function": weak_hash(bits)}

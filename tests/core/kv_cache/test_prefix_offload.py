@@ -47,7 +47,7 @@ def filled(kv: KVCacheManager) -> Request:
     return first
 
 
-def test_what_was_evicted_comes_back() -> None:
+def test_evicted_blocks_come_back_from_host_memory() -> None:
     kv = offloading()
     first = filled(kv)
     again = same(first)
@@ -65,7 +65,7 @@ def test_what_was_evicted_comes_back() -> None:
     assert (kv.swap_pool.num_used, kv.swap_pool.num_free(0)) == (0, 8)
 
 
-def test_it_is_off_unless_asked_for_and_needs_room() -> None:
+def test_offloading_is_off_by_default_and_without_host_blocks() -> None:
     for kv in (manager(7, num_host_blocks=8), offloading(num_host_blocks=0)):
         first = request("first", 4 * BLOCK + 1)
         serve(kv, first, 1)
@@ -90,7 +90,7 @@ def test_a_copy_cannot_be_read_before_the_step_that_makes_it_has_run() -> None:
     assert kv.num_shared(probe) == 4 * BLOCK
 
 
-def test_what_comes_back_is_offered_to_others_when_its_step_has_run() -> None:
+def test_blocks_brought_back_are_shared_after_their_step_has_run() -> None:
     kv = offloading(13)
     first = request("first", 4 * BLOCK + 1)
     serve(kv, first, 1)
@@ -124,7 +124,7 @@ def test_a_beginning_that_is_still_there_is_shared_and_the_rest_comes_back() -> 
     assert again.num_published == 2
 
 
-def test_what_has_a_copy_is_not_copied_again() -> None:
+def test_a_block_with_a_copy_is_not_copied_again() -> None:
     kv = offloading(num_host_blocks=16)
     first = filled(kv)
     assert len(serve(kv, same(first), 3)) == 4, "of the other"
@@ -220,7 +220,7 @@ def test_a_failed_step_made_no_copies() -> None:
     kv.check_invariants([other])
 
 
-def test_who_is_refused_holds_no_copies() -> None:
+def test_a_refused_request_holds_no_copies() -> None:
     """With look-ahead the step is in flight when the next one needs host blocks for somebody who is preempted."""
     kv = offloading(num_host_blocks=16)
     first = filled(kv)
@@ -233,7 +233,7 @@ def test_who_is_refused_holds_no_copies() -> None:
 
 
 @pytest.mark.parametrize("how", ["forget", "forget_all"])
-def test_copies_of_what_is_not_to_be_trusted_are_dropped(how: str) -> None:
+def test_copies_of_broken_blocks_are_dropped(how: str) -> None:
     kv = offloading()
     first = filled(kv)
     again = same(first)
@@ -251,7 +251,7 @@ def test_copies_of_what_is_not_to_be_trusted_are_dropped(how: str) -> None:
 
 
 @pytest.mark.parametrize("landed", [True, False])
-def test_what_a_failed_request_began_with_is_not_brought_back_again(landed: bool) -> None:
+def test_the_beginning_of_a_failed_request_is_not_brought_back_again(landed: bool) -> None:
     """It fails in the very step that brings its beginning back, before any of that is offered to others."""
     kv = offloading()
     first = filled(kv)
@@ -267,7 +267,7 @@ def test_what_a_failed_request_began_with_is_not_brought_back_again(landed: bool
     leave(kv, again, 3)
 
 
-def test_groups_keep_what_they_lose_each_for_itself() -> None:
+def test_each_group_keeps_copies_of_its_own_evicted_blocks() -> None:
     kv = offloading(6, None, 5)
     first = request("first", 3 * BLOCK + 1)
     serve(kv, first, 1)

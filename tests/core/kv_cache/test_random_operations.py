@@ -337,7 +337,7 @@ def run_seeds(count: int) -> set[str]:
     return seen
 
 
-def test_books_and_contents_hold() -> None:
+def test_random_operations_keep_counts_and_contents_right() -> None:
     assert run_seeds(300) == {*WEIGHTS, "bring_back"}
 
 
@@ -454,7 +454,7 @@ def shared_blocks_promised_once(patch: Patch) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.planted("test_books_and_contents_hold")
+@pytest.mark.planted("test_random_operations_keep_counts_and_contents_right")
 @pytest.mark.parametrize(
     "plant",
     one_in(

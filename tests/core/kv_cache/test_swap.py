@@ -69,7 +69,7 @@ def leave(one: Request) -> None:
     one.num_computed_tokens = 0
 
 
-def test_what_is_saved_comes_back() -> None:
+def test_saved_blocks_come_back() -> None:
     kv = manager(num_host_blocks=4, enable_prefix_caching=False)
     one = running(kv, "one", 10)
     table = list(one.block_ids[0])
@@ -94,7 +94,7 @@ def test_what_is_saved_comes_back() -> None:
     assert kv.swap_pool.num_used == 0
 
 
-def test_it_may_come_back_in_the_step_that_saves_when_no_other_is_in_flight() -> None:
+def test_a_saved_request_returns_in_the_same_step_if_no_other_is_in_flight() -> None:
     kv = manager(num_host_blocks=8)
     one = running(kv, "one", 10)
     kv.step_done(4)
@@ -114,7 +114,7 @@ def test_nothing_changes_when_host_memory_is_short() -> None:
     assert kv.swap_out(one, 8, 0) == [(0, table[0], 0), (0, table[1], 1)]
 
 
-def test_no_swap_space_saves_nothing() -> None:
+def test_without_swap_space_nothing_is_saved() -> None:
     kv = manager()
     assert kv.swap_out(running(kv, "one", 1), 1, 0) is None
 
@@ -136,7 +136,7 @@ def test_a_request_that_does_not_fit_stays_swapped() -> None:
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_what_the_prefix_cache_still_has_is_shared_instead_of_copied(share: bool) -> None:
+def test_blocks_still_in_the_prefix_cache_are_shared_instead_of_copied(share: bool) -> None:
     kv = manager(num_host_blocks=4)
     one = running(kv, "one", 10)
     table = list(one.block_ids[0])
@@ -155,7 +155,7 @@ def test_what_the_prefix_cache_still_has_is_shared_instead_of_copied(share: bool
     assert len(kv.prefix_cache or ()) == (4 if share else 3), "root and blocks; one that may not share offers nothing"
 
 
-def test_a_window_saves_what_is_in_reach() -> None:
+def test_only_blocks_inside_the_window_are_saved() -> None:
     kv = manager(33, 5, None, num_host_blocks=8, enable_prefix_caching=False)
     one = running(kv, "one", 18)
     kv.tables.extend(one, 19, -1)
@@ -174,7 +174,7 @@ def test_a_window_saves_what_is_in_reach() -> None:
     kv.check_invariants([one])
 
 
-def test_what_a_window_has_given_back_cannot_be_gone_back_to() -> None:
+def test_positions_before_released_window_blocks_cannot_be_restored() -> None:
     kv = manager(33, 5, num_host_blocks=8)
     one = running(kv, "one", 18)
     kv.tables.extend(one, 19, -1)
@@ -192,7 +192,7 @@ def test_only_what_is_computed_can_be_saved(num_tokens: int) -> None:
         kv.swap_out(running(kv, "one", 10), num_tokens, 0)
 
 
-def test_what_was_never_saved_cannot_come_back() -> None:
+def test_swapping_in_an_unsaved_request_is_an_error() -> None:
     kv = manager(num_host_blocks=8)
     with pytest.raises(InvariantError, match="nothing in host memory"):
         kv.swap_in(request("one", 10), 11, 0.0, 1)
@@ -212,7 +212,7 @@ def test_dropped_blocks_wait_for_the_step_that_writes_them() -> None:
     assert kv.admit(one, 11) is not None
 
 
-def test_a_failed_step_takes_along_what_it_computed_and_saved() -> None:
+def test_requests_saved_since_a_step_are_named() -> None:
     kv = manager(num_host_blocks=9)
     for step, name in enumerate(["a", "b", "c"], start=3):
         one = running(kv, name, 10)
@@ -223,7 +223,7 @@ def test_a_failed_step_takes_along_what_it_computed_and_saved() -> None:
 # -- shrink ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_end_of_a_table_is_given_back() -> None:
+def test_shrinking_a_table_frees_its_end() -> None:
     kv = manager()
     one = running(kv, "one", 18)
     table = list(one.block_ids[0])
@@ -244,7 +244,7 @@ def test_the_end_of_a_table_is_given_back() -> None:
     kv.check_invariants([one])
 
 
-def test_a_table_can_be_given_back_whole() -> None:
+def test_a_table_can_shrink_to_nothing() -> None:
     kv = manager()
     one = running(kv, "one", 18)
     assert kv.tables.shrink(one, 0, -1)
@@ -253,7 +253,7 @@ def test_a_table_can_be_given_back_whole() -> None:
     kv.check_invariants([one])
 
 
-def test_nothing_beyond_what_is_left_can_be_forked() -> None:
+def test_a_fork_shares_only_the_blocks_that_remain() -> None:
     kv = manager(enable_prefix_caching=False)
     source = running(kv, "source", 18)
     fork = request("fork", source.token_ids[:18], source=source)

@@ -32,7 +32,9 @@ TABLE = Path(learned_governor.__file__).with_suffix(".json")
 
 @settings(max_examples=60)
 @given(targets, st.lists(observations, min_size=1, max_size=12))
-def test_it_stays_within_the_rails_whatever_it_sees(aims: Targets, seen: list[Observation]) -> None:
+def test_the_learned_governor_stays_within_its_bounds_for_any_observation(
+    aims: Targets, seen: list[Observation]
+) -> None:
     chosen, again = (LearnedGovernor(BOUNDS, aims, Costs([1 << 16])) for _ in range(2))
     check_rails(chosen, again, seen)
 
@@ -70,7 +72,7 @@ GOOD = {"features": list(FEATURES), "weights": {move: [0.5] * len(FEATURES) for 
         "[" * 100_000,
     ],
 )
-def test_what_is_not_weights_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_file_without_valid_weights_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "learned_governor.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"learned_governor\.json"):

@@ -15,7 +15,7 @@ def running(driver: Driver) -> list[str]:
     return sorted(driver.scheduler.running)
 
 
-def test_a_step_has_so_many_adapters() -> None:
+def test_a_step_has_at_most_the_allowed_adapters() -> None:
     driver = Driver(kinds=[AdapterRows(2)])
     driver.add(*(request(f"{name}{n}", 2, adapter_id=n) for n in (1, 2, 3) for name in "ab"), request("x", 2))
     out = driver.step()

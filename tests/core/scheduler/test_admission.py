@@ -36,7 +36,7 @@ def test_the_queue_keeps_policy_order_and_finds_what_it_removes() -> None:
 
 
 @pytest.mark.parametrize("status", [RequestStatus.PREEMPTED, RequestStatus.SWAPPED])
-def test_those_that_gave_way_come_last_by_size(status: RequestStatus) -> None:
+def test_preempted_requests_come_last_in_the_order_by_size(status: RequestStatus) -> None:
     """One may need many blocks for few tokens; the smallest of the others must not wait until it fits."""
     queue = WaitingQueue(FCFS)
     gave_way, large, small = (request(name, 2) for name in ("gave way", "large", "small"))
@@ -53,7 +53,7 @@ def test_those_that_gave_way_come_last_by_size(status: RequestStatus) -> None:
 
 
 @pytest.mark.parametrize(("look_ahead", "admitted"), [(0, []), (1, []), (2, ["s"]), (8, ["s"])])
-def test_a_bounded_look_past_those_that_do_not_fit(look_ahead: int, admitted: list[str]) -> None:
+def test_only_a_bounded_number_of_requests_that_do_not_fit_are_skipped(look_ahead: int, admitted: list[str]) -> None:
     driver = Driver(num_blocks=9, look_ahead=look_ahead)
     driver.add(request("a", 5 * BLOCK, max_tokens=8))
     driver.step()
@@ -62,7 +62,7 @@ def test_a_bounded_look_past_those_that_do_not_fit(look_ahead: int, admitted: li
     assert [row.request_id for row in out.joined] == admitted
 
 
-def test_after_being_passed_often_enough_nobody_passes_any_more() -> None:
+def test_a_request_that_was_passed_often_is_passed_no_more() -> None:
     driver = Driver(num_blocks=9, max_times_passed=2, max_num_seqs=8)
     driver.add(request("a", 5 * BLOCK, max_tokens=8))
     driver.step()
@@ -114,7 +114,7 @@ def test_an_unknown_membership_is_refused_with_the_known_ones() -> None:
         ("static", 7, ["a", "b", "c"]),
     ],
 )
-def test_when_a_newcomer_may_join(batching: str, joins_at: int, finishes: list[str]) -> None:
+def test_each_membership_lets_newcomers_join_at_its_times(batching: str, joins_at: int, finishes: list[str]) -> None:
     driver = Driver(batching=batching)
     driver.add(request("a", 3, max_tokens=7), request("b", 3, max_tokens=2))
     driver.step()
@@ -138,7 +138,7 @@ def test_a_static_batch_computes_held_rows_to_its_end_and_reserves_the_worst_cas
     assert (long.num_output_tokens, short.num_output_tokens) == (9, 2)
 
 
-def test_who_joins_a_static_batch_computes_to_its_end_also_past_one_that_does_not_fit() -> None:
+def test_a_static_batch_computes_to_its_end_also_behind_a_request_that_does_not_fit() -> None:
     driver = Driver(batching="static", max_num_seqs=3, num_blocks=13)
     driver.add(request("a", 3, max_tokens=9), request("b", 40, max_tokens=2), request("c", 4, max_tokens=3))
     driver.add(request("d", 4, max_tokens=2))  # of the next batch, whatever room there is
@@ -201,7 +201,7 @@ def test_a_batch_fires_when_full_or_after_the_wait(batching: str) -> None:
 
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
 @pytest.mark.parametrize("which", ["first_token_by", "finish_by"])
-def test_who_is_late_hears_of_it_before_the_batch_fires(batching: str, which: str) -> None:
+def test_a_late_request_is_dropped_before_the_batch_starts(batching: str, which: str) -> None:
     policy = Precedence({}, max_running=8)
     driver = Driver(batching=batching, batch_wait_ms=6000.0, policy=policy, drop_late=True)
     driver.add(request("a", 3), request("late", 3, service=Service(**{which: 1.0})))
@@ -215,7 +215,7 @@ def test_who_is_late_hears_of_it_before_the_batch_fires(batching: str, which: st
     assert driver.finished == ["a"]
 
 
-def test_a_deadline_that_passes_between_a_step_and_the_wait_is_not_slept_over() -> None:
+def test_a_deadline_that_passes_before_the_wait_ends_the_wait_at_once() -> None:
     driver = Driver(batching="static", batch_wait_ms=6000.0, policy=Precedence({}, max_running=8), drop_late=True)
     driver.add(request("late", 3, service=Service(first_token_by=1.0)))
     driver.now = 0.999
@@ -236,7 +236,7 @@ def test_a_closed_batch_is_filled_even_beyond_the_first_steps_budget(batching: s
     assert sorted(driver.finished) == ["a", "b", "c"]
 
 
-def test_continuous_leaves_nobody_without_work_in_the_step_it_joins() -> None:
+def test_a_request_that_joins_a_continuous_batch_has_work_in_the_same_step() -> None:
     driver = Driver(max_num_batched_tokens=8)
     driver.add(*[request(name, 7, max_tokens=2) for name in "abc"])
     assert [row.request_id for row in driver.step().joined] == ["a", "b"]

@@ -57,7 +57,7 @@ def test_answers_that_were_cut_off_would_have_been_longer() -> None:
 
 
 @pytest.mark.parametrize("share_cut", [0.0, 0.3, 0.7])
-def test_what_cuts_answers_off_does_not_move_the_expectation(share_cut: float) -> None:
+def test_length_limits_do_not_change_the_expected_length(share_cut: float) -> None:
     """Lengths of an exponential distribution, mean 100, each cut off at a limit of its own: the mean stays."""
     rng, known = random.Random(1), AnswerLengths(5000)
     mean_limit = math.inf if share_cut == 0 else 100 * (1 / share_cut - 1)
@@ -83,7 +83,7 @@ def test_classes_are_told_apart_once_enough_of_them_is_known() -> None:
     assert known.expected(answer(0, service_class="other")) == 50
 
 
-def test_what_its_caller_ended_says_nothing() -> None:
+def test_aborted_answers_do_not_change_the_expected_length() -> None:
     known, request = AnswerLengths(), answer(5)
     request.finish_reason = FinishReason.ABORT
     known.add(request)

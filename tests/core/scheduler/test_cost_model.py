@@ -50,14 +50,15 @@ def trained(steps: list[tuple[StepFeatures, float]], model: CostModel | None = N
     return model
 
 
-def test_features_of_a_step() -> None:
+def test_step_features_count_tokens_context_and_adapter_bytes() -> None:
     chunks = [Chunk(0, 0, 4, False, "prefill"), Chunk(1, 10, 2, True, "prefill")]
     features = StepFeatures.of(3, 40, chunks)
-    assert features == (3, 40, 6, (1 + 2 + 3 + 4) + (11 + 12), 0)
+    assert features == (3, 40, 6, (1 + 2 + 3 + 4) + (11 + 12), 0, 0)
     assert StepFeatures.of(3, 40, chunks, 7).adapter_bytes == 7
+    assert StepFeatures.of(3, 40, chunks, 7, 30).shared_tokens == 30
 
 
-def test_without_observations_it_is_the_roofline() -> None:
+def test_a_cost_model_without_observations_is_the_roofline() -> None:
     model = CostModel(TRUTH)
     assert model.step_seconds(StepFeatures(1, 100)) == pytest.approx(0.002 + 0.05 + 100 * 9e-7)
     many = StepFeatures(num_decodes=1000, prefill_tokens=2000)
@@ -69,7 +70,7 @@ def test_without_observations_it_is_the_roofline() -> None:
     ("noise", "outliers", "median", "most"),
     [(0.0, 0.0, 0.01, 0.06), (0.05, 0.0, 0.02, 0.08), (0.05, 0.05, 0.02, 0.08), (0.2, 0.1, 0.08, 0.15)],
 )
-def test_fits_what_it_saw_under_noise_and_outliers(noise: float, outliers: float, median: float, most: float) -> None:
+def test_the_fit_is_right_under_noise_and_outliers(noise: float, outliers: float, median: float, most: float) -> None:
     unseen = drawn(300, seed=99)
     assert CostModel(PRIOR).errors(unseen)[150] > 0.3, "the prior must be wrong, or nothing is tested"
     for model in (
@@ -83,7 +84,7 @@ def test_fits_what_it_saw_under_noise_and_outliers(noise: float, outliers: float
         assert errors[270] < most
 
 
-def test_recovers_the_price_of_each_feature() -> None:
+def test_the_fit_recovers_the_price_of_each_feature() -> None:
     model = CostModel(PRIOR)
     model.fit(drawn(1000, 5))
 
@@ -104,7 +105,7 @@ def test_a_first_step_that_is_far_off_is_soon_forgotten() -> None:
     assert slow.errors(drawn(100, 3))[50] < 0.03
 
 
-def test_follows_a_machine_that_changes() -> None:
+def test_the_fit_follows_a_machine_that_changes() -> None:
     model = trained(drawn(600, 1))
     slower = [(step, 2 * seconds) for step, seconds in drawn(6000, 4)]
     assert trained(slower, model).errors(slower)[3000] < 0.05
@@ -145,7 +146,7 @@ def test_predictions_are_positive_and_rise_in_every_feature(
         assert model.step_seconds(StepFeatures(*larger)) >= seconds * (1 - 1e-12)
 
 
-def test_nonsense_is_not_learnt() -> None:
+def test_impossible_observations_are_not_learnt() -> None:
     model = CostModel(TRUTH)
     for seconds in (0.0, -1.0, math.nan, math.inf):
         model.observe(StepFeatures(1, 1), seconds)
@@ -153,7 +154,7 @@ def test_nonsense_is_not_learnt() -> None:
     assert model.to_dict() == CostModel(TRUTH).to_dict()
 
 
-def test_copies() -> None:
+def test_the_time_of_copies_is_learnt_from_their_bytes() -> None:
     model = CostModel()
     assert model.copy_seconds(5 * 10**9) == pytest.approx(1.0)
     for index in range(200):
@@ -164,7 +165,7 @@ def test_copies() -> None:
     assert model.copy_seconds(10**10) == pytest.approx(1.0, rel=0.1)
 
 
-def test_json_round_trip_goes_on_learning_the_same() -> None:
+def test_a_cost_model_learns_the_same_after_a_json_round_trip() -> None:
     model = trained(drawn(100, 1))
     copy = CostModel.from_dict(json.loads(json.dumps(model.to_dict())))
     more = drawn(200, 2)
@@ -184,7 +185,7 @@ def test_json_round_trip_goes_on_learning_the_same() -> None:
         {"gram": [[0.0]]},
     ],
 )
-def test_what_is_not_a_cost_model_is_refused(change: dict[str, Any]) -> None:
+def test_a_file_that_is_no_cost_model_is_refused(change: dict[str, Any]) -> None:
     fields = CostModel().to_dict() | change
     if change == {"prior": {}}:
         assert CostModel.from_dict(fields).prior == Roofline()
@@ -239,40 +240,94 @@ def test_the_price_of_adapters_is_learnt() -> None:
     check_the_price_of_adapters()
 
 
-def _old_format(fields: dict[str, Any]) -> dict[str, Any]:
-    """Calibration file of a version without a price for adapters."""
-    pairs = [(one, other) for one in range(7) for other in range(one, 7)]
-    gram = [[value for value, (_, other) in zip(row, pairs, strict=True) if other < 6] for row in fields["gram"]]
-    prior = {name: value for name, value in fields["prior"].items() if name != "adapter_byte_seconds"}
-    target, coefficients = [row[:-1] for row in fields["target"]], fields["coefficients"][:-1]
+_NEW_PRICES = ("adapter_byte_seconds", "shared_share")
+
+
+def _old_format(fields: dict[str, Any], missing: int) -> dict[str, Any]:
+    """Calibration file of a version without the last ``missing`` prices: shared prefixes, then adapters."""
+    pairs = [(one, other) for one in range(8) for other in range(one, 8)]
+    left = 8 - missing
+    gram = [[value for value, (_, other) in zip(row, pairs, strict=True) if other < left] for row in fields["gram"]]
+    prior = {name: value for name, value in fields["prior"].items() if name not in _NEW_PRICES[-missing:]}
+    target = [row[:-missing] for row in fields["target"]]
+    coefficients = fields["coefficients"][:-missing]
     return fields | {"gram": gram, "target": target, "coefficients": coefficients, "prior": prior}
 
 
-def check_that_old_files_go_on() -> None:
+def check_that_old_files_go_on(missing: int) -> None:
     first, second = drawn(200, 3, noise=0.05), drawn(200, 4, noise=0.05)
     model = trained(first)
-    old = CostModel.from_dict(json.loads(json.dumps(_old_format(model.to_dict()))))
+    old = CostModel.from_dict(json.loads(json.dumps(_old_format(model.to_dict(), missing))))
     trained(second, model), trained(second, old)
     steps = [step for step, _ in second]
-    # the price of adapters had another scale, which no step without adapters depends on
+    # the new prices had another scale, which no step without adapters and shared prefixes depends on
     assert [old.step_seconds(step) for step in steps] == [model.step_seconds(step) for step in steps]
     assert old.step_seconds(steps[0]._replace(adapter_bytes=1e8)) > old.step_seconds(steps[0])
+    alone = StepFeatures(8, 40_000)
+    assert 0 < old.step_seconds(alone._replace(shared_tokens=30_000)) < old.step_seconds(alone)
 
 
-def test_cost_models_without_adapters_go_on_bit_for_bit() -> None:
-    check_that_old_files_go_on()
+@pytest.mark.parametrize("missing", [1, 2])
+def test_cost_models_of_older_versions_go_on_bit_for_bit(missing: int) -> None:
+    check_that_old_files_go_on(missing)
 
 
 @pytest.mark.planted("test_the_price_of_adapters_is_learnt")
 @pytest.mark.parametrize("mutation", ["not charged", "not learnt", "equations shuffled"])
 def test_each_mistake_with_adapters_is_noticed(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mutation == "equations shuffled":
-        monkeypatch.setattr(cost_model, "_with_adapters", lambda gram: [*gram, *[0.0] * 7])
+        monkeypatch.setattr(cost_model, "_widened", lambda gram, missing: [*gram, *[0.0] * 15][:36])
         with pytest.raises(AssertionError):
-            check_that_old_files_go_on()
+            check_that_old_files_go_on(2)
         return
     name = "step_seconds" if mutation == "not charged" else "_accumulate"
     right = getattr(CostModel, name)
     monkeypatch.setattr(CostModel, name, lambda self, step, *rest: right(self, step._replace(adapter_bytes=0.0), *rest))
     with pytest.raises(AssertionError):
         check_the_price_of_adapters()
+
+
+SHARED = dataclasses.replace(TRUTH, shared_share=0.3)
+
+
+def shared(count: int, seed: int) -> list[tuple[StepFeatures, float]]:
+    """Steps with long contexts, of which half have a shared prefix, and their times on the machine ``SHARED``."""
+    rng, truth = random.Random(seed), CostModel(SHARED)
+    steps = []
+    for step, _ in drawn(count, seed):
+        context = 8 * step.context_tokens
+        part = rng.choice([0.0, 0.0, 0.4, 0.9])
+        steps.append(step._replace(context_tokens=context, shared_tokens=int(part * context)))
+    return [(step, truth.step_seconds(step) * math.exp(rng.gauss(0, 0.02))) for step in steps]
+
+
+def check_the_price_of_shared_prefixes() -> None:
+    model = trained(shared(1500, 1))
+    fresh = shared(300, 2)
+    errors = model.errors(fresh)
+    blind = trained([(step._replace(shared_tokens=0), seconds) for step, seconds in shared(1500, 1)])
+    without = blind.errors([(step._replace(shared_tokens=0), seconds) for step, seconds in fresh])
+    assert errors[150] < 0.04 and errors[270] < 0.12
+    assert without[270] > 2 * errors[270], "the price of shared prefixes improves nothing"
+    alone = StepFeatures(32, 64_000)
+    saved = model.step_seconds(alone) - model.step_seconds(alone._replace(shared_tokens=60_000))
+    assert saved == pytest.approx(60_000 * 0.7 * 9e-7, rel=0.2)
+
+
+def test_the_price_of_shared_prefixes_is_learnt() -> None:
+    check_the_price_of_shared_prefixes()
+
+
+@pytest.mark.planted("test_the_price_of_shared_prefixes_is_learnt")
+@pytest.mark.parametrize("mutation", ["not charged", "not learnt"])
+def test_each_mistake_with_shared_prefixes_is_noticed(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "step_seconds" if mutation == "not charged" else "_accumulate"
+    right = getattr(CostModel, name)
+    monkeypatch.setattr(CostModel, name, lambda self, step, *rest: right(self, step._replace(shared_tokens=0), *rest))
+    with pytest.raises(AssertionError):
+        check_the_price_of_shared_prefixes()
+
+
+def test_a_position_that_is_shared_costs_at_most_as_much_as_one_that_is_read() -> None:
+    with pytest.raises(ConfigError, match="shared_share"):
+        Roofline(shared_share=1.5)

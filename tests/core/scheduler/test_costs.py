@@ -34,7 +34,7 @@ def test_a_token_takes_what_steps_took_lately() -> None:
     assert costs.estimate(request("a", 4), 8, 0).per_token == pytest.approx(0.01)
 
 
-def test_what_is_expected_has_the_hosts_time_between_steps_and_what_is_certain_has_not() -> None:
+def test_expected_times_include_host_time_and_lower_bounds_do_not() -> None:
     costs, waiting = Costs([64], max_step_tokens=64), request("a", 64)
     for step in ((StepFeatures(1, 64), 0.01, 0), prompt(64, 0.02)):
         costs.observe(*step)
@@ -78,7 +78,7 @@ def test_a_wait_counts_the_hosts_time_from_when_steps_are_known() -> None:
     assert costs.wall_seconds(features) == pytest.approx(0.015, rel=0.01)
 
 
-def test_a_model_that_is_far_off_is_no_time_of_the_hosts() -> None:
+def test_an_error_of_the_cost_model_is_not_taken_for_host_time() -> None:
     costs, (features, _, _) = Costs([64]), decode(0.0)
     for _ in range(20):
         costs.observe(features, 0.01, 0)

@@ -36,7 +36,7 @@ def serve(core: EngineCore) -> dict[str, tuple[FinishReason, float]]:
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_what_the_prefix_cache_has_takes_no_time(cached: bool) -> None:
+def test_cached_prompt_tokens_take_no_time_in_the_estimate(cached: bool) -> None:
     core, door = engine()
     prompt = list(range(10, 4010))
     params = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -63,7 +63,7 @@ def test_answers_of_one_request_share_its_prompt() -> None:
 
 
 @pytest.mark.parametrize("shorter_first", [False, True])
-def test_what_was_never_seen_proves_nothing(shorter_first: bool) -> None:
+def test_a_prompt_size_without_observations_refuses_no_request(shorter_first: bool) -> None:
     """A GPU computes a long prompt in less time than any number of short ones would let one expect."""
     core, door = engine("h100-sxm", "llama-3-8b")
     chat = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -77,7 +77,7 @@ def test_what_was_never_seen_proves_nothing(shorter_first: bool) -> None:
     assert core.scheduler.num_past_deadline == 0
 
 
-def test_what_was_seen_does() -> None:
+def test_an_observed_prompt_size_refuses_a_hopeless_request() -> None:
     core, door = engine()
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     core.add(door.prepare("first", list(range(10, 4010)), params, 0.0))
@@ -89,7 +89,7 @@ def test_what_was_seen_does() -> None:
     assert (reason, end) == (FinishReason.DEADLINE, pytest.approx(now))
 
 
-def test_who_has_no_deadline_costs_nothing() -> None:
+def test_a_request_without_a_deadline_is_not_estimated() -> None:
     asked: list[str] = []
     deadlines = Deadlines(lambda request: asked.append(request.request_id) or Estimate())  # type: ignore[func-returns-value]
     deadlines.add(Request("plain", [1, 2], max_tokens=3))
@@ -108,7 +108,9 @@ def test_who_has_no_deadline_costs_nothing() -> None:
         (5, True, 7, 2.0),
     ],
 )
-def test_lost_is_what_could_not_be_done_even_alone(min_tokens: int, runs: bool, num_out: int, lost_at: float) -> None:
+def test_a_request_is_lost_if_it_would_be_late_even_alone(
+    min_tokens: int, runs: bool, num_out: int, lost_at: float
+) -> None:
     """Half a second to the first token, and a tenth for each that must follow."""
     one = Request("a", [1, 2], max_tokens=20, min_tokens=min_tokens, service=Service(finish_by=2.0))
     deadlines = Deadlines(lambda request: Estimate(0.5, 0.5, None, 0.1, 0.1))
@@ -119,7 +121,7 @@ def test_lost_is_what_could_not_be_done_even_alone(min_tokens: int, runs: bool, 
     assert list(deadlines.lost(lost_at + 0.01)) == [one]
 
 
-def test_in_doubt_is_what_would_be_late_with_an_answer_as_long_as_usual() -> None:
+def test_a_request_is_in_doubt_if_an_answer_of_usual_length_would_be_late() -> None:
     one = Request("a", [1, 2], max_tokens=20, service=Service(finish_by=2.0))
     deadlines = Deadlines(lambda request: Estimate(0.5, 0.5, 10, 0.1, 0.1))
     deadlines.add(one)

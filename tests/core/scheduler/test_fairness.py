@@ -28,7 +28,7 @@ def test_prompt_is_charged_at_once_and_the_answer_as_it_grows(share: float) -> N
     assert counters["t"] == (4 * PREFILL_WEIGHT + 3 * DECODE_WEIGHT) / share
 
 
-def test_what_was_not_computed_is_given_back() -> None:
+def test_tokens_that_were_not_computed_are_credited_back() -> None:
     counters = VirtualTokenCounters()
     one = of("t")
     counters.joined(one)
@@ -37,7 +37,7 @@ def test_what_was_not_computed_is_given_back() -> None:
     assert counters["t"] == 4 * PREFILL_WEIGHT
 
 
-def test_who_comes_back_is_lifted_to_those_who_wait_and_not_lowered() -> None:
+def test_a_returning_tenant_is_raised_to_the_waiting_tenants_and_never_lowered() -> None:
     counters = VirtualTokenCounters()
     counters._counters = {"low": 10.0, "high": 30.0, "back": 1.0, "ahead": 99.0}
     for tenant in ("low", "high", "back", "ahead"):
@@ -47,7 +47,7 @@ def test_who_comes_back_is_lifted_to_those_who_wait_and_not_lowered() -> None:
     assert (counters["back"], counters["ahead"]) == (10.0, 99.0)
 
 
-def test_running_work_does_not_save_a_tenant_from_being_lifted() -> None:
+def test_a_tenant_with_running_work_is_raised_too() -> None:
     counters = VirtualTokenCounters()
     modest, first, second = of("modest", "m"), of("busy", "a", 500), of("busy", "b", 500)
     for one in (modest, first, second):
@@ -59,7 +59,7 @@ def test_running_work_does_not_save_a_tenant_from_being_lifted() -> None:
     assert counters["modest"] == counters["busy"] == 500
 
 
-def test_first_after_a_pause_starts_where_the_last_one_stopped() -> None:
+def test_the_first_tenant_after_a_pause_starts_at_the_last_tenants_count() -> None:
     counters = VirtualTokenCounters()
     last = of("last")
     counters.queued(last)
@@ -70,7 +70,7 @@ def test_first_after_a_pause_starts_where_the_last_one_stopped() -> None:
     assert counters.active() == ["new"]
 
 
-def test_one_that_ends_while_it_waits_waits_no_more() -> None:
+def test_a_request_that_ends_in_the_queue_is_no_longer_counted_as_waiting() -> None:
     counters = VirtualTokenCounters()
     one = of("t")
     counters.queued(one)

@@ -29,7 +29,7 @@ def last(items: Iterator[Forecast | None]) -> Forecast:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("seed", range(12))
-def test_with_known_lengths_and_nobody_else_coming_starts_are_exact(policy: str, seed: int, depth: int) -> None:
+def test_forecast_starts_are_exact_for_known_lengths_without_arrivals(policy: str, seed: int, depth: int) -> None:
     rng = random.Random(seed)
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "scheduling_policy": policy, "ageing_seconds": 0.5}
     if depth:  # where what was swapped comes back later than the copy, which swaps nothing, has it
@@ -158,7 +158,7 @@ def check_exact(made: tuple[EngineCore, ModelLimits], rng: random.Random, depth:
 @pytest.mark.parametrize(
     "settings", [{}, {"scheduling_policy": "priority"}, {"batching": "static"}, {"batching": "dynamic"}], ids=str
 )
-def test_it_can_be_made_between_any_two_steps(depth: int, settings: dict[str, str]) -> None:
+def test_a_forecast_can_be_made_between_any_two_steps(depth: int, settings: dict[str, str]) -> None:
     """Also where steps are in flight, whose tokens the copy does not know."""
     rng = random.Random(depth)
     config = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 60, "num_lookahead_steps": depth}
@@ -183,7 +183,7 @@ def test_it_can_be_made_between_any_two_steps(depth: int, settings: dict[str, st
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_what_lies_beyond_the_horizon_is_extrapolated_in_order(depth: int) -> None:
+def test_requests_beyond_the_horizon_start_in_order_by_extrapolation(depth: int) -> None:
     config = EngineConfig.from_flat(
         {"max_num_seqs": 2, "max_num_batched_tokens": 64, "num_kv_blocks": 200, "num_lookahead_steps": depth}
     )
@@ -203,7 +203,7 @@ def test_what_lies_beyond_the_horizon_is_extrapolated_in_order(depth: int) -> No
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_looking_ahead_changes_nothing(depth: int) -> None:
+def test_making_a_forecast_changes_no_step(depth: int) -> None:
     def digest(look: bool) -> list[tuple[int, ...]]:
         settings = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "scheduling_policy": "priority"}
         config = EngineConfig.from_flat({**settings, "num_kv_blocks": 30, "num_lookahead_steps": depth})
@@ -230,7 +230,7 @@ def test_looking_ahead_changes_nothing(depth: int) -> None:
     assert digest(False) == digest(True)
 
 
-def test_a_newcomer_is_no_stranger_to_its_own_tenant() -> None:
+def test_a_newcomer_waits_behind_the_requests_of_its_tenant() -> None:
     """One tenant has all rows: another of it waits, somebody else does not."""
     config = EngineConfig.from_flat({"max_num_seqs": 4, "scheduling_policy": "priority", "num_kv_blocks": 900})
     core, limits = simulated_core(deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config)
@@ -255,7 +255,7 @@ def test_a_newcomer_is_no_stranger_to_its_own_tenant() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_who_is_asked_for_but_not_there_takes_nobodys_row(seed: int) -> None:
+def test_a_hypothetical_request_takes_no_row_from_another(seed: int) -> None:
     """A newcomer of a better class would displace somebody, and then another tenant would have the row."""
     rng = random.Random(seed)
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "scheduling_policy": "priority", "num_kv_blocks": 400}

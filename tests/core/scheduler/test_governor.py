@@ -194,7 +194,7 @@ def test_an_idle_engine_is_not_harm() -> None:
 # --- forecasts and rules ---------------------------------------------------------------------------------------------
 
 
-def test_forecast_of_rows_and_growth() -> None:
+def test_rows_and_growth_are_forecast_from_the_observation() -> None:
     assert rows_that_fit(observation()) == 20
     young = observation(context_length=20.0)  # much shorter than they will be
     assert expected_growth(young) > expected_growth(observation()) > expected_growth(observation(running=0))
@@ -228,7 +228,7 @@ def test_rules_lower_when_requests_are_preempted_and_raise_when_memory_is_idle()
     assert wanted(5, waiting=0) == 20
 
 
-def test_rules_keep_the_pace() -> None:
+def test_rules_keep_the_target_time_per_token() -> None:
     aims, seen = Targets(tpot=0.04), observation(capacity_tokens=10**6, prompt_length=3000.0, answer_length=20.0)
     proposal, free = rules(aims).decide(0.0, seen), rules().decide(0.0, seen)
     assert proposal is not None and free is not None
@@ -389,14 +389,14 @@ def test_a_governor_is_told_of_requests_preempted_and_doubts_the_first_few() -> 
     assert seen.ttft == 1.0 and seen.prefill_share > 0.5  # what is computed again is no answer, nor a first token
 
 
-def test_an_engine_without_steps_is_left_alone() -> None:
+def test_settings_stay_while_the_engine_has_no_steps() -> None:
     loop = GovernorLoop(Scripted(Settings(2, 64, 0.01)), Driver().scheduler, BOUNDS, now=0.0)
     for now in range(10):
         loop.govern(float(now))
     assert [decision.why for decision in loop.decisions] == ["nothing is known yet"]
 
 
-def test_it_begins_with_what_usually_fits_and_may_open_at_once() -> None:
+def test_the_governor_starts_with_the_rows_that_usually_fit() -> None:
     scheduler = Driver(max_num_seqs=64, max_num_batched_tokens=2048, num_blocks=225, watermark=0.01).scheduler
     loop = GovernorLoop(Scripted(CONFIGURED), scheduler, BOUNDS, now=0.0)
     start = loop.settings
@@ -460,7 +460,9 @@ def test_settings_are_checked() -> None:
         ("tests.core.scheduler.test_governor:Scripted", "has no decide"),
     ],
 )
-def test_a_governor_of_ones_own_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, path: str, problem: str) -> None:
+def test_a_custom_governor_that_cannot_be_used_is_refused(
+    monkeypatch: pytest.MonkeyPatch, path: str, problem: str
+) -> None:
     monkeypatch.delattr(Scripted, "decide")
     with pytest.raises(ConfigError, match=rf"governor '{path}' {problem}"):
         served(path)

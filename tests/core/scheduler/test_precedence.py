@@ -36,7 +36,7 @@ def ids(queue: WaitingQueue, now: float = 0.0) -> str:
         max_size=8,
     )
 )
-def test_line_is_sorted_by_reservation_deadline_priority_fairness_and_arrival(
+def test_the_queue_is_sorted_by_reservation_deadline_priority_fairness_and_arrival(
     drawn: list[tuple[bool, float, int, str]],
 ) -> None:
     precedence = policy()
@@ -65,7 +65,9 @@ def test_line_is_sorted_by_reservation_deadline_priority_fairness_and_arrival(
         ({"priority": 9, "start_by": 100.0}, {"priority": -9}, False),  # there is time yet
     ],
 )
-def test_who_takes_a_row_from_whom(mine: dict[str, object], theirs: dict[str, object], outranks: bool) -> None:
+def test_a_request_takes_a_row_only_from_a_request_of_lower_rank(
+    mine: dict[str, object], theirs: dict[str, object], outranks: bool
+) -> None:
     precedence = policy()
     first, second = (
         request(name, 2, service=args.get("service", Service())) for name, args in (("a", mine), ("b", theirs))
@@ -113,7 +115,7 @@ def test_blocks_of_a_class_are_counted_anew_when_one_of_it_comes_or_goes() -> No
 
 
 @pytest.mark.parametrize(("priority", "at_once"), [(-1, True), (0, True), (1, False)])
-def test_a_prompt_under_way_shares_the_budget_with_equals_only(priority: int, at_once: bool) -> None:
+def test_a_running_prompt_shares_the_budget_with_equal_ranks_only(priority: int, at_once: bool) -> None:
     driver = Driver(policy=Precedence({}, max_running=2), max_num_seqs=2, max_num_batched_tokens=8)
     driver.add(request("a", 40))
     driver.step()
@@ -167,7 +169,7 @@ def test_a_tenant_is_owed_one_row_however_many_there_are() -> None:
 
 @pytest.mark.parametrize("arrival", [0.5, 1.5, 8.5, 30.0])
 @pytest.mark.parametrize("kind", ["tenant", "priority", "deadline"])
-def test_who_is_first_for_its_age_is_in_nobodys_way(kind: str, arrival: float) -> None:
+def test_a_request_that_is_first_by_age_blocks_no_request_behind_it(kind: str, arrival: float) -> None:
     """It can take nobody's row; those behind it can, and do."""
     precedence = Precedence({}, max_running=3, ageing_seconds=1.0)
     driver = Driver(policy=precedence, max_num_seqs=3, num_blocks=900, max_model_len=900)
@@ -196,7 +198,7 @@ def test_age_moves_a_lane_up_and_at_last_before_deadlines() -> None:
     assert [ids(queue, now) for now in (1.9, 3.1, 7.4, 8.1)] == ["uyo", "uoy", "uoy", "ouy"]
 
 
-def test_what_got_in_by_age_keeps_its_row_against_priority() -> None:
+def test_a_request_admitted_by_age_keeps_its_row_against_priority() -> None:
     precedence = policy(ageing_seconds=1.0)
     queue, old, urgent = WaitingQueue(precedence), request("o", 2, priority=9), request("u", 2, priority=-9)
     for one in (old, request("n", 2, priority=-2, arrival_time=7.8)):
@@ -239,7 +241,7 @@ def test_lane_keeps_its_order_and_those_preempted_go_first() -> None:
     assert ids(queue) == "cdab"
 
 
-def test_line_goes_on_when_the_one_it_gave_is_taken() -> None:
+def test_the_queue_continues_when_its_first_request_is_taken() -> None:
     queue = WaitingQueue(policy())
     for number, (name, priority) in enumerate([("a", 0), ("b", 0), ("c", 1), ("d", 2)]):
         one = request(name, 2, priority=priority)
@@ -278,7 +280,7 @@ def test_a_class_has_its_reserved_step_tokens_once_however_many_of_it_run() -> N
     assert [(one.request_id, count) for one, count in shares] == [("a", 4), ("b", 4), ("c", 0), ("d", 4)]
 
 
-def test_who_has_no_more_than_is_reserved_gives_way_last() -> None:
+def test_a_class_within_its_reservation_is_preempted_last() -> None:
     precedence = Precedence({"vip": ServiceClass(min_seqs=1)}, max_running=4)
     vip, other = request("a", 2, priority=9, service=Service("vip")), request("b", 2)
     precedence.joined(vip)
@@ -287,7 +289,7 @@ def test_who_has_no_more_than_is_reserved_gives_way_last() -> None:
     assert precedence.victim([vip, other]) is vip
 
 
-def test_late_is_said_once_and_the_promise_is_gone() -> None:
+def test_a_request_is_reported_late_once_and_loses_its_deadline() -> None:
     precedence = policy()
     one = request("a", 2, service=Service(first_token_by=1.0))
     precedence.queued(one, 0.0)
@@ -305,7 +307,7 @@ def test_latest_start_leaves_time_for_the_service() -> None:
     assert one.start_by == pytest.approx(3.0)
 
 
-def test_what_would_be_late_even_alone_goes_behind_what_may_not() -> None:
+def test_a_request_that_would_be_late_even_alone_goes_behind_the_others() -> None:
     """The first would take 2 s alone and 4 s at this load, the second half of that; both must be done in 3 s."""
     precedence = Precedence(
         {}, max_running=4, estimate=lambda r: Estimate(0.0, 0.0, len(r.token_ids) * 10 + 1, 0.1, 0.05)
@@ -326,7 +328,7 @@ def test_what_would_be_late_even_alone_goes_behind_what_may_not() -> None:
     assert driver.scheduler.dropped == [long, short]
 
 
-def test_what_has_too_much_left_to_make_it_is_late_at_once() -> None:
+def test_a_request_with_too_many_tokens_left_is_late_at_once() -> None:
     precedence = Precedence({}, max_running=4, estimate=lambda r: Estimate(0.0, 0.0, 10, 0.1, 0.1))
     driver = Driver(policy=precedence, max_num_seqs=4, drop_late=True)
     sure, unsure = (

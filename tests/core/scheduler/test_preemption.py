@@ -15,7 +15,7 @@ from tests.core.scheduler.driver import BLOCK, Driver, request
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_the_latest_arrival_gives_way_and_comes_back_with_its_tokens(depth: int) -> None:
+def test_the_latest_arrival_is_preempted_and_returns_with_its_tokens(depth: int) -> None:
     counter = iter(range(1000, 9999))
     driver = Driver(num_blocks=7, depth=depth, tokens=lambda name: next(counter))
     first, second = request("a", 2 * BLOCK, max_tokens=10), request("b", 2 * BLOCK, max_tokens=10)
@@ -55,7 +55,7 @@ def test_a_dropped_tail_is_all_that_is_computed_again(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_swapped_work_comes_back_without_being_computed_again(depth: int) -> None:
+def test_swapped_blocks_are_not_computed_again(depth: int) -> None:
     driver = Driver(num_blocks=7, num_host_blocks=6, depth=depth, preemption=PreemptionMode("swap"))
     requests = [request("a", 2 * BLOCK, max_tokens=10), request("b", 2 * BLOCK, max_tokens=10)]
     driver.add(*requests)
@@ -78,7 +78,7 @@ def test_without_room_in_host_memory_swapping_falls_back_to_recomputing() -> Non
 
 
 @pytest.mark.parametrize("ends", ["abort", "finish"])
-def test_who_ends_while_swapped_leaves_nothing_in_host_memory(ends: str) -> None:
+def test_a_request_that_ends_while_swapped_leaves_nothing_in_host_memory(ends: str) -> None:
     driver = Driver(num_host_blocks=8, preemption=PreemptionMode("swap"))
     driver.add(request("a", 5, max_tokens=9))
     driver.step()
@@ -114,7 +114,7 @@ def test_auto_takes_what_costs_less_of_what_there_is_room_for(block: float, room
     assert (driver.scheduler.preemptor.num_tails > 0) != swaps
 
 
-def test_one_who_gave_up_its_end_and_then_the_rest_is_counted_once() -> None:
+def test_a_request_preempted_in_two_parts_is_counted_once() -> None:
     driver = Driver(num_blocks=5, num_host_blocks=3, preemption=PreemptionMode("auto", Prices(1.0, 2.5)))
     driver.add(request("a", BLOCK, max_tokens=10), request("b", BLOCK, max_tokens=10))
     outs = driver.run()
@@ -141,7 +141,7 @@ def test_where_nobody_is_preempted_beginnings_are_shared_all_the_same() -> None:
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 2 * BLOCK)
 
 
-def test_who_would_keep_no_block_keeps_no_row_either() -> None:
+def test_a_victim_that_keeps_no_block_keeps_no_row() -> None:
     driver = Driver(num_blocks=4)
     first, second = request("a", 2 * BLOCK, max_tokens=4), request("b", 1, max_tokens=3)
     driver.add(first, second)
@@ -152,7 +152,7 @@ def test_who_would_keep_no_block_keeps_no_row_either() -> None:
     assert driver.finished == ["a", "b"]
 
 
-def test_a_step_that_fails_takes_with_it_what_it_saved_and_what_kept_its_beginning() -> None:
+def test_a_failed_step_drops_the_copies_that_it_made() -> None:
     driver = Driver(num_host_blocks=8, preemption=PreemptionMode("swap"))
     one = request("a", 5, max_tokens=9)
     driver.add(one)
@@ -217,7 +217,7 @@ def test_after_the_most_preemptions_a_request_joins_with_all_it_will_need() -> N
 @pytest.mark.parametrize("num_blocks", [6, 8, 11, 17])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("caching", [True, False])
-def test_everybody_arrives_however_short_the_blocks(num_blocks: int, depth: int, caching: bool) -> None:
+def test_every_request_finishes_however_few_blocks_there_are(num_blocks: int, depth: int, caching: bool) -> None:
     driver = Driver(num_blocks=num_blocks, depth=depth, caching=caching, max_num_batched_tokens=9, max_preemptions=3)
     requests = [request(f"r{i}", [i % 2] * 3 + [i], max_tokens=9 + i % 5) for i in range(8)]
     driver.add(*requests)
@@ -226,7 +226,7 @@ def test_everybody_arrives_however_short_the_blocks(num_blocks: int, depth: int,
     assert max(one.num_preemptions for one in requests) <= 3
 
 
-def test_who_may_be_preempted() -> None:
+def test_only_running_requests_with_progress_may_be_preempted() -> None:
     requests = [request(name, 4) for name in "abcdefg"]
     for sequence, one in enumerate(requests):
         one.sequence = sequence
@@ -273,7 +273,7 @@ def test_the_scheduler_keeps_the_rate() -> None:
 
 @pytest.mark.parametrize("start", RequestStatus)
 @pytest.mark.parametrize("end", RequestStatus)
-def test_a_request_changes_along_the_table_only(start: RequestStatus, end: RequestStatus) -> None:
+def test_a_request_changes_its_status_along_the_table_only(start: RequestStatus, end: RequestStatus) -> None:
     one = request("a", 2)
     one.status = start
     if end in LEGAL_TRANSITIONS[start]:
@@ -284,7 +284,7 @@ def test_a_request_changes_along_the_table_only(start: RequestStatus, end: Reque
             one.move_to(end)
 
 
-def test_nothing_follows_the_end() -> None:
+def test_a_finished_request_changes_its_status_no_more() -> None:
     assert not LEGAL_TRANSITIONS[RequestStatus.FINISHED]
     assert all(
         RequestStatus.FINISHED in after for status, after in LEGAL_TRANSITIONS.items() if status.value != "finished"

@@ -35,14 +35,14 @@ def test_unknown_mode_is_refused_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_everybody_gets_all_tokens(mode: str, depth: int) -> None:
+def test_every_mode_gives_all_requests_all_tokens(mode: str, depth: int) -> None:
     driver = crowd(mode, depth=depth, num_blocks=14)
     driver.run()
     assert len(driver.finished) == 7
     assert {one for result in driver.results for one in result.finished if one.num_output_tokens != 6} == set()
 
 
-def test_mixed_steps_have_both() -> None:
+def test_mixed_steps_have_prompts_and_decodes() -> None:
     assert (True, True) in [kinds(out) for out in crowd("mixed").run()]
 
 

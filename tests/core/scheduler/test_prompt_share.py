@@ -40,13 +40,13 @@ def test_a_short_prompt_behind_long_ones_is_served_in_its_first_step(mode: str, 
     assert driver.results[0].sampled[-1].request_id == "short"  # type: ignore[union-attr]
 
 
-def test_all_in_policy_order_is_a_share_of_one() -> None:
+def test_a_share_of_one_gives_all_tokens_in_policy_order() -> None:
     driver = busy(policy_share=1.0)
     assert given(driver.step()) == {"long 0": 64}
 
 
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
-def test_closed_batches_prefill_in_order(batching: str) -> None:
+def test_closed_batches_compute_prompts_in_order(batching: str) -> None:
     assert given(busy(batching=batching).step()) == {"long 0": 64}
 
 
@@ -83,7 +83,7 @@ def test_a_deadline_goes_before_size() -> None:
     assert given(driver.step()) == {"a": 64}
 
 
-def test_the_key_is_what_had_to_be_computed_on_joining_and_stays() -> None:
+def test_the_size_of_a_prompt_is_fixed_when_it_joins() -> None:
     """A prompt that is nearly done does not overtake one that was smaller from the beginning."""
     driver = Driver(num_blocks=300, max_model_len=256, max_num_batched_tokens=16)
     driver.add(request("a", 100), request("b", 90))

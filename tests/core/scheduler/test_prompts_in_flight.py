@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from chairlift.core.kv_cache.manager import KVCacheManager
 from chairlift.core.request import Request
 from chairlift.core.rows.adapters import AdapterRows
-from chairlift.core.scheduler.prompts_in_flight import MAX_WAITS
+from chairlift.core.scheduler.prompts_in_flight import LEAST_MOVES, MAX_WAITS, PromptsInFlight
 from tests.core.scheduler.driver import BLOCK, Driver, request
 
 SHARED = list(range(1000, 1040))
@@ -53,7 +56,7 @@ def test_a_chunked_leader_is_followed_until_the_common_part_is_there() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_the_steps_ahead_change_nothing(depth: int) -> None:
+def test_look_ahead_does_not_change_who_follows(depth: int) -> None:
     drive = driver(depth=depth, max_num_batched_tokens=16)
     drive.add(*(alike(f"r{n}") for n in range(5)))
     outs = drive.run()
@@ -79,7 +82,7 @@ def test_few_common_blocks_are_not_worth_a_step() -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "fail", "preempt", "update weights", "not ready"])
-def test_nobody_waits_for_a_leader_that_is_gone(end: str) -> None:
+def test_a_follower_does_not_wait_for_a_leader_that_has_left(end: str) -> None:
     drive = driver(max_num_batched_tokens=16, depth=1)
     leader = alike("a", 30)
     drive.add(leader, alike("b"))
@@ -156,3 +159,73 @@ def test_without_a_prefix_cache_and_in_static_batches_nobody_follows() -> None:
         out = drive.step()
         assert [row.request_id for row in out.joined] == ["a", "b"]
         drive.run()
+
+
+def crowd(count: int, **settings: object) -> Driver:
+    drive = driver(num_blocks=4000, max_num_seqs=32, max_num_batched_tokens=64, **settings)
+    drive.add(alike("a", 90, max_tokens=2), *(alike(f"r{n}", 2, max_tokens=1) for n in range(count)))
+    return drive
+
+
+def check_a_crowd(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``count`` requests follow one leader. No step moves or compares more of them than it could use."""
+    compared = [0]
+    right = KVCacheManager.num_common
+
+    def counted(self: KVCacheManager, *args: Any) -> int:
+        compared[0] += 1
+        return right(self, *args)
+
+    monkeypatch.setattr(KVCacheManager, "num_common", counted)
+    drive = crowd(count)
+    while drive.scheduler.has_unfinished:
+        before = set(waits(drive))
+        compared[0] = 0
+        drive.step()
+        assert compared[0] <= 2 * LEAST_MOVES, compared
+        assert len(before ^ set(waits(drive))) <= 3 * LEAST_MOVES
+    assert len(drive.finished) == count + 1
+    assert drive.scheduler.batch.in_flight.num_followed >= min(count, LEAST_MOVES)
+
+
+def test_a_step_does_not_grow_with_the_requests_of_one_system_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_a_crowd(1500, monkeypatch)
+
+
+@pytest.mark.planted("test_a_step_does_not_grow_with_the_requests_of_one_system_prompt")
+def test_a_step_that_takes_everything_from_the_queue_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptsInFlight, "may_follow", True)
+    with pytest.raises(AssertionError):
+        check_a_crowd(300, monkeypatch)
+
+
+def test_a_request_is_compared_with_one_leader_whatever_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts have equal first blocks, and then documents of their own."""
+    compared = []
+    right = KVCacheManager.num_common
+    monkeypatch.setattr(
+        KVCacheManager, "num_common", lambda self, a, b, n: compared.append((a, b)) or right(self, a, b, n)
+    )
+    begin = SHARED[: 2 * BLOCK]
+    drive = driver(num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=4000)
+    documents = [[*begin, *range(1000 * n, 1000 * n + 60)] for n in range(30)]
+    drive.add(*(request(f"a{n}", document) for n, document in enumerate(documents)))
+    drive.add(*(request(f"b{n}", [*document[:40], n, n + 1]) for n, document in enumerate(documents)))
+    drive.step()
+    followed = [(one.request_id, leader.request_id) for one, leader in compared if one.request_id[0] == "b"]
+    assert followed == [(f"b{n}", f"a{n}") for n in range(30)]
+    drive.run()
+
+
+def test_released_requests_that_are_alone_still_run() -> None:
+    """The queue is emptied by aborts while most of the released requests are not in it yet."""
+    drive = crowd(200, depth=1)
+    while not drive.scheduler.batch.in_flight.has_released:
+        drive.step()
+    for name in [*drive.scheduler.running, *(each.request_id for each in list(drive.scheduler.waiting))]:
+        drive.scheduler.abort(name)
+    while drive.flights:
+        drive.land()
+    assert drive.scheduler.next_event(drive.now) == drive.now
+    drive.run()
+    assert not drive.scheduler.requests

@@ -89,7 +89,7 @@ def test_a_made_up_kind_is_honoured(share: float, settings: dict[str, int]) -> N
     assert most == 2 and not kind.held and not kind.running
 
 
-def test_its_key_separates_blocks_and_equal_keys_share_them() -> None:
+def test_the_key_of_a_kind_separates_blocks_and_equal_keys_share_them() -> None:
     kind = Pairs()
     driver = Driver(kinds=[kind], caching=True)
     cached = {}

@@ -20,7 +20,7 @@ def work(out: SchedulerOutput) -> list[tuple[str, int]]:
     return decodes + [(name, chunk.num_tokens) for name, chunk in zip(out.chunk_ids, out.chunks, strict=True)]
 
 
-def test_decodes_then_chunks_then_newcomers() -> None:
+def test_a_step_serves_decodes_then_chunks_then_newcomers() -> None:
     driver = Driver(max_num_batched_tokens=10)
     driver.add(request("a", 3))
     assert work(driver.step()) == [("a", 3)]
@@ -94,7 +94,7 @@ def test_a_stop_token_ends_and_what_was_computed_ahead_is_dropped_and_counted(de
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_length_end_computes_nothing_too_much(depth: int) -> None:
+def test_no_token_is_computed_beyond_the_length_limit(depth: int) -> None:
     driver = Driver(depth=depth)
     one = request("a", 3, max_tokens=5)
     driver.add(one)
@@ -110,7 +110,7 @@ def test_a_step_with_nothing_to_do_changes_nothing() -> None:
     assert driver.scheduler.next_event(0.0) is None
 
 
-def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
+def test_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
     driver = Driver(num_blocks=5)
     driver.add(request("a", 10, max_tokens=7))
     with pytest.raises(PromptTooLongError, match=r"room for 17 tokens \(10 of the prompt and 7.* holds 16"):
@@ -193,7 +193,7 @@ _CASES = [(state, name) for state in _STATES for name in _MEMBERSHIPS if (state,
 
 @pytest.mark.parametrize(("state", "batching"), _CASES)
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_abort_in_every_state(state: str, depth: int, batching: str) -> None:
+def test_an_abort_frees_everything_in_every_state(state: str, depth: int, batching: str) -> None:
     budget = 4 if state == "half computed" else 64
     driver = Driver(depth=depth, batching=batching, max_num_batched_tokens=budget, max_num_seqs=2)
     one, other = request("a", 9, max_tokens=9), request("b", 3, max_tokens=4)
@@ -211,7 +211,7 @@ def test_abort_in_every_state(state: str, depth: int, batching: str) -> None:
     assert driver.finished == ["b"]
 
 
-def test_abort_of_an_unknown_id_does_nothing() -> None:
+def test_an_abort_of_an_unknown_id_does_nothing() -> None:
     driver = Driver()
     driver.add(request("ab", 3))
     assert driver.scheduler.abort("a") == []
@@ -326,7 +326,7 @@ def test_a_prompt_is_shared_while_it_is_answered_and_the_answer_by_the_turn_that
     assert turn.num_cached_tokens == 5 * BLOCK == len(first.token_ids) // BLOCK * BLOCK
 
 
-def test_what_contradicts_itself_is_noticed() -> None:
+def test_the_audit_notices_contradictory_counts() -> None:
     driver = Driver(max_num_seqs=1)
     one, two = request("a", 3), request("b", 3)
     driver.add(one, two)
@@ -344,7 +344,7 @@ def test_what_contradicts_itself_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_who_only_joined_in_a_step_that_fails_waits_for_another(depth: int) -> None:
+def test_a_request_that_joined_in_a_failed_step_waits_for_another(depth: int) -> None:
     driver = Driver(
         num_blocks=9,
         num_host_blocks=8,

@@ -90,7 +90,7 @@ def test_a_flood_of_one_tenant_does_not_starve_another() -> None:
     assert steps["other1"] <= 1 and len(steps) == 16  # half of each step, and no row is idle
 
 
-def test_priorities_and_deadlines_act() -> None:
+def test_priorities_and_deadlines_decide_the_order_of_texts() -> None:
     driver = texts_only(Precedence({}, max_running=8), max_num_seqs=2, policy_share=1.0)
     driver.add(*(text(f"plain{number}", 16) for number in range(10)))
     driver.step()

@@ -102,7 +102,7 @@ CHECKS: list[Callable[[types.ModuleType], None]] = [
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-def test_estimates(check: Callable[[types.ModuleType], None]) -> None:
+def test_estimates_of_acceptance_follow_the_observed_drafts(check: Callable[[types.ModuleType], None]) -> None:
     check(acceptance)
 
 
@@ -126,7 +126,7 @@ PLANTED = {
 """Bug -> (text, replacement) for each change of the module."""
 
 
-@pytest.mark.planted("test_estimates")
+@pytest.mark.planted("test_estimates_of_acceptance_follow_the_observed_drafts")
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bugs_are_found(bug: str) -> None:
     source = Path(acceptance.__file__).read_text(encoding="utf-8")

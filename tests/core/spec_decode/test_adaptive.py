@@ -114,7 +114,7 @@ def test_small_steps_are_measured_before_large_ones() -> None:
     assert lengths == [1] * 8 + [2] * 8 + [4] * 8 + [6] * 16
 
 
-def test_none_where_none_pays() -> None:
+def test_rows_get_no_drafts_where_none_pays() -> None:
     assert choose(make(dear), row("a"), row("b")) == {}
 
 
@@ -331,7 +331,7 @@ def test_a_text_that_is_expected_is_tried_at_once_whatever_drafts_cost() -> None
     assert choose(speculator, request) == {}
 
 
-def test_what_comes_later_is_expected_to_be_as_right_as_what_came() -> None:
+def test_untried_positions_are_expected_to_be_as_right_as_those_before() -> None:
     speculator = make(lambda step: 1 + 0.3 * step.num_decodes)
     assert choose(speculator, row("new"))
     for number in range(200):
@@ -482,7 +482,7 @@ def test_one_chance_for_all_positions_misses_the_best_number(monkeypatch: pytest
     )
 
 
-def test_drafts_are_found_of_which_only_several_pay() -> None:
+def test_drafts_that_pay_only_in_numbers_are_found() -> None:
     def seconds(step: StepFeatures) -> float:  # a step with drafts takes half as long again, however many there are
         return 1.0 if step.num_decodes == 1 else 1.5
 

@@ -49,5 +49,7 @@ def test_a_new_method_is_a_value_of_the_setting() -> None:
     assert SpeculativeConfig.parse({"method": "parrot", "model": "x"}).method == "parrot"
     with pytest.raises(ConfigError, match="parrot needs model, the directory or name of the list of tokens; got"):
         SpeculativeConfig.parse({"method": "parrot"})
-    with pytest.raises(ConfigError, match="method must be ngram, draft_model, medusa, eagle3 or parrot, got 'x'"):
+    with pytest.raises(
+        ConfigError, match="method must be ngram, suffix, draft_model, medusa, eagle3, mtp or parrot, got 'x'"
+    ):
         SpeculativeConfig.parse({"method": "x"})

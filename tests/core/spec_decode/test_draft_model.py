@@ -17,6 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, SamplingParams
 from chairlift.base.step_batch import StepBatch
@@ -196,6 +199,70 @@ def test_a_drafter_that_was_idle_catches_up(models: Models) -> None:
     assert drafts.num_drafts == drafts.num_accepted > 100
 
 
+@pytest.mark.parametrize("padding", [-5, 37])
+def test_vocabularies_of_unequal_padding_are_one(padding: int, models: Models, tmp_path: Path) -> None:
+    """The embedding of the small model has fewer or more rows than the served model's, and its tokenizer has the same
+    tokens. Prompts have ids that only one of the two models knows."""
+    served = padded_model(tmp_path / "served", VOCAB)
+    small = padded_model(tmp_path / "small", VOCAB + padding)
+    prompts = [[5] * 9, [VOCAB - 1, 3, VOCAB - 2, 4], [7, 8] * 6]
+    biased = {VOCAB - 1: 8.0, 4: 7.0}
+    asked = [
+        SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=0),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=30, ignore_eos=True, logit_bias=biased, logprobs=0),
+        SamplingParams(temperature=1.0, seed=4, max_tokens=30, ignore_eos=True, frequency_penalty=0.5, logprobs=0),
+    ]
+    kept: dict[str, Any] = {"num_kv_blocks": 60, "threads": 1, "dtype": "float32", "skip_tokenizer_init": True}
+    plain = LLM(served, **kept).generate(prompts, asked)
+    llm = LLM(served, speculative_config=drafting(small), **kept)
+    drafter = drafts_are_free(llm)
+    read, made = watched(drafter)
+    drafted = llm.generate(prompts, asked)
+    assert max(read) < VOCAB + padding, "the small model read a token that it does not have"
+    assert max(made) < VOCAB, "a draft is a token that the served model does not have"
+    assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
+    assert [each.outputs[0].logprobs for each in drafted] == [each.outputs[0].logprobs for each in plain]
+    drafts = llm.engine.scheduler.drafts
+    assert drafts is not None and drafts.num_accepted > 20
+
+
+def watched(drafter: DraftModel) -> tuple[list[int], list[int]]:
+    """(tokens that the small model reads, drafts that it makes) from now on."""
+    read: list[int] = []
+    made: list[int] = []
+    forward, propose = drafter._runner.forward, drafter.propose
+
+    def reading(batch: StepBatch) -> Any:
+        read.extend(batch.token_ids.tolist())
+        return forward(batch)
+
+    def making(rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
+        drafts = propose(rows)
+        made.extend(token for row in drafts for token in row)
+        return drafts
+
+    drafter._runner.forward, drafter.propose = reading, making  # type: ignore[method-assign]
+    return read, made
+
+
+def padded_model(folder: Path, vocab_size: int) -> Path:
+    """The same tiny model with a vocabulary of ``vocab_size`` rows, and a tokenizer with fewer tokens."""
+    where = tiny_model(folder, "llama")
+    file = next(where.glob("*.safetensors"))
+    tensors = load_file(file)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = torch.zeros(vocab_size, tensors[name].shape[1])
+        rows[:VOCAB] = tensors[name][:vocab_size]
+        rows[VOCAB:] = 3 * tensors[name][3] if len(rows) > VOCAB else 0  # padding that the small model likes to draw
+        tensors[name] = rows
+    save_file(tensors, file)
+    config = json.loads((where / "config.json").read_text())
+    (where / "config.json").write_text(json.dumps({**config, "vocab_size": vocab_size}))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(VOCAB - 5)}, unk_token="w0"))
+    words.save(str(where / "tokenizer.json"))
+    return where
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -209,7 +276,10 @@ def test_a_model_that_cannot_draft_is_refused(models: Models, tmp_path: Path) ->
     with pytest.raises(ConfigError, match="draft_model runs on the native CPU kernels, and torch runs this model"):
         make("torch", where)
     small = tiny_model(tmp_path / "vocabulary", "llama", vocab_size=64)
-    with pytest.raises(ConfigError, match="has 64 tokens, and the model"):
+    with pytest.raises(ConfigError, match=r"64 tokens instead of 131, and one of the two has no tokenizer\.json"):
+        make("auto", small)
+    shutil.copy(where / "tokenizer.json", small / "tokenizer.json")
+    with pytest.raises(ConfigError, match=r"64 tokens instead of 131, and both tokenizers have the token 130"):
         make("auto", small)
     other = shutil.copytree(where, tmp_path / "tokenizer")
     words = json.loads((other / "tokenizer.json").read_text())

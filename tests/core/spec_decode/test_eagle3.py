@@ -30,6 +30,7 @@ from chairlift.errors import ConfigError, ModelLoadError
 from chairlift.executor.backends.native import native_runner
 from chairlift.executor.drafters.eagle3 import Eagle3Drafter
 from chairlift.kernels.cpu.library import supported_isas
+from chairlift.kernels.weights import NATIVE
 from chairlift.models import eagle3
 from chairlift.models.eagle3 import load_eagle3, read_eagle3_config
 from chairlift.models.hf_config import NetworkConfig
@@ -351,7 +352,7 @@ def tapping(*taps: int) -> dict[str, Any]:
 def test_files_that_do_not_fit_are_refused(change: Any, message: str, models: Models, tmp_path: Path) -> None:
     target = read_config(models.model_dir("llama"))
     with pytest.raises(ModelLoadError, match=message):
-        load_eagle3(spoilt(tmp_path / "layer", target, change), target, torch.float32)
+        load_eagle3(spoilt(tmp_path / "layer", target, change), target, torch.float32, NATIVE)
 
 
 def test_taps_follow_both_conventions(models: Models, tmp_path: Path) -> None:
@@ -367,7 +368,7 @@ def test_files_elsewhere_and_other_kernels_are_refused(models: Models, tmp_path:
     target = read_config(models.model_dir("llama"))
     layer = write_layer(tmp_path / "layer", target)
     with pytest.raises(ModelLoadError, match="is a file; give the directory of an EAGLE-3 draft"):
-        load_eagle3(Path(__file__), target, torch.float32)
+        load_eagle3(Path(__file__), target, torch.float32, NATIVE)
     with pytest.raises(ConfigError, match="eagle3 runs on the native CPU kernels, and torch runs this model"):
         models.llm("llama", "torch", "float32", num_kv_blocks=20, speculative_config=asked_of(layer))
     (layer / "model.safetensors").rename(layer / "pytorch_model.bin")

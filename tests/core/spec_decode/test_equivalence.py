@@ -24,6 +24,7 @@ from chairlift.core.scheduler.drafts import Drafts, Speculator
 from chairlift.core.scheduler.output import Chunk
 from chairlift.core.spec_decode.adaptive import AdaptiveSpeculator
 from chairlift.core.spec_decode.ngram import NgramProposer
+from chairlift.core.spec_decode.suffix import SuffixProposer
 from chairlift.errors import InvariantError
 from chairlift.executor.input_batch import InputBatch
 from chairlift.kernels.cpu.library import supported_isas
@@ -161,6 +162,13 @@ def by_ngrams(seed: int) -> Speculator:
     return eager(AdaptiveSpeculator(lambda step: 1.0, rng.randint(1, 8), NgramProposer(rng.randint(1, 3))))
 
 
+def by_suffixes(seed: int) -> Speculator:
+    """Suffixes of the request's own tokens and of answers of earlier requests, for which every draft pays."""
+    rng = random.Random(seed)
+    proposer = SuffixProposer(rng.randint(1, 3), 24, rng.choice((1.0, 3.0)), rng.choice((0.0, 0.3)), 50)
+    return eager(AdaptiveSpeculator(lambda step: 1.0, rng.randint(1, 8), proposer))
+
+
 def by_predictions(seed: int) -> Speculator:
     """Texts that requests expect, alone or before n-grams."""
     rng = random.Random(seed)
@@ -190,7 +198,8 @@ def check(models: Models, kernels: str, dtypes: Sequence[str], seed: int, kind: 
         jobs = [expecting(job, output, rng) for job, output in zip(jobs, expected, strict=True)]
         speculator = by_predictions(seed)
     else:
-        speculator = by_ngrams(seed) if kind == "ngrams" else scripted(seed, expected)
+        makers = {"ngrams": by_ngrams, "suffixes": by_suffixes}
+        speculator = makers[kind](seed) if kind in makers else scripted(seed, expected)
     scheduler.drafts = Drafts(scheduler.batch, speculator)
     arrival, preempting = rng.choice(("together", "reversed", "staggered", "staggered")), rng.random() < 0.3
     outputs = run(llm, jobs, arrival, preempting=preempting, seed=seed)
@@ -232,7 +241,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
-KINDS = ("scripted", "ngrams", "predicted")
+KINDS = ("scripted", "ngrams", "suffixes", "predicted")
 SHARE = 30 // max(1, len(supported_isas()))
 """Cases of each instruction-set path; many more at night."""
 

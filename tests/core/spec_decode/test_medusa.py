@@ -24,6 +24,7 @@ from chairlift.core.spec_decode.adaptive import AdaptiveSpeculator
 from chairlift.errors import ConfigError, ModelLoadError
 from chairlift.executor.drafters.medusa import MedusaHeads, load_medusa
 from chairlift.kernels.cpu.library import supported_isas
+from chairlift.kernels.weights import NATIVE
 from tests.core.spec_decode.test_equivalence import Models, compare, draw_jobs, draw_settings
 from tests.equivalence.cases import Job, longest, run
 from tests.equivalence.test_determinism import WITHOUT_STATES
@@ -188,7 +189,7 @@ def test_the_blocks_compute_what_plain_torch_does(
             torch.testing.assert_close(made[head].float(), x, rtol=off, atol=off * float(x.abs().max()))
 
 
-def test_there_are_as_many_drafts_as_heads_or_fewer(models: Models, tmp_path: Path) -> None:
+def test_a_row_has_at_most_as_many_drafts_as_heads(models: Models, tmp_path: Path) -> None:
     heads = write_heads(tmp_path / "heads", hidden_size(models.model_dir("llama")), count=3)
     for asked, most in ((8, 3), (2, 2)):
         llm = models.llm("llama", "auto", "float32", num_kv_blocks=40, speculative_config=asked_of(heads, asked))
@@ -233,13 +234,13 @@ def spoilt(folder: Path, change: Callable[[dict[str, torch.Tensor], dict[str, An
 )
 def test_files_that_are_not_heads_are_refused(change: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=message):
-        load_medusa(spoilt(tmp_path / "heads", change), VOCAB, 64, torch.float32)
+        load_medusa(spoilt(tmp_path / "heads", change), VOCAB, 64, torch.float32, NATIVE)
 
 
 def test_pickled_heads_and_other_kernels_are_refused(models: Models, tmp_path: Path) -> None:
     heads = write_heads(tmp_path / "heads", hidden_size(models.model_dir("llama")))
     with pytest.raises(ModelLoadError, match="is a file; give the directory of the Medusa heads"):
-        load_medusa(Path(__file__), VOCAB, 64, torch.float32)
+        load_medusa(Path(__file__), VOCAB, 64, torch.float32, NATIVE)
     with pytest.raises(ConfigError, match="medusa runs on the native CPU kernels, and torch runs this model"):
         models.llm("llama", "torch", "float32", num_kv_blocks=20, speculative_config=asked_of(heads))
     (heads / "medusa_lm_head.safetensors").rename(heads / "medusa_lm_head.pt")

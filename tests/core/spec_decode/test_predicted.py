@@ -31,7 +31,7 @@ def test_the_text_is_drafted_from_its_beginning() -> None:
     [([50], []), ([50, 13], []), ([50, 13, 14], [15, 16]), ([14, 15], [16]), ([12, 50, 51, 52, 10, 11], [12, 13])],
     ids=["changed", "one token is no match", "replaced", "left out", "begun again"],
 )
-def test_the_place_is_found_again(change: list[int], drafts: list[int]) -> None:
+def test_the_place_is_found_again_after_a_difference(change: list[int], drafts: list[int]) -> None:
     text = PredictedText([10, 11, 12, 13, 14, 15, 16])
     assert propose(text, [10, 11], 2) == [12, 13]
     assert propose(text, [10, 11, *change], 2) == drafts
@@ -43,7 +43,7 @@ def test_the_longest_match_goes_first_and_then_the_next_behind() -> None:
     assert propose(text, [1, 2, 30, 60, 1, 2, 61, 8, 1, 2], 1) == [32]
 
 
-def test_behind_the_last_place_it_looks_before() -> None:
+def test_the_search_goes_back_when_nothing_follows_the_last_place() -> None:
     text = PredictedText([1, 2, 3, 4, 5, 6])
     propose(text, [1, 2, 3, 4, 5, 6])
     assert propose(text, [1, 2, 3, 4, 5, 6, 50, 2, 3], 2) == [4, 5]
@@ -72,7 +72,7 @@ def slow(text: Sequence[int], answer: Sequence[int], lost_at: int) -> list[int]:
     return [*(end for end in best if end >= lost_at), *reversed([end for end in best if end < lost_at])]
 
 
-def test_it_is_where_a_slow_search_finds_it() -> None:
+def test_the_place_equals_that_of_a_slow_search() -> None:
     rng = random.Random(0)
     found = 0
     for _ in range(400):

@@ -13,9 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from chairlift import LLM, ConfigError, RequestError, SamplingParams
 from chairlift.config import EngineConfig, SpeculativeConfig
+from chairlift.core.scheduler.costs import Costs
 from chairlift.core.scheduler.drafts import Drafts
-from chairlift.core.spec_decode.adaptive import AdaptiveSpeculator
+from chairlift.core.spec_decode.adaptive import AdaptiveSpeculator, speculator_from_config
 from chairlift.core.spec_decode.ngram import NgramProposer
+from chairlift.core.spec_decode.suffix import SuffixProposer
 from chairlift.engine.step_recorder import StepRecorder
 from chairlift.executor.backends.triton.backend import TritonBackend
 from chairlift.executor.select import choose_backend
@@ -31,8 +33,8 @@ from tests.kernels.cpu.models import tiny_model
         ("{", "speculative_config is not JSON"),
         ('"ngram"', "must be an object like"),
         ({"method": "ngram", "num_tokens": 3}, r"unknown keys \['num_tokens'\]; known: .*num_speculative_tokens"),
-        ({}, "method must be ngram, draft_model, medusa or eagle3, got None"),
-        ({"method": "eagle"}, "method must be ngram, draft_model, medusa or eagle3, got 'eagle'"),
+        ({}, "method must be ngram, suffix, draft_model, medusa, eagle3 or mtp, got None"),
+        ({"method": "eagle"}, "method must be ngram, suffix, draft_model, medusa, eagle3 or mtp, got 'eagle'"),
         ({"method": "eagle3", "model": 7}, "eagle3 needs model, the .* layer .*got method 'eagle3' and model 7"),
         ({"method": "draft_model"}, "draft_model needs model"),
         ({"method": "ngram", "model": "x"}, "ngram takes no model; got method 'ngram' and model 'x'"),
@@ -42,19 +44,36 @@ from tests.kernels.cpu.models import tiny_model
         ({"method": "ngram", "num_speculative_tokens": True}, "from 1 to 64, got True"),
         ({"method": "ngram", "prompt_lookup_min": 17}, "prompt_lookup_min must be .* from 1 to 16, got 17"),
         ({"method": "ngram", "prompt_lookup_min": "3"}, "from 1 to 16, got '3'"),
+        ({"method": "ngram", "suffix_decoding_max_tree_depth": 8}, "max_tree_depth is for method suffix, not ngram"),
+        ({"method": "medusa", "prompt_lookup_min": 3}, "prompt_lookup_min is for method ngram and suffix, not medusa"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "must be a number from 0.0 to 1.0, got 1.5"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "from 0 to 1000000, got -1"),
     ],
 )
-def test_what_is_wrong_is_named(given: Any, message: str) -> None:
+def test_a_wrong_setting_is_refused_by_name(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig.parse(given)
 
 
-def test_text_and_object_say_the_same() -> None:
+def test_settings_as_text_and_as_object_are_equal() -> None:
     asked = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2}
     assert SpeculativeConfig.parse(asked) == SpeculativeConfig.parse(json.dumps(asked))
     assert SpeculativeConfig.parse({"method": "ngram"}) == SpeculativeConfig(
         method="ngram", num_speculative_tokens=8, prompt_lookup_min=3
     )
+
+
+def test_the_settings_reach_the_suffixes() -> None:
+    asked = {"method": "suffix", "prompt_lookup_min": 2, "suffix_decoding_max_tree_depth": 9}
+    asked |= {"suffix_decoding_max_spec_factor": 2, "suffix_decoding_min_token_prob": 0.25}
+    asked |= {"suffix_decoding_max_cached_requests": 5, "num_speculative_tokens": 7}
+    config = EngineConfig.from_flat({"speculative_config": json.dumps(asked)}).scheduler
+    speculator = speculator_from_config(config, Costs([1]), 0)
+    assert speculator is not None and speculator.most == 7
+    proposer = speculator._proposer
+    assert isinstance(proposer, SuffixProposer)
+    found = (proposer._run, proposer._depth, proposer._factor, proposer._least, proposer._max_answers)
+    assert found == (2, 9, 2, 0.25, 5)
 
 
 def test_the_triton_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +180,7 @@ def test_a_bad_prediction_is_refused(model_dir: Path, given: Any, message: str) 
         make(model_dir).generate([[5] * 9], SamplingParams(prediction=given))
 
 
-def test_the_metrics_say_who_drafts(model_dir: Path) -> None:
+def test_the_metrics_name_the_method_that_makes_drafts(model_dir: Path) -> None:
     def told(**settings: Any) -> bool:
         info = make(model_dir, **settings).info
         text = render(RequestStats(), info, up=True, model_name="m", prefix="vllm", num_waiting=0, now=0.0).decode()
@@ -174,7 +193,7 @@ def test_an_empty_prediction_is_none() -> None:
     assert SamplingParams(prediction="").prediction is None and SamplingParams(prediction=[]).prediction is None
 
 
-def test_what_is_on_is_said(model_dir: Path) -> None:
+def test_the_engines_description_names_the_method(model_dir: Path) -> None:
     info = make(model_dir, speculative_config='{"method": "ngram", "num_speculative_tokens": 5}').info
     assert (info.speculative_method, info.num_speculative_tokens, info.takes_predictions) == ("ngram", 5, True)
 

@@ -30,7 +30,9 @@ def argmax_over_the_full_row(scores: Tensor, seeds: list[int], positions: list[i
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
-def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]) -> None:
+def test_philox_gives_its_published_answers(
+    counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
+) -> None:
     k0, k1 = (torch.tensor([word]) for word in key)
     words = philox4x32(tuple(torch.tensor([word]) for word in counter), (k0, k1))
     assert tuple(int(word) for word in words) == expected

@@ -81,7 +81,7 @@ def test_top_p_keeps_the_nucleus(seed: int, asked: dict[int, float], head: int) 
 
 @given(seed=st.integers(0, 10**6), asked=subsets)
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_min_p_compares_with_the_best(seed: int, asked: dict[int, float]) -> None:
+def test_min_p_keeps_tokens_by_their_share_of_the_best(seed: int, asked: dict[int, float]) -> None:
     logits = smooth_logits(seed)
     got = logits.clone()
     transforms.apply_min_p(got, rows_of(asked), torch.tensor(list(asked.values())))
@@ -113,7 +113,7 @@ def test_penalties_touch_only_the_given_pairs(seed: int, asked: dict[int, float]
     torch.testing.assert_close(subtracted, torch.tensor(expected_subtracted))
 
 
-def test_bias_and_masks() -> None:
+def test_biases_and_masks_change_only_the_given_tokens() -> None:
     logits = smooth_logits(0)
     rows, ids = torch.tensor([0, 0, 3]), torch.tensor([1, 2, 39])
     biased, masked, only = logits.clone(), logits.clone(), logits.clone()
@@ -138,7 +138,7 @@ def test_keep_only_with_nothing_left_masks_the_row() -> None:
 
 @given(seed=st.integers(0, 10**6), vocab=st.integers(1, 70))
 @settings(max_examples=30, deadline=None, derandomize=True)
-def test_grammar_mask_of_some_rows(seed: int, vocab: int) -> None:
+def test_a_grammar_mask_excludes_tokens_of_its_rows_only(seed: int, vocab: int) -> None:
     generator = np.random.default_rng(seed)
     allowed = generator.random((ROWS, vocab)) < 0.5
     rows = np.flatnonzero(generator.random(ROWS) < 0.7)
@@ -184,7 +184,7 @@ COMPARED: list[tuple[Processor, Ours]] = [
 
 
 @pytest.mark.parametrize(("theirs", "ours"), COMPARED, ids=["temperature", "top_k", "top_p", "min_p"])
-def test_same_as_transformers(theirs: Processor, ours: Ours) -> None:
+def test_each_transform_equals_that_of_transformers(theirs: Processor, ours: Ours) -> None:
     for seed in range(20):
         logits = smooth_logits(seed)
         expected = theirs()(torch.zeros(ROWS, 1, dtype=torch.int64), logits.clone())
@@ -192,7 +192,7 @@ def test_same_as_transformers(theirs: Processor, ours: Ours) -> None:
         torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_same_repetition_penalty_as_transformers() -> None:
+def test_the_repetition_penalty_equals_that_of_transformers() -> None:
     for seed in range(20):
         logits = smooth_logits(seed)
         tokens = torch.from_numpy(np.random.default_rng(seed).integers(0, VOCAB, (ROWS, 12)))
@@ -221,7 +221,7 @@ def test_rows_do_not_depend_on_their_batch_in_a_large_vocabulary(vocab: int, two
         assert torch.equal(apply(logits[i : i + 1].clone())[0], together[i])
 
 
-def test_temperature_one_is_exact() -> None:
+def test_a_temperature_of_one_changes_no_bit() -> None:
     logits = smooth_logits(1)
     got = logits.clone()
     transforms.apply_temperature(got, torch.tensor([1.0, 0.5, 1.0, 2.0, 1.0]))

@@ -18,7 +18,7 @@ from tests.executor.sampling import reference
     slice_values=st.sampled_from([1, 60, 1 << 21]),
 )
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_against_the_definition(seed: int, rows: int, vocab: int, slice_values: int) -> None:
+def test_log_probabilities_equal_their_definition(seed: int, rows: int, vocab: int, slice_values: int) -> None:
     generator = np.random.default_rng(seed)
     logits = torch.from_numpy((generator.integers(-9, 10, (rows, vocab)) / 3).astype(np.float32))
     token_ids = generator.integers(0, vocab, rows).tolist()

@@ -102,7 +102,7 @@ def summary(output: SamplerOutput, i: int) -> tuple[object, ...]:
 
 @given(batch=st.lists(cases(), min_size=1, max_size=6), seed=st.integers(0, 10**6))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_whole_pipeline_against_the_slow_reference_and_alone(batch: list[Case], seed: int) -> None:
+def test_the_whole_pipeline_equals_the_slow_reference_and_each_row_alone(batch: list[Case], seed: int) -> None:
     logits = some_logits(seed, len(batch))
     before = logits.clone()
     rows, tokens = [row for row, _ in batch], [history for _, history in batch]

@@ -19,7 +19,7 @@ def test_mixing_function_is_splitmix64() -> None:
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
-def test_values_are_pinned() -> None:
+def test_seeds_of_answers_have_their_pinned_values() -> None:
     """Changing these changes the text of every seeded request."""
     assert [sample_seed(0, 0), sample_seed(0, 1), sample_seed(42, 0), sample_seed(-1, 3)] == PINNED
 

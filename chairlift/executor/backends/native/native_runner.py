@@ -46,8 +46,12 @@ class NativeModelRunner:
     set of the kernels. A step has at most ``max_tokens`` tokens. With ``lora``, rows may have adapters. A row's result
     does not depend on other rows of the batch. ``drafts`` is what makes drafts; the last layers of ``plan`` belong to
     it. ``kv`` is the cache of another runner; its layers from ``first_layer`` on belong to this
-    runner. ``images`` holds the encoded images that steps may use.
+    runner. ``images`` holds the encoded images that steps may use. With ``keeps_layers``, a step keeps the input of
+    every decoder layer for :meth:`layer_inputs`.
     """
+
+    _is_whole = False
+    """Whether the newest step computed the last layer for all of its tokens."""
 
     def __init__(
         self,
@@ -63,7 +67,10 @@ class NativeModelRunner:
         first_layer: int = 0,
         lora: LoRAConfig | None = None,
         images: ImageBank | None = None,
+        keeps_layers: bool = False,
     ) -> None:
+        self.reads_shared_once = True
+        """Whether decode rows read the K and V of shared blocks together: the attention kernels group the rows."""
         self.images = images
         """Stored embeddings of images; None if the model reads only texts."""
         self.cache_groups = plan.groups
@@ -72,6 +79,7 @@ class NativeModelRunner:
         spec = model.kv_cache_spec()
         draft_spec = () if drafts is None else drafts.layers
         self._kv = NativeKV([*spec, *draft_spec], plan, dtype) if kv is None else kv
+        self.blocks = self._kv.host
         self.adapters: NativeAdapters | None = None
         """Computes the low-rank matrices of adapters; None if no adapters are served."""
         if lora is not None:
@@ -80,27 +88,21 @@ class NativeModelRunner:
         table = None if self.adapters is None else self.adapters.table
         recorder = Recorder(dtype)
         taps = () if drafts is None else drafts.taps
-        hidden, tapped = _record(model, recorder, taps)
+        self._taps_end = any(tap == len(model.model.layers) for tap in taps)
+        kept = range(model.config.num_hidden_layers) if keeps_layers else ()
+        hidden, found = _record(model, recorder, [*taps, *kept])
+        tapped, self._layer_inputs = found[: len(taps)], found[len(taps) :]
         layers = self._kv.layers[first_layer:]
         states = {} if first_layer else self._kv.states
         windows = ((each.group, plan.groups[each.group].window) for each in layers)
         self.windows = {group: window for group, window in windows if window is not None}
         """Cache group -> its sliding window in positions, for the groups of this model's layers that have one."""
         how: dict[str, Any] = {"isa": isa, "max_tokens": max_tokens, "states": states, "adapters": table}
-        self.program = StepProgram(recorder, hidden, layers, pool, parts=self._kv.parts, taps=tapped, **how)
+        how |= {"taps": tapped, "others": self._layer_inputs}
+        self.program = StepProgram(recorder, hidden, layers, pool, parts=self._kv.parts, **how)
         self.calls = self.program.plan.calls
         """Names of the operations without a native kernel, which PyTorch computes."""
-        body = len(recorder.nodes)
-        model.compute_logits(hidden)
-        head = recorder.nodes[body:]
-        capped = len(head) == 2 and head[1].op is ops.soft_cap and head[1].inputs == (head[0].out,)
-        if len(head) != 1 + capped or head[0].op is not ops.native_linear or head[0].inputs != (hidden,):
-            raise InvariantError(
-                f"compute_logits of {type(model).__name__} must be one linear layer in the native layout, and at most"
-                " ops.soft_cap behind it; use kernels='torch' for this model"
-            )
-        self._cap: float | None = head[1].attributes["cap"] if capped else None
-        self._head_weight: PackedMatrix = head[0].attributes["weight"]
+        self._head_weight, self._cap = _head_of(model, recorder, hidden)
         self._templates = RowTemplates(self._head_weight.n)
         self._draft_templates = RowTemplates(self._head_weight.n)
         self._max_tokens = max_tokens
@@ -137,7 +139,8 @@ class NativeModelRunner:
 
     def forward(self, batch: StepBatch) -> Tensor:
         """Hidden states [K, D] of the tokens that :func:`_needed` returns. The next step overwrites them."""
-        return self.program.run(batch, _needed(batch), None if self.images is None else self.images.rows)
+        self._is_whole = self._taps_end and self.captures
+        return self.program.run(batch, self._needed(batch), None if self.images is None else self.images.rows)
 
     def sample(self, hidden: Tensor, batch: StepBatch, masks: Masks | None) -> SampledTokens:
         """Compute the logits of the sample positions and sample their tokens, in one call of the native library."""
@@ -145,14 +148,14 @@ class NativeModelRunner:
         # each sample position.
         at = batch.cu_seqlens
         hidden_rows = self.sample_places(batch)
-        if (needed := _needed(batch)) is not None:
+        if (needed := self._needed(batch)) is not None:
             at = np.searchsorted(needed, at).astype(np.int32)
         tokens = SampledTokens([])
         if len(hidden_rows):
 
             def draw(places: slice, part: StepBatch, masks: Masks | None) -> SampledTokens:
                 rows = self._templates.fill(part, masks)
-                self._head(hidden, hidden_rows[places], rows)
+                self._head(hidden, hidden_rows[places], rows, adapters=_adapters_of(part))
                 return rows.sampled()
 
             tokens = sample_rows(batch, masks, draw)
@@ -165,7 +168,8 @@ class NativeModelRunner:
                 targets_rows = NativeRows.for_targets(
                     targets, batch.sampling[row].params.prompt_logprobs, self._head_weight.n
                 )
-                self._head(hidden, np.arange(start, start + count, dtype=np.int32), targets_rows)
+                own = None if batch.adapters is None else np.full(count, batch.adapters[batch.cu_seqlens[row]])
+                self._head(hidden, np.arange(start, start + count, dtype=np.int32), targets_rows, adapters=own)
                 report = PromptLogprobs(slot, first + 1, list(targets_rows.logprobs()))
             except Exception as error:  # out of memory for them; other requests of the step are not affected
                 report = PromptLogprobs(slot, first + 1, [], output_reason(error))
@@ -174,8 +178,12 @@ class NativeModelRunner:
 
     def sample_places(self, batch: StepBatch) -> npt.NDArray[np.int32]:
         """[P] index of each sample position's hidden state in the result of :meth:`forward`."""
-        needed = _needed(batch)
+        needed = self._needed(batch)
         return batch.sample_tokens if needed is None else np.searchsorted(needed, batch.sample_tokens).astype(np.int32)
+
+    def _needed(self, batch: StepBatch) -> npt.NDArray[np.intp] | None:
+        """As :func:`_needed`; None also if a drafting layer reads the last hidden states of all tokens."""
+        return None if self._is_whole else _needed(batch)
 
     @property
     def tapped(self) -> Tensor:
@@ -191,6 +199,24 @@ class NativeModelRunner:
     @captures.setter
     def captures(self, captures: bool) -> None:
         self.program.captures = captures
+
+    def layer_inputs(self, count: int) -> list[Tensor]:
+        """Input [T, D] of each decoder layer in the newest step, which had ``count`` tokens, if layers are kept. The
+        next step overwrites them."""
+        return [self.program.rows_of(value, count) for value in self._layer_inputs]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits float32 [R, V] of the model's output head for hidden states [R, D], as the sampler sees them."""
+        return torch.from_numpy(self._logits_of(hidden, self._head_weight, self._cap)).contiguous()
+
+    def logprobs(self, hidden: Tensor, targets: npt.NDArray[np.int32]) -> Tensor:
+        """Log-probabilities float32 [R] of the tokens ``targets`` [R], from the hidden states [R, D] before them: the
+        numbers that a request with ``logprobs`` or ``prompt_logprobs`` gets."""
+        rows = NativeRows.for_targets(targets, 0, self._head_weight.n)
+        self._head(self._padded(hidden), np.arange(len(targets), dtype=np.int32), rows)
+        if rows.top_logprobs is None:
+            raise InvariantError("rows that report log-probabilities have no room for them")
+        return torch.from_numpy(rows.top_logprobs[:, 0].copy())
 
     def embed(self, token_ids: Value) -> Tensor:
         """Record the look-up of ``token_ids`` in the served model's embedding table. The result is [T, D]."""
@@ -245,13 +271,14 @@ class NativeModelRunner:
         self.program.sample(logits, vocab_size, rows.records)
         return rows.sampled().token_ids
 
-    def _logits_of(self, states: Tensor, head: PackedMatrix) -> npt.NDArray[np.float32]:
-        """Logits [R, n] of hidden states [R, D] in the model's dtype with an output head [n, D]."""
+    def _logits_of(self, states: Tensor, head: PackedMatrix, cap: float | None = None) -> npt.NDArray[np.float32]:
+        """Logits [R, n] of hidden states [R, D] in the model's dtype with an output head [n, D], with a ``cap`` as in
+        :meth:`StepProgram.head`."""
         count = len(states)
         width = -(-head.n // PANEL) * PANEL
         rows = NativeRows.for_targets(np.zeros(count, dtype=np.int32), -1, head.n)  # such rows store their logits
         stored = Memory(4 * count * width).tensor(torch.float32, (count, width))
-        self.program.head(head, self._padded(states), np.arange(count, dtype=np.int32), rows.records, stored)
+        self.program.head(head, self._padded(states), np.arange(count, dtype=np.int32), rows.records, stored, cap)
         return stored.numpy()[:, : head.n]
 
     def _padded(self, states: Tensor) -> Tensor:
@@ -268,21 +295,33 @@ class NativeModelRunner:
         if self.images is not None:
             raise ConfigError("the weights of a model that reads images cannot be replaced; load the new ones instead")
         replace_weights(self._model, source, progress)
+        self.weights_written()
+
+    def weights_written(self) -> None:
+        """Follow new weights that were written into the model in place."""
         self.program.refresh()
+        if self.adapters is not None:
+            self.adapters.weights_replaced()
 
     def _head(
-        self, hidden: Tensor, token_rows: npt.NDArray[np.int32], rows: NativeRows, head: PackedMatrix | None = None
+        self,
+        hidden: Tensor,
+        token_rows: npt.NDArray[np.int32],
+        rows: NativeRows,
+        head: PackedMatrix | None = None,
+        adapters: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Sample the rows ``token_rows`` of ``hidden``, in several calls if the logits do not all fit into the scratch
-        memory. Only the logits of the model's own output head are capped."""
+        memory. Only the logits of the model's own output head are capped. ``adapters``: number of each row's adapter,
+        None if no row has one."""
         stored = rows.storing
         weight, cap = (self._head_weight, self._cap) if head is None else (head, None)
         if not len(stored):
-            self.program.head(weight, hidden, token_rows, rows.records, None, cap)
+            self.program.head(weight, hidden, token_rows, rows.records, None, cap, adapters)
             return
         logits = self._scratch()
         if len(stored) <= len(logits):
-            self.program.head(weight, hidden, token_rows, rows.records, logits, cap)
+            self.program.head(weight, hidden, token_rows, rows.records, logits, cap, adapters)
             return
         rest = np.flatnonzero(~rows.needs_logits)
         for start in range(0, len(stored), len(logits)):
@@ -291,7 +330,8 @@ class NativeModelRunner:
                 index = np.concatenate((rest, index))
             part = rows.part(index)
             these = np.ascontiguousarray(token_rows[index])
-            self.program.head(weight, hidden, these, part.records, logits, cap)
+            own = None if adapters is None else adapters[index]
+            self.program.head(weight, hidden, these, part.records, logits, cap, own)
             rows.records[index] = part.records
 
     def _scratch(self) -> Tensor:
@@ -306,6 +346,26 @@ class NativeModelRunner:
 def _record(model: CausalLM, recorder: Recorder, taps: Sequence[int]) -> tuple[Any, list[Value]]:
     """Record the model. Returns (its result, the hidden states before the decoder layers ``taps``)."""
     return hidden_at(model, taps, recorder.token_ids, recorder.positions, recorder)
+
+
+def _head_of(model: CausalLM, recorder: Recorder, hidden: Value) -> tuple[PackedMatrix, float | None]:
+    """(weight of the output head, cap of its logits or None). Raises InvariantError for a head of another form."""
+    body = len(recorder.nodes)
+    model.compute_logits(hidden)  # type: ignore[arg-type]
+    head = recorder.nodes[body:]
+    capped = len(head) == 2 and head[1].op is ops.soft_cap and head[1].inputs == (head[0].out,)
+    if len(head) != 1 + capped or head[0].op is not ops.native_linear or head[0].inputs != (hidden,):
+        raise InvariantError(
+            f"compute_logits of {type(model).__name__} must be one linear layer in the native layout, and at most"
+            " ops.soft_cap behind it; use kernels='torch' for this model"
+        )
+    weight: PackedMatrix = head[0].attributes["weight"]
+    return weight, head[1].attributes["cap"] if capped else None
+
+
+def _adapters_of(batch: StepBatch) -> npt.NDArray[np.int32] | None:
+    """Number of the adapter of each sample position (0: none); None if no token of the step has an adapter."""
+    return None if batch.adapters is None else batch.adapters[batch.sample_tokens]
 
 
 def _needed(batch: StepBatch) -> npt.NDArray[np.intp] | None:

@@ -15,12 +15,13 @@ from chairlift.errors import ModelLoadError
 from chairlift.executor.backends.torch.step_buffer import to_device
 from chairlift.executor.backends.torch.swap_space import make_swap_space
 from chairlift.executor.executor import OnProgress, PendingTokens, WeightSource
+from chairlift.executor.host_memory import HostBlocks
 from chairlift.executor.kv_tensors import KVPlan, make_kv_caches
 from chairlift.executor.sampling.apart import sample_rows
 from chairlift.executor.sampling.logprobs import TokenLogprobs, token_logprobs
 from chairlift.executor.sampling.sampler import Sampler
 from chairlift.kernels import ops
-from chairlift.lora.bank import TorchAdapters
+from chairlift.lora.torch_bank import TorchAdapters
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PagedContext
 from chairlift.models.fallback.model import TransformersLM
@@ -55,6 +56,7 @@ class TorchModelRunner:
         spec = model.kv_cache_spec()
         self._kv_caches = make_kv_caches(spec, plan, dtype, device)
         self._swap_space = make_swap_space(self._kv_caches, plan)
+        self.blocks = self._swap_space if isinstance(self._swap_space, HostBlocks) else None
         self._sampler = Sampler()
         self.adapters: TorchAdapters | None = None
         """Computes the adapters' low-rank matrices; None if no adapters are served."""
@@ -88,6 +90,8 @@ class TorchModelRunner:
         return tokens
 
     def _draw_tokens(self, hidden: Tensor, batch: StepBatch, masks: Masks | None) -> SampledTokens:
+        if self.adapters is not None:
+            self.adapters.begin(None if batch.adapters is None else batch.adapters[batch.sample_tokens])
         logits = self._compute_logits(hidden.index_select(0, self._to_device(batch.sample_tokens)))
         rows = [batch.sampling[row] for row in batch.sample_rows]
         drawn = self._sampler(logits, rows, batch.histories, masks)
@@ -105,7 +109,10 @@ class TorchModelRunner:
             try:
                 for at in range(0, count, self._prompt_rows):
                     targets = known[first + 1 + at : first + 1 + min(at + self._prompt_rows, count)].tolist()
-                    logits = self._compute_logits(hidden[start + at : start + at + len(targets)])
+                    some = slice(start + at, start + at + len(targets))
+                    if self.adapters is not None:
+                        self.adapters.begin(None if batch.adapters is None else batch.adapters[some])
+                    logits = self._compute_logits(hidden[some])
                     counts = [batch.sampling[row].params.prompt_logprobs] * len(targets)
                     entries += token_logprobs(logits, targets, counts)
             except Exception as error:  # out of memory for them; other requests of the step are not affected
@@ -125,6 +132,8 @@ class TorchModelRunner:
                 " while it serves; load the model again"
             )
         replace_weights(self._model, source, progress)
+        if self.adapters is not None:
+            self.adapters.weights_replaced()
 
     @torch.inference_mode()
     def move_blocks(self, batch: StepBatch) -> None:

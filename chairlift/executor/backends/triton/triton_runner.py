@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,10 +34,12 @@ from chairlift.executor.backends.triton.step_graph import (
     padded_size,
     token_sizes,
 )
+from chairlift.executor.backends.triton.step_shares import StepShares
 from chairlift.executor.kv_tensors import KVPlan
 from chairlift.kernels import recording
 from chairlift.kernels.triton.decode_state import DecodeInputs, DecodeState
 from chairlift.kernels.triton.launch import AttentionLaunch, attention_launch, num_multiprocessors
+from chairlift.kernels.triton.paged_attention import SharedTiles
 from chairlift.kernels.triton.program import PagedKV, StepTensors, TritonProgram
 from chairlift.kernels.triton.sampling import SamplingSettings, kept_ids, sample
 from chairlift.models.causal_lm import CausalLM
@@ -123,6 +125,10 @@ class TritonModelRunner(TorchModelRunner):
         self._returns = ReturnBuffers((max(num_slots, max_tokens), 3), torch.int32, device)
         self.graphs: GraphMaker = CudaGraphs(device) if cuda and graphs != "off" else EagerSteps()
         self._decodes: dict[tuple[int, bool, bool], tuple[DecodeInputs, Graph[_Outputs]]] = {}
+        self._shares = StepShares(plan, model.config, self._multiprocessors, device)
+        self._shared_decodes: dict[tuple[int, bool, bool], tuple[DecodeInputs, Graph[_Outputs]]] = {}
+        self.reads_shared_once = self._shares.can_share(self._launch(num_slots, True))
+        """Whether decode rows may read the K and V of shared blocks together."""
         self._bodies: dict[int, tuple[StepBuffer, Graph[Tensor]]] = {}
         self._token_sizes = token_sizes(max_tokens)
         # With offsets, decode rows use the same compiled attention kernel as chunks.
@@ -216,7 +222,8 @@ class TritonModelRunner(TorchModelRunner):
     def _decode(self, batch: StepBatch, size: int, truncates: bool, keep: bool) -> _Outputs:
         """Compute and sample one token of each row of ``batch``, padded to ``size`` rows. First the changes of the
         state are sent to the device."""
-        step = self._recorded(size, truncates, keep)
+        found = self._shares.find(batch, size, self._launch(size, True))
+        step = self._recorded(size, truncates, keep, None if found is None else self._shares.send(size, found))
         state = self._state
         known = batch.token_ids >= 0
         rows = np.full(size, -1, dtype=np.int32)
@@ -230,9 +237,14 @@ class TritonModelRunner(TorchModelRunner):
         state.advanced(batch.slots, batch.seq_lens)
         return outputs
 
-    def _recorded(self, size: int, truncates: bool, keep: bool) -> Graph[_Outputs]:
+    def _recorded(
+        self, size: int, truncates: bool, keep: bool, shared: Sequence[SharedTiles] | None = None
+    ) -> Graph[_Outputs]:
+        """Graph of decode steps of ``size`` rows. ``shared``: what rows read together, which a replay reads from the
+        same memory."""
+        decodes = self._decodes if shared is None else self._shared_decodes
         key = (size, truncates, keep)
-        if key not in self._decodes:
+        if key not in decodes:
             # Recording runs the step more than once. All rows of the recorded step are empty, so this changes no
             # request.
             self._state.note("slots", np.arange(size), np.full(size, -1))
@@ -242,10 +254,17 @@ class TritonModelRunner(TorchModelRunner):
             if keep and not len(self._kept_logits):  # all sizes share them, because only one runs at a time
                 self._kept_logits = self._kept_logits.new_empty((self._sizes[-1], self._model.config.vocab_size))
             step = TritonModelRunner._decode_step
-            self._decodes[key] = inputs, self._record(f"{size} rows", step, inputs, launch, truncates, keep)
-        return self._decodes[key][1]
+            decodes[key] = inputs, self._record(f"{size} rows", step, inputs, launch, truncates, keep, shared)
+        return decodes[key][1]
 
-    def _decode_step(self, inputs: DecodeInputs, launch: AttentionLaunch, truncates: bool, keep: bool) -> _Outputs:
+    def _decode_step(
+        self,
+        inputs: DecodeInputs,
+        launch: AttentionLaunch,
+        truncates: bool,
+        keep: bool,
+        shared: Sequence[SharedTiles] | None,
+    ) -> _Outputs:
         """Decode step that a CUDA graph records. It reads its inputs from the state on the device, and writes the
         sampled tokens there, so it needs no input from the host."""
         state = self._state
@@ -254,7 +273,7 @@ class TritonModelRunner(TorchModelRunner):
         tables = state.block_tables
         mapping = inputs.slot_mapping.unbind()
         offsets = None if self._offsets is None else self._offsets[: len(slots) + 1]
-        step = StepTensors(inputs.token_ids, inputs.positions, inputs.seq_lens, offsets, slots, tables, mapping)
+        step = StepTensors(inputs.token_ids, inputs.positions, inputs.seq_lens, offsets, slots, tables, mapping, shared)
         hidden = self._run_body(step, launch)
         outputs = self._draw(hidden, hidden, slots, inputs.seq_lens, slots, truncates=truncates, keep=keep)
         if outputs.logits is None:

@@ -1,0 +1,346 @@
+"""KV blocks that outlive the process: writes those that requests complete, and loads those that a request lacks.
+
+Loading is a preparation before admission, like an image: the request waits aside, others pass it, and no step waits
+for a file. A load begins only if it should take less time than computing, and is given up when computing would have
+been faster. (SGLang's HiCache loads what would be faster to compute; see docs/kv-store.md.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from chairlift.core.kv_cache.prefix_node import PrefixNode
+from chairlift.core.kv_cache.stored import Missing, find_missing, restore_blocks
+from chairlift.core.request import Request
+from chairlift.core.scheduler.batch import Batch
+from chairlift.engine.clock import POLL_SECONDS, Clock
+from chairlift.engine.kv_store.report import StoreReport
+from chairlift.engine.kv_store.store import BlockLoad, KVStore
+from chairlift.executor.executor import BlockBytes
+
+__all__ = ["BlockWait", "KVBlocks", "StoreSource"]
+
+_log = logging.getLogger(__name__)
+
+StoreSource = Callable[[], KVStore | None]
+"""Function that returns the store when it is open; None until then."""
+
+_MOST_NEW: Final = 8192
+"""Number of completed blocks that may wait for the write rate. The oldest are dropped."""
+_SLACK: Final = 0.02
+"""Seconds for which a load may be late before it is given up: a look at its result is that late."""
+
+
+@dataclasses.dataclass(slots=True)
+class BlockWait:
+    """A request that waits for its blocks."""
+
+    request: Request
+    load: BlockLoad
+    places: list[tuple[int, int]]
+    """(block index, group) of each wanted block of the load."""
+    until: float
+    """Time at which computing the tokens would have ended."""
+    num_tokens: int
+    """Number of leading tokens that need not be computed with these blocks."""
+
+
+class KVBlocks:
+    """Stores and loads the blocks of an engine's requests. A :class:`~chairlift.engine.preparers.Preparer`.
+
+    ``source`` gives the store once it is open. ``compute_seconds`` gives the seconds that a number of prompt tokens
+    takes. Without a source nothing is stored.
+    """
+
+    def __init__(
+        self,
+        source: StoreSource | None = None,
+        batch: Batch | None = None,
+        blocks: BlockBytes | None = None,
+        block_bytes: Sequence[int] = (),
+        clock: Clock | None = None,
+        compute_seconds: Callable[[int], float] | None = None,
+    ) -> None:
+        self._source = source
+        self._batch = batch
+        self._kv = None if batch is None else batch.kv
+        self._blocks = blocks
+        self._block_bytes = tuple(block_bytes)
+        self._clock = clock
+        self._compute_seconds = compute_seconds
+        self._store: KVStore | None = None
+        self._directory = str(getattr(source, "directory", ""))
+        self._waiting: dict[str, BlockWait] = {}
+        self._looked_at: set[str] = set()
+        """Ids of requests for which a load was considered."""
+        self._new: deque[tuple[int, PrefixNode]] = deque()
+        self.num_tokens = 0
+        """Number of prompt tokens whose KV was loaded."""
+        self.num_dropped = 0
+        """Number of completed blocks that were not written, because the store was too slow."""
+        self.num_loads = 0
+        self.num_given_up = 0
+        """Number of loads that computing would have overtaken."""
+        self._num_asked = 0
+        """Number of questions for a report whose answer does not need the store."""
+        if source is not None and self._kv is not None and self._kv.prefix_cache is not None:
+            self._kv.prefix_cache.published = []
+
+    @property
+    def store(self) -> KVStore | None:
+        """The store, if it is open."""
+        if self._store is None and self._source is not None:
+            self._store = self._source()
+            if self._store is not None:
+                self._source = None
+        return self._store
+
+    def wait_for_store(self) -> KVStore | None:
+        """The store, after the model's files have been read; None if there is none, or if it could not be opened."""
+        wait = getattr(self._source, "wait", None)
+        if wait is not None:
+            wait()
+        return self.store
+
+    # -- before a step -------------------------------------------------------------------------------------------------
+
+    def look_at(self, requests: Sequence[Request]) -> None:
+        """Load what waiting requests lack, if that is faster than computing it. Such a request is held back until its
+        blocks have come. Each request is considered once."""
+        store = self.store
+        if store is None or self._batch is None:
+            return
+        if requests:
+            store.poll()
+        for request in requests:
+            if request.request_id not in self._looked_at and request in self._batch.waiting:
+                self._looked_at.add(request.request_id)
+                if self._begin(store, request):
+                    self._batch.hold_back(request)
+                    request.waits_for = "kv_load"
+
+    def _begin(self, store: KVStore, request: Request) -> bool:
+        """Whether a load was begun for the request."""
+        if self._kv is None or self._clock is None or self._compute_seconds is None:
+            return False
+        missing = find_missing(self._kv, request, lambda group, key: store.find(group, key) is not None)
+        if missing is None:
+            return False
+        nbytes = sum(self._block_bytes[group] for _, group, _ in missing.blocks)
+        seconds = self._compute_seconds(missing.num_tokens - missing.present)
+        if (nbytes + self._loading_bytes()) / store.bytes_per_second >= seconds:
+            return False
+        self.num_loads += 1
+        until = self._clock.now() + seconds + _SLACK
+        self._waiting[request.request_id] = self._load(store, request, missing, until)
+        return True
+
+    @staticmethod
+    def _load(store: KVStore, request: Request, missing: Missing, until: float) -> BlockWait:
+        found = [store.find(group, key) for _, group, key in missing.blocks]
+        load = store.load([each for each in found if each is not None])
+        return BlockWait(
+            request, load, [(index, group) for index, group, _ in missing.blocks], until, missing.num_tokens
+        )
+
+    def fetch(self, request: Request) -> BlockWait | None:
+        """Begin to load all that the store has for a request that may come later. None: it has nothing that the cache
+        lacks. The caller calls :meth:`restore` when the load has ended."""
+        store = self.store
+        if store is None or self._kv is None:
+            return None
+        missing = find_missing(self._kv, request, lambda group, key: store.find(group, key) is not None)
+        return None if missing is None else self._load(store, request, missing, math.inf)
+
+    def num_present(self, request: Request) -> int:
+        """Number of the request's leading tokens whose KV is in the cache."""
+        return 0 if self._kv is None else self._kv.num_shared(request)
+
+    def put_now(self, group: int, node: PrefixNode) -> int | None:
+        """Write a block although the write rate does not allow it. Returns the number of bytes that were accepted: 0 if
+        there is nothing to do, None if the queue is full."""
+        store, block = self.store, node.blocks[group]
+        if store is None or block is None or node.parent is None or self._blocks is None:
+            return 0
+        if not store.wants(group, node.key):
+            return 0
+        if not store.may_write(self._block_bytes[group], urgent=True):
+            return None
+        store.put(group, node.key, node.parent.key, node.tokens, self._blocks.take(group, block))
+        return self._block_bytes[group]
+
+    def _loading_bytes(self) -> int:
+        """Number of bytes that are still to be read for earlier requests."""
+        return sum(
+            self._block_bytes[group]
+            for each in self._waiting.values()
+            for _, group in each.places[len(each.load.blocks) :]
+        )
+
+    def store_blocks(self) -> None:
+        """Hand completed blocks to the store, as many as its write rate allows. Called between two steps."""
+        cache = None if self._kv is None else self._kv.prefix_cache
+        if cache is None or cache.published is None:
+            return
+        if cache.published:
+            self._new += cache.published
+            cache.published = []
+        forgotten = cache.forgotten
+        if forgotten:
+            cache.forgotten = []
+        store = self.store
+        while len(self._new) > _MOST_NEW:
+            self._new.popleft()
+            self.num_dropped += 1
+        if store is None:
+            return
+        store.poll()
+        for key in forgotten:
+            for group in range(len(self._block_bytes)):
+                store.forget(group, key)
+        while self._new and self._put(store, *self._new[0]):
+            self._new.popleft()
+
+    def _put(self, store: KVStore, group: int, node: PrefixNode) -> bool:
+        """Whether the block needs no further attempt."""
+        block = node.blocks[group]
+        if block is None or node.parent is None or self._blocks is None:
+            self.num_dropped += block is None
+            return True
+        if not store.wants(group, node.key):
+            return True
+        if not store.may_write(self._block_bytes[group]):
+            return False
+        store.put(group, node.key, node.parent.key, node.tokens, self._blocks.take(group, block))
+        return True
+
+    # -- the preparer --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        return False
+
+    def take_ready(self) -> tuple[list[Request], list[tuple[Request, str]]]:
+        """Requests whose blocks have come, or that will compute them after all. None fails."""
+        ready: list[Request] = []
+        if not self._waiting or self._clock is None:
+            return ready, []
+        now = self._clock.now()
+        for name, each in list(self._waiting.items()):
+            late = now >= each.until
+            if each.load.is_done or late:
+                del self._waiting[name]
+                self.num_given_up += late and not each.load.is_done
+                self.restore(each)
+                each.request.waits_for = ""
+                ready.append(each.request)
+        return ready, []
+
+    def restore(self, each: BlockWait) -> None:
+        """Put what a load has read into the cache."""
+        if self._kv is None or self._blocks is None or self._store is None:
+            return
+        blocks = list(each.load.blocks)
+        self._store.loaded(each.load)
+        if not blocks:
+            return
+        before = self._kv.num_shared(each.request)
+        restore_blocks(self._kv, each.request, dict(zip(each.places, blocks, strict=False)), self._blocks.put)
+        self.num_tokens += self._kv.num_shared(each.request) - before
+
+    def waits(self, request: Request) -> bool:
+        return request.request_id in self._waiting
+
+    def next_event(self, now: float) -> float | None:
+        """Time at which completed blocks may be written; None if there are none. (The loop looks at requests that wait
+        by itself.)"""
+        store = self._store
+        if self._num_asked or (store is not None and store.is_surveying):
+            return now + POLL_SECONDS
+        if store is None or store.stopped or not (self._new or store.queued_bytes):
+            return None
+        return now + POLL_SECONDS
+
+    def forget(self, request: Request) -> None:
+        self._looked_at.discard(request.request_id)
+        each = self._waiting.pop(request.request_id, None)
+        if each is not None and self._store is not None:
+            each.request.waits_for = ""
+            self._store.loaded(each.load)
+
+    def weights_changed(self) -> None:
+        """Store and load nothing any more, because the files belong to the old weights."""
+        self._source = None
+        self._new.clear()
+        for each in self._waiting.values():
+            each.load.is_cancelled = True
+            each.places = []
+        if self._store is not None:
+            self._store.stop("the weights were replaced")
+        if self._kv is not None and self._kv.prefix_cache is not None:
+            self._kv.prefix_cache.published = None
+
+    # -- what is in it -------------------------------------------------------------------------------------------------
+
+    def ask(self, clear: str = "") -> None:
+        """Ask for a report, after the blocks of this namespace (``own``) or of all (``all``) were removed."""
+        if self.store is None:
+            self._num_asked += 1
+            return
+        if clear:
+            self._new.clear()
+        self.store.survey(clear)
+
+    def take_reports(self) -> list[StoreReport]:
+        """The answers that are known, in the order of the questions."""
+        count, self._num_asked = self._num_asked, 0
+        if self._store is not None and self._store.is_surveying:
+            count += self._store.take_surveys()
+        return [self._report() for _ in range(count)]
+
+    def _report(self) -> StoreReport:
+        directory = self._directory
+        if self._store is None:
+            if self._source is None:
+                return StoreReport(state="off")
+            return StoreReport(
+                state="failed" if getattr(self._source, "failed", False) else "opening", directory=directory
+            )
+        report = self._store.report()
+        report.directory = directory
+        report.loads = self.num_loads
+        report.given_up = self.num_given_up
+        report.loaded_tokens = self.num_tokens
+        report.rejected = self._rejected(self._store)
+        return report
+
+    def _rejected(self, store: KVStore) -> dict[str, int]:
+        """Reason -> number of blocks that were not written or not used."""
+        return {**store.rejected, "too_fast": self.num_dropped} if self.num_dropped else dict(store.rejected)
+
+    def counts(self) -> dict[str, Any]:
+        store = self._store
+        if store is None:
+            return {}
+        return {
+            "kv_store_blocks": store.num_blocks,
+            "num_kv_loaded_tokens": self.num_tokens,
+            "num_kv_bytes_read": store.num_read,
+            "num_kv_bytes_written": store.num_written,
+            "kv_blocks_rejected": self._rejected(store),
+        }
+
+    def shutdown(self) -> None:
+        """Write what has been completed, and close the store."""
+        self._waiting.clear()
+        if self._store is not None:
+            self._store.hurry()
+            self.store_blocks()
+            self._store.close()
+            self._store = None
+        self._source = None
