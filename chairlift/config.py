@@ -24,7 +24,7 @@ from chairlift.base.presets import PRESETS, with_preset
 from chairlift.base.quantities import reader_of
 from chairlift.base.rerankers import RERANKERS
 from chairlift.base.service_class import ServiceClass, parse_service_classes, parse_tenant_weights
-from chairlift.base.vllm_names import translate
+from chairlift.base.vllm_names import translate, translate_speculative
 from chairlift.errors import ConfigError
 from chairlift.text.tool_calls.formats import NONE, REASONING_FORMATS, TOOL_FORMATS
 
@@ -58,11 +58,12 @@ _CHOICES = {
     "runner": ("auto", "generate", "pooling"),
     "pooling_type": ("LAST", "CLS", "MEAN"),
     "reranker": tuple(RERANKERS),
-    "kernels": ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch", "triton"),
+    "kernels": ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "torch", "triton"),
     "cuda_graphs": ("lazy", "start", "off"),
     "quantization": ("int8", "int4", "fp8", "stored", "none"),
     "generation_config": ("auto", "vllm"),
     "kv_cache_dtype": ("auto", "int8"),
+    "kv_store_mode": ("rw", "ro"),
     "preset": tuple(PRESETS),
     "batching": ("continuous", "static", "dynamic"),
     "late_requests": ("downgrade", "drop"),
@@ -90,6 +91,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "num_kv_blocks": (2, 2**31),
     "state_snapshot_interval": (1, ONE_STATE - 1),
     "swap_space_bytes": (0, 2**50),
+    "kv_store_bytes": (2**20, 2**60),
+    "kv_store_write_rate": (2**10, 2**40),
     "image_memory_bytes": (1, 2**50),
     "max_num_seqs": (1, 2**16),
     "max_num_batched_tokens": (1, 2**24),
@@ -130,7 +133,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 """Setting -> (lowest, highest) allowed value, both inclusive."""
 _TEXTS = {
-    *("model", "revision", "tokenizer", "swap_directory"),
+    *("model", "mmproj", "revision", "tokenizer", "swap_directory", "kv_store"),
     *("host", "ray_address", "api_key_file", "chat_template", "otlp_traces_endpoint", "batch_dir", "lora_dir"),
     "allowed_local_media_path",
 }
@@ -146,6 +149,9 @@ class ModelConfig:
     package."""
     revision: str | None = None
     """Branch, tag or commit of a model from the Hub."""
+    mmproj: str = "auto"
+    """Image encoder of a GGUF model: the path of its mmproj file, auto (a file beside the model that is named mmproj
+    and fits), or none (texts only)."""
     tokenizer: str | None = None
     """Directory with tokenizer.json, if it differs from the model's directory."""
     skip_tokenizer_init: bool = False
@@ -234,9 +240,29 @@ class CacheConfig:
     """Host memory for the KV of preempted requests. None: a tenth of the KV cache; 0: no swap space."""
     swap_directory: str | None = None
     """Directory for a file that holds the swap space, instead of memory."""
+    kv_store: str | None = None
+    """Directory in which the KV of prompts and answers outlives the process, so that a conversation goes on after a
+    restart or a crash without being computed again (docs/kv-store.md). None: KV ends with the process."""
+    kv_store_bytes: int = 8 << 30
+    """Most bytes that all files in kv_store take. The least recently used blocks are overwritten."""
+    kv_store_mode: str = "rw"
+    """rw: read and write kv_store. ro: only read it."""
+    kv_store_write_rate: int = 64 << 20
+    """Most bytes per second that are written to kv_store. Blocks that come faster wait, or are not stored."""
     image_memory_bytes: int = 1 << 30
     """Memory for encoded images. When it is full, images wait, or others are encoded again later, whichever costs less
     time."""
+
+
+_SPECULATIVE_NUMBERS: Final[tuple[tuple[str, type, float, float], ...]] = (
+    ("num_speculative_tokens", int, 1, 64),
+    ("prompt_lookup_min", int, 1, 16),
+    ("suffix_decoding_max_tree_depth", int, 2, 64),
+    ("suffix_decoding_max_cached_requests", int, 0, 1_000_000),
+    ("suffix_decoding_max_spec_factor", float, 0.1, 64.0),
+    ("suffix_decoding_min_token_prob", float, 0.0, 1.0),
+)
+"""(key of ``speculative_config``, type, minimum, maximum)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,11 +270,20 @@ class SpeculativeConfig:
     """Settings of speculative decoding. Names are vLLM's."""
 
     method: str
-    """Method that makes the drafts: ngram, draft_model, medusa or eagle3."""
+    """Method that makes the drafts: ngram, suffix, draft_model, medusa or eagle3."""
     num_speculative_tokens: int = 8
     """Maximum number of drafts for one row in one step."""
     prompt_lookup_min: int = 3
-    """Number of tokens that must match before method ngram makes a draft."""
+    """Number of tokens that must match before the methods ngram and suffix make a draft."""
+    suffix_decoding_max_tree_depth: int = 24
+    """Method suffix: maximum number of last tokens that are compared."""
+    suffix_decoding_max_cached_requests: int = 10_000
+    """Method suffix: maximum number of earlier answers that later requests use, at most 200,000 tokens in all. 0: a
+    request uses only its own tokens."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """Method suffix: maximum number of drafts per matching token."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """Method suffix: minimum probability of a draft, by the number of times that its tokens followed the match."""
     model: str = ""
     """Small model for method draft_model, heads for medusa, or layer for eagle3: a directory, or a name on the Hugging
     Face Hub. The bundled model comes with heads and a layer."""
@@ -264,23 +299,30 @@ class SpeculativeConfig:
                 raise ConfigError(f"speculative_config is not JSON ({error}): {value!r:.200}") from None
         if not isinstance(settings, Mapping):
             raise ConfigError(f'speculative_config must be an object like {{"method": "ngram"}}, got {value!r:.200}')
+        settings = translate_speculative(settings)
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(str(key) for key in settings if key not in known)
         if unknown:
             raise ConfigError(f"speculative_config has unknown keys {unknown}; known: {sorted(known)}")
         method = settings.get("method")
         model = settings.get("model", "")
-        *first, last = "ngram", *DRAFT_METHODS
+        *first, last = "ngram", "suffix", *DRAFT_METHODS
         if not isinstance(method, str) or method not in (*first, last):
             raise ConfigError(f"speculative_config: method must be {', '.join(first)} or {last}, got {method!r:.80}")
         _check_draft_files(method, model)
-        if method != "ngram" and "prompt_lookup_min" in settings:
-            raise ConfigError(f"speculative_config: prompt_lookup_min is for method ngram, not {method}; leave it out")
-        for name, maximum in (("num_speculative_tokens", 64), ("prompt_lookup_min", 16)):
-            number = settings.get(name, 1)
-            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= maximum:
+        for key in settings:
+            owners = ("suffix",) if key.startswith("suffix_") else ("ngram", "suffix") if "lookup" in key else (method,)
+            if method not in owners:
                 raise ConfigError(
-                    f"speculative_config: {name} must be a whole number from 1 to {maximum}, got {number!r:.80}"
+                    f"speculative_config: {key} is for method {' and '.join(owners)}, not {method}; leave it out"
+                )
+        for name, kind, least, most in _SPECULATIVE_NUMBERS:
+            number: Any = settings.get(name, most)
+            fits = type(number) in ((int,) if kind is int else (int, float))
+            if not fits or not least <= number <= most:
+                what = "whole number" if kind is int else "number"
+                raise ConfigError(
+                    f"speculative_config: {name} must be a {what} from {least} to {most}, got {number!r:.80}"
                 )
         return cls(**settings)
 
@@ -330,7 +372,8 @@ class SchedulerConfig:
     0."""
     speculative_config: str = ""
     """JSON object that turns speculative decoding on, such as {"method": "ngram"}. ngram drafts the tokens that
-    followed an earlier occurrence of the last few tokens; prompt_lookup_min (3) is the length of the match. draft_model
+    followed an earlier occurrence of the last few tokens; prompt_lookup_min (3) is the length of the match. suffix also
+    looks into earlier answers. draft_model
     drafts with a small model that has the same tokenizer; medusa drafts with heads on the model's hidden state, and
     eagle3 with a layer on its hidden states. The key model names the small model, the heads or the layer.
     num_speculative_tokens (8) is the maximum number of drafts for a row. How many of them are checked depends on the
@@ -447,6 +490,9 @@ class EngineConfig:
             )
         if not isinstance(model.device, str) or not re.fullmatch("cpu|cuda(:(0|[1-9][0-9]{0,2}))?", model.device):
             raise ConfigError(f"device must be cpu, cuda or cuda:N, got {model.device!r}")
+        if cache.kv_store is not None and (cache.prefix_offload or not cache.enable_prefix_caching):
+            other = "without enable_prefix_caching" if not cache.prefix_offload else "together with prefix_offload"
+            raise ConfigError(f"kv_store cannot be used {other}: it keeps the blocks of the prefix cache; choose one")
         if cache.block_size & (cache.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 256, got {cache.block_size!r}")
         _policy(scheduler)
@@ -574,7 +620,7 @@ class ServerConfig:
     max_connections: int = 2048
     """Maximum number of open connections."""
     max_stored_responses: int = 1024
-    """Maximum number of responses stored for clients that send store: true to /v1/responses; 0 stores none."""
+    """Maximum number of stored responses of /v1/responses, except those with store: false; 0 stores none."""
     max_stored_response_bytes: int = 64 * 1024 * 1024
     """Maximum number of bytes of stored responses, conversations included."""
     metrics_prefix: str = "chairlift"
@@ -763,7 +809,13 @@ def _check_draft_files(method: str, model: Any) -> None:
         if model != "":
             raise ConfigError(f"speculative_config: {method} takes no model; {got}")
         return
-    _, what, is_bundled = DRAFT_METHODS[method]
+    _, what, is_bundled, is_own = DRAFT_METHODS[method]
+    if is_own:
+        if model != "":
+            raise ConfigError(
+                f"speculative_config: {method} reads the {what} in the served model's own files; leave model out; {got}"
+            )
+        return
     if not isinstance(model, str) or not (model or is_bundled):
         except_for = " (the bundled model comes with its own)" if is_bundled else ""
         raise ConfigError(

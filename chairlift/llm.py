@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -28,6 +29,7 @@ from chairlift.engine.interrupt import held_interrupt
 from chairlift.engine.pooled.pooled_calls import PooledCall, PooledCalls, listed, one_or_more
 from chairlift.engine.pooled.pooling_inputs import PoolingInputs
 from chairlift.errors import EngineDeadError, RequestError, TemplateError
+from chairlift.loading.kv_store import open_store
 from chairlift.loading.model import Progress, load_executor, read_images, read_tokenizer
 from chairlift.loading.pooled import is_pooling, load_pooling
 from chairlift.models.vision.chats import prepare_images, take_images
@@ -41,9 +43,12 @@ from chairlift.text.tool_calls import (
     AnswerReader,
     Tools,
     check_tools,
+    guarantees_calls,
+    holds_calls,
     output_constraint,
     read_answer,
     reasoning_format_of,
+    strict_calls_format,
     thinking_of,
     tool_format_of,
 )
@@ -84,26 +89,36 @@ class LLM:
             self._load_pooling(progress)
             return
         loaded = load_executor(self.config, progress)
+        info = loaded.info
         self.tokenizer: Tokenizer | None = None
         if not self.config.model.skip_tokenizer_init:
-            self.tokenizer = read_tokenizer(self.config, loaded.model_dir)
-        self.max_model_len = loaded.max_model_len
-        self.memory_plan = loaded.memory_plan
-        eos = set(loaded.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
-        reader = None if self.tokenizer is None else read_images(self.config, loaded.model_dir, self.tokenizer)
-        self._images = reader if loaded.takes_images else None
+            self.tokenizer = read_tokenizer(self.config, info.model_dir)
+        self.max_model_len = info.max_model_len
+        self.memory_plan = info.memory_plan
+        eos = set(info.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
+        reader = None if self.tokenizer is None else read_images(self.config, info.model_dir, self.tokenizer)
+        self._images = reader if info.takes_images else None
+        store = open_store(self.config, loaded.executor, info)
         self._engine = Engine(
             loaded.executor,
-            ModelLimits(loaded.vocab_size, loaded.max_model_len, tuple(sorted(eos)), self.config.scheduler.promises),
+            ModelLimits(
+                info.vocab_size,
+                info.max_model_len,
+                tuple(sorted(eos)),
+                self.config.scheduler.promises,
+                info.shortest_prompt,
+            ),
             self.config.scheduler,
             tokenizer=self.tokenizer,
             cache=self.config.cache,
-            cache_secret=os.urandom(16),
+            cache_secret=os.urandom(16) if store is None else store.secret,
+            kv_store=store,
             seed=self.config.model.seed,
             adapters=Adapters(loaded.adapters, self.config.lora.active),
             images=self._images,
         )
-        self.info = info = loaded.info(self.config, self.engine.kv.capacity_tokens)
+        weakref.finalize(self, self._engine.core.preparers.kv_blocks.shutdown)
+        self.info = info = dataclasses.replace(info, capacity_tokens=self.engine.kv.capacity_tokens)
         """Facts about the loaded model and how it is served."""
         self._first_info = info
         self._approximations = loaded.approximations
@@ -364,10 +379,11 @@ class LLM:
 
         ``tools`` are functions that the model may call, in OpenAI's form; :meth:`read_answers` finds the calls in the
         outputs. ``tool_choice`` ``"required"``, or the name of a function, forces calls: after its reasoning, the
-        answer has only calls, and the arguments satisfy the functions' schemas. ``parallel_tool_calls=False`` allows
-        one call. The other arguments are those of :meth:`generate`, and variables for the chat template. Raises
-        RequestError for tools that are not in OpenAI's form, for tools that the template does not print, and for calls
-        that cannot be forced. Raises TemplateError when the model has no chat template or the template fails.
+        answer has only calls, and the arguments satisfy the functions' schemas. Otherwise the calls of functions with
+        ``strict: True`` satisfy their schemas. ``parallel_tool_calls=False`` allows one call. The other arguments are
+        those of :meth:`generate`, and variables for the chat template. Raises RequestError for tools that are not in
+        OpenAI's form, for tools that the template does not print, and for calls that cannot be forced. Raises
+        TemplateError when the model has no chat template or the template fails.
 
         ::
 
@@ -387,7 +403,7 @@ class LLM:
         offered = checked.offered or None
         laid_out = [self._lay_out(each, tools=offered, **template_variables) for each in conversations]
         ids = [each for each, _ in laid_out]
-        if checked.choice in ("required", "named"):
+        if checked.choice in ("required", "named") or checked.strict:
             sampling_params = self._held_to_calls(checked, ids, sampling_params)
         prompts: list[Prompt] = [
             {"prompt_token_ids": each, "multi_modal_data": {"image": images}} if images else each
@@ -410,7 +426,8 @@ class LLM:
         prompts: Sequence[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[SamplingParams]:
-        """Sampling parameters of each prompt, with a grammar that forces the tool calls."""
+        """Sampling parameters of each prompt, with a grammar that forces the tool calls, or that holds the calls of
+        strict functions to their schemas."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise RequestError("tools need the tokenizer, which was not loaded; leave skip_tokenizer_init out")
@@ -418,6 +435,11 @@ class LLM:
         reasoning = reasoning_format_of(tokenizer.chat_template)
         if form is None:
             raise RequestError("tools has functions, but no format of tool calls is known for the chat template")
+        if tools.strict and strict_calls_format(form, tools) is None:
+            raise RequestError(
+                f"strict of {min(tools.strict)} cannot be kept in the format {form.name}; leave strict out, or use"
+                " tool_choice 'required'"
+            )
         default = self.get_default_sampling_params() if sampling_params is None else sampling_params
         every = _one_each("sampling parameters", default, len(prompts))
         forced = []
@@ -425,7 +447,8 @@ class LLM:
             if not isinstance(params, SamplingParams):
                 raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
             if params.structured_outputs is not None:
-                raise RequestError("tool_choice and structured_outputs each hold the answer to a form; leave one out")
+                what = "strict" if tools.strict else "tool_choice"
+                raise RequestError(f"{what} and structured_outputs each hold the answer to a form; leave one out")
             tail = tokenizer.decode(prompt[-64:], False, final=False)
             whole = output_constraint(None, tools, form, reasoning, thinking_of(reasoning, tail))
             forced.append(dataclasses.replace(params, structured_outputs=whole))
@@ -459,15 +482,24 @@ class LLM:
             return self.tokenizer.encode(text, add_special_tokens=False), images
         return self._plain.encode(self._template.render_shielded(messages, self._plain.controls, **how)), images
 
-    def read_answers(self, output: RequestOutput, tools: Sequence[Mapping[str, Any]] | None = None) -> list[Answer]:
+    def read_answers(
+        self,
+        output: RequestOutput,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+    ) -> list[Answer]:
         """Parse the answers of a chat: content, reasoning, and calls of the ``tools`` that the chat was given.
+
+        With the ``tool_choice`` of the chat, a required call that ``max_tokens`` has cut is a call with ``is_cut``;
+        without it, this call is content.
 
         The formats of calls and reasoning are those that the model's chat template prints. Raises RequestError for
         tools that are not in OpenAI's form, and when the template has no known format.
         """
         if self.tokenizer is None:
             raise RequestError("answers are read by the tokenizer, which was not loaded (skip_tokenizer_init)")
-        schemas = check_tools(tools).schemas
+        checked = check_tools(tools, tool_choice)
+        schemas = checked.schemas
         template = self.tokenizer.chat_template
         tokenizer = self.tokenizer
         form = tool_format_of(template) if schemas else None
@@ -477,9 +509,11 @@ class LLM:
         tail = tokenizer.decode(output.prompt_token_ids[-64:], False, final=False)
         inside = reasoning is not None and reasoning.is_open_after(tail)
         hidden = tuple(filter(None, tokenizer.special_texts.values()))
+        how: dict[str, Any] = {"inside": inside, "hidden": hidden, "custom": checked.custom}
+        how |= {"held": holds_calls(None, checked, form), "guaranteed": guarantees_calls(None, checked, form)}
         read = []
         for answer in output.outputs:
-            reader = AnswerReader(form, reasoning, schemas, inside=inside, hidden=hidden)
+            reader = AnswerReader(form, reasoning, schemas, **how)
             read.append(read_answer(tokenizer.decode(answer.token_ids, False), reader))
         return read
 

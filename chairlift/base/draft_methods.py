@@ -25,11 +25,14 @@ class DraftMethod(NamedTuple):
     is_bundled: bool = False
     """Whether the bundled model comes with it, in the folder with the method's name, so that the key may be left
     out."""
+    is_own: bool = False
+    """Whether the served model's own files have it, so that the key is not given."""
 
 
 DRAFT_METHODS: Final[dict[str, DraftMethod]] = {
     "draft_model": DraftMethod(f"{_FOLDER}.draft_model", "small model"),
     "medusa": DraftMethod(f"{_FOLDER}.medusa", "heads", is_bundled=True),
     "eagle3": DraftMethod(f"{_FOLDER}.eagle3", "layer", is_bundled=True),
+    "mtp": DraftMethod(f"{_FOLDER}.mtp", "layer", is_own=True),
 }
 """Value of the key ``method`` -> the method."""

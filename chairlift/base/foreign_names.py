@@ -62,10 +62,14 @@ FOREIGN: Final[dict[str, tuple[str, str]]] = {
     **dict.fromkeys(("--reranking", "--rerank"), ("llama.cpp", "write {runner} pooling, and {reranker} for a decoder")),
     **dict.fromkeys(("--metrics", "--slots", "--props"), ("llama.cpp", "/metrics and /live are always there")),
     **dict.fromkeys(("-md", "--model-draft", "--draft", "--draft-max", "--draft-min"), ("llama.cpp", _DRAFTS)),
-    "--mmproj": ("llama.cpp", "give the model's whole directory, whose files have the vision tower"),
     **dict.fromkeys(("--lora", "--lora-scaled"), ("llama.cpp", _ADAPTERS)),
     **dict.fromkeys(("--grammar", "--json-schema", "-j"), ("llama.cpp", "give response_format in a request")),
     **dict.fromkeys(("--rope-scaling", "--rope-freq-base", "--rope-freq-scale", "--yarn-ext-factor"), ("", _FILES)),
+    # vLLM, before speculative_config
+    **dict.fromkeys(
+        ("--speculative-model", "--num-speculative-tokens", "--ngram-prompt-lookup-max", "--ngram-prompt-lookup-min"),
+        ("vLLM", _DRAFTS),
+    ),
     # SGLang
     "--model-path": ("SGLang", _MODEL),
     **dict.fromkeys(("--tp", "--tp-size", "--pp-size", "--nnodes", "--node-rank"), ("SGLang", _ONE_DEVICE)),

@@ -25,7 +25,7 @@ class LoRARequest:
     lora_int_id: int
     """Number of the adapter, above 0."""
     lora_path: str | Path
-    """Directory that PEFT's ``save_pretrained`` wrote."""
+    """Directory that PEFT's ``save_pretrained`` wrote, or a GGUF file."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not _NAME.fullmatch(self.lora_name):
@@ -36,4 +36,4 @@ class LoRARequest:
         if isinstance(number, bool) or not isinstance(number, int) or not 0 < number < 2**31:
             raise RequestError(f"lora_int_id must be a whole number above 0, got {number!r:.40}")
         if not isinstance(self.lora_path, (str, Path)) or not str(self.lora_path):
-            raise RequestError(f"lora_path must be a directory, got {self.lora_path!r:.80}")
+            raise RequestError(f"lora_path must be a directory or a GGUF file, got {self.lora_path!r:.80}")

@@ -23,7 +23,7 @@ def reader_of(name: str, kind: type) -> Callable[[str], int] | None:
 
     The function raises ConfigError for a text that it cannot read.
     """
-    if name.endswith("_bytes"):
+    if name.endswith(("_bytes", "_write_rate")):
         return lambda text: read_bytes(name, text)
     if kind is int:
         return lambda text: read_count(name, text)

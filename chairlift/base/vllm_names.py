@@ -13,12 +13,26 @@ from typing import Any, Final
 
 from chairlift.errors import ConfigError
 
-__all__ = ["NAMES", "SERVER_NAMES", "Name", "notes", "translate"]
+__all__ = ["NAMES", "SERVER_NAMES", "Name", "explain_value", "notes", "translate", "translate_speculative"]
 
 ONE_DEVICE: Final = "one model runs on one device; start a server per device and put a proxy before them"
 _CHECKPOINT_FORMATS: Final = (
     *("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "bitsandbytes", "modelopt"),
+    *("modelopt_fp4", "modelopt_mixed", "fbgemm_fp8", "mxfp4", "auto-round", "inc", "moe_wna16", "petit_nvfp4"),
+    *("auto_gptq", "auto_awq", "gptq_bitblas", "bitblas", "fp_quant", "quark", "torchao", "hqq"),
 )
+_FP8_CACHES: Final = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4")
+_FLOAT_CACHES: Final = ("bfloat16", "float16", "float32", "half")
+_SPECULATIVE: Final = {
+    "draft_tensor_parallel_size": ONE_DEVICE,
+    "disable_by_batch_size": "how many drafts are checked follows from the load of each step",
+    "speculative_disable_by_batch_size": "how many drafts are checked follows from the load of each step",
+    "max_model_len": "drafts may be as long as max_model_len of the engine allows",
+    "quantization": "the engine's quantization holds for the draft model too",
+    "revision": "give the directory of the draft model's revision as model",
+    "enforce_eager": "cuda_graphs of the engine holds for drafts too",
+}
+"""Key of vLLM's ``speculative_config`` that Chairlift does not have -> why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,12 +122,60 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
             if translated.get(ours, ours_value) != ours_value:
                 raise ConfigError(f"{name} is vLLM's name for {ours}, and both are given; leave one out")
             translated[ours] = ours_value
-    if translated.get("quantization") in _CHECKPOINT_FORMATS:
-        raise ConfigError(
-            f"quantization is {translated['quantization']!r}, but the format of a quantised checkpoint is found in its"
-            " files; leave quantization out, or round a model as it is loaded: int8, int4 or fp8"
-        )
+    for name, value in translated.items():
+        if (problem := explain_value(name, value)) is not None:
+            raise ConfigError(problem)
     return translated
+
+
+def explain_value(name: str, value: Any) -> str | None:
+    """What to write instead of a value of vLLM's for a setting that both projects have. None if ``value`` is not such a
+    value."""
+    if not isinstance(value, str):
+        return None
+    if name == "quantization" and value in _CHECKPOINT_FORMATS:
+        return (
+            f"quantization is {value!r}, but the format of a quantised checkpoint is found in its files; leave"
+            " quantization out, or round a model as it is loaded: int8, int4 or fp8"
+        )
+    if name == "kv_cache_dtype" and value in _FP8_CACHES:
+        return (
+            f"kv_cache_dtype is {value!r}, but K and V of 8 bits are integers here, with a scale for each token and"
+            " head; write int8, or auto for the model's dtype"
+        )
+    if name == "kv_cache_dtype" and value in _FLOAT_CACHES:
+        return f"kv_cache_dtype is {value!r}, but K and V have the model's dtype; write auto, and {value} as dtype"
+    return None
+
+
+_MTP: Final = ("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_5_mtp", "qwen3_next_mtp")
+"""vLLM's names of the method ``mtp``, which name the family."""
+
+
+def translate_speculative(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``speculative_config`` with vLLM's keys replaced by Chairlift's.
+
+    vLLM looks for matches of ``prompt_lookup_max`` tokens first, and of fewer down to ``prompt_lookup_min``, which is
+    the maximum where it is not given. Chairlift looks for matches of ``prompt_lookup_min`` tokens. Raises ConfigError
+    for a key that is not supported, with the reason.
+    """
+    found = dict(settings)
+    if found.get("method") in _MTP:
+        found["method"] = "mtp"
+    for name in found:
+        if name in _SPECULATIVE:
+            raise ConfigError(f"speculative_config: {name} is a key of vLLM: {_SPECULATIVE[name]}; leave it out")
+    longest = found.pop("prompt_lookup_max", None)
+    if longest is None:
+        return found
+    shortest = found.setdefault("prompt_lookup_min", longest)
+    numbers = (longest, shortest)
+    if any(type(each) is not int for each in numbers) or longest < shortest:
+        raise ConfigError(
+            "speculative_config: prompt_lookup_max must be a whole number, and at least prompt_lookup_min; got"
+            f" {longest!r:.80} and {shortest!r:.80}"
+        )
+    return found
 
 
 def notes(settings: Mapping[str, Any]) -> list[str]:

@@ -65,16 +65,29 @@ def run(args: argparse.Namespace) -> int:
     _print_fact("model", name)
     if llm.info.pooling is not None:
         return _check_pooling(llm, llm.info.pooling, model_dir)
-    network = read_network(model_dir, settings.get("model_impl", "auto"))
+    network = read_network(model_dir, settings.get("model_impl", "auto"), settings.get("mmproj", "auto"))
     dtype = _describe(llm, network)
     _check_weights(model_dir, network, resolve_dtype(network, llm.info.dtype))
     _print_fact("weights", "all numbers are finite")
     _print_fact("self-test", _self_test(llm, network.vocab_size, _TIES[dtype]))
     _print_fact("speed", _speed(llm, network.vocab_size))
     executor = llm.engine.core.executor
+    if settings.get("kv_store") is not None:
+        _print_fact("kv store", _check_store(llm))
     if isinstance(executor, LocalExecutor) and (graphs := executor.describe_graphs()):
         _print_fact("CUDA graphs", graphs)
     return 0
+
+
+def _check_store(llm: LLM) -> str:
+    """Read all blocks that the store has for this model. Returns a description. Raises ModelLoadError if the store
+    could not be opened."""
+    blocks = llm.engine.core.preparers.kv_blocks
+    if (store := blocks.wait_for_store()) is None:
+        raise ModelLoadError("kv_store could not be opened; the log says why")
+    nbytes, damaged = store.verify()
+    whole = "all are whole" if not damaged else f"{damaged:,} are damaged, and will be computed again"
+    return f"{store.num_blocks:,} blocks of this model, {nbytes / 2**20:,.1f} MiB; {whole}"
 
 
 def _check_pooling(llm: LLM, pooling: PoolingInfo, model_dir: Path) -> int:

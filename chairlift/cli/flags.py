@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from chairlift.base.foreign_names import answer_to
 from chairlift.base.presets import PRESETS
 from chairlift.base.quantities import read_count, reader_of
 from chairlift.base.sampling_params import PARAMETERS, SamplingParams
-from chairlift.base.vllm_names import NAMES, SERVER_NAMES, Name, notes, translate
+from chairlift.base.vllm_names import NAMES, SERVER_NAMES, Name, explain_value, notes, translate
 from chairlift.config import Flag, ServerConfig, flat_fields, server_fields
 from chairlift.errors import ConfigError
 
@@ -119,6 +120,7 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag, prefix: str) -> None:
         options["action"] = argparse.BooleanOptionalAction
     elif flag.choices:
         options["choices"] = flag.choices
+        options["type"] = functools.partial(_explained, flag.name)
     elif flag.name == "served_model_name":  # several in one flag, as vLLM's
         options |= {"action": "append", "metavar": "NAME", "nargs": "+"}
     elif flag.kind is list:
@@ -127,6 +129,13 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag, prefix: str) -> None:
         options["type"] = _amount(flag.name, flag.kind) or flag.kind
         options["metavar"] = "JSON" if flag.name in _JSON else {int: "N", float: "X"}.get(flag.kind, "TEXT")
     group.add_argument(_spelled(flag.name), **options)
+
+
+def _explained(name: str, text: str) -> str:
+    """A setting's value, unless it is one of vLLM's, for which the error says what to write."""
+    if (problem := explain_value(name, text)) is not None:
+        raise argparse.ArgumentTypeError(problem)
+    return text
 
 
 def _amount(name: str, kind: type) -> Callable[[str], int] | None:

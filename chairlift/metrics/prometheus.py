@@ -37,6 +37,7 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of the text format that every version of Prometheus supports."""
 
 FINISH_REASONS: Final = ("stop", "length", "abort", "error", "deadline")
+_KV_REJECTED: Final = "too_fast", "no_slot", "write_failed", "marks", "forgotten", "unreadable"
 REJECTION_REASONS: Final = (
     *("queue_requests", "queue_tokens", "queue_timeout", "forecast", "logprobs", "draining", "unavailable"),
     "connections",
@@ -397,6 +398,11 @@ def _ours(
         yield names.gauge_by("expert_imbalance", text, "layer", layers)
     text = "Tokens computed past a stop string or a cancellation, and thrown away."
     yield names.counter("overrun_tokens", text, stats.overrun_tokens)
+    text = "Running requests that went on at another replica: with their KV, or computed again from their tokens."
+    by_kind = {(kind,): stats.moves[kind] for kind in ("kv", "replay")}
+    yield names.counter_of("request_moves", text, ("kind",), by_kind.items())
+    text = "Moves that failed. The request stayed where it was."
+    yield names.counter("request_moves_failed", text, stats.moves["failed"])
     yield names.counter("engine_restarts", "Times the engine died and was started again.", stats.num_restarts)
     yield names.gauge("engine_up", "1 when the engine serves.", float(up))
     yield names.gauge("event_loop_tasks", "Tasks of the server's event loop; steady while nothing is asked.", num_tasks)
@@ -476,6 +482,13 @@ def _memory_pressure(names: _Names, stats: RequestStats, info: CacheInfo | None)
     blocks = {("out",): engine.num_offloaded_blocks, ("in",): engine.num_brought_back_blocks}
     text = "Of the swapped blocks, those that the prefix cache evicted, and those it had back."
     yield names.counter_of("prefix_offload_blocks", text, ("direction",), blocks.items())
+    moved = {("write",): engine.num_kv_bytes_written, ("read",): engine.num_kv_bytes_read}
+    yield names.counter_of("kv_store_bytes", "Bytes of KV moved to and from disk.", ("direction",), moved.items())
+    yield names.gauge("kv_store_blocks", "Blocks on disk that can be found.", engine.kv_store_blocks)
+    text = "Blocks that were not written to disk, or not used after they were read."
+    yield names.counter_by("kv_store_rejected_blocks", text, "reason", _KV_REJECTED, engine.kv_blocks_rejected)
+    text = "Prompt tokens whose KV was read from disk."
+    yield names.counter("kv_store_loaded_tokens", text, engine.num_kv_loaded_tokens)
 
 
 def _drafts(names: _Names, stats: RequestStats) -> Iterator[Metric]:

@@ -37,7 +37,7 @@ BATCH_OUTCOMES = ("completed", "failed")
 
 CAUSES = (
     *("front_door", "waiting_step", "waiting_slots", "waiting_blocks", "waiting_tokens", "waiting_reservation"),
-    *("waiting_batch", "waiting_grammar", "waiting_adapter", "waiting_image", "waiting_prefix"),
+    *("waiting_batch", "waiting_grammar", "waiting_adapter", "waiting_image", "waiting_prefix", "waiting_kv_load"),
     *("preempted", "prefill", "decode", "stretched", "host", "delivery"),
 )
 """Causes to which the time of a request is charged; docs/why-slow.md explains each cause."""
@@ -159,6 +159,14 @@ class EngineStats:
     image_bytes: int = 0
     """Number of bytes of the encoded rows in memory. The next field: the maximum; 0 if the model reads no images."""
     max_image_bytes: int = 0
+    kv_store_blocks: int = 0
+    """Number of blocks on disk that can be found. The next fields: prompt tokens whose KV was loaded from there, and
+    bytes that were read and written."""
+    num_kv_loaded_tokens: int = 0
+    num_kv_bytes_read: int = 0
+    num_kv_bytes_written: int = 0
+    kv_blocks_rejected: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Reason -> number of blocks that were not written to disk, or not used after they were read."""
     num_thinking_limited: int = 0
     """Number of ended outputs that had a thinking budget. The next field: outputs whose reasoning was ended by the
     budget."""
@@ -174,6 +182,7 @@ class EngineStats:
         """A copy in which only the counters are kept, for an engine that has ended."""
         counters = EngineStats(**{name: getattr(self, name) for name in _COUNTERS})
         counters.accepted_at = list(self.accepted_at)
+        counters.kv_blocks_rejected = dict(self.kv_blocks_rejected)
         return counters
 
 
@@ -194,8 +203,8 @@ def merge_stats(all_: Sequence[EngineStats]) -> EngineStats:
         total.accepted_at = [
             sum(two) for two in itertools.zip_longest(total.accepted_at, each.accepted_at, fillvalue=0)
         ]
-        for name, rows in each.rows_by_class.items():
-            total.rows_by_class[name] = total.rows_by_class.get(name, 0) + rows
+        total.rows_by_class = _added(total.rows_by_class, each.rows_by_class)
+        total.kv_blocks_rejected = _added(total.kv_blocks_rejected, each.kv_blocks_rejected)
     for field in ("running_adapters", "waiting_adapters"):
         setattr(total, field, list(dict.fromkeys(name for each in all_ for name in getattr(each, field))))
     return total
@@ -312,6 +321,9 @@ class RequestStats:
         """Outcome (from :data:`BATCH_OUTCOMES`) -> number of batch requests that have a result."""
         self.num_lost = 0
         """Number of requests that ended because the engine died."""
+        self.moves: Counter[str] = Counter()
+        """Kind of move between replicas (``kv``, ``replay``, or ``failed`` for a move that left its request where it
+        was) -> number of requests."""
         self.last_token_time: float | None = None
         """Time of the last delivered token, from ``time.monotonic()``."""
         self.prompt_tokens = 0
@@ -472,9 +484,13 @@ _SUMMED = (
     *_COUNTERS,
     *("num_running", "num_waiting", "used_blocks", "cached_blocks", "free_blocks", "shared_blocks"),
     *("running_limit", "token_budget"),
-    *("image_bytes", "max_image_bytes"),
+    *("image_bytes", "max_image_bytes", "kv_store_blocks"),
 )
 _summed_of = operator.attrgetter(*_SUMMED)
+
+
+def _added(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {name: one.get(name, 0) + other.get(name, 0) for name in (*one, *other)}
 
 
 def _with_counters(stats: EngineStats, more: EngineStats) -> EngineStats:
@@ -482,4 +498,5 @@ def _with_counters(stats: EngineStats, more: EngineStats) -> EngineStats:
     total = dataclasses.replace(stats, **{name: getattr(stats, name) + getattr(more, name) for name in _COUNTERS})
     places = itertools.zip_longest(stats.accepted_at, more.accepted_at, fillvalue=0)
     total.accepted_at = [now + before for now, before in places]
+    total.kv_blocks_rejected = _added(stats.kv_blocks_rejected, more.kv_blocks_rejected)
     return total

@@ -37,18 +37,18 @@ def refusal(path: Path | str) -> str:
         ("/no/such/model.gguf", ["there is no file", "GGUF file that is there"]),
     ],
 )
-def test_names(name: str, words: list[str]) -> None:
+def test_a_mistaken_model_name_is_refused_with_the_remedy(name: str, words: list[str]) -> None:
     assert [word for word in words if word not in refusal(name)] == []
 
 
-def test_a_gguf_file_that_is_not_there_and_its_neighbours(tmp_path: Path) -> None:
+def test_a_missing_gguf_file_is_refused_with_the_names_of_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "model-Q4_K_M.gguf").touch()
     assert f"but there is '{tmp_path}/model-Q4_K_M.gguf'" in refusal(tmp_path / "model-Q4_K_S.gguf")
     assert "(beside it: model-Q4_K_M.gguf)" in refusal(tmp_path / "x.gguf")
     assert "is empty (0 bytes); download the file again" in refusal(tmp_path / "model-Q4_K_M.gguf")
 
 
-def test_files_in_place_of_directories(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_model_directory_is_refused_by_its_kind(tmp_path: Path) -> None:
     weights, notes, blob = tmp_path / "model.safetensors", tmp_path / "notes.txt", tmp_path / "sha256-1234"
     weights.write_bytes(b"\0" * 9)
     notes.write_text("hello")
@@ -58,7 +58,7 @@ def test_files_in_place_of_directories(tmp_path: Path) -> None:
     assert f"ln -s {blob} sha256-1234.gguf" in refusal(blob)
 
 
-def test_directories_of_something_else(tmp_path: Path) -> None:
+def test_a_directory_of_another_kind_is_refused_by_its_kind(tmp_path: Path) -> None:
     def make(name: str, **files: str) -> Path:
         for file, text in files.items():
             path = tmp_path / name / file
@@ -90,7 +90,7 @@ def test_git_lfs_pointers_are_known_wherever_they_stand(tmp_path: Path, file: st
         Tokenizer.from_dir(model) if file == "tokenizer.json" else LLM(given)
 
 
-def test_weights_that_are_not_beside_the_config(tmp_path: Path) -> None:
+def test_a_model_without_weights_names_the_gguf_files_beside_it(tmp_path: Path) -> None:
     from chairlift import LLM
 
     model = tmp_path / "model"

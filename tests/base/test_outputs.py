@@ -44,7 +44,7 @@ def made(
 
 
 @given(RECORDS, st.integers(-9, 9), st.integers(-9, 9))
-def test_they_read_like_a_list(records: Records, begin: int, end: int) -> None:
+def test_flat_log_probabilities_read_like_a_list(records: Records, begin: int, end: int) -> None:
     flat, plain = made(records)
     assert (flat, len(flat), repr(flat)) == (plain, len(plain), repr(plain))
     assert flat == made(records)[0] and flat != [*plain, None] and flat != "text"
@@ -62,7 +62,7 @@ def test_they_read_like_a_list(records: Records, begin: int, end: int) -> None:
     assert flat[-1] == {5: Logprob(-1.0, 1, "5")}
 
 
-def test_an_entry_takes_a_few_bytes() -> None:
+def test_an_entry_of_log_probabilities_takes_a_few_bytes() -> None:
     flat = FlatLogprobs(None)
     for _ in range(1000):
         flat.append(range(21), [-1.0] * 21, 1)

@@ -60,7 +60,7 @@ def test_numbers_beyond_every_float_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "edges"), [*NUMBERS.items(), *WHOLE.items()])
-def test_ranges_at_their_edges(name: str, edges: tuple[float, float]) -> None:
+def test_numbers_are_accepted_up_to_the_edges_of_their_ranges_only(name: str, edges: tuple[float, float]) -> None:
     step = 1 if name in WHOLE else 1e-6
     for value in edges:
         made(**{name: value})
@@ -69,7 +69,7 @@ def test_ranges_at_their_edges(name: str, edges: tuple[float, float]) -> None:
 
 
 @pytest.mark.parametrize(("name", "high"), ABOVE_ZERO.items())
-def test_ranges_that_leave_out_zero(name: str, high: float) -> None:
+def test_ranges_without_zero_accept_the_smallest_number_and_refuse_zero(name: str, high: float) -> None:
     for value in (1e-300, high):
         made(**{name: value})
     for value in (0.0, -0.0, -1e-9, high + 1e-6):
@@ -86,17 +86,17 @@ def test_switches_are_true_or_false(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "value", [5, b"x", {"x": 1}, {"x"}, [5], [None], [""], ["x" * 257], ["x"] * 129, [b"x"], ["x\udc80"]]
 )
-def test_lists_of_strings(name: str, value: Any) -> None:
+def test_wrong_lists_of_strings_are_refused_by_name(name: str, value: Any) -> None:
     assert name in refused(**{name: value})
 
 
 @pytest.mark.parametrize("name", LISTS)
 @pytest.mark.parametrize("value", ["12", 5, {1}, [-1], [2**31], ["1"], [1.0], [True], [None], [NAN]])
-def test_lists_of_token_ids(name: str, value: Any) -> None:
+def test_wrong_lists_of_token_ids_are_refused_by_name(name: str, value: Any) -> None:
     assert name in refused(**{name: value})
 
 
-def test_sizes_of_lists_at_their_edges() -> None:
+def test_lists_are_accepted_up_to_their_longest_size_only() -> None:
     SamplingParams(stop=["x" * 256] * 16, bad_words=["x"] * 128, stop_token_ids=range(4096))
     assert "at most 16" in refused(stop=["x"] * 17)
     assert "at most 128" in refused(bad_words=["x"] * 129)
@@ -109,7 +109,7 @@ def test_sizes_of_lists_at_their_edges() -> None:
     "bias",
     [[(1, 2)], "x", 5, {-1: 1}, {1.5: 1}, {None: 1}, {"x": 1}, {"²": 1}, {True: 1}, {1: "1"}, {1: NAN}, {1: 101}],
 )
-def test_logit_bias(bias: Any) -> None:
+def test_a_wrong_logit_bias_is_refused(bias: Any) -> None:
     assert "logit_bias" in refused(logit_bias=bias)
 
 
@@ -135,7 +135,7 @@ def test_logit_bias_has_each_token_once() -> None:
     [({"top_p": 0}, True), ({"top_p": -0.0}, True), ({"temperature": 1e-6}, True), ({"temperature": 1e-4}, False),
      ({"top_p": 1e-9}, False), ({"top_k": 1}, False), ({"min_p": 1}, False)],
 )  # fmt: skip
-def test_what_adds_no_noise(fields: dict[str, Any], greedy: bool) -> None:
+def test_parameters_that_add_no_noise_are_greedy(fields: dict[str, Any], greedy: bool) -> None:
     assert made(**fields).greedy is greedy
 
 
@@ -145,7 +145,7 @@ def test_min_tokens_stays_below_max_tokens() -> None:
     assert "min_tokens is 5 but max_tokens is 4" in refused(min_tokens=5, max_tokens=4)
 
 
-def test_what_is_given_cannot_change_afterwards() -> None:
+def test_parameters_cannot_change_after_they_are_made() -> None:
     stop, ids, bias = ["a"], [1], {1: 1.0}
     params = SamplingParams(stop=stop, stop_token_ids=ids, logit_bias=bias)
     stop.append("b")
@@ -176,5 +176,5 @@ def test_unknown_names_are_refused_with_a_suggestion(name: Any, hint: str) -> No
 
 
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (0.0, True), (9e-6, True), (1e-5, False), (1, False)])
-def test_greedy(temperature: float, greedy: bool) -> None:
+def test_a_temperature_of_zero_is_greedy(temperature: float, greedy: bool) -> None:
     assert SamplingParams(temperature=temperature).greedy == greedy

@@ -51,7 +51,7 @@ def test_messages_say_what_was_given_and_what_is_allowed(given: Any, said: str) 
         parse_service_classes(given)
 
 
-def test_tenant_weights() -> None:
+def test_tenant_weights_are_read_from_json() -> None:
     assert parse_tenant_weights('{"a": 2, "b": 0.5}') == {"a": 2.0, "b": 0.5}
 
 

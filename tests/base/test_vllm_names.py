@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from chairlift import LLM, SamplingParams
 from chairlift.base.quantities import read_bytes, read_count
 from chairlift.base.vllm_names import NAMES, SERVER_NAMES, notes, translate
 from chairlift.cli.main import main
-from chairlift.config import EngineConfig, flat_fields, server_fields
+from chairlift.config import EngineConfig, SpeculativeConfig, flat_fields, server_fields
 from chairlift.errors import ConfigError, RequestError
 
 
@@ -29,24 +30,24 @@ from chairlift.errors import ConfigError, RequestError
         ("1.5e3", 1500),
     ],
 )
-def test_sizes(text: str, number: int) -> None:
+def test_texts_with_units_are_read_as_bytes(text: str, number: int) -> None:
     assert read_bytes("x", text) == number
 
 
 @pytest.mark.parametrize("text", ["", "GB", "4 XB", "-1", "1e-9", "0.3", "nan", "1.0001kb", "4GB4"])
-def test_what_is_no_size(text: str) -> None:
+def test_a_text_that_is_no_size_is_refused_with_examples(text: str) -> None:
     with pytest.raises(ConfigError, match="x must be a number of bytes, or a size such as 512MB or 4GiB; got"):
         read_bytes("x", text)
 
 
-def test_counts() -> None:
+def test_texts_with_units_are_read_as_counts() -> None:
     texts = {"32k": 32000, "32K": 32768, "1.5k": 1500, "1m": 10**6, "12": 12, "1e6": 10**6, "2.5E3": 2500, "-1": -1}
     assert {text: read_count("x", text) for text in texts} == texts
     with pytest.raises(ConfigError, match="such as 32k"):
         read_count("x", "32kb")
 
 
-def test_amounts_in_settings_flags_and_files(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_flags_and_files_take_amounts_with_units(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     config = EngineConfig.from_flat({"kv_cache_memory_bytes": "4GB", "max_model_len": "32k"})
     assert (config.cache.kv_cache_memory_bytes, config.model.max_model_len) == (4 * 1000**3, 32000)
     file = tmp_path / "settings.yaml"
@@ -90,7 +91,7 @@ def test_no_name_is_known_to_both() -> None:
         assert known.why or known.accepted == (), name
 
 
-def test_settings_of_images(capsys: pytest.CaptureFixture[str]) -> None:
+def test_vllms_image_settings_are_translated_noted_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert translate({"limit_mm_per_prompt": {"image": 2}, "mm_processor_kwargs": {}}) == {}
     assert notes({"limit_mm_per_prompt": {"image": 2}})[0].startswith("limit_mm_per_prompt {'image': 2} is accepted: a")
     with pytest.raises(ConfigError, match=r"mm_processor_kwargs is .* not offered: .*preprocessor_config\.json"):
@@ -103,7 +104,7 @@ def test_settings_of_images(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--limit-mm-per-prompt: must be a JSON object, got 'image=2'" in capsys.readouterr().err
 
 
-def test_what_is_translated() -> None:
+def test_vllms_settings_are_translated_to_ours() -> None:
     given = {"swap_space": 4, "enforce_eager": True, "num_gpu_blocks_override": 9, "task": "embed", "max_num_seqs": 3}
     assert translate(given) == {
         "swap_space_bytes": 4 * 2**30,
@@ -122,6 +123,9 @@ def test_what_is_translated() -> None:
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, which is not offered: one model runs on one device"),
         ({"enable_chunked_prefill": False}, "always computed in chunks"),
         ({"quantization": "awq"}, "found in its files; leave quantization out"),
+        ({"quantization": "modelopt_fp4"}, "quantization is 'modelopt_fp4'.*leave quantization out"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype is 'fp8_e4m3'.*write int8"),
+        ({"kv_cache_dtype": "bfloat16"}, "write auto, and bfloat16 as dtype"),
         ({"task": "transcribe"}, "known: auto, generate, embed"),
         ({"trust_remote_code": "yes"}, "must be of type bool, got 'yes'"),
         ({"tensor_parallel_size": True}, "must be of type int, got True"),
@@ -129,12 +133,51 @@ def test_what_is_translated() -> None:
         ({"load_format": "pt"}, "only safetensors and GGUF"),
     ],
 )
-def test_what_is_refused(settings: dict[str, Any], words: str) -> None:
+def test_vllms_settings_with_another_result_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         EngineConfig.from_flat(settings)
 
 
-def test_a_script_for_vllm() -> None:
+def speculation(**settings: Any) -> SpeculativeConfig:
+    found = EngineConfig.from_flat({"speculative_config": json.dumps({"method": "ngram", **settings})})
+    parsed = found.scheduler.speculation
+    assert parsed is not None
+    return parsed
+
+
+def test_the_longest_match_of_vllm_is_the_shortest_where_no_other_is_given() -> None:
+    assert speculation(prompt_lookup_max=4).prompt_lookup_min == 4
+    assert speculation(prompt_lookup_max=4, prompt_lookup_min=2).prompt_lookup_min == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"prompt_lookup_max": 2, "prompt_lookup_min": 3}, "at least prompt_lookup_min; got 2 and 3"),
+        ({"prompt_lookup_max": "4"}, "must be a whole number"),
+        ({"prompt_lookup_max": True}, "must be a whole number"),
+        ({"disable_by_batch_size": 8}, "disable_by_batch_size is a key of vLLM: .*the load of each step; leave it out"),
+        ({"draft_tensor_parallel_size": 1}, "one model runs on one device"),
+        ({"anything": 1}, r"unknown keys \['anything'\]"),
+    ],
+)
+def test_other_keys_of_vllms_speculation_are_explained(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        speculation(**settings)
+
+
+def test_values_of_vllm_are_explained_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--quantization", "awq", "--dry-run"]) == 2
+    assert "the format of a quantised checkpoint is found in its files" in capsys.readouterr().err
+    assert main(["serve", "--kv-cache-dtype", "fp8", "--dry-run"]) == 2
+    assert "write int8, or auto" in capsys.readouterr().err
+    assert main(["serve", "--kv-cache-dtype", "int7", "--dry-run"]) == 2
+    assert "invalid choice: 'int7'" in capsys.readouterr().err
+    assert main(["serve", "--ngram-prompt-lookup-max", "4", "--dry-run"]) == 2
+    assert "is a flag of vLLM: write --speculative-config" in capsys.readouterr().err
+
+
+def test_a_script_for_vllm_runs_unchanged() -> None:
     llm = LLM(
         tensor_parallel_size=1,
         trust_remote_code=False,
@@ -158,7 +201,7 @@ def test_a_script_for_vllm() -> None:
         llm.beam_search(["A batch"], None)
 
 
-def test_a_command_line_for_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_line_for_vllm_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bundled", "--served-model-name", "a", "b", "-tp", "1", "--trust-remote-code", "--enforce-eager"]
     assert main(["serve", *words, "--no-enable-log-requests", "--dry-run"]) == 2
     assert "did you mean" in capsys.readouterr().err

@@ -28,7 +28,7 @@ def test_a_full_disk_leaves_what_was_there_and_is_named(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["result.json"]
 
 
-def test_what_the_block_raises_is_told_as_it_is(tmp_path: Path) -> None:
+def test_an_error_of_the_block_is_raised_unchanged(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not a terminal"), replacing(tmp_path / "result.json"):
         raise OSError("not a terminal")
 
@@ -60,7 +60,7 @@ def test_memory_is_no_device() -> None:
         assert os.listdir(folder) == ["result.json"]
 
 
-def test_what_was_there_keeps_its_mode(tmp_path: Path) -> None:
+def test_a_replaced_file_keeps_its_mode(tmp_path: Path) -> None:
     """A file that only its owner may read stays so when it is replaced."""
     path = tmp_path / "result.json"
     path.write_text("before")
@@ -95,7 +95,7 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path, there: bo
     assert os.listdir(file.parent) == ["file"]
 
 
-def test_what_is_open_is_written_to_as_it_is(tmp_path: Path) -> None:
+def test_an_open_file_is_written_in_place(tmp_path: Path) -> None:
     """As /dev/stdout is: what it leads to must not become another file than the one that is open."""
     with (tmp_path / "file").open("w+") as opened:
         with replacing(Path("/proc/self/fd", str(opened.fileno()))) as file:
@@ -103,7 +103,7 @@ def test_what_is_open_is_written_to_as_it_is(tmp_path: Path) -> None:
         assert opened.read() == "all"
 
 
-def test_what_cannot_be_replaced_is_written_to_as_it_is(tmp_path: Path) -> None:
+def test_a_pipe_is_written_in_place(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -116,7 +116,7 @@ def test_what_cannot_be_replaced_is_written_to_as_it_is(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(path.stat().st_mode)
 
 
-def test_a_look_changes_nothing(tmp_path: Path) -> None:
+def test_check_writable_changes_nothing(tmp_path: Path) -> None:
     file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
     link.symlink_to("not there")
     os.mkfifo(pipe)
@@ -139,7 +139,7 @@ def test_a_look_changes_nothing(tmp_path: Path) -> None:
             check_writable(path, "save-steps")
 
 
-def test_what_is_read_or_written_for_something_else_is_not_written_over(tmp_path: Path) -> None:
+def test_a_file_with_two_uses_is_not_overwritten(tmp_path: Path) -> None:
     file, link = tmp_path / "file", tmp_path / "link"
     file.write_text("an hour of traffic")
     link.symlink_to(file)

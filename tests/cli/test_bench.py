@@ -28,7 +28,7 @@ SMALL = (
 
 @pytest.mark.full
 @needs_kernels
-def test_kernels_as_tables_and_as_json(chairlift: Run, tmp_path: Path) -> None:
+def test_bench_kernels_prints_tables_and_writes_json(chairlift: Run, tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
     code, out, err = chairlift("bench", "kernels", "--quick", *SMALL, "--json", path)
     assert (code, err) == (0, [])
@@ -61,7 +61,7 @@ def test_a_path_and_a_dtype_may_be_chosen(chairlift: Run) -> None:
 
 
 @pytest.mark.full
-def test_offline_against_static_batches(chairlift: Run, model_dir: Path, tmp_path: Path) -> None:
+def test_bench_offline_compares_with_static_batches(chairlift: Run, model_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "offline.json"
     path.write_text("of last time")
     flags = ("--num-prompts", "20", "--baseline", "--threads", "1", "--num-kv-blocks", "100", "--kernels", "torch")
@@ -152,7 +152,9 @@ def test_wrong_usage_is_one_line_and_exit_code_2(chairlift: Run, argv: list[str]
         *([] if "amx" in supported_isas() else [(["--kernels", "amx"], "kernels is 'amx', but ")]),
     ],
 )
-def test_what_cannot_be_measured_is_refused(chairlift: Run, tmp_path: Path, flags: list[str], complaint: str) -> None:
+def test_bench_kernels_refuses_products_that_it_cannot_measure(
+    chairlift: Run, tmp_path: Path, flags: list[str], complaint: str
+) -> None:
     path = tmp_path / "out.json"
     code, out, err = chairlift("bench", "kernels", *flags, "--json", path)
     assert (code, out) == (2, [])

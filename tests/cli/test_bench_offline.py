@@ -13,7 +13,7 @@ from tests.cli.conftest import Run
 QUICK = ("hashlm", "--input-len", "uniform:8:16", "--output-len", "3", "--num-prompts", "6")
 
 
-def test_traffic_as_lines_json_and_page(chairlift: Run, tmp_path: Path) -> None:
+def test_traffic_is_reported_as_lines_json_and_page(chairlift: Run, tmp_path: Path) -> None:
     out, page = tmp_path / "out.json", tmp_path / "out.html"
     flags = ("--request-rate", "100", "--slo", "ttft:60000,tpot:60000", "--json", out, "--html", page)
     code, lines, err = chairlift("bench", "offline", *QUICK, *flags)
@@ -43,7 +43,7 @@ def test_traffic_as_lines_json_and_page(chairlift: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_static_batches_side_by_side(chairlift: Run, tmp_path: Path) -> None:
+def test_compare_static_runs_both_sides_in_turns(chairlift: Run, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     code, lines, err = chairlift("bench", "offline", *QUICK, "--compare", "static", "--rounds", "2", "--json", out)
     assert (code, err) == (0, [])
@@ -112,7 +112,7 @@ def test_several_rates_are_several_engines(chairlift: Run, tmp_path: Path) -> No
     assert [run["chairlift"]["cached_tokens"] for run in runs] == [0, 0]  # the second knows nothing of the first
 
 
-def test_without_the_servers_packages() -> None:
+def test_bench_offline_runs_without_the_packages_of_the_server() -> None:
     code = (
         "import sys\n"
         "class Missing:\n"

@@ -13,7 +13,7 @@ QUICK = ("bench", "presets", "hashlm", "--num-prompts", "12", "--max-num-seqs", 
 
 
 @pytest.mark.full
-def test_all_presets_in_one_table_and_one_picture(chairlift: Run, tmp_path: Path) -> None:
+def test_all_presets_are_in_one_table_and_one_picture(chairlift: Run, tmp_path: Path) -> None:
     out, picture = tmp_path / "out.json", tmp_path / "out.svg"
     code, lines, err = chairlift(*QUICK, "--rounds", "1", "--json", out, "--svg", picture)
     assert (code, err) == (0, [])

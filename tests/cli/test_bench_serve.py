@@ -29,7 +29,7 @@ def server() -> Iterator[ScriptedServer]:
         yield server
 
 
-def test_one_run_as_lines_json_and_page(chairlift: Run, server: ScriptedServer, tmp_path: Path) -> None:
+def test_one_run_is_reported_as_lines_json_and_page(chairlift: Run, server: ScriptedServer, tmp_path: Path) -> None:
     out, page = tmp_path / "out.json", tmp_path / "out.html"
     out.write_text("of last time")
     flags = ("--base-url", f"{server.url}/v1", "--request-rate", "100", "--goodput", "ttft:5000", "tpot:5000")
@@ -133,7 +133,7 @@ def test_several_rates_are_several_runs(chairlift: Run, server: ScriptedServer, 
     assert "Speed for each user, and in total" in page.read_text()
 
 
-def test_two_servers_side_by_side(chairlift: Run, server: ScriptedServer, tmp_path: Path) -> None:
+def test_two_servers_are_compared_in_rounds(chairlift: Run, server: ScriptedServer, tmp_path: Path) -> None:
     out, page = tmp_path / "out.json", tmp_path / "out.html"
     with serving(ScriptedServer()) as other:
         flags = ("--compare", server.url, other.url, "--rounds", "2", "--request-rate", "200")
@@ -165,7 +165,7 @@ def test_a_trace_keeps_its_times_or_is_stretched(chairlift: Run, server: Scripte
     assert record["num_prompts"] == 3
 
 
-def test_chat_in_a_closed_loop(chairlift: Run, server: ScriptedServer) -> None:
+def test_a_closed_loop_of_chats_is_reported(chairlift: Run, server: ScriptedServer) -> None:
     flags = ("--base-url", server.url, "--endpoint", "chat", "--arrivals", "closed:2")
     code, lines, _ = chairlift("bench", "serve", *QUICK, *flags)
     assert code == 0
@@ -256,7 +256,7 @@ def test_a_run_that_ctrl_c_cut_short_is_compared_with_none(tmp_path: Path) -> No
         (["--compare", "http://127.0.0.1:1", "http://127.0.0.1:1", "--request-rate", "1,2"], "one --request-rate"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_sent(flags: list[str], complaint: str) -> None:
+def test_contradictory_flags_are_refused_before_anything_is_sent(flags: list[str], complaint: str) -> None:
     parser = argparse.ArgumentParser()
     bench_serve.add_arguments(parser)
     with pytest.raises(ConfigError) as caught:

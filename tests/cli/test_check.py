@@ -43,8 +43,24 @@ def test_a_good_model_gets_a_report(chairlift: Run, model_dir: Path) -> None:
     assert "same 8 greedy tokens alone and in a batch" in report["self-test"]
 
 
+def test_the_blocks_of_a_store_are_counted_and_verified(chairlift: Run, model_dir: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    flags = "--kv-store", store, "--kv-store-bytes", "4MB"
+    code, _, _ = chairlift("generate", "What is a KV cache? " * 4, "--model", model_dir, "--max-tokens", 1, *flags)
+    assert code == 0
+    code, out, _ = chairlift("check", model_dir, *flags)
+    (line,) = (line for line in out if line.startswith("kv store"))
+    found = re.fullmatch(r"kv store +([\d,]+) blocks of this model, [\d.]+ MiB; all are whole", line)
+    assert code == 0 and found is not None and int(found[1]) > 0
+    (blocks,) = store.glob("*/blocks-0-0")
+    blocks.write_bytes(bytes(blocks.stat().st_size))
+    code, out, _ = chairlift("check", model_dir, *flags)
+    assert code == 0
+    assert any(line.endswith("are damaged, and will be computed again") for line in out)
+
+
 @needs_kernels
-def test_it_says_what_8_bits_are_worth(chairlift: Run, model_dir: Path) -> None:
+def test_the_report_says_how_much_memory_8_bits_save(chairlift: Run, model_dir: Path) -> None:
     code, out, _ = chairlift("check", model_dir, "--num-kv-blocks", "673", "--kv-cache-dtype", "int8")
     report = dict(line.split(maxsplit=1) for line in out)
     heads = 3 * 2 * 2  # layers, heads, K and V
@@ -62,20 +78,22 @@ def test_it_says_what_8_bits_are_worth(chairlift: Run, model_dir: Path) -> None:
         pytest.param(["--kernels", ISA, "--threads", "1"], f"{ISA} in float32, 1 thread", marks=needs_kernels),
     ],
 )
-def test_it_says_what_runs_the_model(chairlift: Run, model_dir: Path, flags: list[str], line: str) -> None:
+def test_the_report_names_the_kernels_that_run_the_model(
+    chairlift: Run, model_dir: Path, flags: list[str], line: str
+) -> None:
     code, out, _ = chairlift("check", model_dir, "--num-kv-blocks", "64", *flags)
     assert code == 0
     [kernels] = [each for each in out if each.startswith("kernels")]
     assert kernels.split(maxsplit=1)[1].startswith(line)
 
 
-def test_it_says_how_answers_differ_from_transformers(chairlift: Run, model_dir: Path, tmp_path: Path) -> None:
+def test_the_report_says_how_answers_differ_from_transformers(chairlift: Run, model_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(model_dir, model := tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     config["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     (model / "config.json").write_text(json.dumps(config))
     (model / "generation_config.json").write_text(json.dumps({"forced_eos_token_id": 1}))
-    code, out, err = chairlift("check", model, "--num-kv-blocks", "64")
+    code, out, err = chairlift("check", model, "--num-kv-blocks", "64", "--max-model-len", "500")
     assert code == 0
     notes = [line.split(maxsplit=1)[1] for line in out if line.startswith("note")]
     assert len(notes) == 2 and "'dynamic'" in notes[0] and "not applied: forced_eos_token_id 1" in notes[1]

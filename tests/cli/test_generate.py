@@ -45,7 +45,7 @@ def test_a_prompt_is_answered_through_the_chat_template(chairlift: Run, model_di
     assert "\n".join(out) == greedy(llm, chat_ids(llm, "Hi there")).replace("\r", "\n")
 
 
-def test_raw_prompts_several_answers_and_text_headers(chairlift: Run, model_dir: Path, llm: LLM) -> None:
+def test_several_answers_to_raw_prompts_are_printed_under_headers(chairlift: Run, model_dir: Path, llm: LLM) -> None:
     argv = ("generate", "Hi", "the lift", "--raw", "--n", "2", "--model", model_dir, "--max-tokens", 6)
     code, out, err = chairlift(*argv)
     assert (code, err) == (0, [])
@@ -61,7 +61,7 @@ def test_raw_prompts_several_answers_and_text_headers(chairlift: Run, model_dir:
     assert greedy(llm, "Hi", 6) == json.loads(chairlift(*argv, "--jsonl")[1][0])["outputs"][0]["text"]
 
 
-def test_json_lines_in_and_out_in_input_order(chairlift: Run, model_dir: Path, llm: LLM, tmp_path: Path) -> None:
+def test_json_lines_are_answered_in_input_order(chairlift: Run, model_dir: Path, llm: LLM, tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     prompts = write_lines(
         tmp_path / "in.jsonl",
@@ -177,7 +177,9 @@ def test_a_bad_argument_is_one_line_and_exit_code_2(chairlift: Run, model_dir: P
     assert err[0].startswith("chairlift: error: prompt 1: ")
 
 
-def test_lines_of_standard_input(chairlift: Run, model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_line_of_standard_input_is_a_prompt(
+    chairlift: Run, model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     argv = ("generate", "--model", model_dir, "--max-tokens", 4, "--jsonl")
     expected = [greedy(llm, chat_ids(llm, text), 4) for text in ("Hi", "früh")]
     for extra in ([], ["-"]):
@@ -216,7 +218,9 @@ def test_a_full_disk_names_the_output_file(chairlift: Run, model_dir: Path) -> N
     assert "cannot write the output file /dev/full: No space left on device" in err[0]
 
 
-def test_unusable_input(chairlift: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_input_is_refused_with_the_reason(
+    chairlift: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     stdin(monkeypatch, b"")
     for argv, words in (

@@ -34,7 +34,7 @@ def test_help_lists_commands_and_exit_codes_and_loads_nothing_heavy() -> None:
         assert word in done.stdout
 
 
-def test_version(chairlift: Run) -> None:
+def test_version_prints_the_version(chairlift: Run) -> None:
     assert chairlift("--version") == (0, [f"chairlift {package.__version__}"], [])
 
 
@@ -75,7 +75,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(chairlift: Run, argv: list[str]
     assert complaint in err[0]
 
 
-def test_python_dash_m_and_unreadable_models() -> None:
+def test_python_dash_m_ends_with_2_and_one_line_for_an_unreadable_model() -> None:
     done = python("-m", "chairlift", "check", "/no/such/model")
     assert done.returncode == 2
     assert done.stdout == ""
@@ -109,7 +109,7 @@ class Stop:
         (MemoryError(), 2, "the memory does not suffice for this; ask for less, or free some"),
     ],
 )
-def test_every_way_to_end(
+def test_every_error_has_its_exit_code(
     chairlift: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str | None
 ) -> None:
     monkeypatch.setattr(cli, "command_module", lambda name: Stop(error) if name == "generate" else command_module(name))

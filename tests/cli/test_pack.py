@@ -40,7 +40,7 @@ def test_figures_of_a_file_that_can_be_checked_by_hand(chairlift: Run, tmp_path:
     assert out[-1] == f"         full {'#' * 40} 2"
 
 
-def test_what_alignment_fills_up_is_waste(chairlift: Run, tmp_path: Path) -> None:
+def test_tokens_that_fill_up_alignment_count_as_waste(chairlift: Run, tmp_path: Path) -> None:
     # 3 and 1 tokens take 4 places each: 16 sequences fill 4 packs of 16 places, in which 32 tokens lie.
     file = write_lengths(tmp_path / "a.jsonl", [3, 1] * 8)
     flags = ("pack", file, "--length-field", "n", "--capacity", "16", "--align", "4", "--json")
@@ -62,7 +62,7 @@ def test_packs_of_half_a_file_replace_nothing(chairlift: Run, tmp_path: Path) ->
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "packs.jsonl"]
 
 
-def test_what_is_too_long_is_counted(chairlift: Run, tmp_path: Path) -> None:
+def test_sequences_that_are_too_long_are_counted_by_policy(chairlift: Run, tmp_path: Path) -> None:
     file = write_lengths(tmp_path / "a.jsonl", [250, 10])
     flags = ("pack", file, "--length-field", "n", "--capacity", "100")
     for policy, tokens, word in (

@@ -49,7 +49,7 @@ def test_the_prompt_may_have_another_key(tmp_path: Path) -> None:
     assert job.is_chat
 
 
-def test_fair_queue_follow_each_other(tmp_path: Path) -> None:
+def test_turns_of_mt_bench_follow_each_other(tmp_path: Path) -> None:
     (job,) = read(tmp_path / "m.jsonl", MT_BENCH)
     assert (job.prompt, job.turns, job.is_chat) == ([{"role": "user", "content": "One."}], ["Two."], True)
     assert job.copied == MT_BENCH
@@ -57,7 +57,7 @@ def test_fair_queue_follow_each_other(tmp_path: Path) -> None:
         assert "turns must be a list of texts" in str(read(tmp_path / "m.jsonl", {"turns": turns})[0].error)
 
 
-def test_openai_batches(tmp_path: Path) -> None:
+def test_lines_of_openai_batches_become_jobs(tmp_path: Path) -> None:
     body: dict[str, Any] = {"model": "gpt-4o", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0.5}
     body |= {"max_completion_tokens": 7, "logprobs": True, "top_logprobs": 2}
     line = {"custom_id": "r-1", "method": "POST", "url": "/v1/chat/completions", "body": body}
@@ -85,7 +85,7 @@ def test_plain_text_has_a_prompt_per_line(tmp_path: Path) -> None:
     assert "not valid JSON" in str(job.error)
 
 
-def test_arrays_and_parquet(tmp_path: Path) -> None:
+def test_arrays_and_parquet_rows_become_jobs(tmp_path: Path) -> None:
     jobs = read(tmp_path / "a.json", json.dumps([HUMAN_EVAL, 3, {"prompt": "x"}], indent=1).encode())
     assert [job.place for job in jobs] == ["record 1", "record 2", "record 3"]
     assert [job.error is None for job in jobs] == [True, False, True]

@@ -8,22 +8,23 @@ import pytest
 from tests.cli.conftest import Run
 
 
-def test_the_bundled_model_in_four_bits(chairlift: Run, tmp_path: Path) -> None:
+def test_the_bundled_model_is_written_in_four_bits(chairlift: Run, tmp_path: Path) -> None:
     code, out, err = chairlift("quantize", "bundled", tmp_path / "out", "--format", "int4-g32")
     assert (code, err) == (0, [])
-    assert out[:3] == [
+    assert out[:4] == [
         "model          bundled",
-        "format         int4-g32: int4 in groups of 32, symmetric",
-        "layers         14 matrices, 1,966,080 weights",
+        "format         int4-g32: 4 bits in groups of 32; 16 bits for embedding and head",
+        "quantised      14 matrices, 1,966,080 weights, 4.50 bits per weight",
+        "               1,966,080 weights are int4 in groups of 32",
     ]
-    assert "squared error 0.7" in out[3] and "with scales of each group's largest: 0.9" in out[3]
-    assert "1 file of weights, 2.6 MiB" in out[4]
+    assert "squared error 0.6" in out[4] and "with scales of each group's largest: 0.9" in out[4]
+    assert "1 file of weights, 2.6 MiB" in out[5]
     code, out, _ = chairlift("generate", "--model", tmp_path / "out", "What is a KV cache?", "--max-tokens", "12")
     assert code == 0
     assert "KV cache" in "\n".join(out)
 
 
-def test_calibrated(chairlift: Run, tmp_path: Path) -> None:
+def test_calibration_lowers_the_reported_error(chairlift: Run, tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"what is a cache of {word}?"}) + "\n" for word in ("keys", "values")))
     command = ["quantize", "bundled", tmp_path / "out", "--format", "int4-g128", "--calibrate", texts]
@@ -37,11 +38,11 @@ def test_calibrated(chairlift: Run, tmp_path: Path) -> None:
     command[2] = tmp_path / "again"
     code, out, _ = chairlift(*command)
     assert code == 0
-    assert out[3].startswith("calibration    GPTQ on 2 samples, ")
+    assert out[4].startswith("calibration    GPTQ on 2 samples, ")
     assert out[-1].startswith("note           the calibration texts have")
 
 
-def test_a_record_of_rounding(chairlift: Run, tmp_path: Path) -> None:
+def test_json_reports_the_error_of_rounding(chairlift: Run, tmp_path: Path) -> None:
     code, out, _ = chairlift("quantize", "bundled", tmp_path / "out", "--format", "int8", "--json")
     record = json.loads("\n".join(out))
     assert code == 0
@@ -49,10 +50,24 @@ def test_a_record_of_rounding(chairlift: Run, tmp_path: Path) -> None:
     assert 0 < record["squared_error"] <= record["squared_error_of_largest"] < 1e-4
 
 
+@pytest.mark.nightly
+def test_the_default_mixes_widths_and_the_model_writes_its_own_texts(chairlift: Run, tmp_path: Path) -> None:
+    record = {}
+    for name, more in (("nearest", []), ("own", ["--calibrate"])):
+        code, out, err = chairlift("quantize", "bundled", tmp_path / name, "--json", *more)
+        assert (code, err) == (0, [])
+        record[name] = json.loads("\n".join(out))
+    assert record["nearest"]["format"] == record["own"]["format"] == "int4"
+    assert set(record["own"]["kinds"]) == {"int4 in groups of 32 with minimums", "int8 in groups of 32"}
+    assert (record["own"]["samples"], record["own"]["tokens"]) == (32, 32 * 257)
+    assert record["own"]["output_error"] < record["own"]["output_error_of_nearest"]
+    assert record["own"]["bytes"] == record["nearest"]["bytes"]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["bundled", "OUT"], "the following arguments are required: --format"),
+        (["bundled"], "the following arguments are required: OUT"),
         (["bundled", "OUT", "--format", "int5"], "invalid choice: 'int5'"),
         (["/no/such/model", "OUT", "--format", "int8"], "'/no/such/model' is not a directory"),
         (
@@ -67,7 +82,9 @@ def test_a_record_of_rounding(chairlift: Run, tmp_path: Path) -> None:
         (["bundled", "FULL/file/below", "--format", "int8"], "cannot make the directory"),
     ],
 )
-def test_refusals(chairlift: Run, tmp_path: Path, argv: list[str], message: str) -> None:
+def test_wrong_arguments_are_refused_and_nothing_is_written(
+    chairlift: Run, tmp_path: Path, argv: list[str], message: str
+) -> None:
     (tmp_path / "FULL").mkdir()
     (tmp_path / "FULL/file").touch()
     given = [str(tmp_path / word) if word.startswith(("OUT", "FULL")) else word for word in argv]

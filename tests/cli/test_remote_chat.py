@@ -85,7 +85,7 @@ def test_a_server_that_counts_no_tokens_will_do(
         assert chairlift("chat", "--base-url", fake.url) == (0, ["1: Hi", "3: Ho"], [])
 
 
-def test_what_fails_is_told_and_costs_no_history(
+def test_a_failed_turn_is_reported_and_leaves_the_history_as_it_was(
     chairlift: Run, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = [
@@ -139,14 +139,14 @@ def test_a_file_without_a_key_is_refused(chairlift: Run, tmp_path: Path, content
     assert code == 2 and "must have a key" in err[0] and len(err) == 1
 
 
-def test_a_key_file_that_cannot_be_read(chairlift: Run, tmp_path: Path) -> None:
+def test_an_unreadable_key_file_is_refused(chairlift: Run, tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(b"\xff")
     for name, why in (("none", "No such file or directory"), ("key", "it is not UTF-8 text")):
         code, _, err = chairlift("chat", "--base-url", "http://127.0.0.1:1", "--api-key-file", tmp_path / name)
         assert (code, err) == (2, [f"chairlift: error: cannot read the API key file {tmp_path / name}: {why}"])
 
 
-def test_a_server_that_is_not_there(chairlift: Run) -> None:
+def test_an_unreachable_server_is_told_with_the_command_that_starts_one(chairlift: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
     code, out, err = chairlift("chat", "--base-url", f"http://127.0.0.1:{port}")
@@ -154,13 +154,13 @@ def test_a_server_that_is_not_there(chairlift: Run) -> None:
     assert f"no server answers at http://127.0.0.1:{port}" in err[0] and "chairlift serve" in err[0]
 
 
-def test_a_server_that_still_loads(chairlift: Run, fake: FakeServer) -> None:
+def test_a_server_that_still_loads_is_told_with_the_time_to_try_again(chairlift: Run, fake: FakeServer) -> None:
     fake.loading = True
     code, _, err = chairlift("chat", "--base-url", fake.url)
     assert (code, err) == (2, ["chairlift: error: the model is being loaded; try again in 7 s"])
 
 
-def test_another_kind_of_server(chairlift: Run, fake: FakeServer) -> None:
+def test_a_server_without_the_openai_api_is_refused(chairlift: Run, fake: FakeServer) -> None:
     code, _, err = chairlift("chat", "--base-url", f"{fake.url}/elsewhere")
     assert code == 2 and "not an OpenAI-compatible server" in err[0]
 
@@ -168,7 +168,7 @@ def test_another_kind_of_server(chairlift: Run, fake: FakeServer) -> None:
 @pytest.mark.parametrize(
     "url", ["ftp://here", "http://", "http://here:port", "http://me:pw@here", "http://[::1", "http://here:99999"]
 )
-def test_a_url_that_is_none(chairlift: Run, url: str) -> None:
+def test_a_malformed_url_is_refused(chairlift: Run, url: str) -> None:
     code, _, err = chairlift("chat", "--base-url", url)
     assert code == 2 and "--base-url must be like" in err[0]
 
@@ -183,13 +183,15 @@ def test_a_url_that_is_none(chairlift: Run, url: str) -> None:
         (["--temperature", "-1"], "temperature"),
     ],
 )
-def test_flags_that_do_not_go_with_a_url(chairlift: Run, fake: FakeServer, flags: list[str], told: str) -> None:
+def test_flags_of_a_local_model_are_refused_beside_a_url(
+    chairlift: Run, fake: FakeServer, flags: list[str], told: str
+) -> None:
     code, _, err = chairlift("chat", "--base-url", fake.url, *flags)
     assert code == 2 and told in err[0] and len(err) == 1
 
 
 @pytest.mark.parametrize("flag", ["--model", "--api-key-file"])
-def test_flags_that_need_a_url(chairlift: Run, flag: str) -> None:
+def test_flags_of_a_server_are_refused_without_a_url(chairlift: Run, flag: str) -> None:
     code, _, err = chairlift("chat", flag, "thing")
     assert code == 2 and "needs --base-url" in err[0]
 

@@ -40,7 +40,7 @@ def test_help_fits_two_screens_and_names_the_everyday_flags(
     assert "Address to listen on. (default: 127.0.0.1)" in text
 
 
-def test_a_hidden_flag_works_as_ever() -> None:
+def test_a_flag_hidden_from_help_sets_its_value() -> None:
     assert settings("--stall-timeout", "5").stall_timeout == 5.0
 
 

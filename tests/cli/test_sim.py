@@ -12,7 +12,7 @@ MODELLED = "modelled, unvalidated"
 ON_A_GPU = ("sim", "--machine", "l4", "--model", "llama-3-8b", "--num-prompts", "20")
 
 
-def test_a_workload_on_a_machine_of_the_table(chairlift: Run, tmp_path: Path) -> None:
+def test_a_workload_is_simulated_on_a_machine_of_the_table(chairlift: Run, tmp_path: Path) -> None:
     record = tmp_path / "r.json"
     code, out, err = chairlift(*ON_A_GPU, "--arrivals", "poisson:2", "--json", record)
     assert (code, err) == (0, [])
@@ -50,7 +50,7 @@ def test_no_output_takes_the_place_of_an_input(chairlift: Run, tmp_path: Path) -
     assert not (tmp_path / "x").exists()
 
 
-def test_comparing_a_setting(chairlift: Run, tmp_path: Path) -> None:
+def test_compare_prints_a_rate_for_each_value_of_a_setting(chairlift: Run, tmp_path: Path) -> None:
     record = tmp_path / "r.json"
     code, out, _ = chairlift(*ON_A_GPU, "--compare", "max_num_seqs=1,4,16", "--json", record)
     assert code == 0
@@ -64,7 +64,7 @@ def test_comparing_a_setting(chairlift: Run, tmp_path: Path) -> None:
     assert float(off.split()[1]) < float(on.split()[1])
 
 
-def test_a_trace_and_engine_flags(chairlift: Run, tmp_path: Path) -> None:
+def test_a_trace_is_simulated_with_the_flags_of_the_engine(chairlift: Run, tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     lines = [{"timestamp": 100 * i, "input_length": 600, "output_length": 4, "hash_ids": [7]} for i in range(9)]
     trace.write_text("\n".join(map(json.dumps, lines)))
@@ -76,7 +76,9 @@ def test_a_trace_and_engine_flags(chairlift: Run, tmp_path: Path) -> None:
     assert "with 1.0 requests on average" in "\n".join(out)
 
 
-def test_fit_on_this_machine_then_use_what_was_saved(chairlift: Run, tmp_path: Path, model_dir: Path) -> None:
+def test_a_cost_model_fitted_on_this_machine_is_saved_and_used_again(
+    chairlift: Run, tmp_path: Path, model_dir: Path
+) -> None:
     saved, steps = tmp_path / "cost.json", tmp_path / "steps.jsonl"
     flags = ("--num-prompts", "12", "--max-num-seqs", "8")
     code, out, err = chairlift("sim", "--fit", model_dir, "--save", saved, "--save-steps", steps, *flags)
@@ -159,7 +161,7 @@ def test_settings_of_no_simulation_are_refused_in_a_file_too(
         ('{"machine": "m", "model": "x", "validity": "v", "kv_bytes_per_token": 0}', "kv_bytes_per_token is 0"),
     ],
 )
-def test_damaged_cost_models(chairlift: Run, tmp_path: Path, text: str, complaint: str) -> None:
+def test_damaged_cost_models_are_refused(chairlift: Run, tmp_path: Path, text: str, complaint: str) -> None:
     (tmp_path / "c.json").write_text(text)
     code, _, err = chairlift("sim", "--cost-model", tmp_path / "c.json")
     assert code == 2
@@ -167,7 +169,7 @@ def test_damaged_cost_models(chairlift: Run, tmp_path: Path, text: str, complain
 
 
 @pytest.mark.parametrize("line", ["{", "{}", '{"start": 2, "end": 1}', "[]", "3"])
-def test_damaged_step_logs(chairlift: Run, tmp_path: Path, line: str) -> None:
+def test_damaged_step_logs_are_refused(chairlift: Run, tmp_path: Path, line: str) -> None:
     good = {"start": 0, "end": 1, "num_decodes": 1, "context_tokens": 1, "prefill_tokens": 0, "prefill_context": 0}
     line = json.dumps(good | {"start": 2}) if line.startswith('{"start') else line
     (tmp_path / "s.jsonl").write_text(json.dumps(good) + "\n" + line + "\n")
@@ -178,7 +180,7 @@ def test_damaged_step_logs(chairlift: Run, tmp_path: Path, line: str) -> None:
 
 @pytest.mark.parametrize("field", ["num_decodes", "end"])
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e300"])
-def test_numbers_of_a_step_log_that_no_step_has(chairlift: Run, tmp_path: Path, field: str, value: str) -> None:
+def test_step_logs_with_impossible_numbers_are_refused(chairlift: Run, tmp_path: Path, field: str, value: str) -> None:
     """NaN is neither below nor above anything: every time that was learnt from it was wrong, and nothing said so."""
     steps = [
         {"start": i, "end": i + 1, "num_decodes": 1, "context_tokens": 1, "prefill_tokens": 0, "prefill_context": 0}
@@ -213,7 +215,7 @@ def test_steps_that_took_no_time_teach_nothing(chairlift: Run, tmp_path: Path, l
     assert (code, "at least 16 steps" in err[0]) == (2, True)
 
 
-def test_seeds(chairlift: Run) -> None:
+def test_sim_seeds_counts_the_worlds_it_ran(chairlift: Run) -> None:
     code, out, err = chairlift("sim", "seeds", "--seeds", "3", "--first", "40")
     assert (code, err) == (0, [])
     assert out[0].startswith("3 seeds, ")
@@ -221,7 +223,7 @@ def test_seeds(chairlift: Run) -> None:
 
 
 @pytest.mark.parametrize(("ttft_ms", "kept"), [(60_000, "100.0%"), (0.001, "0.0%")])
-def test_what_a_class_promises_is_judged(chairlift: Run, ttft_ms: float, kept: str) -> None:
+def test_the_report_says_how_many_requests_met_their_class_promises(chairlift: Run, ttft_ms: float, kept: str) -> None:
     classes = json.dumps({"default": {"ttft_ms": ttft_ms}})
     flags = ("--scheduling-policy", "priority", "--service-classes", classes, "--num-prompts", "5")
     code, out, err = chairlift("sim", "--machine", "l4", *flags)
@@ -246,7 +248,7 @@ def test_a_fleet_that_keeps_its_promises(chairlift: Run, tmp_path: Path) -> None
     assert chairlift(*hopeless)[1][-1] == "none of these meets the targets of 90.0% of the requests; try more replicas"
 
 
-def test_a_replica_that_dies(chairlift: Run) -> None:
+def test_requests_of_a_replica_that_dies_move_to_another(chairlift: Run) -> None:
     code, out, _ = chairlift(*ON_A_GPU, "--replicas", "2", "--fail", "0@0.5", "--start-seconds", "1", "--resume")
     assert code == 0 and "moved" in out[3].split()
     assert out[4].split()[-2] == "0", "none is broken"
@@ -267,12 +269,12 @@ def test_a_replica_that_dies(chairlift: Run) -> None:
         (("--replicas", "2", "--slo", "speed:3"), "goodput wants limits in ms"),
     ],
 )
-def test_flags_of_fleets_that_mean_nothing(chairlift: Run, flags: tuple[str, ...], message: str) -> None:
+def test_impossible_fleet_flags_are_refused(chairlift: Run, flags: tuple[str, ...], message: str) -> None:
     code, out, err = chairlift(*ON_A_GPU, *flags)
     assert (code, out) == (2, []) and message in err[0]
 
 
-def test_presets_side_by_side_and_one_that_tune_refuses(chairlift: Run, tmp_path: Path) -> None:
+def test_presets_are_compared_with_their_settings_and_tune_refuses_static(chairlift: Run, tmp_path: Path) -> None:
     record = tmp_path / "r.json"
     code, _, err = chairlift(*ON_A_GPU, "--compare", "preset=static,vllm,tgi", "--json", record)
     assert (code, err) == (0, [])

@@ -101,7 +101,7 @@ def test_the_busiest_expert_of_all_layers_is_shown_for_models_with_experts() -> 
     assert "expert" not in shown(view(at(0.0, 1), None, width=100, height=24))
 
 
-def test_what_is_wrong_is_said_whole_in_a_narrow_window() -> None:
+def test_a_narrow_window_shows_the_whole_error() -> None:
     wrong = "no server answers at http://here (Connection refused); start one with: chairlift serve"
     lines = view(Snapshot(0.0, "http://here", state=wrong), None, width=40, height=24)
     said = [piece for line in lines[1:4] for piece in line]
@@ -254,12 +254,12 @@ def test_labels_are_told_apart() -> None:
         *((59.99, "1m00s"), (61.0, "1m01s"), (3599.0, "59m59s"), (3600.0, "1h00m"), (90_000.0, "1d01h")),
     ],
 )
-def test_times(seconds: float | None, text: str) -> None:
+def test_spans_are_printed_in_the_largest_fitting_unit(seconds: float | None, text: str) -> None:
     assert span(seconds) == text
 
 
 @given(st.floats(0, 99 * 86_400))
-def test_times_are_short(seconds: float) -> None:
+def test_printed_times_are_short(seconds: float) -> None:
     assert len(span(seconds)) <= 6
     assert re.fullmatch(r"\d+ms|[1-5]?\d\.\ds|[1-5]?\dm[0-5]\ds|[12]?\dh[0-5]\dm|\d+d[012]\dh", span(seconds))
 
@@ -349,7 +349,7 @@ def test_a_terminal_that_does_not_know_its_size_is_taken_for_a_usual_one(fake: F
         screen.close()
 
 
-def test_once_is_plain_text(chairlift: Run, fake: FakeWatched) -> None:
+def test_once_prints_plain_text(chairlift: Run, fake: FakeWatched) -> None:
     code, out, err = chairlift("top", "--base-url", fake.url, "--once", "--interval", "0.1")
     assert (code, err) == (0, []) and "\x1b" not in "".join(out)
     assert out[0].startswith(f"chairlift top  tiny at {fake.url}  version 9.9  up ")
@@ -379,7 +379,7 @@ def test_another_kind_of_server_is_watched_too(
     assert out[-1] == "this server does not list its requests"
 
 
-def test_a_server_that_wants_a_key(chairlift: Run, fake: FakeWatched, tmp_path: Path) -> None:
+def test_a_server_with_keys_asks_for_a_key_file(chairlift: Run, fake: FakeWatched, tmp_path: Path) -> None:
     fake.key = "secret"
     code, _, err = chairlift("top", "--base-url", fake.url, "--once")
     assert code == 2 and "wants an API key: give one with --api-key-file" in err[0]
@@ -391,7 +391,7 @@ def test_a_server_that_wants_a_key(chairlift: Run, fake: FakeWatched, tmp_path: 
 
 
 @pytest.mark.parametrize(("field", "why"), [("trouble", "the engine is loading"), ("drain", "it is shutting down")])
-def test_a_server_that_is_not_well(chairlift: Run, fake: FakeWatched, field: str, why: str) -> None:
+def test_an_unhealthy_server_is_shown_with_the_reason(chairlift: Run, fake: FakeWatched, field: str, why: str) -> None:
     setattr(fake, field, why)
     code, out, _ = chairlift("top", "--base-url", fake.url, "--once", "--interval", "0.1")
     assert (code, out[1]) == (0, why)
@@ -407,7 +407,7 @@ def test_a_server_that_is_not_well(chairlift: Run, fake: FakeWatched, field: str
         (["--interval", "nan"], "--interval must be from 0.1"),
     ],
 )
-def test_what_cannot_be_watched(chairlift: Run, argv: list[str], told: str) -> None:
+def test_an_unwatchable_address_is_refused_in_one_line(chairlift: Run, argv: list[str], told: str) -> None:
     code, out, err = chairlift("top", *argv)
     assert (code, out, len(err)) == (2, [], 1) and told in err[0]
 
@@ -445,7 +445,7 @@ def test_a_terminal_is_given_back_after_a_signal(terminal: Terminal, number: int
     assert termios.tcgetattr(terminal.master)[3] & termios.ICANON
 
 
-def test_trouble_is_shown_as_it_comes_and_goes(terminal: Terminal, fake: FakeWatched) -> None:
+def test_an_error_is_shown_while_it_lasts(terminal: Terminal, fake: FakeWatched) -> None:
     terminal.wait_for("serving")
     fake.trouble = "the engine has not finished a step for 31 s, and 4 requests wait"
     terminal.wait_for("\x1b[1;31mthe engine has not finished a step for 31 s")

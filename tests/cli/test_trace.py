@@ -66,7 +66,7 @@ def test_every_flag_of_draw_counts(chairlift: Run, tmp_path: Path) -> None:
     assert {each.output_tokens for each in read_trace(tmp_path / "v.jsonl")} == {7}
 
 
-def test_show(chairlift: Run, trace: Path) -> None:
+def test_trace_show_prints_arrivals_lengths_and_prefixes(chairlift: Run, trace: Path) -> None:
     code, out, err = chairlift("trace", "show", trace)
     assert (code, err) == (0, [])
     assert out[0] == f"{trace}, read as chairlift"
@@ -91,7 +91,7 @@ def test_show(chairlift: Run, trace: Path) -> None:
         assert max(map(len, bars)) <= 60
 
 
-def test_show_in_a_terminal_without_unicode(trace: Path) -> None:
+def test_trace_show_prints_ascii_in_a_terminal_without_unicode(trace: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "chairlift", "trace", "show", str(trace)],
         env=os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "40"},
@@ -104,14 +104,14 @@ def test_show_in_a_terminal_without_unicode(trace: Path) -> None:
     assert "\\u" not in text
 
 
-def test_show_draws_a_picture(chairlift: Run, trace: Path, tmp_path: Path) -> None:
+def test_trace_show_draws_a_picture(chairlift: Run, trace: Path, tmp_path: Path) -> None:
     code, out, _ = chairlift("trace", "show", trace, "--svg", tmp_path / "t.svg")
     assert code == 0
     assert out[-1] == f"wrote {tmp_path / 't.svg'}"
     assert (tmp_path / "t.svg").read_text().startswith("<svg ")
 
 
-def test_show_of_one_request(chairlift: Run, tmp_path: Path) -> None:
+def test_trace_show_describes_a_trace_of_one_request(chairlift: Run, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"timestamp": 3, "input_length": 1, "output_length": 16777216}\n')
     code, out, _ = chairlift("trace", "show", path)
@@ -120,7 +120,7 @@ def test_show_of_one_request(chairlift: Run, tmp_path: Path) -> None:
     assert any(line.strip().startswith("1 │") for line in out)
 
 
-def test_sample_and_convert(chairlift: Run, trace: Path, tmp_path: Path) -> None:
+def test_trace_sample_and_convert_write_readable_traces(chairlift: Run, trace: Path, tmp_path: Path) -> None:
     small = tmp_path / "small.jsonl"
     code, out, _ = chairlift("trace", "sample", trace, "-n", "50", "-o", small, "--seed", "1")
     assert code == 0
@@ -141,7 +141,7 @@ def test_sample_and_convert(chairlift: Run, trace: Path, tmp_path: Path) -> None
     ]
 
 
-def test_sharegpt_with_a_tokenizer(chairlift: Run, tmp_path: Path) -> None:
+def test_sharegpt_texts_are_counted_with_the_given_tokenizer(chairlift: Run, tmp_path: Path) -> None:
     tiny.byte_level_backend().save(str(tmp_path / "tokenizer.json"))
     path = tmp_path / "chats.json"
     said = [{"from": "human", "value": "Hi there, you"}, {"from": "gpt", "value": "Hello"}]

@@ -230,7 +230,7 @@ def test_progress_is_shown_on_a_terminal(telling: Tell, tmp_path: Path) -> None:
         terminal.close()
 
 
-def test_nothing_is_nothing(telling: Tell, command: Run, tmp_path: Path) -> None:
+def test_a_recording_without_requests_is_refused(telling: Tell, command: Run, tmp_path: Path) -> None:
     fake = telling([start(), END])
     code, out, err = command("--base-url", fake.url, "-o", tmp_path / "t.jsonl")
     assert (code, out, err) == (1, [], ["nothing was recorded: no request came and ended"])
@@ -248,7 +248,7 @@ def test_nothing_is_nothing(telling: Tell, command: Run, tmp_path: Path) -> None
         ([start(), "id: 1\ndata: {]\n\n", END], "it has no more to say"),
     ],
 )
-def test_a_server_that_cannot_be_recorded(
+def test_a_server_that_refuses_recordings_is_told_with_the_reason(
     telling: Tell, command: Run, tmp_path: Path, script: list[str] | tuple[int, str], told: str
 ) -> None:
     if told == "it has no more to say":  # a torn event is as a broken connection
@@ -262,7 +262,7 @@ def test_a_server_that_cannot_be_recorded(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_came_before_an_unknown_record_is_kept(telling: Tell, command: Run, tmp_path: Path) -> None:
+def test_requests_before_an_unknown_record_are_kept(telling: Tell, command: Run, tmp_path: Path) -> None:
     fake = telling([start(), record(1), "id: 2\ndata: {}\n\n", FOREVER])
     code, out, err = command("--base-url", fake.url, "-o", tmp_path / "t.jsonl")
     growing = tmp_path / "t.jsonl.recording"
@@ -272,14 +272,14 @@ def test_what_came_before_an_unknown_record_is_kept(telling: Tell, command: Run,
     assert command("--base-url", fake.url, "-o", tmp_path / "u.jsonl")[2][0].endswith("; nothing was recorded")
 
 
-def test_no_server(command: Run, tmp_path: Path) -> None:
+def test_an_unreachable_server_leaves_no_file(command: Run, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         url = f"127.0.0.1:{held.getsockname()[1]}"
     code, _, err = command("--base-url", url, "-o", tmp_path / "t.jsonl")
     assert code == 2 and "no server answers" in err[0] and not list(tmp_path.iterdir())
 
 
-def test_what_is_there_is_kept(telling: Tell, command: Run, tmp_path: Path) -> None:
+def test_an_existing_file_is_not_overwritten(telling: Tell, command: Run, tmp_path: Path) -> None:
     file, growing = tmp_path / "t.jsonl", tmp_path / "t.jsonl.recording"
     fake = telling([start(), record(1), END])
     for path in (file, growing):
@@ -300,7 +300,7 @@ def test_a_full_disk_is_one_line(telling: Tell, command: Run, tmp_path: Path) ->
     assert "t.jsonl.recording: No space left on device; " in err[0]
 
 
-def test_a_folder_that_is_not_there(command: Run, tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(command: Run, tmp_path: Path) -> None:
     code, _, err = command("--base-url", "127.0.0.1:1", "-o", tmp_path / "no" / "t.jsonl")
     assert code == 2 and "No such file or directory" in err[0]
 
@@ -314,16 +314,16 @@ def test_a_folder_that_is_not_there(command: Run, tmp_path: Path) -> None:
         (["--block-size", "8"], "--block-size must be from 16 to 512"),
     ],
 )
-def test_bad_settings(command: Run, tmp_path: Path, flags: list[str], told: str) -> None:
+def test_bad_settings_are_refused_in_one_line(command: Run, tmp_path: Path, flags: list[str], told: str) -> None:
     code, _, err = command("--base-url", "127.0.0.1:1", "-o", tmp_path / "t.jsonl", *flags)
     assert (code, len(err)) == (2, 1) and told in err[0] and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400), (" 3s ", 3)])
-def test_durations(text: str, seconds: float) -> None:
+def test_durations_are_read_with_their_units(text: str, seconds: float) -> None:
     assert trace_record._seconds(text) == seconds
 
 
-def test_an_address_that_is_none(chairlift: Run, tmp_path: Path) -> None:
+def test_a_malformed_address_is_refused(chairlift: Run, tmp_path: Path) -> None:
     code, _, err = chairlift("trace", "record", "--base-url", "ftp://here", "-o", tmp_path / "t.jsonl")
     assert code == 2 and "--base-url must be like" in err[0]

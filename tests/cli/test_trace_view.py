@@ -90,7 +90,7 @@ def test_settings_change_a_replay(chairlift: Run, steps: Path, tmp_path: Path) -
         (("replay", "FILE", "--max-num-seqs", "0"), "--max-num-seqs"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
+def test_an_impossible_view_is_refused_in_one_line(
     chairlift: Run, steps: Path, tmp_path: Path, argv: tuple[str, ...], message: str
 ) -> None:
     files = {"FILE": steps, "EMPTY": tmp_path / "empty", "TRAFFIC": tmp_path / "traffic", "SHORT": tmp_path / "short"}

@@ -59,7 +59,7 @@ def test_a_run_ends_with_a_model_that_serves(chairlift: Run, model_dir: Path, tm
     assert llm.chat(turns[:1], SamplingParams(temperature=0.0, max_tokens=16))[0].outputs[0].text == "Hello."
 
 
-def test_a_run_goes_on_where_it_was_left(chairlift: Run, config: Path) -> None:
+def test_a_run_resumes_where_it_was_interrupted(chairlift: Run, config: Path) -> None:
     few = ("--set", "checkpoints.keep=9")
     code, out, err = chairlift("train", config, *few)
     assert code == 0
@@ -176,7 +176,7 @@ def test_sources_are_mixed_by_weight_and_what_was_ignored_is_said(chairlift: Run
     assert match is not None and 40 < int(match[1]) < 80, "each record counts once, and b is hardly read"
 
 
-def test_what_truncation_cuts_is_said_by_source(chairlift: Run, tmp_path: Path) -> None:
+def test_cut_tokens_are_reported_by_source(chairlift: Run, tmp_path: Path) -> None:
     """Nothing is left to learn of the long prompt, so nothing is computed for it."""
     long = {"input_ids": [1] * 90, "loss_weight": [0] * 70 + [1] * 20}
     fits = {"input_ids": [1, 2, 3], "loss_weight": [0, 1, 1]}
@@ -278,7 +278,7 @@ def test_a_run_is_not_resumed_with_data_of_another_meaning(
     assert chairlift("train", tmp_path / "run.yaml", *more, "--set", "data.on_error=skip")[0] == 0
 
 
-def test_a_source_of_ones_own(chairlift: Run, config: Path) -> None:
+def test_a_custom_source_is_loaded_by_its_path(chairlift: Run, config: Path) -> None:
     kept = {"source": "tests.cli.test_train:Counting", "options": {"first": 5}}
     raw = json.loads(config.read_text())
     config.write_text(json.dumps(raw | {"data": kept}))

@@ -73,12 +73,12 @@ def test_the_traffic_is_announced_as_it_is_sent(chairlift: Run, tmp_path: Path) 
     assert err[0].endswith(", 6.00 requests/s")
 
 
-def test_promises_and_times() -> None:
+def test_promises_and_durations_are_read_with_their_units() -> None:
     assert tune._slo("ttft:500, tpot:80,e2el:9e3") == {"ttft_ms": 500.0, "tpot_ms": 80.0, "deadline_ms": 9000.0}
     assert [tune._duration(text) for text in ("90", "90s", "1.5m", "2h")] == [90, 90, 90, 7200]
 
 
-def test_the_number_of_replicas(chairlift: Run, tmp_path: Path) -> None:
+def test_tune_fleet_says_how_many_replicas_are_needed(chairlift: Run, tmp_path: Path) -> None:
     command = ("tune", "llama-3-8b", "--fleet", "--machine", "h100-sxm", "--workload", "chat", "--num-prompts", "40")
     more = ("--arrivals", "poisson:20", "--price-per-hour", "2.5", "--output", tmp_path / "fleet")
     code, out, err = chairlift(*command, *more, "--slo", "ttft:500,tpot:30")

@@ -21,7 +21,7 @@ def exposed() -> dict[str, Exposed]:
     engine = StateOnlyEngine()
     drafts = {"speculative_method": "ngram", "num_speculative_tokens": 8}
     engine.info = dataclasses.replace(INFO, block_bytes=4096, **drafts)
-    engine.engine_pid = os.getpid()
+    engine.replicas.engine_pid = os.getpid()
     engine.stats.last_token_time = 0.0
     engine.stats.engine.floor_share = 0.5  # as with the native kernels
     engine.stats.engine.max_loras = 4
@@ -33,10 +33,10 @@ def exposed() -> dict[str, Exposed]:
         async with serving(make_app(make_state(engine))) as client:
             bodies.append(await _metrics(client))
             numbers = {"unstarted": 0, "started": 1, "unstarted_tokens": 0, "sent": 1, "restarts": 0}
-            engine.known_replicas = [
+            engine.replicas.known = [
                 ReplicaStats(index=0, pid=os.getpid(), state="ready", kv_cache_usage=0.5, **numbers)
             ]
-            engine.known_scaling = AutoscalingStats(min_replicas=1, max_replicas=2, wanted_replicas=1)
+            engine.replicas.scaling = AutoscalingStats(min_replicas=1, max_replicas=2, wanted_replicas=1)
             bodies.append(await _metrics(client))
 
     run(scrape())

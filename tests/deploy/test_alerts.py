@@ -54,7 +54,7 @@ def test_no_alert_is_there_twice_or_undescribed() -> None:
     assert described == NAMES
 
 
-def test_what_must_be_watched_is_watched() -> None:
+def test_alerts_watch_progress_queue_kv_and_preemption() -> None:
     read = {rule["alert"]: {each.metric for each in selectors(parse(rule["expr"]))} for rule in RULES}
     assert "chairlift:num_requests_waiting" in read["ChairliftNoProgress"]
     assert "chairlift:iteration_tokens_total_count" in read["ChairliftNoProgress"]

@@ -85,7 +85,7 @@ def test_panels_lie_side_by_side() -> None:
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
 
 
-def test_rows() -> None:
+def test_the_dashboard_has_its_rows_in_order() -> None:
     first = ["Now", "Traffic", "Latency", "Batch", "KV cache and prefix cache", "Preemption", "Errors and deadlines"]
     assert [*first, "Process"] == ROWS
 
@@ -105,7 +105,7 @@ def test_the_preempted_share_has_its_thresholds() -> None:
         assert [step["value"] for step in steps] == [None, 0.02, 0.05]
 
 
-def test_variables(exposed: Mapping[str, Exposed]) -> None:
+def test_variables_select_job_and_instance_from_existing_series(exposed: Mapping[str, Exposed]) -> None:
     assert list(VARIABLES) == ["datasource", "job", "instance"]
     assert VARIABLES["datasource"] | {"type": "datasource", "query": "prometheus"} == VARIABLES["datasource"]
     for name in ("job", "instance"):
@@ -117,7 +117,7 @@ def test_variables(exposed: Mapping[str, Exposed]) -> None:
     assert used - {"__rate_interval", "__all"} == set(VARIABLES)
 
 
-def test_it_names_no_data_source_of_its_own() -> None:
+def test_the_dashboard_names_no_data_source_of_its_own() -> None:
     uids = set(re.findall(r'"uid": "([^"]+)"', FILE.read_text(encoding="utf-8")))
     assert uids == {"${datasource}", "-- Grafana --", DASHBOARD["uid"]}
 

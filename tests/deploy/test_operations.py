@@ -34,7 +34,7 @@ def test_every_metric_is_described_with_its_labels(exposed: Mapping[str, Exposed
     assert described() == there
 
 
-def test_histograms_are_called_so(exposed: Mapping[str, Exposed]) -> None:
+def test_every_described_histogram_is_one(exposed: Mapping[str, Exposed]) -> None:
     called = set(re.findall(r"^\| `(\w+)` \| [^|]*histogram \|", OPERATIONS, re.MULTILINE))
     histograms = {name for name, metric in exposed.items() if metric.kind == "histogram" and name.endswith("_bucket")}
     assert called == {name.removeprefix("chairlift:").removesuffix("_bucket") for name in histograms}

@@ -23,7 +23,7 @@ def test_operators_bind_as_they_should() -> None:
     assert [each.metric for each in selectors(tree)] == ["a", "b", "c", "d"]
 
 
-def test_what_a_tree_holds() -> None:
+def test_parsing_gives_the_tree_of_an_expression() -> None:
     tree = parse('sum by (how, engine) (rate(work_total{how=~"well|badly", engine!="1"}[1h30m]))')
     selector = Selector("work_total", (("how", "=~", "well|badly"), ("engine", "!=", "1")), True)
     assert tree == Aggregate(frozenset({"how", "engine"}), Call("rate", (selector,)))
@@ -44,7 +44,7 @@ def test_what_a_tree_holds() -> None:
         ("max_over_time(level[5m]) > 0 and increase(took_seconds_count[5m]) == 0", {"engine", "job", "instance"}),
     ],
 )
-def test_labels_of_what_is_right(text: str, labels: set[str]) -> None:
+def test_the_labels_of_a_right_expression_are_known(text: str, labels: set[str]) -> None:
     assert labels_of(parse(text), SERIES) == frozenset(labels)
 
 
@@ -62,7 +62,7 @@ def test_labels_of_what_is_right(text: str, labels: set[str]) -> None:
         ),
     ],
 )
-def test_what_cannot_be_read(text: str) -> None:
+def test_malformed_expressions_are_refused(text: str) -> None:
     with pytest.raises(PromqlError):
         parse(text)
 
@@ -87,6 +87,6 @@ def test_what_cannot_be_read(text: str) -> None:
         ("level and 1", "for series"),
     ],
 )
-def test_what_means_nothing(text: str, why: str) -> None:
+def test_meaningless_expressions_are_refused_with_the_reason(text: str, why: str) -> None:
     with pytest.raises(PromqlError, match=why):
         labels_of(parse(text), SERIES)

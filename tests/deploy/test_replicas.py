@@ -34,7 +34,7 @@ def test_the_second_composition_changes_the_number_of_replicas_only(capsys: pyte
     assert settings(command, capsys)["replicas"] == 2
 
 
-def test_the_pod_starts_and_stops_the_server_as_it_wants(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pod_has_the_flags_and_the_stopping_time_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
     template = KUBERNETES["Deployment"]["spec"]["template"]
     server = container(template)
     found = settings(server["args"], capsys)

@@ -184,7 +184,7 @@ def test_the_image_has_what_the_package_is_built_from() -> None:
     assert let_through == copied
 
 
-def test_the_image_has_a_python_that_will_do() -> None:
+def test_the_python_of_the_image_is_a_supported_one() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     match = re.match(r"PYTHON=python:(\d+)\.(\d+)-slim", dict(reversed(instructions()))["ARG"])
     assert match is not None

@@ -181,7 +181,7 @@ def promised(**fields: object) -> FinishedRequest:
     return finished(has_deadline=True, **fields)
 
 
-def test_the_share_of_the_machines_floor() -> None:
+def test_the_share_of_the_machines_floor_is_shown() -> None:
     stats = busy()
     assert ("chairlift:floor_share", frozenset()) not in samples(stats), "nobody has measured the machine"
     stats.engine.floor_share = 0.75
@@ -322,7 +322,7 @@ def test_promises_are_counted_by_class_and_kind() -> None:
     assert not [name for name, _ in again if name == "chairlift:swapped_bytes_total"]
 
 
-def test_how_good_forecasts_are() -> None:
+def test_the_error_of_forecasts_is_shown() -> None:
     found = samples(RequestStats(), forecast_within={1.0: 0.5, 1.25: 0.75, 2.0: None, 3.0: 1.0})
     shares = [value(found, "chairlift:forecast_within_ratio", ratio=ratio) for ratio in ("1", "1.25", "2")]
     assert shares[:2] == [0.5, 0.75] and math.isnan(shares[2])
@@ -330,7 +330,7 @@ def test_how_good_forecasts_are() -> None:
     assert set(samples(RequestStats())) == set(found)
 
 
-def test_nothing_has_happened_yet() -> None:
+def test_metrics_are_zero_or_absent_before_the_first_request() -> None:
     found = samples(RequestStats(), up=False)
     assert value(found, "chairlift:engine_up") == 0
     assert value(found, "chairlift:preemption_rate", window="total") == 0
@@ -394,12 +394,12 @@ def test_the_records_do_not_need_prometheus() -> None:
     assert run.stdout.strip() == "False"
 
 
-def test_tasks_of_the_event_loop() -> None:
+def test_the_tasks_of_the_event_loop_are_counted() -> None:
     assert value(samples(RequestStats(), num_tasks=7), "chairlift:event_loop_tasks") == 7
     assert value(samples(RequestStats(), num_tasks=7, prefix="vllm"), "chairlift:event_loop_tasks") == 7
 
 
-def test_the_age_of_the_queue_and_the_memory_of_the_engine() -> None:
+def test_the_age_of_the_queue_and_the_memory_of_the_engine_are_shown() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         found = samples(RequestStats(), oldest_wait=2.5, engine_pid=other.pid, prefix="vllm")
         assert value(found, "chairlift:oldest_waiting_request_seconds") == 2.5

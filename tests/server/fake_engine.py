@@ -30,15 +30,16 @@ from chairlift.engine.events import Events
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
 from chairlift.engine.intake import Intake, Place
+from chairlift.engine.kv_store.report import StoreReport
 from chairlift.engine.served_adapters import ServedAdapters
-from chairlift.errors import EngineDeadError, PromptTooLongError, QueueFullError, RequestError
+from chairlift.errors import ConfigError, EngineDeadError, PromptTooLongError, QueueFullError, RequestError
 from chairlift.metrics.stats import AutoscalingStats, ReplicaCounts, ReplicaStats, RequestStats
 from chairlift.server.http.auth import load_keys
 from chairlift.server.http.state import ServerState
 from chairlift.text.tokenizer.chat_template import ChatTemplate
 from chairlift.text.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["EOS", "INFO", "MODEL", "FakeEngine", "FakeStream", "byte_tokenizer", "make_state"]
+__all__ = ["EOS", "INFO", "MODEL", "FakeEngine", "FakeReplicas", "FakeStream", "byte_tokenizer", "make_state"]
 
 MODEL = "fake"
 EOS = 257
@@ -146,6 +147,8 @@ class FakePrompts:
         """Whether outputs follow grammars. If not, the script determines them."""
         self.num_beside = 0
         """Number of jobs that ran in another thread."""
+        self.max_chars = 1 << 30
+        """Number of characters above which the text of a chat is refused before it is encoded."""
         self.encoded_at: list[float] = []
         self.words_asked: list[tuple[str, ...]] = []
         """Bad words in each call that tokenizes them."""
@@ -204,10 +207,39 @@ class FakePrompts:
             continue_final_message=continue_final_message,
             **template_variables,
         )
+        if len(text) > self.max_chars:
+            raise PromptTooLongError(f"the text has {len(text):,} characters, more than the model takes")
         return self.tokenizer.encode(text, False)
 
     async def lay_out_chat(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> tuple[list[int], None]:
         return await self.encode_chat(messages, **how), None
+
+
+class FakeReplicas:
+    """Replaces ServedReplicas in tests. The engine has the given replicas."""
+
+    def __init__(self) -> None:
+        self.engine_pid: int | None = None
+        self.known: list[ReplicaStats] = []
+        self.scaling: AutoscalingStats | None = None
+        self.patience: list[float] = []
+        """Argument of each restart."""
+        self.refusal = ""
+        """Message with which a restart is refused; empty: it succeeds."""
+
+    def shown(self) -> list[ReplicaStats]:
+        return self.known
+
+    def counts(self) -> dict[int, ReplicaCounts]:
+        return {}
+
+    def autoscaling(self) -> AutoscalingStats | None:
+        return self.scaling
+
+    async def restart(self, patience: float) -> None:
+        if self.refusal:
+            raise ConfigError(self.refusal)
+        self.patience.append(patience)
 
 
 class FakeEngine:
@@ -225,7 +257,7 @@ class FakeEngine:
         self.streams: set[FakeStream] = set()
         self.num_aborted = 0
         self.num_queued = 0
-        self.engine_pid: int | None = None
+        self.replicas = FakeReplicas()
         self.max_queued_requests, self.max_queued_tokens = 256, 65_536
         self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.service_classes: Mapping[str, ServiceClass] | None = None
@@ -246,6 +278,8 @@ class FakeEngine:
         self.failed_reason = FinishReason.ERROR
         self.script: list[int] = []
         """Tokens of every output; empty for random tokens."""
+        self.says_whole_script = False
+        """Whether an output without ``max_tokens`` has the whole script. If not, it ends at a random place."""
         self.gate: asyncio.Event | None = None
         """Event for which streams wait after ``gate_after`` outputs."""
         self.gate_after = 0
@@ -266,15 +300,6 @@ class FakeEngine:
 
     def retry_after(self) -> float:
         return 3.0
-
-    def replica_counts(self) -> dict[int, ReplicaCounts]:
-        return {}
-
-    def replicas(self) -> list[ReplicaStats]:
-        return []
-
-    def autoscaling(self) -> AutoscalingStats | None:
-        return None
 
     def expected_wait(self, service_class: str = DEFAULT_CLASS, tenant: str = "") -> float | None:
         return self.waits.get(service_class, 0.0)
@@ -297,6 +322,9 @@ class FakeEngine:
             raise EngineDeadError(f"the engine is {self.state}")
         if self.full:
             raise QueueFullError("256 requests wait already, and 256 may; try again later", 3.0)
+
+    async def kv_store(self, clear: str = "") -> list[StoreReport]:
+        return [StoreReport(state="off")]
 
     async def submit(
         self,
@@ -341,13 +369,14 @@ class FakeEngine:
         if not prompt:
             raise RequestError("the prompt is empty; send at least one character or one token id")
         ids = [0, *(params.stop_token_ids or ()), *(params.allowed_token_ids or ()), *(params.logit_bias or ())]
-        vocab_size = (self.info or INFO).vocab_size
+        info = self.info or INFO
+        vocab_size = info.vocab_size
         if max(prompt) >= vocab_size:
             raise RequestError(f"the prompt has token id {max(prompt)}, which is not below {vocab_size}")
         if max(ids) >= vocab_size:
             raise RequestError(f"token id {max(ids)} is not below {vocab_size}")
-        if len(prompt) + (1 if params.max_tokens is None else params.max_tokens) > INFO.max_model_len:
-            raise PromptTooLongError(f"the prompt has {len(prompt)} tokens, and does not fit in {INFO.max_model_len}")
+        if len(prompt) + (1 if params.max_tokens is None else params.max_tokens) > info.max_model_len:
+            raise PromptTooLongError(f"the prompt has {len(prompt)} tokens, and does not fit in {info.max_model_len}")
 
     def _answer(self, prompt: list[int], params: SamplingParams, index: int) -> list[CompletionOutput]:
         """Deltas of output number ``index``."""
@@ -356,7 +385,7 @@ class FakeEngine:
             end = FinishReason.LENGTH
             return [CompletionOutput(index, "", [], scored, None if scored is None else [], end, None)]
         rng = random.Random(repr((prompt, params.seed, index)))
-        most = params.max_tokens or rng.randrange(1, 60)
+        most = params.max_tokens or (len(self.script) if self.says_whole_script else rng.randrange(1, 60))
         tokens = self._script(rng, most, params)
         tokenizer = self.prompts.tokenizer
         detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, prompt, params)

@@ -23,12 +23,13 @@ from chairlift.engine.async_engine import EngineState
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.intake import Intake
 from chairlift.engine.served_adapters import ServedAdapters
-from chairlift.metrics.stats import AutoscalingStats, ReplicaCounts, ReplicaStats, RequestStats
+from chairlift.metrics.stats import RequestStats
 from chairlift.server.http.auth import load_keys
 from chairlift.server.http.http_protocol import HttpLimits, HttpServer
 from chairlift.server.http.lifecycle import bind
 from chairlift.server.http.limits import read_json
 from chairlift.server.http.state import ServerState
+from tests.server.fake_engine import FakeReplicas
 
 PATIENCE = 60.0
 """Seconds after which a test that waits fails."""
@@ -69,22 +70,11 @@ class StateOnlyEngine:
         self.loaded: asyncio.Future[None] | None = None
         self.trouble = ""
         self.num_requests = self.num_queued = 0
-        self.engine_pid: int | None = None
-        self.known_replicas: list[ReplicaStats] = []
-        self.known_scaling: AutoscalingStats | None = None
+        self.replicas = FakeReplicas()
         self.service_classes = None
         self.intake = Intake(256, 65_536)
         self.max_queued_requests, self.max_queued_tokens = 256, 65_536
         self.num_shutdowns = 0
-
-    def autoscaling(self) -> AutoscalingStats | None:
-        return self.known_scaling
-
-    def replica_counts(self) -> dict[int, ReplicaCounts]:
-        return {}
-
-    def replicas(self) -> list[ReplicaStats]:
-        return self.known_replicas
 
     def check_health(self) -> str:
         return self.trouble

@@ -93,7 +93,7 @@ def test_the_admin_loads_and_others_ask(tmp_path: Path, root: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
-def test_nobody_else_loads(path: str, tmp_path: Path, root: Path) -> None:
+def test_only_the_admin_loads_adapters(path: str, tmp_path: Path, root: Path) -> None:
     engine = Loading()
     with client_of(engine, tmp_path, root, "sk-alice") as client:
         reply = client.post(path, json={"lora_name": "mine", "lora_path": "a"})
@@ -104,7 +104,7 @@ def test_nobody_else_loads(path: str, tmp_path: Path, root: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["..", "/etc", "a/../../x", "link", "\0"])
-def test_what_lies_elsewhere_is_refused_and_nothing_is_said_about_it(path: str, tmp_path: Path, root: Path) -> None:
+def test_paths_outside_the_adapter_folder_are_refused_without_a_detail(path: str, tmp_path: Path, root: Path) -> None:
     (root / "link").symlink_to(tmp_path)
     engine = Loading()
     with client_of(engine, tmp_path, root) as client:
@@ -126,7 +126,7 @@ def test_refusals_say_what_to_do(tmp_path: Path, root: Path) -> None:
             assert reply.status_code == 400 and str(error) in reply.json()["error"]["message"]
 
 
-def test_modules_of_the_command_line(tmp_path: Path) -> None:
+def test_adapters_of_the_command_line_are_loaded(tmp_path: Path) -> None:
     async def test() -> None:
         engine = Loading()
         await load_modules(make_state(engine, lora_modules=(f"x={tmp_path}", "y=someone/adapter")))

@@ -18,12 +18,20 @@ HALF = '{"place": "\\ud83d", "\\ude00": [1' + 30 * "0" + ", 1e5, -0.0]}"
 ARGUMENTS = json.loads(HALF)
 _DSML = "｜DSML｜"
 _ARGUMENT = {
+    "hy_v3": "<tool_calls>\n<tool_call>look<tool_sep>\n<arg_key>place</arg_key>\n<arg_value>{0}</arg_value>\n"
+    "</tool_call>\n</tool_calls>",
+    "step3": '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="look">'
+    '<steptml:parameter name="place">{0}</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>',
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="look" index="1"<|sep|>'
+    '<|open|>argument key="place" type="object"<|sep|>{0}<|close|>argument<|sep|><|close|>call<|sep|>'
+    "<|close|>tools<|sep|><|close|>message<|sep|>",
     "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=place>\n{0}\n</parameter>\n</function>\n</tool_call>",
     "seed_oss": "<seed:tool_call>\n<function=look>\n<parameter=place>{0}</parameter>\n</function>\n</seed:tool_call>",
     "glm": "<tool_call>look\n<arg_key>place</arg_key>\n<arg_value>{0}</arg_value>\n</tool_call>",
     "minimax_m2": '<minimax:tool_call>\n<invoke name="look">\n<parameter name="place">{0}</parameter>\n</invoke>\n'
     "</minimax:tool_call>",
 }
+_M3 = "]<]minimax[>["
 SAID = {
     "hermes": f'<tool_call>\n{{"name": "look", "arguments": {HALF}}}\n</tool_call>',
     "mistral": f"[TOOL_CALLS]look[ARGS]{HALF}",
@@ -51,6 +59,16 @@ SAID = {
     "lfm2": f"<|tool_call_start|>[look(place={HALF})]<|tool_call_end|>",
     "pythonic": f"[look(place={HALF})]",
     "gemma4": f"<|tool_call>call:look{{place:{HALF}}}<tool_call|>",
+    "apertus": f'<|tools_prefix|>[{{"look": {HALF}}}]<|tools_suffix|>',
+    "ernie45": f'<tool_call>\n{{"name": "look", "arguments": {HALF}}}\n</tool_call>\n',
+    "generic": f'<tool_call>\n{{"name": "look", "arguments": {HALF}}}\n</tool_call>',
+    "granite_20b_fc": f'<function_call> {{"name": "look", "arguments": {HALF}}}',
+    "internlm": f'<|action_start|><|plugin|>\n{{"name": "look", "parameters": {HALF}}}<|action_end|>',
+    "longcat": f'<longcat_tool_call>\n{{"name": "look", "arguments": {HALF}}}\n</longcat_tool_call>',
+    "olmo3": f"<function_calls>look(place={HALF})</function_calls>",
+    "functiongemma": f"<start_function_call>call:look{{place:{HALF}}}<end_function_call>",
+    "minimax_m3": f'{_M3}<tool_call>\n{_M3}<invoke name="look">{_M3}<place>{HALF}{_M3}</place>{_M3}</invoke>\n'
+    f"{_M3}</tool_call>",
     **{name: text.replace("{0}", HALF) for name, text in _ARGUMENT.items()},
 }
 """Name of a format -> an answer whose call has half of a surrogate pair as a value and as a key, and a number of 101

@@ -49,7 +49,7 @@ def with_shell(test: Callable[[Client, Endpoints, StateOnlyEngine], Awaitable[No
 # --- about the server itself -----------------------------------------------------------------------------------------
 
 
-def test_health_is_about_progress() -> None:
+def test_health_tells_whether_requests_make_progress() -> None:
     async def test(client: Client, _: Endpoints, engine: StateOnlyEngine) -> None:
         async def health() -> tuple[int, int, int]:
             replies = [await client.get(path) for path in ("/health", "/ping", "/ready")]
@@ -74,7 +74,7 @@ def test_health_is_about_progress() -> None:
     with_shell(test)
 
 
-def test_version_load_and_metrics() -> None:
+def test_version_load_and_metrics_are_answered() -> None:
     async def test(client: Client, endpoints: Endpoints, engine: StateOnlyEngine) -> None:
         assert (await client.get("/version")).json() == {"version": chairlift.__version__}
         engine.stats.engine.num_running, engine.num_queued = 3, 2
@@ -87,7 +87,7 @@ def test_version_load_and_metrics() -> None:
         await endpoints.cancelled.wait()
         await until(lambda: not client.state.num_in_progress)  # type: ignore[attr-defined]
         engine.intake.enter("a", 1, now=time.monotonic() - 100.0)
-        engine.engine_pid = os.getpid()
+        engine.replicas.engine_pid = os.getpid()
         reply = await client.get("/metrics")
         assert reply.headers["content-type"].startswith("text/plain")
         found = {line.partition("{")[0]: line.split()[-1] for line in reply.body.decode().splitlines() if "{" in line}
@@ -196,7 +196,7 @@ def test_errors_become_error_objects(
     run(test())
 
 
-def test_unknown_paths_and_methods() -> None:
+def test_unknown_paths_and_methods_are_404_and_405() -> None:
     async def test(client: Client, _: Endpoints, __: StateOnlyEngine) -> None:
         for path in ("/elsewhere", "/v1/models/", "/v1//models", "/V1/models", "/v1/echo%00"):
             reply = await client.get(path)

@@ -42,7 +42,8 @@ def named(*keys: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("sent", [KEY, OTHER])
 def test_each_key_opens(sent: str) -> None:
-    Auth(named(KEY, OTHER)).check("/v1/models", b"/v1/models", [f"Bearer {sent}".encode()])
+    found = Auth(named(KEY, OTHER)).check("/v1/models", b"/v1/models", [f"Bearer {sent}".encode()])
+    assert found.tenant == f"tenant of {sent[-3:]}"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_each_key_opens(sent: str) -> None:
         [b"Bearer \xff\x00"],
     ],
 )
-def test_nothing_else_opens(headers: list[bytes]) -> None:
+def test_nothing_but_a_key_opens(headers: list[bytes]) -> None:
     with pytest.raises(ApiError) as caught:
         Auth(named(KEY, OTHER)).check("/v1/models", b"/v1/models", headers)
     assert caught.value.status == 401
@@ -140,13 +141,13 @@ def test_a_missing_key_file_is_no_open_door(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.8.8.8", "::1"])
-def test_loopback_needs_no_key(address: str) -> None:
+def test_a_loopback_address_needs_no_key(address: str) -> None:
     assert is_loopback(address)
     check_exposure(address, (), insecure=False)
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "192.168.1.5", "8.8.8.8", "fe80::1%eth0"])
-def test_other_addresses_do(address: str) -> None:
+def test_other_addresses_need_a_key(address: str) -> None:
     with pytest.raises(ConfigError, match=r"--api-key-file.*--insecure"):
         check_exposure(address, (), insecure=False)
     check_exposure(address, (KEY,), insecure=False)
@@ -186,11 +187,11 @@ def outcome(check: HostCheck, *hosts: bytes) -> int:
         (b"h\xf6st", 400),
     ],
 )
-def test_known_names_only(host: bytes, status: int) -> None:
+def test_only_known_host_names_are_answered(host: bytes, status: int) -> None:
     assert outcome(HostCheck("127.0.0.1", ("models.example",), has_keys=False), host) == status
 
 
-def test_exactly_one_host_header() -> None:
+def test_a_request_needs_exactly_one_host_header() -> None:
     check = HostCheck("127.0.0.1", (), has_keys=False)
     assert outcome(check) == 400
     assert outcome(check, b"localhost", b"localhost") == 400
@@ -257,7 +258,7 @@ def test_no_trick_opens_a_route() -> None:
     run(test())
 
 
-def test_the_open_routes_and_the_key() -> None:
+def test_only_the_open_routes_are_answered_without_a_key() -> None:
     async def test() -> None:
         async with serving(make_app(make_state(api_key=(KEY, OTHER)))) as client:
             for path in OPEN_PATHS:

@@ -124,7 +124,7 @@ def test_a_batch_is_answered_in_the_class_that_can_wait(kept: Kept) -> None:
     assert batch.in_progress_at and batch.completed_at and batch.expires_at - batch.created_at == 86_400
 
 
-def test_chats_and_endpoints_that_the_model_lacks(kept: Kept) -> None:
+def test_requests_that_the_model_cannot_answer_get_an_error_line(kept: Kept) -> None:
     chat, embed = "/v1/chat/completions", "/v1/embeddings"
     chats = kept.batch(line("c", chat, messages=[{"role": "user", "content": "Hi"}]), chat)
     embeddings = kept.batch(line("e", embed, input="Hi"), embed)
@@ -168,14 +168,14 @@ def test_files_are_kept_listed_and_deleted(kept: Kept) -> None:
         ({"output_expires_after": {"anchor": "x", "seconds": 5000}}, "output_expires_after.anchor"),
     ],
 )
-def test_a_batch_that_cannot_be(kept: Kept, fields: dict[str, Any], param: str) -> None:
+def test_an_impossible_batch_is_refused(kept: Kept, fields: dict[str, Any], param: str) -> None:
     source = kept.client.files.create(file=b"{}", purpose="batch")
     good = {"input_file_id": source.id, "endpoint": TEXT, "completion_window": "24h"}
     reply = kept.http.post("/v1/batches", json={**good, **fields})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
 
-def test_a_form_that_cannot_be(tmp_path: Path) -> None:
+def test_a_malformed_upload_is_refused(tmp_path: Path) -> None:
     with Kept(tmp_path, max_batch_file_bytes=1024) as kept:
 
         def post(**request: Any) -> tuple[int, str]:
@@ -300,7 +300,7 @@ def test_a_batch_whose_time_is_over_expires(kept: Kept, monkeypatch: pytest.Monk
     assert [each["error"]["code"] for each in kept.lines(batch.error_file_id)] == ["batch_expired"]
 
 
-def test_no_room_is_no_answer(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_is_tried_again_and_is_no_answer(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_worker, "_MAX_DELAY", 0.0)
     kept.engine.full = True
     batch_id = kept.batch(line("a", prompt="x"))

@@ -92,7 +92,7 @@ def test_top_logprobs_are_as_many_as_asked_for_where_the_chosen_one_ties() -> No
         assert (written.token, [each.token for each in written.top_logprobs]) == ("7", expected)
 
 
-def test_bytes_put_split_characters_together(client: openai.OpenAI) -> None:
+def test_the_bytes_of_tokens_join_to_the_text(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(
         model="fake", messages=MESSAGES, max_tokens=200, seed=1, logprobs=True, extra_body={"ignore_eos": True}
     )
@@ -190,7 +190,7 @@ def test_defaults_are_openais(http: TestClient, engine: FakeEngine) -> None:
     assert rest == {"cache_salt": "", "queue_timeout": None}
 
 
-def test_roles_and_parts(http: TestClient, engine: FakeEngine) -> None:
+def test_roles_and_parts_reach_the_template(http: TestClient, engine: FakeEngine) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     for messages in (
         [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "a\nb"}],

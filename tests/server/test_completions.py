@@ -200,7 +200,7 @@ def test_tokens_keep_the_space_that_they_begin_with(http: TestClient, engine: Fa
     assert strs == [" U", "p", " l", "i", "f", "t"]
 
 
-def test_offsets_behind_a_prompt_that_the_tokenizer_rewrote(http: TestClient, engine: FakeEngine) -> None:
+def test_offsets_are_right_behind_a_prompt_that_the_tokenizer_rewrote(http: TestClient, engine: FakeEngine) -> None:
     engine.prompts.tokenizer = llama_tokenizer()
     prompt = "Up é e\u0301"
     (choice,) = answer(http, prompt=prompt, echo=True, logprobs=0, max_tokens=5, seed=3)["choices"]
@@ -263,7 +263,7 @@ def test_best_of_returns_the_likeliest(http: TestClient, engine: FakeEngine) -> 
     assert ask(http, n=2, best_of=2, stream=True).status_code == 200
 
 
-def test_token_ids_and_prompt_logprobs(http: TestClient, engine: FakeEngine) -> None:
+def test_token_ids_and_prompt_logprobs_are_returned_on_request(http: TestClient, engine: FakeEngine) -> None:
     (choice,) = answer(http, return_token_ids=True, prompt_logprobs=1, max_tokens=3, seed=1)["choices"]
     prompt, params, _ = engine.submitted[0]
     assert choice["prompt_token_ids"] == prompt
@@ -328,7 +328,7 @@ def test_no_message_is_a_server_error(http: TestClient) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_what_a_request_leaves_out_is_as_the_model_says(http: TestClient, engine: FakeEngine, path: str) -> None:
+def test_unset_fields_have_the_defaults_of_the_model(http: TestClient, engine: FakeEngine, path: str) -> None:
     engine.info = dataclasses.replace(INFO, sampling_defaults={"temperature": 0.6, "top_k": 20, "top_p": 0.9})
     body = {"prompt": "ride"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "ride"}]}
     asked: dict[str, Any]

@@ -25,7 +25,7 @@ def ask(http: TestClient, origin: str, **headers: str) -> tuple[int, str | None]
     return reply.status_code, reply.headers.get("access-control-allow-origin")
 
 
-def test_off_by_default() -> None:
+def test_cors_is_off_by_default() -> None:
     http = client()
     assert ask(http, APP) == (403, None)
     preflight = http.options("/v1/completions", headers={"origin": APP, "access-control-request-method": "POST"})
@@ -44,7 +44,7 @@ def test_a_named_origin_may_ask_and_others_may_not() -> None:
     assert "access-control-allow-credentials" not in reply.headers and "Origin" in reply.headers["vary"]
 
 
-def test_the_browser_asks_before() -> None:
+def test_a_preflight_request_is_answered() -> None:
     http = client(APP, key="secret-key")
     wanted = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     good = http.options("/v1/completions", headers={"origin": APP, **wanted})
@@ -55,7 +55,7 @@ def test_the_browser_asks_before() -> None:
     assert ask(http, APP, authorization="Bearer secret-key") == (200, APP)
 
 
-def test_any_origin_only_where_it_is_typed() -> None:
+def test_any_origin_may_ask_only_where_the_setting_is_a_star() -> None:
     http = client("*")
     assert ask(http, EVIL) == (200, "*")
     reply = http.post("/v1/completions", json=BODY, headers={"origin": EVIL, "cookie": "a=b"})
@@ -66,6 +66,6 @@ def test_any_origin_only_where_it_is_typed() -> None:
     "origin",
     ["app.example.org", "https://", "https://a/", "https://a/b", "HTTPS://a", "https://*.a", "null", "https://a b"],
 )
-def test_an_origin_that_is_none(origin: str) -> None:
+def test_a_malformed_origin_is_refused(origin: str) -> None:
     with pytest.raises(ConfigError, match="cors_origin must be"):
         ServerConfig(cors_origin=(origin,))

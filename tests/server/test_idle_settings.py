@@ -34,7 +34,7 @@ CHATS = {"chat_template": "/t", "tool_call_parser": "hermes", "reasoning_parser"
         ({"max_stored_responses": 0}, ""),
     ],
 )
-def test_settings_that_need_another(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_need_another_are_refused_without_it(settings: dict[str, Any], message: str) -> None:
     if not message:
         ServerConfig(**settings)
         return
@@ -53,7 +53,7 @@ def test_settings_that_need_another(settings: dict[str, Any], message: str) -> N
         ({"lora_modules": ("a=b",)}, True, [], ""),
     ],
 )
-def test_adapters_that_nobody_could_use(
+def test_adapters_that_no_request_could_name_are_refused(
     settings: dict[str, Any], enabled: bool, names: list[str], message: str
 ) -> None:
     engine = EngineConfig.from_flat({"enable_lora": enabled})
@@ -76,7 +76,7 @@ def test_adapters_that_nobody_could_use(
         ({}, EMBEDS, {"skip_tokenizer_init": True}, []),
     ],
 )
-def test_what_the_loaded_model_does_not_use(
+def test_settings_that_the_loaded_model_ignores_are_reported(
     settings: dict[str, Any], info: Any, engine: dict[str, Any], told: list[str]
 ) -> None:
     lines = list(idle_server_settings(ServerConfig(**settings), EngineConfig.from_flat(engine), info))

@@ -103,6 +103,6 @@ def test_the_endpoint_lays_out_each_prompt(monkeypatch: pytest.MonkeyPatch, engi
         ({"suffix": 3}, "suffix"),
     ],
 )
-def test_what_does_not_go_with_it(engine: FakeEngine, body: dict[str, Any], param: str) -> None:
+def test_fields_that_contradict_a_suffix_are_refused(engine: FakeEngine, body: dict[str, Any], param: str) -> None:
     reply = ask(engine, **{"prompt": "x", "suffix": "y", **body})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)

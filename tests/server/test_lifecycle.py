@@ -262,7 +262,7 @@ def test_a_model_that_cannot_be_loaded_is_raised(error: Exception) -> None:
     run(test())
 
 
-def test_an_engine_that_dies_while_it_loads() -> None:
+def test_an_engine_that_dies_while_it_loads_ends_the_server() -> None:
     async def test() -> None:
         server = Server(stop=Stop())
         server.engine.loaded = asyncio.get_running_loop().create_future()
@@ -320,7 +320,7 @@ def test_a_host_without_an_address_is_told() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "", "*", "::"])
-def test_strangers_are_let_in_with_a_key_only(host: str) -> None:
+def test_other_machines_are_answered_only_with_keys(host: str) -> None:
     if host == "::" and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
     with pytest.raises(ConfigError, match="API key"):
@@ -329,7 +329,7 @@ def test_strangers_are_let_in_with_a_key_only(host: str) -> None:
     bind(ServerConfig(host=host, port=0, insecure=True), ()).close()
 
 
-def test_names_that_are_served(tmp_path: Any) -> None:
+def test_the_model_is_served_under_its_given_or_last_name(tmp_path: Any) -> None:
     def names(model: str, *given: str) -> tuple[str, ...]:
         return served_names(ServerConfig(served_model_name=given), EngineConfig(model=ModelConfig(model=model)))
 
@@ -372,7 +372,7 @@ def test_the_banner_says_what_there_is_room_for() -> None:
     run(test())
 
 
-def test_files_for_all_connections() -> None:
+def test_the_file_limit_is_raised_for_all_connections() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
@@ -599,7 +599,7 @@ def test_replicas_drain_as_one_engine_does(how: str) -> None:
 
 
 @pytest.mark.full
-def test_what_dies_with_the_engine_in_the_drain_was_not_answered() -> None:
+def test_requests_that_die_in_the_drain_count_as_unanswered() -> None:
     process, port = started("hashlm:50ms")
     engine = engine_of(process)
 

@@ -85,7 +85,7 @@ def refusal(body: bytes) -> str:
         '{"a": 1}'.encode("utf-32"),
     ],
 )
-def test_what_is_no_json_is_refused(body: bytes) -> None:
+def test_a_body_that_is_no_json_is_refused(body: bytes) -> None:
     assert "not valid JSON" in refusal(body) or "digits" in refusal(body)
 
 
@@ -103,12 +103,12 @@ def test_only_objects_are_taken(body: bytes) -> None:
         (b'{"a": 1, "a": "%b"}' % (b"x" * 100_000), "the same name"),
     ],
 )
-def test_no_name_stands_twice(body: bytes, name: str) -> None:
+def test_a_name_that_stands_twice_is_refused(body: bytes, name: str) -> None:
     assert f"{name} twice" in refusal(body)
 
 
 @pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}"), (b'[{"a":[', b"]}]")])
-def test_depth_has_an_end(opening: bytes, closing: bytes) -> None:
+def test_the_depth_of_a_body_is_limited(opening: bytes, closing: bytes) -> None:
     per_turn = opening.count(b"[") + opening.count(b"{")
     turns = 63 // per_turn
 
@@ -181,7 +181,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.text(), VALUES, max_size=5), st.booleans())
-def test_what_is_json_is_read_as_it_is(value: dict[str, Any], ascii_only: bool) -> None:
+def test_any_json_is_read_as_the_standard_library_reads_it(value: dict[str, Any], ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only)
     assert parse_json(text.encode()) == json.loads(text)
     beside = json.dumps({"image": "A" * 50_000, "value": value}, ensure_ascii=ascii_only)
@@ -228,7 +228,7 @@ async def echo_server(test: Any, limits: HttpLimits | None = None, read_timeout:
         ("application/json", ("Content-Encoding: br",), 415),
     ],
 )
-def test_plain_json_only(kind: str | None, headers: tuple[str, ...], status: int) -> None:
+def test_only_plain_json_bodies_are_accepted(kind: str | None, headers: tuple[str, ...], status: int) -> None:
     async def test(client: Client) -> None:
         reply = await client.post("/v1/echo", b'{"a": 1}', *headers, kind=kind)
         assert reply.status == status
@@ -307,7 +307,7 @@ def test_all_bodies_together_have_a_cap() -> None:
     run(echo_server(test, max_body_bytes=1024))
 
 
-def test_of_long_bodies_that_come_at_once_one_is_read_at_a_time() -> None:
+def test_long_bodies_are_read_one_at_a_time() -> None:
     """Each takes the loop for as much as a step: others have their turn in between."""
 
     async def test() -> None:
@@ -368,7 +368,7 @@ def test_a_body_that_does_not_arrive_in_time_is_refused() -> None:
     run(echo_server(test, HttpLimits(linger_timeout=0.05), read_timeout=0.05))
 
 
-def test_one_byte_chunks() -> None:
+def test_a_body_in_one_byte_chunks_is_read() -> None:
     async def test(client: Client) -> None:
         body = b'{"a": "' + b"x" * 20_000 + b'"}'
         chunks = b"".join(b"1\r\n" + bytes([byte]) + b"\r\n" for byte in body)
@@ -400,7 +400,7 @@ def test_a_request_may_arrive_byte_by_byte() -> None:
         b"0\r\n" + b"x" * 1_000_000,
     ],
 )
-def test_nothing_grows_beside_the_body(tail: bytes) -> None:
+def test_extensions_and_trailers_of_a_body_take_no_memory(tail: bytes) -> None:
     """Chunk extensions and trailers are read by nobody, so nobody counts them but the protocol."""
 
     async def test(client: Client) -> None:
@@ -492,7 +492,7 @@ def test_trailers_are_not_headers() -> None:
     ],
     ids=lambda value: repr(value[-40:]) if isinstance(value, bytes) else str(value),
 )
-def test_heads(request_: bytes, status: int) -> None:
+def test_malformed_heads_are_refused(request_: bytes, status: int) -> None:
     async def test(client: Client) -> None:
         reply = await client.raw(request_)
         assert reply.status == status
@@ -708,7 +708,7 @@ def test_the_kernel_holds_little_for_a_reader_that_stands_still() -> None:
     run(test())
 
 
-def test_what_is_no_request_is_counted_as_well() -> None:
+def test_malformed_requests_are_counted() -> None:
     async def test() -> None:
         state = make_state()
         async with serving(make_app(state), on_refused=state.engine.stats.connection_refused) as client:
@@ -785,7 +785,7 @@ def test_bodies_in_chunks_are_read(coding: bytes) -> None:
     run(echo_server(test))
 
 
-def test_an_upgrade_is_offered_in_vain() -> None:
+def test_an_offered_upgrade_is_ignored() -> None:
     async def test(client: Client) -> None:
         connection = await client.connect()
         offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
@@ -829,7 +829,7 @@ def test_a_client_that_asks_first_is_told_to_go_on() -> None:
     run(echo_server(test))
 
 
-def test_http_1_0_knows_no_chunks() -> None:
+def test_an_http_1_0_client_gets_no_chunks() -> None:
     async def test() -> None:
         endpoints = Endpoints()
         endpoints.go_on.set()

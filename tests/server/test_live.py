@@ -137,7 +137,7 @@ def test_the_page_shows_no_rate_of_less_than_half_a_second() -> None:
     assert json.loads(done.stdout) == [[None, 0, "1 of 1"], [None, 0, "1 of 5"], [100, 0.05, ""]]
 
 
-def test_text_can_only_become_text() -> None:
+def test_the_script_writes_text_as_text_only() -> None:
     for name in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "srcdoc"):
         assert not any(name in script for script in SCRIPTS)
 
@@ -181,7 +181,7 @@ def test_files_are_small_enough_to_read() -> None:
 
 
 @pytest.mark.parametrize("path", ["/live/events", "/live/export", "/live/compare", "/live/demo"])
-def test_what_it_shows_needs_a_key_and_of_several_the_admins(path: str, tmp_path: Path) -> None:
+def test_the_live_view_needs_the_key_of_the_admin(path: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("alice sk-alice\nadmin sk-admin\n")
 
@@ -279,7 +279,7 @@ def test_the_engine_is_watched_only_while_somebody_looks(monkeypatch: pytest.Mon
     run(test())
 
 
-def test_there_is_an_end_to_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_viewers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_MAX_VIEWERS", 1)
 
     async def test() -> None:
@@ -308,7 +308,7 @@ def test_every_replica_has_steps_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     async def test() -> None:
         state = make_state(WatchedEngine())
         engine: Any = state.engine
-        engine.known_replicas = [REPLICA, REPLICA]
+        engine.replicas.known = [REPLICA, REPLICA]
         state.live = feed = LiveFeed(state.engine, max_bytes=1000)
         async with serving(make_app(state)) as client:
             with feed.viewing():
@@ -333,7 +333,7 @@ def test_every_replica_has_steps_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
                 refused = await client.get(f"/live/export?replica={quote(wrong)}")
                 assert (refused.status, refused.error["param"]) == (400, "replica")
                 assert "from 0 to 1" in refused.error["message"]
-            engine.known_replicas = []
+            engine.replicas.known = []
             refused = await client.get("/live/compare?replica=1")
             assert refused.status == 400 and "has one engine" in refused.error["message"]
 
@@ -433,7 +433,7 @@ def test_another_recorder_begins_another_ring() -> None:
     run(test())
 
 
-def test_requests_are_called_what_their_callers_call_them() -> None:
+def test_requests_have_the_names_that_their_callers_gave() -> None:
     class Stream:
         def __init__(self, request_id: str, name: str) -> None:
             self.request_id, self.name = request_id, name
@@ -510,13 +510,15 @@ def test_exports_are_files_in_the_formats_they_claim(shown: Any, recording: byte
     run(test())
 
 
-def test_news_come_at_once() -> None:
+def test_a_new_line_reaches_viewers_at_once() -> None:
     async def test() -> None:
         feed, _ = feed_of()
         waiting = asyncio.ensure_future(feed.wait_for_entry(3600))
         await asyncio.sleep(0)
+        assert not waiting.done()
         feed.steps(KEY)
         await asyncio.wait_for(waiting, 10)
+        assert feed.end > 0
 
     run(test())
 
@@ -536,7 +538,7 @@ def test_an_export_waits_for_the_first_lines_of_an_engine_that_nobody_has_looked
     run(test())
 
 
-def test_static_batching_of_the_same_requests(shown: Any, recording: bytes) -> None:
+def test_the_live_view_compares_with_static_batching_of_the_same_requests(shown: Any, recording: bytes) -> None:
     async def test() -> None:
         async with serving(make_app(shown)) as client:
             reply = await client.get("/live/compare")
@@ -561,7 +563,7 @@ def test_static_batching_of_the_same_requests(shown: Any, recording: bytes) -> N
     run(test())
 
 
-def test_two_presets_on_the_same_requests(shown: Any, recording: bytes) -> None:
+def test_the_live_view_compares_two_presets_on_the_same_requests(shown: Any, recording: bytes) -> None:
     async def test() -> None:
         async with serving(make_app(shown)) as client:
             reply = await client.get("/live/compare?upper=orca&lower=tgi")
@@ -628,7 +630,7 @@ def test_only_few_comparisons_of_the_example_are_kept(monkeypatch: pytest.Monkey
     run(test())
 
 
-def test_who_waits_for_the_simulator_holds_no_recording_and_not_everybody_waits(shown: Any) -> None:
+def test_a_client_that_waits_for_the_simulator_holds_no_recording(shown: Any) -> None:
     async def test() -> None:
         copied = []
         shown.live.lines = lambda: copied.append(1) or b"no recording"
@@ -709,7 +711,9 @@ def test_the_example_is_simulated_once_however_many_ask(monkeypatch: pytest.Monk
     run(test())
 
 
-def test_who_may_not_look_may_not_look_at_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_may_not_see_the_live_view_may_not_see_the_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live, "_made", {("demo",): b"{}", ("compare", "recorded", "static"): b"{}"})
     (tmp_path / "keys").write_text("admin sk-1\nalice sk-2\n")
 
@@ -728,7 +732,7 @@ def test_the_simulator_ends_with_the_server() -> None:
     assert subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PATIENCE).returncode == 1
 
 
-def test_what_cannot_be_simulated_says_why() -> None:
+def test_a_recording_that_cannot_be_simulated_is_refused_with_the_reason() -> None:
     async def test() -> None:
         state = make_state(WatchedEngine())
         state.live = LiveFeed(None, recording=watched(make_truth(), bursts=0))

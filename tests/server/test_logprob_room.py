@@ -31,7 +31,7 @@ def http(state: ServerState) -> Iterator[TestClient]:
     assert state.num_logprobs == 0
 
 
-def test_what_no_request_may_have_is_refused_with_the_numbers(http: TestClient, state: ServerState) -> None:
+def test_too_many_log_probabilities_are_refused_with_the_numbers(http: TestClient, state: ServerState) -> None:
     assert state.engine.info is not None
     state.engine.info = dataclasses.replace(state.engine.info, max_model_len=16_000)
     lists = [[1] * 1001] * 64
@@ -52,7 +52,7 @@ def test_what_no_request_may_have_is_refused_with_the_numbers(http: TestClient, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_in_flight_is_refused_for_now_and_given_back(stream: bool) -> None:
+def test_log_probabilities_beyond_the_room_are_refused_until_others_end(stream: bool) -> None:
     async def main() -> None:
         engine = FakeEngine()
         state = make_state(engine)

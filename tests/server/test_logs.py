@@ -61,7 +61,7 @@ def test_values_have_a_longest_length() -> None:
         assert "(1000000 characters)" in line
 
 
-def test_lines_as_text_and_as_json() -> None:
+def test_events_are_logged_as_text_or_as_json() -> None:
     def log(logger: logging.Logger) -> None:
         log_event(logger, logging.WARNING, "request", id="a", status=200, seconds=0.5, first=None)
 
@@ -96,7 +96,7 @@ def test_a_traceback_cannot_forge_a_line() -> None:
     assert any("RuntimeError: one" in entry for entry in line["traceback"])
 
 
-def test_levels() -> None:
+def test_debug_lines_are_logged_only_when_verbose() -> None:
     def log(logger: logging.Logger) -> None:
         logger.debug("detail")
         logger.info("news")

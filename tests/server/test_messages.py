@@ -60,11 +60,8 @@ def refused(http: TestClient, status: int = 400, **fields: Any) -> str:
     reply = http.post("/v1/messages", json=asked(**fields))
     assert reply.status_code == status, reply.text
     told = reply.json()
-    assert (set(told), set(told["error"]), told["type"]) == (
-        {"type", "error", "request_id"},
-        {"type", "message"},
-        "error",
-    )
+    assert (set(told), told["type"]) == ({"type", "error", "request_id"}, "error")
+    assert set(told["error"]) - {"details"} == {"type", "message"}
     assert told["request_id"] == reply.headers["request-id"] == reply.headers["x-request-id"]
     message: str = told["error"]["message"]
     return message
@@ -168,7 +165,7 @@ def test_a_stream_brings_what_the_whole_reply_has(http: TestClient) -> None:
         ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', {"tools": TOOLS}, "tool_use", None),
     ],
 )
-def test_why_an_answer_ended(
+def test_each_end_of_an_answer_has_its_stop_reason(
     http: TestClient, engine: FakeEngine, text: str, fields: dict[str, Any], reason: str, stop: str | None
 ) -> None:
     says(engine, text)
@@ -358,12 +355,14 @@ def of(role: str, *blocks: Any) -> dict[str, Any]:
         (of("user", PIXELS), "messages[0].content[0] must be a text part"),
         (of("user", PIXELS), "only models of gemma3, idefics3, "),
         (of("assistant", PIXELS), "messages[0].content[0].type is 'image'"),
-        (of("user", {"type": "document"}), "messages[0].content[0].type is 'document'"),
+        (of("user", {"type": "document"}), "messages[0].content[0].source must be of type text or content"),
+        (of("system", {"type": "document"}), "messages[0].content[0].type is 'document'"),
+        (of("assistant", {"type": "compaction", "content": None}), "content[0].content must be a text"),
+        (of("assistant", {"type": "mcp_tool_use", "id": "a"}), "messages[0].content[0].type is 'mcp_tool_use'"),
         (of("user", TEXT, {"type": "tool_use"}), "messages[0].content[1].type is 'tool_use'"),
         (of("user", back("x")), "messages[0].content[0].tool_use_id must be the id of a tool_use before it"),
         (of("user", 3), "messages[0].content[0] must be an object"),
         (of("user", {"type": "text"}), "messages[0].content[0].text must be a text"),
-        (of("assistant", {"type": "redacted_thinking", "data": "x"}), "'redacted_thinking'"),
         (of("assistant", {**USE, "input": "x"}), "messages[0].content[0].input must be an object"),
         (of("assistant", {**USE, "name": ""}), "messages[0].content[0].name must be a text"),
         (of("assistant", USE, TEXT, USE), "messages[0].content[2].id is 'a' again"),
@@ -371,10 +370,32 @@ def of(role: str, *blocks: Any) -> dict[str, Any]:
         (of("robot"), "messages[0].role must be user, assistant or system"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content must be a text or a list"),
         ({"system": [{"type": "image"}]}, "system[0].type is 'image'"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type is 'bash_20250124'"),
+        (
+            {
+                "tools": [*TOOLS, {"type": "bash_20250124", "name": "bash"}],
+                "tool_choice": {"type": "tool", "name": "bash"},
+            },
+            "tool_choice names tools[2], whose type is 'bash_20250124'",
+        ),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "any"}}, "there are no tools"),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}, {"name": "a b", "input_schema": {}}]},
+            "tools[1].name must be 1 to 128",
+        ),
+        ({"thread": {"type": "create"}}, "thread is given, but conversations are not kept"),
+        ({"compaction": {"type": "summarize"}}, "conversations are not compacted"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management.edits[0] is {'type': 'clear_tool_uses_20250919'}, but the server removes nothing",
+        ),
+        (
+            {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}},
+            "context_management.edits[0]",
+        ),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "output_config.task_budget is given"),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema must be a JSON schema"),
         ({"tools": [{"name": "x", "input_schema": {"type": "string"}}]}, "tools[0].input_schema.type must be 'object'"),
-        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must be 1 to 64"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must be 1 to 128"),
         ({"tool_choice": {"type": "any"}}, "tool_choice.type is 'any', but there are no tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "some"}}, "tool_choice.type must be auto, any, tool or none"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
@@ -394,8 +415,99 @@ def of(role: str, *blocks: Any) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, "does not fit"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_clients_names(http: TestClient, fields: dict[str, Any], words: str) -> None:
+def test_errors_have_the_names_of_the_clients_fields(http: TestClient, fields: dict[str, Any], words: str) -> None:
     assert words in refused(http, **fields)
+
+
+def test_a_thread_is_refused_so_that_the_client_goes_on_without_it(http: TestClient) -> None:
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        reply = http.post(path, json=asked(thread={"type": "continue", "previous_message_id": "msg_1"}))
+        error = reply.json()["error"]
+        assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
+        assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": []}
+    assert create(http, thread=None)["type"] == "message"
+
+
+def test_blocks_of_other_servers_are_read_or_named_as_dropped(http: TestClient, engine: FakeEngine) -> None:
+    blocks = [
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "server_tool_use", "id": "srv_1", "name": "web_search", "input": {"query": "q"}},
+        {"type": "web_search_tool_result", "tool_use_id": "srv_1", "content": []},
+        {"type": "compaction", "content": "It rained before."},
+        TEXT,
+    ]
+    said = [*ASK, {"role": "assistant", "content": blocks}, {"role": "user", "content": "And now?"}]
+    reply = http.post("/v1/messages", json=asked(messages=said))
+    assert reply.status_code == 200, reply.text
+    assert "messages[1].content[0], messages[1].content[1], messages[1].content[2]" in reply.headers["warning"]
+    assert "It rained before.\n" in prompt_of(engine) and "srv_1" not in prompt_of(engine)
+
+
+def test_documents_results_and_references_become_text(http: TestClient, engine: FakeEngine) -> None:
+    document = {
+        "type": "document",
+        "title": "T.txt",
+        "source": {"type": "text", "media_type": "text/plain", "data": "D"},
+    }
+    found = {"type": "search_result", "title": "S", "source": "http://s", "content": [{"type": "text", "text": "F"}]}
+    reference = {"type": "tool_reference", "tool_name": "look_up"}
+    create(http, messages=[{"role": "user", "content": [document, found]}])
+    assert "T.txt\nD" in prompt_of(engine) and "S\nhttp://s\nF" in prompt_of(engine)
+    answer = {"type": "tool_result", "tool_use_id": "a", "content": [reference, document, TEXT]}
+    create(http, messages=[*ASK, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [answer]}])
+    assert "look_up" in prompt_of(engine) and "T.txt\nD" in prompt_of(engine)
+
+
+def test_images_of_a_tools_result_follow_in_the_users_message() -> None:
+    answer = {"type": "tool_result", "tool_use_id": "a", "content": [TEXT, PIXELS]}
+    said = [*ASK, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [answer, TEXT]}]
+    request, _ = parse(MessagesRequest, asked(messages=said))
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    assert to_chat(request, names(), "", []).messages[2:] == [
+        {"role": "tool", "tool_call_id": "a", "content": TEXT["text"]},
+        {"role": "user", "content": [picture, {"type": "text", "text": TEXT["text"]}]},
+    ]
+
+
+def test_tools_without_a_schema_are_left_out_and_named(http: TestClient, engine: FakeEngine) -> None:
+    server = [{"type": "web_search_20250305", "name": "web_search"}, {"type": "from_tomorrow", "name": "x"}]
+    reply = http.post("/v1/messages", json=asked(tools=[server[0], *TOOLS, server[1]]))
+    assert reply.status_code == 200 and "ignored: tools[0], tools[3]" in reply.headers["warning"]
+    assert "web_search" not in prompt_of(engine) and "Weather" in prompt_of(engine)
+    assert create(http, tools=server)["stop_reason"] is not None
+
+
+def test_examples_of_inputs_are_a_part_of_the_schema() -> None:
+    request, _ = parse(MessagesRequest, asked(tools=[{**TOOLS[0], "input_examples": [{"place": "Ulm"}]}]))
+    chat = to_chat(request, names(), "", [])
+    assert chat.tools and chat.tools[0]["function"]["parameters"] == {**SCHEMA, "examples": [{"place": "Ulm"}]}
+
+
+def test_a_text_block_has_no_citations(http: TestClient) -> None:
+    """The AI SDK takes a list or nothing."""
+    blocks = create(http, tools=TOOLS)["content"]
+    assert {"type", "text"} in [set(block) for block in blocks]
+    started = [event["content_block"] for event in stream(http, tools=TOOLS) if event["type"] == "content_block_start"]
+    assert {"type", "text"} in [set(block) for block in started]
+
+
+def test_models_have_anthropics_form_for_its_clients(http: TestClient) -> None:
+    version = {"anthropic-version": "2023-06-01"}
+    page = http.get("/v1/models", headers=version).json()
+    names = [each["id"] for each in http.get("/v1/models").json()["data"]]
+    model = page["data"][0]
+    assert [each["id"] for each in page["data"]] == names and names[0] == "fake"
+    assert (page["has_more"], page["first_id"], page["last_id"]) == (False, names[0], names[-1])
+    assert (model["type"], model["id"], model["display_name"]) == ("model", "fake", "fake")
+    assert model["created_at"].endswith("Z") and model["max_tokens"] == 2048
+    assert http.get("/v1/models/fake", headers=version).json() == model
+    for query, shown in (("limit=1", names[:1]), ("after_id=fake", names[1:]), (f"before_id={names[-1]}", names[:-1])):
+        page = http.get(f"/v1/models?{query}", headers=version).json()
+        assert [each["id"] for each in page["data"]] == shown
+        assert page["has_more"] is (query == "limit=1")
+    for query in ("limit=0", "after_id=gone", "before_id=gone"):
+        assert http.get(f"/v1/models?{query}", headers=version).status_code == 400
+    assert http.get("/v1/models").json()["object"] == "list"
 
 
 def test_every_error_of_these_paths_has_anthropics_form(http: TestClient, engine: FakeEngine) -> None:

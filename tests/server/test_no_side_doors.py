@@ -110,7 +110,7 @@ def all_routes() -> list[Route]:
     return [*health.routes, *(route for module in modules for route in module.routes)]
 
 
-def test_these_routes_and_no_others() -> None:
+def test_the_server_has_exactly_the_listed_routes() -> None:
     """A new route belongs into this list, and into the tests of this file."""
     assert {route.path for route in all_routes() if route.methods == {"POST"}} == POSTS
     assert POSTS - set(GOOD) == {"/v1/responses/{response_id}/cancel"}  # it reads no body
@@ -147,7 +147,7 @@ def test_nothing_is_reached_for_on_behalf_of_a_client(http: TestClient) -> None:
     assert num_requests > 800
 
 
-def test_the_ear_hears() -> None:
+def test_the_audit_hears_open_compile_and_exec() -> None:
     with heard() as events:
         Path("/etc/hostname").exists()
         with open("/dev/null"):
@@ -165,7 +165,7 @@ def test_the_ear_hears() -> None:
         *("application/x-ndjson", "application/zip", "image/png", ""),
     ],
 )
-def test_bodies_are_json_and_nothing_else(http: TestClient, path: str, kind: str) -> None:
+def test_bodies_are_read_as_json_only(http: TestClient, path: str, kind: str) -> None:
     bodies = (
         json.dumps(GOOD[path]).encode(),
         b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.json"\r\n\r\n{}\r\n--x--\r\n',

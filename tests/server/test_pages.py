@@ -35,7 +35,7 @@ def client() -> TestClient:
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-def test_headers_allow_the_page_and_nothing_else(client: TestClient, path: str) -> None:
+def test_the_headers_of_the_page_allow_nothing_else(client: TestClient, path: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 200
     assert answer.text == HTML
@@ -82,7 +82,7 @@ def test_the_page_asks_for_nothing_from_elsewhere() -> None:
     assert not re.search("<!--", OWN)
 
 
-def test_text_can_only_become_text() -> None:
+def test_the_script_writes_text_as_text_only() -> None:
     for name in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "srcdoc"):
         assert name not in SCRIPT
 
@@ -253,7 +253,7 @@ class Page:
 
 
 @needs_chromium
-def test_a_conversation(page: Page, fake: FakeServer) -> None:
+def test_a_conversation_is_shown_and_continued(page: Page, fake: FakeServer) -> None:
     assert page.text("#corner") == ["tiny · 3 running, 2 waiting"]
     page.say("Hello")
     page.fill("#text", "two")
@@ -427,7 +427,7 @@ def test_load_is_asked_for_only_while_somebody_looks(page: Page, fake: FakeServe
 
 @needs_chromium
 @pytest.mark.parametrize("path", ["/docs", "/#api"])
-def test_the_api_is_described(page: Page, fake: FakeServer, path: str) -> None:
+def test_the_page_describes_the_routes_of_the_document(page: Page, fake: FakeServer, path: str) -> None:
     page.browser.open(fake.url + path)
     page.browser.wait_for("document.querySelectorAll('#api details').length === 2")
     assert page.text("#api summary") == [
@@ -454,7 +454,9 @@ def test_the_api_is_described(page: Page, fake: FakeServer, path: str) -> None:
 @needs_chromium
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize(("width", "height"), [PHONE, (320, 568), DESKTOP])
-def test_everything_is_on_the_screen(page: Page, fake: FakeServer, width: int, height: int, dark: bool) -> None:
+def test_all_controls_are_on_the_screen_at_every_size(
+    page: Page, fake: FakeServer, width: int, height: int, dark: bool
+) -> None:
     page.browser.resize(width, height, phone=width < 600, dark=dark)
     page.say("say " + "unbreakable" * 40)
     page.browser.click("#settings summary")
@@ -651,7 +653,7 @@ def test_json_is_a_tree_that_opens_piece_by_piece(page: Page) -> None:
 
 
 @needs_chromium
-def test_why_it_was_slow(page: Page) -> None:
+def test_a_reply_shows_where_its_time_went(page: Page) -> None:
     timing = {
         "queue_ms": 1.0,
         "causes_ms": {"decode": 300.0, "waiting_slots": 2100.5, "host": 0.01},
@@ -710,7 +712,7 @@ def test_a_reload_keeps_conversation_and_settings(page: Page, fake: FakeServer) 
 
 
 @needs_chromium
-def test_what_is_kept_may_be_broken_or_too_long(page: Page) -> None:
+def test_broken_or_too_long_storage_does_no_harm(page: Page) -> None:
     page.browser.value("sessionStorage.setItem('x', 'x'.repeat(5 * 2 ** 20 - 2000)); 0")
     page.say("say-at-once " + "y" * 3000)
     assert page.text("#unkept") != []
@@ -724,7 +726,7 @@ def test_what_is_kept_may_be_broken_or_too_long(page: Page) -> None:
 
 @pytest.mark.full
 @needs_chromium
-def test_again_asks_the_same_once_more(page: Page, fake: FakeServer) -> None:
+def test_the_again_button_asks_the_same_question_once_more(page: Page, fake: FakeServer) -> None:
     page.say("one")
     page.say("two")
     page.browser.click("article:last-of-type .again")
@@ -740,7 +742,7 @@ def test_again_asks_the_same_once_more(page: Page, fake: FakeServer) -> None:
 
 @pytest.mark.nightly
 @needs_chromium
-def test_copy_and_code(page: Page, fake: FakeServer) -> None:
+def test_copy_gives_the_text_and_code_as_written(page: Page, fake: FakeServer) -> None:
     permissions = ["clipboardReadWrite", "clipboardSanitizedWrite"]
     page.browser.call("Browser.grantPermissions", origin=fake.url, permissions=permissions)
     asked = 'say-at-once it\'s "quoted" \\n 😀 **bold**'

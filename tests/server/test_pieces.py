@@ -23,7 +23,7 @@ class Reply(msgspec.Struct):
 
 
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 3000])
-def test_the_parts_stand_in_their_places(count: int) -> None:
+def test_the_parts_of_a_reply_are_written_in_their_places(count: int) -> None:
     numbers, texts = list(range(count)), [f'"{i}"é' for i in range(count)]
     pieces = Pieces()
     second = pieces.later(json_items(texts), count)

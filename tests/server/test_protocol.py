@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from chairlift.base.sampling_params import PARAMETERS
+from chairlift.base.structured_outputs import StructuredOutputsParams
 from chairlift.server.anthropic.messages_types import MessagesRequest
 from chairlift.server.http.errors import ApiError
 from chairlift.server.openai import protocol
@@ -24,6 +25,7 @@ from chairlift.server.openai.protocol import (
     warning_headers,
 )
 from chairlift.server.openai.responses_types import ResponsesRequest
+from chairlift.server.openai.structured import structured_outputs
 from tools import markdown, sampling_table
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -141,7 +143,7 @@ def test_supported_fields_are_fields_and_ignored_ones_are_not() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_changes_the_meaning_is_refused(name: str) -> None:
+def test_fields_that_would_change_the_meaning_are_refused(name: str) -> None:
     harmless, _ = REFUSED[name]
     for kind, body in BODIES:
         if name in kind.__struct_fields__:
@@ -165,7 +167,7 @@ def test_a_format_is_asked_for_by_an_empty_value_too(name: str, value: Any) -> N
 
 
 @pytest.mark.parametrize("name", ["thinking_token_budget", "length_penalty", "max_completion_tokens"])
-def test_nought_is_a_number(name: str) -> None:
+def test_zero_is_a_value_of_an_unsupported_field(name: str) -> None:
     assert "is 0, which is not supported" in refusal(CompletionRequest, {**TEXT, name: 0}).message
     assert parse(CompletionRequest, {**TEXT, "length_penalty": 1.0, "top_logprobs": 0})[1] == []
 
@@ -339,3 +341,14 @@ def test_the_table_of_sampling_parameters_is_current() -> None:
     page = sampling_table.PAGE.read_text(encoding="utf-8")
     made = markdown.replaced(page, sampling_table.BEGIN, sampling_table.sampling_table())
     assert made == page, "run tools/sampling_table.py"
+
+
+def test_a_schema_beside_json_object_is_enforced() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    messages = [{"role": "user", "content": "Hi"}]
+    request, _ = parse(
+        ChatRequest, {"messages": messages, "response_format": {"type": "json_object", "schema": schema}}
+    )
+    assert structured_outputs(request) == StructuredOutputsParams(json=schema)
+    request, _ = parse(ChatRequest, {"messages": messages, "response_format": {"type": "json_object", "schema": None}})
+    assert structured_outputs(request) == StructuredOutputsParams(json_object=True)

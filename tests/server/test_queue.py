@@ -33,7 +33,7 @@ def put(
     return stream
 
 
-def test_an_empty_queue() -> None:
+def test_an_empty_queue_has_no_wait() -> None:
     reply = ask(FakeEngine()).json()
     assert reply == {
         "object": "queue",
@@ -52,7 +52,7 @@ def test_an_empty_queue() -> None:
     }
 
 
-def test_a_queue_with_a_forecast() -> None:
+def test_a_queue_with_a_forecast_shows_waits_by_class() -> None:
     engine = FakeEngine()
     engine.service_classes = parse_service_classes("")
     engine.waits = {"default": 4.5678, "flex": None}
@@ -124,7 +124,7 @@ def test_one_key_sees_all() -> None:
     assert len(ask(engine, key="sk", api_key=("sk",)).json()["requests"]) == 1
 
 
-def test_a_long_line_is_cut() -> None:
+def test_a_long_list_of_waiting_requests_is_cut() -> None:
     engine = FakeEngine()
     for index in range(1005):
         put(engine, f"r{index}")

@@ -10,7 +10,6 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from chairlift.cli.top_view import Metrics, Snapshot, text_of, view
-from chairlift.errors import ConfigError
 from chairlift.metrics.stats import AutoscalingStats, ReplicaStats
 from chairlift.server.http.app import make_app
 from tests.server.fake_engine import FakeEngine, make_state
@@ -21,22 +20,12 @@ def replica(index: int, state: str, **more: Any) -> ReplicaStats:
     return ReplicaStats(index=index, state=state, **(known | {"sent": 40, "restarts": 0} | more))
 
 
-class Fleet(FakeEngine):
-    """Two replicas, one of which has no process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patience: list[float] = []
-        self.refusal = ""
-
-    def replicas(self) -> list[ReplicaStats]:
-        gone = {"pid": None, "unstarted": 0, "started": 0, "unstarted_tokens": 0, "kv_cache_usage": 0.0}
-        return [replica(0, "ready"), replica(1, "down", restarts=3, **gone)]
-
-    async def restart_replicas(self, patience: float) -> None:
-        if self.refusal:
-            raise ConfigError(self.refusal)
-        self.patience.append(patience)
+def fleet() -> FakeEngine:
+    """An engine with two replicas, one of which has no process."""
+    engine = FakeEngine()
+    gone = {"pid": None, "unstarted": 0, "started": 0, "unstarted_tokens": 0, "kv_cache_usage": 0.0}
+    engine.replicas.known = [replica(0, "ready"), replica(1, "down", restarts=3, **gone)]
+    return engine
 
 
 def client(engine: FakeEngine, tmp_path: Path) -> TestClient:
@@ -45,8 +34,8 @@ def client(engine: FakeEngine, tmp_path: Path) -> TestClient:
     return TestClient(make_app(make_state(engine, api_key_file=str(file))), base_url="http://localhost")
 
 
-def test_the_table(tmp_path: Path) -> None:
-    with client(Fleet(), tmp_path) as server:
+def test_the_route_lists_every_replica_with_its_state(tmp_path: Path) -> None:
+    with client(fleet(), tmp_path) as server:
         reply = server.get("/v1/replicas", headers={"Authorization": "Bearer sk-alice"}).json()
         assert reply["object"] == "replicas" and reply["waiting_at_door"] == 0
         assert reply["replicas"][0] == {
@@ -59,21 +48,21 @@ def test_the_table(tmp_path: Path) -> None:
         assert reply["replicas"] == []
 
 
-def test_only_the_admin_restarts_them(tmp_path: Path) -> None:
-    engine = Fleet()
+def test_only_the_admin_restarts_replicas(tmp_path: Path) -> None:
+    engine = fleet()
     with client(engine, tmp_path) as server:
         reply = server.post("/v1/replicas/restart", headers={"Authorization": "Bearer sk-alice"})
         assert (reply.status_code, reply.json()["error"]["code"]) == (403, "admin_key_needed")
-        assert engine.patience == []
+        assert engine.replicas.patience == []
         reply = server.post("/v1/replicas/restart", headers={"Authorization": "Bearer sk-admin"})
-        assert reply.status_code == 200 and len(reply.json()["replicas"]) == 2 and engine.patience == [30.0]
-        engine.refusal = "needs two replicas"
+        assert reply.status_code == 200 and len(reply.json()["replicas"]) == 2 and engine.replicas.patience == [30.0]
+        engine.replicas.refusal = "needs two replicas"
         reply = server.post("/v1/replicas/restart", headers={"Authorization": "Bearer sk-admin"})
         assert (reply.status_code, reply.json()["error"]["message"]) == (400, "needs two replicas")
 
 
 def test_metrics_and_top_have_a_line_for_each(tmp_path: Path) -> None:
-    with client(Fleet(), tmp_path) as server:
+    with client(fleet(), tmp_path) as server:
         text = server.get("/metrics", headers={"Authorization": "Bearer sk-alice"}).text
     metrics = Metrics(text)
     assert [metrics.value("replica_up", replica=name) for name in "01"] == [1.0, 0.0]
@@ -92,22 +81,21 @@ def test_metrics_and_top_have_a_line_for_each(tmp_path: Path) -> None:
     assert "replica_" not in text
 
 
-class Scaled(Fleet):
-    """A fleet with autoscaling, whose second replica is off."""
+def scaled() -> FakeEngine:
+    """An engine with autoscaling, whose second replica is off."""
+    engine = fleet()
+    known = engine.replicas.known
+    engine.replicas.known = [known[0], dataclasses.replace(known[1], state="off"), replica(2, "ready")]
+    limits = {"min_replicas": 1, "max_replicas": 3, "wanted_replicas": 2, "starting_replicas": 1, "load": 0.45678}
+    engine.replicas.scaling = AutoscalingStats(
+        **limits, forecast_wait_seconds=0.25, num_added=4, last_change="from 1 to 2 replicas: ..."
+    )
+    return engine
 
-    def replicas(self) -> list[ReplicaStats]:
-        return [super().replicas()[0], dataclasses.replace(super().replicas()[1], state="off"), replica(2, "ready")]
 
-    def autoscaling(self) -> AutoscalingStats:
-        known = {"min_replicas": 1, "max_replicas": 3, "wanted_replicas": 2, "starting_replicas": 1, "load": 0.45678}
-        return AutoscalingStats(
-            **known, forecast_wait_seconds=0.25, num_added=4, last_change="from 1 to 2 replicas: ..."
-        )
-
-
-def test_the_state_of_autoscaling(tmp_path: Path) -> None:
+def test_the_state_of_autoscaling_is_shown(tmp_path: Path) -> None:
     key = {"Authorization": "Bearer sk-alice"}
-    with client(Scaled(), tmp_path) as server:
+    with client(scaled(), tmp_path) as server:
         for path in ("/v1/replicas", "/v1/queue"):
             state = server.get(path, headers=key).json()["autoscaling"]
             assert (state["min_replicas"], state["wanted_replicas"], state["load"]) == (1, 2, 0.457)
@@ -121,6 +109,6 @@ def test_the_state_of_autoscaling(tmp_path: Path) -> None:
     assert list(metrics.values_of("replica_up", "replica")) == ["0", "2"], "a replica that is off is not down"
     lines = [text_of(line) for line in view(Snapshot(1.0, "here", metrics=metrics), None, width=100, height=30)]
     assert "replicas  2 wanted of 1-3, 1 starting  forecast wait 250ms  load 46%" in lines
-    with client(Fleet(), tmp_path) as server:
+    with client(fleet(), tmp_path) as server:
         assert server.get("/v1/replicas", headers=key).json()["autoscaling"] is None
         assert "autoscaling" not in server.get("/metrics", headers=key).text

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 
 from chairlift.errors import EngineDeadError
 from chairlift.server.http.app import make_app
+from chairlift.server.openai.protocol import parse
 from chairlift.server.openai.response_store import ResponseStore, StoredResponse
 from chairlift.server.openai.responses_input import names, to_chat
 from chairlift.server.openai.responses_types import ResponsesRequest
@@ -35,6 +36,7 @@ KEYS = ("first-key", "second-key")
 @pytest.fixture
 def engine() -> FakeEngine:
     made = FakeEngine()
+    made.prompts.follows_grammars = True  # the calls of strict functions follow one
     says(made, CALLS)
     return made
 
@@ -97,12 +99,27 @@ def test_an_answer_is_items(client: openai.OpenAI) -> None:
     assert (second.name, second.arguments) == ("now", "{}")
     assert first.call_id != second.call_id and len(first.call_id) == 9
     assert {item.status for item in reply.output} == {reply.status} == {"completed"}
-    assert (reply.metadata, reply.instructions, reply.store) == ({"a": "b"}, "Be brief.", False)
+    assert (reply.metadata, reply.instructions, reply.store) == ({"a": "b"}, "Be brief.", True)
     thoughts = len("<think>\nHm. é\n</think>".encode())
     assert reply.usage.output_tokens_details.reasoning_tokens == thoughts
     assert reply.usage.output_tokens == len(CALLS.encode()) + 1
     assert reply.usage.total_tokens == reply.usage.input_tokens + reply.usage.output_tokens
     assert reply.error is None and reply.incomplete_details is None and reply.truncation == "disabled"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_comes_back_by_the_field_that_some_clients_keep(client: openai.OpenAI, stream: bool) -> None:
+    """Codex sends back the summary and the encrypted content, and no other field."""
+    asked: dict[str, Any] = {"tools": TOOLS, "stream": stream}
+    for include in (None, ["reasoning.encrypted_content"]):
+        reply: Any = create(client, include=include, **asked)
+        if stream:
+            reply = list(reply)[-1].response
+        thought = reply.output[0].to_dict()
+        kept = {key: thought.get(key) for key in ("type", "summary", "encrypted_content")}
+        request, _ = parse(ResponsesRequest, {"input": [USER, kept, SAID]})
+        read = to_chat(request, [], names(), []).messages[-1].get("reasoning_content")
+        assert read == (None if include is None else "Hm. é")
 
 
 def test_events_come_in_order(client: openai.OpenAI) -> None:
@@ -111,7 +128,7 @@ def test_events_come_in_order(client: openai.OpenAI) -> None:
     kinds = [event.type.removeprefix("response.") for event in events]
     text = ["output_item.added", "content_part.added", "D", "content_part.done", "output_item.done"]
     call = ["output_item.added", *(f"function_call_arguments.{each}" for each in ("delta", "done")), "output_item.done"]
-    told = [kind for index, kind in enumerate(kinds) if not (kind.endswith("text.delta") and kind == kinds[index - 1])]
+    told = [kind for index, kind in enumerate(kinds) if not (kind.endswith(".delta") and kind == kinds[index - 1])]
     reasoning = ["reasoning_text.delta", "reasoning_text.done"]
     said = ["output_text.delta", "output_text.done"]
     expected = ["created", "in_progress"]
@@ -174,7 +191,7 @@ def test_logprobs_are_those_of_the_text(client: openai.OpenAI, engine: FakeEngin
     assert only and all(each.top_logprobs == [] for each in only)
 
 
-def test_forms_reach_the_engine(client: openai.OpenAI, engine: FakeEngine) -> None:
+def test_demanded_forms_reach_the_engine(client: openai.OpenAI, engine: FakeEngine) -> None:
     engine.prompts.follows_grammars = True
     says(engine, "{}", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -192,13 +209,13 @@ def test_forms_reach_the_engine(client: openai.OpenAI, engine: FakeEngine) -> No
 def test_settings_reach_the_engine_and_hints_are_named(http: TestClient, engine: FakeEngine) -> None:
     fields = {"temperature": 0.5, "top_p": 0.5, "top_k": 7, "seed": 3, "stop": ["x"], "stream_options": None}
     hints = {"prompt_cache_key": "k", "max_tool_calls": 3, "safety_identifier": "s", "text": {"verbosity": "low"}}
-    reasoning = {"effort": "none", "summary": "auto", "context": "auto"}
+    reasoning = {"effort": "none", "summary": "auto", "context": "auto", "mode": "standard"}
     reply = http.post("/v1/responses", json={"input": "Hi", "reasoning": reasoning, **fields, **hints})
     assert reply.status_code == 200
     params = engine.submitted[-1][1]
     assert (params.temperature, params.top_p, params.top_k, params.seed) == (0.5, 0.5, 7, 3)
     assert (reply.json()["temperature"], reply.json()["top_p"]) == (0.5, 0.5)
-    named = "prompt_cache_key, max_tool_calls, safety_identifier, reasoning.context, text.verbosity, reasoning.summary"
+    named = "prompt_cache_key, max_tool_calls, safety_identifier, reasoning.mode, text.verbosity, reasoning.summary"
     assert named in reply.headers["warning"]
     assert prompt_of(engine).endswith("<think>\n\n</think>\n\n")
 
@@ -224,6 +241,152 @@ def result(call_id: str, text: str) -> dict[str, Any]:
 
 
 ASKED = {"role": "user", "content": "Hi"}
+LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin" /(.|\\n)*/'}
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files", "format": LARK}
+SPACE = {
+    "type": "namespace",
+    "name": "mcp__git",
+    "description": "Of git.",
+    "tools": [
+        {"type": "function", "name": "log", "description": "Shows", "parameters": {"type": "object"}, "strict": None},
+        {"type": "custom", "name": "commit"},
+    ],
+}
+PATCHED = (
+    'So.\n<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin\\n\\"é\\""}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "mcp__git__log", "arguments": {"n": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "mcp__git__commit", "arguments": {"input": "all"}}\n</tool_call>'
+)
+
+
+def test_custom_tools_and_namespaces_are_called_whole_and_streamed(http: TestClient, engine: FakeEngine) -> None:
+    says(engine, PATCHED)
+    body: dict[str, Any] = {"input": "Hi", "tools": [{"type": "web_search"}, PATCH, SPACE], "max_output_tokens": 400}
+    reply = http.post("/v1/responses", json=body)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["warning"] == '299 chairlift "ignored: tools[0]"'
+    found = [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in reply.json()["output"][1:]]
+    assert found == [
+        {"type": "custom_tool_call", "name": "apply_patch", "input": '*** Begin\n"é"'},
+        {
+            "type": "function_call",
+            "namespace": "mcp__git",
+            "name": "log",
+            "arguments": '{"n": 1}',
+            "status": "completed",
+        },
+        {"type": "custom_tool_call", "namespace": "mcp__git", "name": "commit", "input": "all"},
+    ]
+    prompt = prompt_of(engine)
+    assert "web_search" not in prompt and "lark grammar" in prompt and "*** Begin" in prompt and "Of git." in prompt
+    events = [
+        json.loads(line[6:])
+        for line in http.post("/v1/responses", json={**body, "stream": True}).text.split("\n")
+        if line.startswith("data: ")
+    ]
+    inputs = [event for event in events if event["type"].startswith("response.custom_tool_call_input")]
+    for event in (each for each in inputs if each["type"].endswith("done")):
+        pieces = [each["delta"] for each in inputs if "delta" in each and each["item_id"] == event["item_id"]]
+        assert "".join(pieces) == event["input"]
+    assert [event["input"] for event in inputs if "input" in event] == ['*** Begin\n"é"', "all"]
+    last = [
+        {k: v for k, v in item.items() if k not in ("id", "call_id")} for item in events[-1]["response"]["output"][1:]
+    ]
+    assert last == found
+
+
+def test_a_grammar_is_held_to_or_named_where_the_format_has_none(engine: FakeEngine) -> None:
+    body = {"input": "Hi", "tools": [PATCH], "max_output_tokens": 400}
+    for parser, warning in (("auto", None), ("pythonic", '299 chairlift "ignored: tools[0].format"')):
+        says(engine, "[apply_patch(input='x')]")
+        with TestClient(make_app(make_state(engine, tool_call_parser=parser)), base_url="http://localhost") as http:
+            reply = http.post("/v1/responses", json=body)
+        assert (reply.status_code, reply.headers.get("warning")) == (200, warning), reply.text
+        held = engine.submitted[-1][1].structured_outputs
+        assert (held is None) == (parser == "pythonic")
+        if held is not None:
+            assert "Begin" in str(held.structural_tag)
+
+
+def test_a_call_whose_input_is_no_text_is_text(http: TestClient, engine: FakeEngine) -> None:
+    says(engine, '<tool_call>\n{"name": "apply_patch", "arguments": {"input": 3}}\n</tool_call>')
+    free = {"type": "custom", "name": "apply_patch"}
+    reply = http.post("/v1/responses", json={"input": "Hi", "tools": [free], "max_output_tokens": 400}).json()
+    assert [item["type"] for item in reply["output"]] == ["message"]
+    assert '{"input": 3}' in reply["output"][0]["content"][0]["text"]
+    assert reply["tool_call_errors"] == ["the input of apply_patch is no single text"]
+
+
+def test_items_of_other_tools_become_calls_and_results_or_are_named(http: TestClient, engine: FakeEngine) -> None:
+    shell = {"type": "local_shell_call", "call_id": "s", "id": "ls", "action": {"type": "exec", "command": ["ls"]}}
+    given = [
+        USER,
+        {"type": "web_search_call", "id": "ws", "status": "completed"},
+        {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** é"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "Done."},
+        shell,
+        {"type": "local_shell_call_output", "id": "s", "output": "a.txt"},
+        {"type": "function_call", "call_id": "l", "namespace": "mcp__git", "name": "log", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "l", "output": [{"type": "input_text", "text": "none"}]},
+        {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", "name": "later"}]},
+    ]
+    reply = http.post("/v1/responses", json={"input": given, "tools": [PATCH, SPACE]})
+    assert reply.status_code == 200 and "input[1]" in reply.headers["warning"], reply.text
+    prompt = prompt_of(engine)
+    for text in ("*** é", "Done.", '"command": ["ls"]', "a.txt", '"mcp__git__log"', "none", '"later"'):
+        assert text in prompt, text
+
+
+def test_images_of_results_follow_in_a_message_of_the_user() -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
+    given = [USER, LOOK, {**RAIN, "output": [image, {"type": "input_text", "text": "Seen."}]}]
+    request, _ = parse(ResponsesRequest, {"input": given})
+    messages = to_chat(request, [], names()).messages
+    picture = {"type": "image_url", "image_url": {"url": image["image_url"]}}
+    assert messages[2:] == [result("a", "Seen."), {"role": "user", "content": [picture]}]
+
+
+def test_truncation_serves_a_conversation_that_is_too_long_to_encode(http: TestClient, engine: FakeEngine) -> None:
+    engine.prompts.max_chars = 4000
+    given = [{"role": "user", "content": f"{number} " + "x" * 300} for number in range(50)]
+    said = [each for turn in given for each in (turn, {"role": "assistant", "content": "Yes."})]
+    body = {"input": [*said, USER], "max_output_tokens": 500}
+    assert http.post("/v1/responses", json=body).status_code == 400
+    reply = http.post("/v1/responses", json={**body, "truncation": "auto"})
+    assert reply.status_code == 200 and reply.json()["usage"]["input_tokens"] > 1000, reply.text
+
+
+def test_truncation_leaves_out_the_oldest_turns_only(http: TestClient, engine: FakeEngine) -> None:
+    turns = [
+        {"role": role, "content": f"{role}{number} " + "x" * 200}
+        for number in range(8)
+        for role in ("user", "assistant")
+    ]
+    given = [*turns[:5], {"role": "developer", "content": "Be kind."}, *turns[5:], {"role": "user", "content": "Last?"}]
+    body = {"input": given, "instructions": "Rules.", "max_output_tokens": 500}
+    assert http.post("/v1/responses", json=body).status_code == 400
+    reply = http.post("/v1/responses", json={**body, "truncation": "auto"})
+    assert reply.status_code == 200 and reply.json()["truncation"] == "auto", reply.text
+    prompt = prompt_of(engine)
+    kept = [number for number in range(8) if f"user{number} " in prompt]
+    assert kept and kept == list(range(kept[0], 8)) and kept[0] > 0
+    assert all((f"assistant{number} " in prompt) == (number in kept) for number in range(8))
+    assert "Rules." in prompt and "Be kind." in prompt and "Last?" in prompt
+    assert reply.json()["usage"]["input_tokens"] + 500 <= 2048
+    one_more = len(f"<|im_start|>user\nuser{kept[0] - 1} " + "x" * 200) * 2
+    assert reply.json()["usage"]["input_tokens"] + 500 + one_more > 2048
+    huge = {**body, "input": [*given[:-1], {"role": "user", "content": "y" * 3000}], "truncation": "auto"}
+    assert http.post("/v1/responses", json=huge).status_code == 400
+
+
+def test_reasoning_of_earlier_turns_is_left_out_where_the_request_says_so() -> None:
+    given = [USER, THOUGHT, SAID, USER, THOUGHT, LOOK, RAIN]
+    counts = {}
+    for context in ("auto", "current_turn"):
+        request, _ = parse(ResponsesRequest, {"input": given, "reasoning": {"context": context}})
+        messages = to_chat(request, [], names()).messages
+        counts[context] = ["reasoning_content" in each for each in messages if each["role"] == "assistant"]
+    assert counts == {"auto": [True, True], "current_turn": [False, True]}
 
 
 @pytest.mark.parametrize(
@@ -291,6 +454,14 @@ ASKED = {"role": "user", "content": "Hi"}
             {"input": [USER, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Short."}]}, SAID]},
             [ASKED, {"role": "assistant", "reasoning_content": "Short.", "content": "I look."}],
         ),
+        (
+            {"input": [USER, {"type": "reasoning", "summary": [], "encrypted_content": "chairlift:Hm. é"}, SAID]},
+            [ASKED, {"role": "assistant", "reasoning_content": "Hm. é", "content": "I look."}],
+        ),
+        (
+            {"input": [USER, {**THOUGHT, "encrypted_content": "chairlift:Hm."}]},
+            [ASKED, {"role": "assistant", "reasoning_content": "Hm."}],
+        ),
         ({"input": [{"type": "reasoning", "summary": [], "content": None}, USER]}, [ASKED]),
     ],
 )
@@ -317,7 +488,7 @@ def test_tools_and_choices_are_one_level_deeper_in_a_chat() -> None:
     ):
         chat = to_chat(ResponsesRequest(input="Hi", tools=TOOLS, tool_choice=given), [], names())
         assert chat.tool_choice == choice
-        assert chat.tools and chat.tools[1] == {"type": "function", "function": {"name": "now", "parameters": None}}
+        assert chat.tools and chat.tools[1] == {"type": "function", "function": {"name": "now"}}
 
 
 def picture(role: str = "user", **fields: Any) -> list[dict[str, Any]]:
@@ -328,14 +499,42 @@ def picture(role: str = "user", **fields: Any) -> list[dict[str, Any]]:
     ("fields", "param", "words"),
     [
         ({"input": []}, "input", "1 to 4096"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search', but built-in"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type", "'custom'"),
-        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "1 to 64"),
+        ({"tools": [3]}, "tools[0]", "object"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "'web_search' are not served"),
+        (
+            {"tools": [*TOOLS, {"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+            "tool_choice",
+            "tool_choice.type is 'web_search', but tools",
+        ),
+        (
+            {
+                "tools": [*TOOLS, {"type": "web_search"}],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]},
+            },
+            "tool_choice",
+            "tool_choice.tools has no other tools",
+        ),
+        ({"tools": [{"type": "web_search"}, {"type": "custom", "name": "a b"}]}, "tools[1].name", "1 to 128"),
+        ({"tools": [{"type": "custom", "name": "x", "format": {"type": "xml"}}]}, "tools[0].format", "text or grammar"),
+        (
+            {"tools": [{**PATCH, "format": {**LARK, "definition": 'start: "(" start ")" | "x"'}}]},
+            "tools[0].format",
+            "tools[0].format cannot be enforced: line 1 of the lark grammar: the rule 'start' refers to itself",
+        ),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools", "must be a list"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "a b"}]}]},
+            "tools[0].tools[0].name",
+            "1 to 128",
+        ),
+        ({"input": [{"type": "custom_tool_call", "call_id": "a", "name": "x"}]}, "input[0].input", "a text"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type", "'compaction'"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "1 to 128"),
         ({"tools": [{"type": "function", "name": "a", "parameters": {"type": "string"}}]}, None, "tools[0].parameters"),
         ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice", "allowed_tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "fly"}}, "tool_choice", "'fly'"),
         ({"tools": TOOLS, "top_logprobs": 1}, "top_logprobs", "with tools"),
-        ({"truncation": "auto"}, "truncation", "'disabled'"),
+        ({"truncation": "most"}, "truncation", "auto or disabled"),
         ({"include": ["everything"]}, "include[0]", "message.output_text.logprobs"),
         ({"background": True}, "background", "while the client waits"),
         ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
@@ -352,8 +551,9 @@ def picture(role: str = "user", **fields: Any) -> list[dict[str, Any]]:
         ({"reasoning": 3}, "reasoning", "object"),
         ({"max_output_tokens": 0}, "max_output_tokens", "from 1"),
         ({"metadata": {"a": 1}}, None, "metadata"),
-        ({"input": [USER, {"type": "item_reference", "id": "x"}]}, "input[1].type", "send the item itself"),
-        ({"input": [{"type": "web_search_call"}]}, "input[0].type", "function_call_output"),
+        ({"input": [USER, {"type": "item_reference", "id": 7}]}, "input[1].id", "the id of an item"),
+        ({"input": [{"type": "image_generation_call"}]}, "input[0].type", "function_call_output"),
+        ({"input": [{"type": "web_search_call"}]}, "input", "input is empty"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "developer"),
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content", "list of parts"),
         ({"input": picture()}, "input[0].content[0].image_url", "must be a data URL"),
@@ -376,9 +576,10 @@ def picture(role: str = "user", **fields: Any) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_what_is_wrong_is_said_with_the_clients_names(
-    http: TestClient, fields: dict[str, Any], param: str | None, words: str
+def test_errors_have_the_names_of_the_clients_fields(
+    http: TestClient, engine: FakeEngine, fields: dict[str, Any], param: str | None, words: str
 ) -> None:
+    engine.prompts.follows_grammars = False
     error = refused(http, **fields)
     assert words in error["message"] and (param is None or error["param"] == param), error
 
@@ -419,11 +620,11 @@ def test_a_stored_response_is_gone_on_with_and_deleted(client: openai.OpenAI, en
     assert (second.output_text, second.previous_response_id) == ("It rains.", first.id)
     prompt = prompt_of(engine)
     assert "Once only." not in prompt and "I look." in prompt and prompt.count("Rain.") == 2
-    third = create(client, previous_response_id=second.id, input="Really?")
+    third = create(client, previous_response_id=second.id, input="Really?", store=False)
     assert "It rains." in prompt_of(engine) and prompt_of(engine).count("Rain.") == 2
     client.responses.delete(first.id)
     for gone in (first.id, third.id, "resp_unknown"):
-        with pytest.raises(openai.NotFoundError, match="store true"):
+        with pytest.raises(openai.NotFoundError, match="store false"):
             client.responses.retrieve(gone)
         with pytest.raises(openai.NotFoundError) as missing:
             create(client, previous_response_id=gone)
@@ -433,6 +634,28 @@ def test_a_stored_response_is_gone_on_with_and_deleted(client: openai.OpenAI, en
     assert client.responses.retrieve(second.id).output_text == "It rains."
     with pytest.raises(openai.BadRequestError, match="are not kept"):
         client.responses.retrieve(second.id, stream=True)
+
+
+def test_items_named_by_their_ids_are_those_of_the_stored_answer(client: openai.OpenAI, engine: FakeEngine) -> None:
+    """The AI SDK sends the ids of reasoning and messages, and the calls themselves."""
+    asked: dict[str, Any] = {"role": "user", "content": "Rain?"}
+    first = create(client, input=[asked], tools=TOOLS)
+    thought, message, call, other = first.output
+    results = [{"type": "function_call_output", "call_id": each.call_id, "output": "Rain."} for each in (call, other)]
+    calls = [each.to_dict() for each in (call, other)]
+    named = [{"type": "item_reference", "id": thought.id}, {"id": message.id}]
+    by_id = [asked, *named, *calls, *results]
+    count = client.responses.input_tokens.count(input=by_id, model="fake", tools=TOOLS)
+    second = create(client, input=by_id, tools=TOOLS)
+    seen = prompt_of(engine)
+    create(client, input=[asked, thought.to_dict(), message.to_dict(), *calls, *results], tools=TOOLS)
+    assert seen == prompt_of(engine) and count.input_tokens == second.usage.input_tokens
+    create(client, input=[*by_id, {"type": "item_reference", "id": second.output[1].id}, asked], tools=TOOLS)
+    assert prompt_of(engine).count("I look.") == 2
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="send the item itself") as missing:
+        create(client, input=by_id)
+    assert (missing.value.param, missing.value.code) == ("input[1].id", "item_not_found")
 
 
 def test_the_items_before_a_stored_answer_are_listed_in_pages(client: openai.OpenAI, engine: FakeEngine) -> None:
@@ -465,7 +688,7 @@ def test_the_items_before_a_stored_answer_are_listed_in_pages(client: openai.Ope
         client.responses.input_items.list(second.id, after="msg_unknown")
     with pytest.raises(openai.BadRequestError, match="order must be asc or desc"):
         client.responses.input_items.list(second.id, order="up")  # type: ignore[arg-type]
-    with pytest.raises(openai.NotFoundError, match="store true"):
+    with pytest.raises(openai.NotFoundError, match="store false"):
         client.responses.input_items.list("resp_unknown")
 
 
@@ -474,7 +697,7 @@ def test_a_response_that_has_ended_cannot_be_cancelled(client: openai.OpenAI, ht
     with pytest.raises(openai.BadRequestError, match="only background responses can be cancelled") as refusal:
         client.responses.cancel(kept.id)
     assert refusal.value.param == "response_id"
-    with pytest.raises(openai.NotFoundError, match="store true"):
+    with pytest.raises(openai.NotFoundError, match="store false"):
         client.responses.cancel("resp_unknown")
     error = refused(http, background=True)
     assert error["param"] == "background" and "while the client waits" in error["message"]
@@ -495,6 +718,8 @@ def test_a_key_sees_its_own_responses_only(engine: FakeEngine) -> None:
                 call_it(kept.id)
         with pytest.raises(openai.NotFoundError):
             create(other, previous_response_id=kept.id)
+        with pytest.raises(openai.NotFoundError):
+            create(other, input=[{"type": "item_reference", "id": kept.output[0].id}])
         assert one.responses.retrieve(kept.id).id == kept.id
 
 
@@ -502,17 +727,20 @@ def test_a_server_that_keeps_nothing_says_so(engine: FakeEngine) -> None:
     with TestClient(make_app(make_state(engine, max_stored_responses=0)), base_url="http://localhost") as http:
         error = refused(http, store=True)
         assert error["param"] == "store" and "--max-stored-responses 0" in error["message"]
-        assert http.post("/v1/responses", json={"input": "Hi", "store": False}).status_code == 200
+        for body in ({}, {"store": False}):
+            assert http.post("/v1/responses", json={"input": "Hi", **body}).json()["store"] is False
 
 
 def test_the_store_is_bounded_and_the_largest_key_gives_way() -> None:
     store, kept = ResponseStore(), StoredResponse(b"x" * 40, b"y" * 10)
-    for index in range(4):
-        assert store.put("a", f"a{index}", kept, 4, 1000)
-    assert store.get("a", "a0") is kept
+    named = [StoredResponse(kept.body, kept.items, 0, (f"item{index}",)) for index in range(4)]
+    for index, each in enumerate(named):
+        assert store.put("a", f"a{index}", each, 4, 1000)
+    assert store.with_item("a", "item0") is named[0] and store.with_item("b", "item0") is None
     assert store.put("b", "b0", kept, 4, 1000)
-    assert [store.get("a", f"a{index}") is kept for index in range(4)] == [True, False, True, True]
+    assert [store.get("a", f"a{index}") is named[index] for index in range(4)] == [True, False, True, True]
     assert store.get("b", "b0") is kept and store.get("a", "b0") is None
+    assert store.with_item("a", "item1") is None
     assert (store.num_stored, store.num_bytes) == (4, 200)
     assert store.put("b", "b1", kept, 100, 120)
     assert (store.num_stored, store.num_bytes) == (2, 100)
@@ -520,7 +748,7 @@ def test_the_store_is_bounded_and_the_largest_key_gives_way() -> None:
     assert not store.delete("a", "b1") and not store.delete("nobody", "b1")
     for holder, name in [(holder, f"{holder}{i}") for holder in "ab" for i in range(4)]:
         store.delete(holder, name)
-    assert (store.num_stored, store.num_bytes, store._stored, store._bytes) == (0, 0, {}, {})
+    assert (store.num_stored, store.num_bytes, store._stored, store._bytes, store._of_items) == (0, 0, {}, {}, {})
 
 
 # --- an agent ---------------------------------------------------------------------------------------------------------
@@ -595,3 +823,25 @@ def test_an_agent_that_keeps_its_history_itself_comes_to_its_end() -> None:
         assert prompt.count("<|im_start|>system") == 1
 
     run(test())
+
+
+def test_a_stored_custom_call_is_continued_and_listed(http: TestClient, engine: FakeEngine) -> None:
+    says(engine, PATCHED)
+    body = {"tools": [PATCH, SPACE], "max_output_tokens": 400, "store": True}
+    first = http.post("/v1/responses", json={"input": "Hi", **body}).json()
+    answers = [
+        {"type": f"{item['type'].removesuffix('_call')}_call_output", "call_id": item["call_id"], "output": f"r{index}"}
+        for index, item in enumerate(first["output"])
+        if "call_id" in item
+    ]
+    assert len(answers) == 3
+    says(engine, "Done.")
+    second = http.post("/v1/responses", json={"input": answers, "previous_response_id": first["id"], **body})
+    assert second.status_code == 200, second.text
+    prompt = prompt_of(engine)
+    assert "mcp__git__log" in prompt and '"mcp__git__commit"' in prompt and "*** Begin" in prompt
+    assert all(answer["output"] in prompt for answer in answers)
+    listed = http.get(f"/v1/responses/{second.json()['id']}/input_items?order=asc").json()["data"]
+    kinds = [item["type"] for item in listed]
+    assert kinds[-6:] == ["custom_tool_call", "function_call", "custom_tool_call", *(each["type"] for each in answers)]
+    assert listed[-5]["namespace"] == "mcp__git" and listed[-6]["input"] == '*** Begin\n"é"'

@@ -81,7 +81,7 @@ def test_with_keys_an_id_is_no_tenant_of_a_key(engine: FakeEngine, tmp_path: Pat
         [(GATEWAY, b"x" * 129)],
     ],
 )
-def test_what_is_no_id_is_refused(headers: list[tuple[bytes, bytes]]) -> None:
+def test_a_header_that_is_no_id_is_refused(headers: list[tuple[bytes, bytes]]) -> None:
     proxies = TrustedProxies(["10.0.0.0/8"])
     with pytest.raises(ApiError, match="one id of 1 to 128 visible ASCII") as caught:
         proxies.fairness_id(("10.0.0.1", 1), headers)

@@ -145,7 +145,7 @@ def test_a_stream_in_a_row_is_the_whole_answer(client: TestClient, engine: FakeE
         assert engine.num_requests == 0
 
 
-def test_the_order_of_chunks(client: TestClient) -> None:
+def test_chunks_come_in_the_documented_order(client: TestClient) -> None:
     chunks = stream(client, CHAT, {"messages": MESSAGES, "n": 3, "max_tokens": 20, "seed": 1})
     assert chunks.pop() == "[DONE]"
     for index, chunk in enumerate(chunks[:3]):
@@ -281,7 +281,7 @@ def test_a_body_counts_until_its_prompt_is_tokens() -> None:
     asyncio.run(main())
 
 
-def test_of_several_prompts_none_is_left_when_one_is_refused(client: TestClient, engine: FakeEngine) -> None:
+def test_no_prompt_of_a_call_is_left_when_one_is_refused(client: TestClient, engine: FakeEngine) -> None:
     reply = client.post(TEXT, json={"prompt": [[1], [2], [999]]})
     assert reply.status_code == 400
     assert reply.json()["error"]["message"].startswith("prompt 2: the prompt has token id 999")
@@ -398,7 +398,7 @@ def test_a_reader_that_stands_still_until_its_connection_ends_leaves_nothing() -
     asyncio.run(main())
 
 
-def test_one_send_per_output() -> None:
+def test_each_output_is_one_send() -> None:
     async def main() -> None:
         engine = FakeEngine()
         sent: list[Any] = []
@@ -443,7 +443,7 @@ def test_merging_gives_each_stream_its_turn() -> None:
     asyncio.run(main())
 
 
-def test_of_several_prompts_the_first_that_fails_ends_the_reply() -> None:
+def test_the_first_failing_prompt_of_a_call_ends_the_reply() -> None:
     class Failing(FakeStream):
         async def __anext__(self) -> Any:
             raise QueueTimeoutError("it waited too long")

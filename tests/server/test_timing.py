@@ -61,7 +61,9 @@ def test_a_reply_says_where_the_time_of_the_slowest_prompt_went(http: TestClient
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_in_a_stream_the_last_chunk_of_each_prompt_does(http: TestClient, path: str, n: int) -> None:
+def test_the_last_chunk_of_each_prompt_in_a_stream_says_where_the_time_went(
+    http: TestClient, path: str, n: int
+) -> None:
     chunks = events(http, path, return_timing=True, n=n, stream_options={"include_usage": True})
     told = [chunk for chunk in chunks if "timing" in chunk]
     assert len(told) == (2 if path == TEXT else 1)
@@ -76,6 +78,6 @@ def test_in_a_stream_the_last_chunk_of_each_prompt_does(http: TestClient, path: 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("fields", [{}, {"return_timing": False}, {"return_timing": None}])
-def test_whoever_does_not_ask_is_not_told(http: TestClient, path: str, fields: dict[str, Any]) -> None:
+def test_replies_have_no_timing_unless_asked(http: TestClient, path: str, fields: dict[str, Any]) -> None:
     assert "timing" not in ask(http, path, **fields).json()
     assert not any("timing" in chunk for chunk in events(http, path, **fields))

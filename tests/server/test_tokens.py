@@ -32,7 +32,7 @@ def refused(http: TestClient, path: str, **body: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("text", ["", "Dé 😀<|im_end|>\n", "x" * 20_000])
-def test_there_and_back(http: TestClient, engine: FakeEngine, text: str) -> None:
+def test_tokenize_and_detokenize_are_inverse(http: TestClient, engine: FakeEngine, text: str) -> None:
     reply = http.post("/tokenize", json={"model": "fake", "prompt": text, "return_token_strs": True}).json()
     assert engine.prompts.tokenizer is not None
     assert reply["tokens"] == engine.prompts.tokenizer.encode(text)
@@ -64,7 +64,7 @@ def test_text_that_spells_a_control_token_becomes_this_token(http: TestClient) -
     assert ends("a<|im_end |>b") == ends("ab")
 
 
-def test_what_does_not_fit_is_refused(http: TestClient) -> None:
+def test_impossible_fields_are_refused_by_name(http: TestClient) -> None:
     assert refused(http, "/tokenize")["param"] == "prompt"
     assert refused(http, "/tokenize", prompt="x", messages=[{"role": "user", "content": "x"}])["param"] == "prompt"
     messages = [{"role": "user", "content": "x"}]
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused(http: TestClient) -> None:
     assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
 
 
-def test_long_ones_wait_in_the_line_of_long_texts(http: TestClient, engine: FakeEngine) -> None:
+def test_long_texts_wait_in_their_own_queue(http: TestClient, engine: FakeEngine) -> None:
     engine.full = True
     for path, body in (
         ("/detokenize", {"tokens": [65] * 513}),

@@ -98,7 +98,7 @@ def test_an_answer_has_its_calls_and_its_reasoning(client: openai.OpenAI) -> Non
     assert reply.usage.completion_tokens_details.reasoning_tokens == 2 * len("<think>\nHm. é\n</think>".encode())
 
 
-def test_a_stream_brings_the_same(client: openai.OpenAI) -> None:
+def test_a_stream_brings_the_same_calls_and_reasoning(client: openai.OpenAI) -> None:
     whole = create(client, seed=1)
     chunks = list(create(client, seed=1, stream=True, stream_options={"include_usage": True}))
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
@@ -182,7 +182,7 @@ def test_without_tools_or_with_choice_none_a_call_is_text(client: openai.OpenAI,
         assert "Weather" not in byte_tokenizer().decode(engine.submitted[-1][0], False)
 
 
-def test_one_call_where_several_are_not_wanted(client: openai.OpenAI) -> None:
+def test_only_one_call_is_returned_without_parallel_tool_calls(client: openai.OpenAI) -> None:
     (choice,) = create(client, parallel_tool_calls=False).choices
     assert [call.function.name for call in choice.message.tool_calls] == ["look"]
     assert "1 more calls" in choice.tool_call_errors[0]
@@ -204,7 +204,7 @@ def test_thinking_can_be_turned_off(client: openai.OpenAI, engine: FakeEngine) -
         assert byte_tokenizer().decode(engine.submitted[-1][0], False).endswith("<think>\n\n</think>\n\n")
 
 
-def test_a_prompt_that_opens_the_reasoning(client: openai.OpenAI, engine: FakeEngine) -> None:
+def test_reasoning_that_the_prompt_opens_is_split_from_the_answer(client: openai.OpenAI, engine: FakeEngine) -> None:
     says(engine, "Hm.\n</think>\n\nYes.", HERMES.replace("assistant\n", "assistant\n<think>\n"))
     message = create(client).choices[0].message
     assert (message.reasoning_content, message.content) == ("Hm.", "Yes.")
@@ -248,8 +248,8 @@ def test_marks_that_are_special_tokens_are_read_and_others_left_out(client: open
     ("fields", "param", "words"),
     [
         ({"tools": [{"type": "web"}]}, "tools[0].type", "'function'"),
-        ({"tools": [{"function": {}}]}, "tools[0].function.name", "1 to 64"),
-        ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name", "1 to 64"),
+        ({"tools": [{"function": {}}]}, "tools[0].function.name", "1 to 128"),
+        ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name", "1 to 128"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].function.name", "again"),
         ({"tools": [{"function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters", "JSON schema"),
         (
@@ -269,12 +269,12 @@ def test_marks_that_are_special_tokens_are_read_and_others_left_out(client: open
         ({"functions": [{"name": "f"}]}, "functions", "send tools instead"),
     ],
 )
-def test_what_is_wrong_with_tools_is_said(http: TestClient, fields: dict[str, Any], param: str, words: str) -> None:
+def test_wrong_tools_are_refused_by_name(http: TestClient, fields: dict[str, Any], param: str, words: str) -> None:
     error = refused(http, **fields)
     assert error["param"] == param and words in error["message"]
 
 
-def test_what_is_wrong_with_a_history_is_said(http: TestClient) -> None:
+def test_a_wrong_history_of_calls_is_refused_by_name(http: TestClient) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
     def history(calls: list[Any], answered: Any) -> list[Any]:
@@ -291,11 +291,24 @@ def test_what_is_wrong_with_a_history_is_said(http: TestClient) -> None:
         assert error["param"] == param or (param is None and "must be a JSON object" in error["message"])
 
 
-def test_models_that_know_no_tools_refuse_them(http: TestClient, engine: FakeEngine) -> None:
-    says(engine, "x", "{% for m in messages %}{{ m.content }}{% endfor %}")
+def test_models_that_know_no_tools_get_a_generic_form(client: openai.OpenAI, engine: FakeEngine) -> None:
+    engine.prompts.follows_grammars = True
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    says(engine, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', template)
+    for choice in ("auto", "required"):
+        (answer,) = create(client, tool_choice=choice).choices
+        assert (answer.message.tool_calls[0].function.name, answer.finish_reason) == ("now", "tool_calls")
+        prompt, params = engine.submitted[-1][:2]
+        text = byte_tokenizer().decode(prompt, False)
+        assert text.startswith("<system>You can call functions.") and "Weather" in text and text.endswith("<user>Hi\n")
+        assert (params.structured_outputs is None) is (choice == "auto")
+
+
+def test_models_whose_format_is_unknown_refuse_tools(http: TestClient, engine: FakeEngine) -> None:
+    says(engine, "x", "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}")
     assert "--tool-call-parser" in refused(http)["message"]
-    says(engine, "x", '<tool_call> "arguments" {% for m in messages %}{{ m.content }}{% endfor %}')
-    assert "does not print" in refused(http)["message"]
+    says(engine, "x", "{{ messages[-1].content }}")
+    assert "prints only a part of a conversation" in refused(http)["message"]
 
 
 def test_parsers_can_be_forced_and_turned_off() -> None:
@@ -306,10 +319,31 @@ def test_parsers_can_be_forced_and_turned_off() -> None:
         assert "--tool-call-parser none" in refused(http)["message"]
         reply = http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 400}).json()
         assert reply["choices"][0]["message"]["content"] == CALLS
+    state = make_state(engine, tool_call_parser="pythonic")
+    says(engine, "x", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    with TestClient(make_app(state), base_url="http://localhost") as http:
+        assert "knows no tools" in refused(http)["message"]
     says(engine, "[now()]")
     with TestClient(make_app(make_state(engine, tool_call_parser="pythonic")), base_url="http://localhost") as http:
         reply = http.post("/v1/chat/completions", json={"messages": ASK, "tools": TOOLS, "max_tokens": 99}).json()
         assert reply["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "now"
+
+
+def test_a_template_that_prints_calls_and_no_tools_is_read_in_the_form_that_the_model_is_told() -> None:
+    """As the templates of DeepSeek R1's small models: the messages describe the tools, in the form ``generic``."""
+    printed = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ c.type }}<｜tool▁sep｜>{{ c.function.name }}"
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+        f"{printed}\n```json\n{{{{ c.function.arguments }}}}\n```<｜tool▁call▁end｜>{{% endfor %}}<|im_end|>"
+        "{% endfor %}<|im_start|>assistant\n"
+    )
+    engine = FakeEngine()
+    says(engine, '<tool_call>\n{"name": "look", "arguments": {"place": "Ulm"}}\n</tool_call>', template)
+    with TestClient(make_app(make_state(engine)), base_url="http://localhost") as http:
+        reply = http.post("/v1/chat/completions", json={"messages": ASK, "tools": TOOLS, "max_tokens": 200})
+    assert "<tool_call>" in byte_tokenizer().decode(engine.submitted[-1][0], False)
+    (call,) = reply.json()["choices"][0]["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look", {"place": "Ulm"})
 
 
 def test_prompts_with_tools_can_be_counted(http: TestClient, engine: FakeEngine) -> None:
@@ -340,6 +374,25 @@ def test_a_call_can_be_required(client: openai.OpenAI, engine: FakeEngine) -> No
         assert chunks[-1].choices[0].finish_reason == reason
     reply = create(client, tool_choice="required", max_tokens=30)
     assert reply.choices[0].finish_reason == "length"
+
+
+def test_calls_of_strict_functions_follow_a_grammar_from_their_first_mark_on(
+    client: openai.OpenAI, http: TestClient, engine: FakeEngine
+) -> None:
+    engine.prompts.follows_grammars = True
+    strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
+    (answer,) = create(client, tools=strict).choices
+    assert [call.function.name for call in answer.message.tool_calls] == ["look", "now"]
+    free = json.loads(str(engine.submitted[-1][1].structured_outputs.structural_tag))["format"]["elements"][-1]
+    assert (free["type"], free["triggers"]) == ("triggered_tags", ["<tool_call>"])
+    create(client)
+    assert engine.submitted[-1][1].structured_outputs is None
+    fields = {"messages": ASK, "tools": strict, "max_tokens": 2}
+    assert "warning" not in http.post("/v1/chat/completions", json=fields).headers
+    says(engine, "x", "{{ tools }}{{ messages }}<|tool_call>call:<tool_call|>")
+    reply = http.post("/v1/chat/completions", json=fields)
+    assert "tools[0].function.strict" in reply.headers["warning"]
+    assert engine.submitted[-1][1].structured_outputs is None
 
 
 def test_a_form_comes_after_the_reasoning_and_beside_calls(client: openai.OpenAI, engine: FakeEngine) -> None:
@@ -376,3 +429,29 @@ def test_formats_without_a_grammar_refuse_to_be_forced() -> None:
         assert error["param"] == "tool_choice" and "in the format pythonic" in error["message"]
         error = refused(http, response_format={"type": "json_object"})
         assert error["param"] == "response_format" and "in the format pythonic" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_custom_tool_gets_a_text_in_a_chat(http: TestClient, engine: FakeEngine, stream: bool) -> None:
+    says(engine, '<tool_call>\n{"name": "patch", "arguments": {"input": "a\\n\\"é\\""}}\n</tool_call>')
+    past = {"id": "a", "type": "custom", "custom": {"name": "patch", "input": "old"}}
+    messages = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [past]},
+        {"role": "tool", "tool_call_id": "a", "content": "ok"},
+    ]
+    tools = [{"type": "custom", "custom": {"name": "patch", "description": "Edits"}}]
+    body = {"messages": messages, "tools": tools, "max_tokens": 300, "stream": stream}
+    reply = http.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    if stream:
+        lines = [line[6:] for line in reply.text.split("\n") if line.startswith("data: {")]
+        deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert calls[0]["type"] == "custom" and calls[0]["custom"] == {"name": "patch", "input": ""}
+        assert "".join(call["custom"]["input"] for call in calls) == 'a\n"é"'
+    else:
+        (call,) = reply.json()["choices"][0]["message"]["tool_calls"]
+        assert (call["type"], call["custom"]) == ("custom", {"name": "patch", "input": 'a\n"é"'})
+    prompt = byte_tokenizer().decode(engine.submitted[-1][0], False)
+    assert '{"input": "old"}' in prompt

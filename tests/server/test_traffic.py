@@ -29,6 +29,7 @@ from chairlift.engine.input_processor import InputProcessor, ModelLimits, Prepar
 from chairlift.engine.output_processor import RequestState
 from chairlift.engine.output_stream import OutputStream
 from chairlift.engine.process.messages import FrameReader, Refused, Step, encode
+from chairlift.engine.replicas import SingleProcess
 from chairlift.metrics.stats import EngineStats
 from chairlift.server.http.app import make_app
 from chairlift.server.http.auth import Caller, load_keys
@@ -46,7 +47,8 @@ LETTER = byte_tokenizer().encode("Q")[0]
 class ScriptedCore:
     """Stands in for the engine's process: steps bring what the test says, in frames that are encoded and decoded."""
 
-    pid, last_heard = None, 0.0
+    replicas = SingleProcess()
+    last_heard = 0.0
 
     def __init__(self, events: AsyncEngine) -> None:
         self.requests: list[PreparedRequest] = []
@@ -60,9 +62,6 @@ class ScriptedCore:
         self.aborted += sequence_ids
 
     stop = abort
-
-    def autoscaling(self) -> None:
-        return
 
     async def close(self) -> None:
         return
@@ -171,13 +170,13 @@ def asynchronous(function: Callable[[], Coroutine[Any, Any, None]]) -> Callable[
 
 
 @asynchronous
-async def test_nothing_to_list() -> None:
+async def test_an_idle_server_lists_no_requests() -> None:
     async with served() as server:
         assert await server.listed() == {"object": "requests", "running": 0, "waiting": 0, "requests": []}
 
 
 @asynchronous
-async def test_every_phase_of_a_request() -> None:
+async def test_each_phase_of_a_request_is_listed() -> None:
     async with served() as server:
         await server.ask("a" * 100, "X-Request-Id: mine", max_tokens=20)
         (one,) = (await server.listed())["requests"]
@@ -263,7 +262,7 @@ def test_bad_numbers_are_named(path: str, name: str) -> None:
 
 
 @asynchronous
-async def test_a_recording_is_what_happened() -> None:
+async def test_a_recording_has_the_requests_that_came() -> None:
     async with served() as server:
         began = time.time()
         await server.ask("it was there before")
@@ -354,7 +353,7 @@ async def test_no_text_leaves_the_server() -> None:
 
 
 @asynchronous
-async def test_promises_and_tenants() -> None:
+async def test_promises_and_tenants_are_recorded() -> None:
     async with served(scheduling_policy="priority") as server:
         events = await server.record("?requests=4")
         await events.next()
@@ -425,7 +424,7 @@ async def test_a_recording_waits_for_its_listener() -> None:
         assert (reply.status, reply.error["code"]) == (404, "recording_not_found")
 
 
-def test_a_recording_belongs_to_who_began_it(tmp_path: Path) -> None:
+def test_a_recording_belongs_to_the_key_that_began_it(tmp_path: Path) -> None:
     async def ask() -> None:
         async with served(tmp_path, "alice sk-a\nbob sk-b\n") as server:
             events = await server.record("", "Authorization: Bearer sk-a")
@@ -440,7 +439,7 @@ def test_a_recording_belongs_to_who_began_it(tmp_path: Path) -> None:
 
 
 @asynchronous
-async def test_so_many_recordings_and_no_more() -> None:
+async def test_the_number_of_recordings_is_limited() -> None:
     async with served() as server:
         tracer: Any = object()
         server.engine.events.subscribe("traces", tracer)  # takes nobody's place
@@ -534,7 +533,7 @@ async def test_only_what_comes_within_the_limits_counts() -> None:
     assert recording.is_complete(110.0) and not recording.is_complete(109.9)
 
 
-def test_what_waits_for_a_listener_holds_no_answers() -> None:
+def test_waiting_lines_of_a_recording_hold_no_answers() -> None:
     """They may be megabytes each, with log-probabilities: those of a recording that nobody reads filled the memory."""
     recording, stream = a_recording(), a_stream(0)
     recording.began(stream)
@@ -675,7 +674,7 @@ def test_the_engine_tells_how_far_long_prompts_are() -> None:
     assert left[0] == pytest.approx(3 * left[2], rel=0.35)  # three more steps, and one
 
 
-def test_the_engine_tells_who_gave_way() -> None:
+def test_the_engine_tells_which_request_was_preempted() -> None:
     engine = make_engine(num_blocks=13, caching=False, max_num_batched_tokens=8)
     names = [engine.add_request([1 + i] * 10, greedy(16)) for i in range(3)]
     gave_way: set[str] = set()

@@ -84,7 +84,7 @@ def test_uvicorn_is_what_the_protocol_was_written_against() -> None:
     )
 
 
-def test_what_is_overridden_is_there_to_be_overridden() -> None:
+def test_overridden_methods_exist_with_the_same_signature() -> None:
     own = {name for name, each in vars(HttpProtocol).items() if inspect.isfunction(each)}
     overridden = own & set(vars(HttpToolsProtocol)) - {"__init__"}
     for name in overridden:

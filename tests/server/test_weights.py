@@ -40,7 +40,7 @@ def post(engine: FakeEngine, tmp_path: Path, body: Any = BODY, key: str = "sk-ad
         return client.post("/update_weights", json=body, headers={"Authorization": f"Bearer {key}"})
 
 
-def test_the_admin_replaces_them(tmp_path: Path) -> None:
+def test_the_admin_replaces_the_weights(tmp_path: Path) -> None:
     engine = Updating()
     reply = post(engine, tmp_path, BODY | {"in_flight": "recompute"})
     assert engine.asked == [("/models/new", 4, "recompute")]
@@ -58,7 +58,7 @@ def test_the_admin_replaces_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keys", ["alice sk-alice\nadmin sk-admin\n", "sk-alice\n"])
-def test_nobody_else_does(tmp_path: Path, keys: str) -> None:
+def test_only_the_admin_replaces_the_weights(tmp_path: Path, keys: str) -> None:
     engine = Updating()
     reply = post(engine, tmp_path, key="sk-alice", keys=keys)
     assert (reply.status_code, reply.json()["error"]["code"]) == (403, "admin_key_needed")

@@ -38,8 +38,7 @@ from chairlift.server.openai.chat_reading import plan_prompt
 from chairlift.server.openai.chat_run import ChatRun, begin_chat, encode_messages
 from chairlift.server.openai.models import check_model, generating_info
 from chairlift.server.openai.protocol import parse, unknown_inside, warning_headers
-from chairlift.server.openai.translation import Names
-from chairlift.text.tool_calls import Call, Event, Piece
+from chairlift.text.tool_calls import CallBegun, CallEnded, CallPiece, Event, Piece, complete_part
 
 __all__ = ["routes"]
 
@@ -52,14 +51,16 @@ async def create_message(request: Request) -> Response:
     """Generate the next message of a conversation whose messages consist of blocks."""
     state: ServerState = request.app.state.server
     body = await read_json(request)
+    _check_thread(body)
     payload, ignored = parse(MessagesRequest, body, REFUSED)
     ignored += _unknown_inside(body)
     client_names = names()
     chat = to_chat(payload, client_names, state.engine.prompts.chat_template or "", ignored)
     with client_names.translated_errors(state, request.state.request_id):
         hint = payload.thinking.budget_tokens if payload.thinking else None
-        run = await begin_chat(request, chat, ignored, shorten=True, thinking_hint=hint)
-    headers = _headers(request, client_names, ignored)
+        of_chat: list[str] = []
+        run = await begin_chat(request, chat, of_chat, shorten=True, thinking_hint=hint)
+    headers = _headers(request, [*ignored, *map(client_names.translated, of_chat)])
     if payload.stream:
         return await start_stream(state, run.streams, _MessageEvents(run, request.state.request_id), headers)
     with client_names.translated_errors(state, request.state.request_id):
@@ -76,6 +77,7 @@ async def count_tokens(request: Request) -> Response:
     """Count the tokens in the prompt of a conversation."""
     state: ServerState = request.app.state.server
     body = await read_json(request)
+    _check_thread(body)
     payload, ignored = parse(CountTokensRequest, body, REFUSED_IN_COUNT)
     ignored += _unknown_inside(body)
     check_model(state, payload.model)
@@ -83,19 +85,27 @@ async def count_tokens(request: Request) -> Response:
     client_names = names()
     chat = to_chat(payload, client_names, state.engine.prompts.chat_template or "", ignored)
     with client_names.translated_errors(state, request.state.request_id):
-        plan = plan_prompt(state, chat, ignored)
+        of_chat: list[str] = []
+        plan = plan_prompt(state, chat, of_chat)
         async with until_tokens(request):
             prompt = await encode_messages(state, chat, plan)
-    return json_response(TokenCount(input_tokens=len(prompt)), _headers(request, client_names, ignored))
+    headers = _headers(request, [*ignored, *map(client_names.translated, of_chat)])
+    return json_response(TokenCount(input_tokens=len(prompt)), headers)
 
 
-def _headers(request: Request, client_names: Names, ignored: list[str]) -> dict[str, str]:
+def _check_thread(body: dict[str, Any]) -> None:
+    """Raise ApiError if the request continues or creates a conversation that the server keeps. ``details`` are those
+    of Anthropic's API: its Python client then sends the whole conversation instead."""
+    if body.get("thread") is not None:
+        message = "thread is given, but conversations are not kept; send the whole conversation in messages without it"
+        details = {"error_code": "thread_unsupported_request", "unsupported": []}
+        raise ApiError(400, message, code="unsupported_parameter", param="thread", details=details)
+
+
+def _headers(request: Request, ignored: list[str]) -> dict[str, str]:
     """Response headers: the names of ignored fields, and the request id under the name that Anthropic's clients
     read."""
-    return {
-        **warning_headers([client_names.translated(name) for name in ignored]),
-        "request-id": request.state.request_id,
-    }
+    return {**warning_headers(ignored), "request-id": request.state.request_id}
 
 
 def _unknown_inside(body: dict[str, Any]) -> list[str]:
@@ -118,8 +128,10 @@ class _MessageBuilder:
         self._meter = meter
         self._open: TextBlock | ThinkingBlock | None = None
         """The block that may still grow: further text of the same kind is added to it."""
+        self._open_call: ToolUseBlock | None = None
+        """The call that may still grow."""
         self._pieces: list[str] = []
-        """Parts of the text of the block that may still grow."""
+        """Parts of the text of the block or the call that may still grow."""
 
     def begin(self) -> Iterator[EventFields]:
         """First events of a stream, before any output."""
@@ -154,7 +166,7 @@ class _MessageBuilder:
     def _end(self, answer: CompletionOutput) -> None:
         if answer.finish_reason is FinishReason.LENGTH:
             self.reply.stop_reason = "model_context_window_exceeded" if self._was_shortened else "max_tokens"
-        elif self._reading.ids:
+        elif self._reading.ids and not self._reading.is_cut:
             self.reply.stop_reason = "tool_use"
         elif isinstance(answer.stop_reason, str):
             self.reply.stop_reason = "stop_sequence"
@@ -163,9 +175,18 @@ class _MessageBuilder:
             self.reply.stop_reason = "end_turn"
 
     def _read(self, event: Event) -> Iterator[EventFields]:
-        if isinstance(event, Call):
+        if isinstance(event, CallBegun):
             yield from self._close()
-            yield from self._call(event)
+            self._open_call = ToolUseBlock(id=event.id, name=event.name, input=msgspec.Raw(b"{}"))
+            self._pieces = []
+            yield self._start(self._open_call)
+        elif isinstance(event, CallPiece):
+            self._pieces.append(event.text)
+            for start in range(0, len(event.text), ARGUMENTS):
+                piece = event.text[start : start + ARGUMENTS]
+                yield self._delta({"type": "input_json_delta", "partial_json": piece})
+        elif isinstance(event, CallEnded):
+            yield self._end_call(event.is_cut)
         elif isinstance(event, Piece):
             kind = ThinkingBlock if event.kind == "reasoning" else TextBlock
             if not isinstance(self._open, kind):
@@ -191,14 +212,15 @@ class _MessageBuilder:
             block.text = text
         yield self._stop()
 
-    def _call(self, call: Call) -> Iterator[EventFields]:
-        block = ToolUseBlock(id=call.id, name=call.name, input=msgspec.Raw(b"{}"))
-        yield self._start(block)
-        for start in range(0, len(call.arguments), ARGUMENTS):
-            piece = call.arguments[start : start + ARGUMENTS]
-            yield self._delta({"type": "input_json_delta", "partial_json": piece})
-        block.input = msgspec.Raw(call.arguments.encode())
-        yield self._stop()
+    def _end_call(self, is_cut: bool) -> EventFields:
+        """The event that ends a call. The input of a call that was cut has its complete members, as Anthropic's clients
+        read them from the pieces."""
+        arguments = "".join(self._pieces)
+        if self._open_call is not None:
+            whole = complete_part(arguments) if is_cut else arguments
+            self._open_call.input = msgspec.Raw(whole.encode())
+        self._open_call = None
+        return self._stop()
 
     def _start(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> EventFields:
         self.reply.content.append(block)
@@ -233,6 +255,10 @@ class _MessageEvents(StreamWriter):
         self._builder = _MessageBuilder(run, self.meter)
         self._request_id = request_id
         self._begun = False
+        self.holds_back = run.plan.reads
+
+    def ping(self) -> bytes:
+        return _event({"type": "ping"})
 
     def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
         self.note(prompt, output)

@@ -38,7 +38,12 @@ so no prompt would match the prefix cache."""
 _THINKING: Final = re.compile(r"(?<![.\w])thinking is (?:not )?defined")
 _Payload = CountTokensRequest | MessagesRequest
 _MAX_USER: Final = 256
-_INSTEAD: Final = "; documents are not read, and images only in a user's message"
+_INSTEAD: Final = "; PDF documents are not read, and images only in a user's message or a tool's result"
+_SERVER_BLOCKS: Final = re.compile(r"server_tool_use|(web_search|web_fetch|advisor|tool_search)_tool_result")
+"""Types of blocks in which Anthropic's servers keep calls of their own tools. The text after them has what the model
+found, so they are dropped, and the ``Warning`` header names them."""
+_KEEPS: Final = ("all", {"type": "all"})
+"""Values of ``keep`` with which an edit of ``context_management`` removes nothing."""
 
 
 def names() -> Names:
@@ -52,14 +57,16 @@ def to_chat(payload: _Payload, client_names: Names, template: str, ignored: list
     ``client_names`` gets the position of each message, and ``ignored`` the names of ignored fields. Raises ApiError
     with the name of a field, block or tool that is not supported.
     """
-    turns = _Turns()
+    _check_context(payload)
+    turns = _Turns(ignored)
     if payload.system is not None:
         turns.system(payload.system)
     for index, message in enumerate(payload.messages):
         turns.add(f"messages[{index}]", message)
-    client_names.places = turns.places
+    client_names.places.update(turns.places)
     choice, parallel = _choice(payload.tool_choice)
-    if payload.tool_choice and not payload.tools and choice not in ("auto", "none"):
+    tools = _tools(payload.tools or (), payload.tool_choice, client_names, ignored)
+    if payload.tool_choice and not tools and choice not in ("auto", "none"):
         why = (
             f"tool_choice.type is {payload.tool_choice['type']!r}, but there are no tools; send tools, or leave it out"
         )
@@ -67,8 +74,8 @@ def to_chat(payload: _Payload, client_names: Names, template: str, ignored: list
     config = payload.output_config
     chat = ChatRequest(
         messages=turns.messages,
-        tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(payload.tools or ())] or None,
-        tool_choice=choice if payload.tools or choice != "none" else None,
+        tools=tools or None,
+        tool_choice=choice if tools or choice != "none" else None,
         parallel_tool_calls=parallel,
         reasoning_effort=config.effort if config else None,
         response_format=_form(config.format if config else None),
@@ -114,7 +121,8 @@ def _thinking(payload: _Payload, template: str, ignored: list[str]) -> dict[str,
 class _Turns:
     """Makes the messages of a chat from messages with blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, ignored: list[str]) -> None:
+        self._ignored = ignored
         self.messages: list[dict[str, Any]] = []
         self.places: dict[str, str] = {}
         self._known: set[str] = set()
@@ -151,10 +159,12 @@ class _Turns:
         self.messages.append(message)
 
     def _others(self, where: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> None:
-        """Add the tool results, and the texts between them, in the order of the blocks."""
+        """Add the tool results, and the texts between them, in the order of the blocks. Images of tool results follow
+        in the user's message, because templates print no images in results."""
         texts: list[dict[str, Any]] = []
+        images: list[dict[str, Any]] = []
         num_before = len(self.messages)
-        kinds = ("text",) if role == "system" else ("text", "image", "tool_result")
+        kinds = ("text",) if role == "system" else ("text", "image", "document", "search_result", "tool_result")
         for index, block in enumerate(blocks):
             place = f"{where}.content[{index}]"
             if block.get("type") == "image" and role == "user":
@@ -164,21 +174,29 @@ class _Turns:
                 texts.append({"type": "text", "text": _text(place, block, kinds)})
                 continue
             if texts:
-                self._message(where, {"role": role, "content": _whole(texts)})
+                self._message(where, {"role": role, "content": _whole(images + texts)})
                 texts = []
-            self._result(place, block)
-        if texts or num_before == len(self.messages):
-            self._message(where, {"role": role, "content": _whole(texts)})
+                images = []
+            images += self._result(place, block)
+        if texts or images or num_before == len(self.messages):
+            self._message(where, {"role": role, "content": _whole(images + texts)})
 
-    def _result(self, where: str, block: Mapping[str, Any]) -> None:
+    def _result(self, where: str, block: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Add the texts of a tool's result, and return its images."""
         call_id = block.get("tool_use_id")
         if not isinstance(call_id, str) or call_id not in self._known:
             wrong(f"{where}.tool_use_id", "must be the id of a tool_use before it; send the call, too", call_id)
-        content = texts_of(f"{where}.content", block.get("content") or "", ("text",), _INSTEAD)
+        others = {"image": _image, "document": _document, "search_result": _found, "tool_reference": _reference}
+        content = texts_of(f"{where}.content", block.get("content") or "", ("text",), _INSTEAD, others)
+        images: list[dict[str, Any]] = []
+        if not isinstance(content, str):
+            images = [part for part in content if "text" not in part]
+            content = _whole([part for part in content if "text" in part])
         if block.get("is_error"):
             text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
             content = text if text.lower().startswith("error") else f"Error: {text}"
         self._message(where, {"role": "tool", "tool_call_id": call_id, "content": content})
+        return images
 
     def _assistant(self, where: str, blocks: Sequence[Mapping[str, Any]]) -> None:
         texts: list[dict[str, Any]] = []
@@ -194,6 +212,10 @@ class _Turns:
             elif kind == "tool_use":
                 self.places[f"messages[{len(self.messages)}].tool_calls[{len(calls)}]"] = place
                 calls.append(self._call(place, block))
+            elif kind == "redacted_thinking" or _SERVER_BLOCKS.fullmatch(str(kind)):
+                self._ignored.append(place)
+            elif kind == "compaction":
+                texts.append({"type": "text", "text": _summary(place, block)})
             else:
                 texts.append({"type": "text", "text": _text(place, block, ("text", "thinking", "tool_use"))})
         message: dict[str, Any] = {"role": "assistant", "content": _whole(texts) if texts or not calls else None}
@@ -230,8 +252,51 @@ def _image(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
     return image_part(f"data:{source['media_type']};base64,{source['data']}", where)
 
 
+def _document(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """Text part of a chat message, from a document whose source is a text or blocks of text."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if not isinstance(source, Mapping) or kind not in ("text", "content"):
+        message = f"{where}.source must be of type text or content, got {str(kind)[:60]!r}; send the document's text"
+        raise ApiError(400, message, code="unsupported_content", param=f"{where}.source")
+    name = "data" if kind == "text" else "content"
+    texts = texts_of(f"{where}.source.{name}", source.get(name), ("text",), _INSTEAD)
+    return _titled(block, ("title", "context"), texts)
+
+
+def _found(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """Text part of a chat message, from a search result."""
+    texts = texts_of(f"{where}.content", block.get("content"), ("text",), _INSTEAD)
+    return _titled(block, ("title", "source"), texts)
+
+
+def _titled(block: Mapping[str, Any], names: Sequence[str], texts: str | list[dict[str, Any]]) -> dict[str, Any]:
+    lines = [block[name] for name in names if isinstance(block.get(name), str)]
+    lines += [texts] if isinstance(texts, str) else [part["text"] for part in texts]
+    return {"type": "text", "text": "\n".join(lines)}
+
+
+def _reference(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """Text part of a chat message, from a reference to a tool: the tool's name. Its definition is in the prompt."""
+    if not isinstance(block.get("tool_name"), str):
+        wrong(f"{where}.tool_name", "must be the name of a tool", block.get("tool_name"))
+    return {"type": "text", "text": block["tool_name"]}
+
+
+def _summary(where: str, block: Mapping[str, Any]) -> str:
+    """Text of a compaction block: a summary of the conversation before it."""
+    if not isinstance(block.get("content"), str):
+        wrong(f"{where}.content", "must be a text", block.get("content"))
+    text: str = block["content"]
+    return text
+
+
 def _text(where: str, block: Mapping[str, Any], kinds: Sequence[str]) -> str:
-    """Text of a text block. ``kinds`` are the allowed types of blocks."""
+    """Text of a block of text, or of a document or search result if ``kinds``, the allowed types, has these."""
+    make = {"document": _document, "search_result": _found}.get(str(block.get("type")))
+    if make is not None and block["type"] in kinds:
+        found: str = make(where, block)["text"]
+        return found
     if block.get("type") != "text":
         message = f"{where}.type is {str(block.get('type'))[:60]!r}, which is not supported; send {', '.join(kinds)}"
         raise ApiError(400, message + _INSTEAD, code="unsupported_content", param=where)
@@ -248,18 +313,53 @@ def _whole(texts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     return text
 
 
+def _check_context(payload: _Payload) -> None:
+    """Raise ApiError if the request asks the server to remove parts of the conversation, or to count down a budget."""
+    place = "context_management.edits"
+    edits = (payload.context_management or {}).get("edits") or []
+    for index, edit in enumerate(edits if isinstance(edits, list) else [edits]):
+        kind = edit.get("type") if isinstance(edit, Mapping) else None
+        if kind != "clear_thinking_20251015" or edit.get("keep") not in _KEEPS:
+            message = (
+                f"{place}[{index}] is {edit!r:.100}, but the server removes nothing from a conversation; leave the edit"
+                " out, or send the messages without the parts that the model shall not read"
+            )
+            raise ApiError(400, message, code="unsupported_parameter", param=f"{place}[{index}]")
+    if payload.output_config is not None and payload.output_config.task_budget is not None:
+        message = "output_config.task_budget is given, but no count of the tokens left is shown to the model; leave it"
+        raise ApiError(400, f"{message} out", code="unsupported_parameter", param="output_config.task_budget")
+
+
+def _tools(
+    given: Sequence[Mapping[str, Any]], choice: Mapping[str, Any] | None, client_names: Names, ignored: list[str]
+) -> list[dict[str, Any]]:
+    """The tools that have a schema, for a chat. Tools that Anthropic defines are left out and added to ``ignored``.
+    Raises ApiError if ``choice`` names such a tool."""
+    tools: list[dict[str, Any]] = []
+    for index, tool in enumerate(given):
+        where = f"tools[{index}]"
+        if (tool.get("type") or "custom") == "custom":
+            client_names.places[f"tools[{len(tools)}]"] = where
+            tools.append(_tool(where, tool))
+            continue
+        if choice is not None and choice.get("type") == "tool" and choice.get("name") == tool.get("name"):
+            message = (
+                f"tool_choice names {where}, whose type is {str(tool.get('type'))[:60]!r}, but tools that Anthropic"
+                " defines are not served; send a tool with an input_schema and do yourself what it is to do"
+            )
+            raise ApiError(400, message, code="unsupported_parameter", param="tool_choice.name")
+        ignored.append(where)
+    return tools
+
+
 def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
-    kind = tool.get("type") or "custom"
-    if kind != "custom":
-        message = (
-            f"{where}.type is {str(kind)[:60]!r}, but tools that Anthropic defines are not served; leave it out, or"
-            " send a tool with an input_schema and do yourself what it is to do"
-        )
-        raise ApiError(400, message, code="unsupported_parameter", param=f"{where}.type")
     if tool.get("input_schema") is None:
         wrong(f"{where}.input_schema", "must be a JSON schema of an object", None)
     function = {name: tool.get(name) for name in ("name", "description", "strict")}
-    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+    schema = tool["input_schema"]
+    if tool.get("input_examples") and isinstance(schema, Mapping):
+        schema = {**schema, "examples": tool["input_examples"]}
+    return {"type": "function", "function": {**function, "parameters": schema}}
 
 
 def _choice(given: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:

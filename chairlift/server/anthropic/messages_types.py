@@ -2,7 +2,7 @@
 
 Known fields that are not supported follow the rule of :mod:`~chairlift.server.openai.protocol`. ``cache_control`` needs
 no action, because prefixes of every prompt are cached. Fields for Anthropic's own servers (``inference_geo``,
-``speed``, ``diagnostics``, ``context_management``) are hints, so they are ignored.
+``speed``, ``diagnostics``, ``fallbacks``) are hints, so they are ignored.
 """
 
 from __future__ import annotations
@@ -37,14 +37,19 @@ _BLOCK_SCHEMA: Final = {
     "type": "object",
     "required": ["type"],
     "properties": {
-        "type": {"enum": ["text", "thinking", "tool_use", "tool_result"]},
+        "type": {
+            "enum": [
+                *("text", "image", "document", "search_result", "thinking", "redacted_thinking", "compaction"),
+                *("tool_use", "tool_result"),
+            ]
+        },
         "text": {"type": "string"},
         "thinking": {"type": "string"},
         "id": {"type": "string", "description": "Of a tool_use."},
         "name": {"type": "string"},
         "input": {"type": "object"},
         "tool_use_id": {"type": "string", "description": "Of a tool_result: the call that it answers."},
-        "content": {"description": "Of a tool_result: a text, or text blocks."},
+        "content": {"description": "Of a tool_result: a text, or blocks of text and images."},
         "is_error": {"type": "boolean"},
     },
 }
@@ -61,7 +66,7 @@ _TOOL_SCHEMA: Final = {
     "required": ["name", "input_schema"],
     "properties": {
         "type": {"enum": ["custom", None]},
-        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"},
         "description": {"type": "string"},
         "input_schema": {"type": "object", "description": "JSON schema of the input."},
     },
@@ -89,6 +94,8 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     """``low``, ``medium``, ``high``, ``xhigh`` or ``max``. The field has an effect if the chat template uses it."""
     format: Form | None = None
     """An object with the type ``json_schema`` and a ``schema``."""
+    task_budget: Any = None
+    """Refused, because the model cannot be told how many tokens are left."""
 
 
 class Metadata(msgspec.Struct, kw_only=True):
@@ -102,6 +109,7 @@ class Metadata(msgspec.Struct, kw_only=True):
 InputMessages = Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 System = str | Annotated[list[dict[str, Any]], Meta(max_length=64)]
 CustomTools = Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)]
+ContextManagement = Annotated[dict[str, Any], Meta(max_length=16)]
 ToolChoice = Annotated[dict[str, Any], Meta(max_length=16)]
 
 
@@ -115,6 +123,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
     cache_control: Any = None
 
 
@@ -134,6 +143,8 @@ class MessagesRequest(SampledRequest, kw_only=True):
     thinking: ThinkingConfig | None = None
     """If missing, thinking is off, provided that the chat template can turn it off."""
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
+    """Only edits that remove nothing: ``clear_thinking_20251015`` with ``keep`` ``all``."""
     cache_control: Any = None
     """Has no effect: prefixes are always cached."""
     stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
@@ -144,6 +155,7 @@ _OWN: Final[Refusals] = {
     "container": ((), "there are no containers; leave it out"),
     "mcp_servers": ((), "the server calls no other servers; send the tools, and make the calls yourself"),
     "output_format": ((), "send output_config.format"),
+    "compaction": ((), "conversations are not compacted; send what the model is to read in messages"),
     "stop": ((), "send stop_sequences"),
     "user": ((), "send metadata.user_id"),
     "response_format": (({"type": "text"},), "send output_config.format"),
@@ -152,14 +164,15 @@ _OWN: Final[Refusals] = {
     "prompt": ((), "it belongs to /v1/completions; send messages"),
 }
 REFUSED: Final[Refusals] = refused_elsewhere(MessagesRequest, _OWN)
-REFUSED_IN_COUNT: Final[Refusals] = {name: _OWN[name] for name in ("container", "mcp_servers", "output_format")}
+REFUSED_IN_COUNT: Final[Refusals] = {
+    name: _OWN[name] for name in ("container", "mcp_servers", "output_format", "compaction")
+}
 
 
 class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     """A block of generated text."""
 
     text: str
-    citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
@@ -171,11 +184,16 @@ class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinkin
     back."""
 
 
+class DirectCaller(msgspec.Struct, frozen=True, tag_field="type", tag="direct"):
+    """The model itself, as the caller of a tool. Anthropic's servers have other callers, such as a program."""
+
+
 class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
     """A tool call that the model wants the client to make. The client sends the result in a ``tool_result`` block with
     the same id."""
 
     id: str
+    caller: DirectCaller = DirectCaller()
     name: str
     input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
     """A JSON object, as text. So numbers of any size pass."""

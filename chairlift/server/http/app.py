@@ -20,19 +20,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chairlift.server.dialects import DIALECTS
-from chairlift.server.http import openapi
-from chairlift.server.http.auth import Auth, HostCheck, check_origin
+from chairlift.server.http.auth import INTERNAL_CALLER, Auth, HostCheck, check_origin
 from chairlift.server.http.cors import allows_origin, with_cors
 from chairlift.server.http.errors import ApiError, error_response, to_api_error
-from chairlift.server.http.limits import release_body
+from chairlift.server.http.limits import release_all
 from chairlift.server.http.logs import log_event
 from chairlift.server.http.routers import TrustedProxies
 from chairlift.server.http.state import ServerState
-from chairlift.server.openai.batches.worker import INTERNAL_CALLER
-from chairlift.server.openai.logprob_room import release_logprobs
+from chairlift.server.routes import all_routes
 
-__all__ = ["all_routes", "make_app"]
+__all__ = ["make_app"]
 
 _logger: Final = logging.getLogger("chairlift.server")
 _CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -42,11 +39,6 @@ _DRAIN_RETRY_SECONDS: Final = 5
 def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> ASGIApp:
     """The ASGI application for ``state``: with all endpoints, or only with ``routes`` if given."""
     return with_cors(_App(state, all_routes() if routes is None else routes), state.config.cors_origin)
-
-
-def all_routes() -> list[BaseRoute]:
-    """The routes of all endpoints."""
-    return [*(route for dialect in DIALECTS for route in dialect.routes), *openapi.routes]
 
 
 class _App:
@@ -92,8 +84,7 @@ class _App:
                 raise  # in the middle of an answer, only closing the connection can report an error
             await response(scope, receive, exchange.send)
         finally:
-            release_body(Request(scope))
-            release_logprobs(Request(scope))
+            release_all(Request(scope))
             self._state.num_in_progress -= counted
             if counted and exchange.status is not None:
                 self._state.engine.stats.responded(exchange.route, exchange.method, exchange.status, exchange.seconds)

@@ -29,6 +29,7 @@ from chairlift.server.http.errors import ApiError
 
 __all__ = [
     "ADMIN",
+    "INTERNAL_CALLER",
     "OPEN_PATHS",
     "Auth",
     "Caller",
@@ -47,6 +48,10 @@ OPEN_PATHS: Final = frozenset({"/health", "/ready", "/", "/live", "/live/"})
 
 PAGES: Final = OPEN_PATHS | {"/docs"}
 """Paths that a page of another origin may link to, embed or request. These paths do no work and use no queue slot."""
+
+INTERNAL_CALLER: Final = "chairlift.inside"
+"""Key in an ASGI scope that marks a request made by this process. Its value is added to the scope's state; it has the
+:class:`Caller` to use, so the access checks are skipped."""
 
 ADMIN: Final = "admin"
 """Name of the API keys that may see the requests of every tenant: times, lengths and counts, never texts."""

@@ -60,6 +60,7 @@ class ApiError(Exception):
         param: str | None = None,
         type: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -68,6 +69,8 @@ class ApiError(Exception):
         self.param = param
         self.type = type or _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.headers = dict(headers or {})
+        self.details = details
+        """Fields that only Anthropic's form of errors has: clients decide by them what to send next."""
 
 
 _TYPES = {
@@ -88,7 +91,8 @@ def error_body(error: ApiError) -> dict[str, object]:
 def messages_error_body(error: ApiError, request_id: str) -> dict[str, object]:
     """JSON body of an error in Anthropic's API: ``{"type": "error", "error": {"type", "message"}, "request_id"}``."""
     kind = {413: "request_too_large", 500: "api_error"}.get(error.status, error.type)
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    details = {} if error.details is None else {"details": error.details}
+    return {"type": "error", "error": {"type": kind, "message": error.message, **details}, "request_id": request_id}
 
 
 def to_api_error(error: Exception, state: ServerState, request_id: str, *, chat: bool = False) -> ApiError:

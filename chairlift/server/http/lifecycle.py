@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import enum
 import functools
 import logging
@@ -150,6 +151,10 @@ def _replicated(engine_config: EngineConfig, config: ServerConfig) -> Callable[[
             "kv_events_endpoint is for one engine, and replicas behind one queue need no router that knows their"
             " caches; leave one of the two out"
         )
+    if engine_config.cache.kv_store is not None:  # each writes files of its own
+        share = engine_config.cache.kv_store_bytes // count
+        cache = dataclasses.replace(engine_config.cache, kv_store_bytes=share)
+        engine_config = dataclasses.replace(engine_config, cache=cache)
     connect = local_replicas(engine_config, count) if address is None else ray_replicas(engine_config, count, address)
 
     def start(engine: AsyncEngine) -> Fleet:
@@ -382,7 +387,7 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
     config = state.config
     engine = state.engine
     count = _first_replicas(config)
-    several = bool(engine.replicas())
+    several = bool(engine.replicas.shown())
     range_ = (
         f", {config.min_replicas or config.replicas} to {config.max_replicas} by autoscaling"
         if config.max_replicas

@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 import msgspec
@@ -18,7 +18,7 @@ from chairlift.server.http.errors import ApiError
 from chairlift.server.http.state import ServerState
 from chairlift.server.openai.protocol import GenerationRequest
 
-__all__ = ["parse_json", "read_json", "release_body", "until_tokens"]
+__all__ = ["parse_json", "read_json", "release_all", "release_body", "until_tokens", "when_done"]
 
 _MAX_DEPTH: Final = 64
 _READ_SECONDS: Final = 30.0
@@ -86,6 +86,18 @@ async def read_json(request: Request, *, max_depth: int = _MAX_DEPTH, timeout: f
 def release_body(request: Request) -> None:
     """Subtract the request's body from the bytes of bodies in progress."""
     request.app.state.server.num_body_bytes -= request.scope["state"].pop("body_bytes", 0)
+
+
+def when_done(request: Request, release: Callable[[], None]) -> None:
+    """Call ``release`` after the response was sent or failed."""
+    request.scope["state"].setdefault("when_done", []).append(release)
+
+
+def release_all(request: Request) -> None:
+    """Release what the request holds: the room of its body, and what endpoints gave to :func:`when_done`."""
+    release_body(request)
+    for release in request.scope["state"].pop("when_done", ()):
+        release()
 
 
 @contextlib.asynccontextmanager

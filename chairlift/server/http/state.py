@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from chairlift.config import ServerConfig
@@ -58,6 +59,8 @@ class ServerState:
     """Reads images from URLs; None if the settings allow no URLs."""
     tracer: RequestTracer | None = None
     """Writes an OpenTelemetry trace of every request; None if the settings turn it off."""
+    clock: Callable[[], float] = time.monotonic
+    """Current time in seconds, by which streams notice that they have been silent."""
     batches: BatchWorker | None = None
     """Stores files and processes batches; None if the settings name no directory for them."""
 

@@ -71,6 +71,9 @@ _LOWEST_LOGPROB: Final = -9999.0
 """Log-probability that is sent instead of minus infinity, which JSON cannot represent."""
 _PIECE: Final = 1 << 16
 """Approximate maximum number of bytes that are sent at a time."""
+_PING_SECONDS: Final = 4.0
+"""Seconds of silence after which a stream that holds text back sends a ping. The engine's next output decides, so
+pings come within 5 s."""
 _MAX_ON_LOOP: Final = 512
 """Number of tokens above which a list of tokens is decoded on a thread, so that other streams are not delayed."""
 
@@ -424,10 +427,19 @@ def tokens_at_once(top: int) -> int:
 
 
 class StreamWriter:
-    """Base class for writers of stream events. Subclasses define the events."""
+    """Base class for writers of stream events. Subclasses define the events.
+
+    ``holds_back``: the writer may hold text back for long, for example until a tool call is complete.
+    """
+
+    holds_back = False
 
     def __init__(self, streams: Sequence[OutputStream]) -> None:
         self.meter = Meter(streams)
+
+    def ping(self) -> bytes:
+        """An event without content, which tells the client that the answer grows."""
+        return b""
 
     def start(self) -> bytes:
         """Bytes to send before the first output."""
@@ -570,12 +582,33 @@ async def _events(
         try:
             async for piece in _in_turns(first):
                 yield piece
+            if chunks.holds_back:
+                async for piece in _with_pings(state, outputs, chunks):
+                    yield piece
             async for prompt, output in outputs:
                 async for piece in _in_turns(chunks.chunk(prompt, output)):
                     yield piece
             yield chunks.end()
         except Exception as error:
             yield chunks.failed(to_api_error(error, state, request_id))
+
+
+async def _with_pings(
+    state: ServerState, outputs: AsyncGenerator[tuple[int, RequestOutput], None], chunks: StreamWriter
+) -> AsyncGenerator[bytes, None]:
+    """Pieces of a stream, with a ping where the outputs have brought nothing to send for ``_PING_SECONDS``."""
+    last = state.clock()
+    async for prompt, output in outputs:
+        is_silent = True
+        async for piece in _in_turns(chunks.chunk(prompt, output)):
+            is_silent = False
+            yield piece
+        now = state.clock()
+        if not is_silent:
+            last = now
+        elif now - last >= _PING_SECONDS:
+            last = now
+            yield chunks.ping()
 
 
 async def _in_turns(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:

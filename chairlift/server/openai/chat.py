@@ -33,12 +33,11 @@ from chairlift.server.http.streaming import (
 from chairlift.server.openai.chat_reading import AnswerReading
 from chairlift.server.openai.chat_run import ChatRun, begin_chat
 from chairlift.server.openai.protocol import ChatRequest, parse, warning_headers
-from chairlift.text.tool_calls import Call, Event, Piece
+from chairlift.text.tool_calls import Answer, CallBegun, CallPiece, Event, Piece
 
 __all__ = ["ARGUMENTS", "ChatCompletion", "ChosenLogprob", "chosen_logprob", "routes"]
 
 _encode: Final = msgspec.json.encode
-_TEXTS: Final = ("content", "reasoning")
 ARGUMENTS: Final = 4096
 """Maximum number of characters of a tool call's arguments in one delta."""
 
@@ -83,6 +82,21 @@ class ToolCall(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
+class CustomInput(msgspec.Struct):
+    """Tool name and input of a :class:`CustomCall`."""
+
+    name: str
+    input: str
+
+
+class CustomCall(msgspec.Struct):
+    """A call of a custom tool, whose input is a text."""
+
+    id: str
+    custom: CustomInput
+    type: Literal["custom"] = "custom"
+
+
 class ChatMessage(msgspec.Struct):
     """The generated message."""
 
@@ -90,7 +104,8 @@ class ChatMessage(msgspec.Struct):
     content: str | None
     """Generated text; null if the message has only tool calls."""
     refusal: None = None
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[Any] | UnsetType = UNSET
+    """Calls of functions (:class:`ToolCall`) and custom tools (:class:`CustomCall`)."""
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     """Same text as in ``reasoning_content``. Some clients read this name instead."""
@@ -107,7 +122,8 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     """Stop token or stop string that ended the output; null if it ended otherwise."""
     token_ids: list[int] | UnsetType = UNSET
     tool_call_errors: list[str] | UnsetType = UNSET
-    """Descriptions of malformed tool calls in the output. The text of these calls stays in ``content``."""
+    """Descriptions of malformed and of incomplete tool calls in the output. The text of a malformed call stays in
+    ``content``."""
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -187,18 +203,24 @@ def _choice(
 
 def _read_into(choice: ChatChoice, events: Sequence[Event]) -> None:
     """Copy the content, reasoning and tool calls in ``events`` into the message of the choice."""
-    texts = {kind: "".join(e.text for e in events if isinstance(e, Piece) and e.kind == kind) for kind in _TEXTS}
-    calls = [ToolCall(e.id, CalledFunction(e.name, e.arguments)) for e in events if isinstance(e, Call)]
+    answer = Answer()
+    answer.add(events)
+    calls = [
+        ToolCall(call.id, CalledFunction(call.name, call.arguments))
+        if call.text is None
+        else CustomCall(call.id, CustomInput(call.name, call.text))
+        for call in answer.calls
+    ]
     message = choice.message
-    message.content = texts["content"] or (None if calls else "")
+    message.content = answer.content or (None if calls else "")
     message.tool_calls = calls or UNSET
-    message.reasoning = message.reasoning_content = texts["reasoning"] or UNSET
+    message.reasoning = message.reasoning_content = answer.reasoning or UNSET
 
 
 def _finish_reason(answer: CompletionOutput, reading: AnswerReading) -> str | None:
-    """Finish reason of an output: ``tool_calls`` if it has complete calls that the model chose to make, otherwise the
-    engine's."""
-    called = answer.finish_reason is FinishReason.STOP and reading.ids and not reading.named
+    """Finish reason of an output: ``tool_calls`` if it has calls that the model chose to make, and all of them are
+    complete, otherwise the engine's."""
+    called = answer.finish_reason is FinishReason.STOP and reading.ids and not reading.named and not reading.is_cut
     return "tool_calls" if called else answer.finish_reason
 
 
@@ -236,9 +258,18 @@ class _ChatChunks(ChunkWriter):
         self._prompt_token_ids = run.prompt
         self._openings = [b'{"index":%d,"delta":' % index for index in range(self._num_choices)]
         self._readings = [run.reading() for _ in range(self._num_choices if run.plan.reads else 0)]
+        self._deltas = [_Deltas() for _ in self._readings]
         self._counts = run.plan.reasoning is not None
         if self._counts:
             self.meter.reasoning_tokens = 0
+        self.holds_back = run.plan.reads
+        self._open = set(range(self._num_choices))
+        """Indices of the choices that have no ``finish_reason`` yet."""
+
+    def ping(self) -> bytes:
+        """A chunk with an empty delta. Clients count chunks, not comments, to notice that a stream is dead."""
+        opening = self._openings[min(self._open, default=0)]
+        return self.event(b'%b{},"logprobs":null,"finish_reason":null}' % opening)
 
     def start(self) -> bytes:
         ids = b',"prompt_token_ids":' + _encode(self._prompt_token_ids) if self._ids else b""
@@ -255,6 +286,7 @@ class _ChatChunks(ChunkWriter):
             for part in parts(answer, self._top):
                 yield self._choice_of(part, b'{"content":%b}' % _encode(part.text))
         if answer.finish_reason is not None:
+            self._open.discard(answer.index)
             reason: str | None = answer.finish_reason
             more = b""
             if self._readings:
@@ -268,11 +300,10 @@ class _ChatChunks(ChunkWriter):
         """Deltas for the new part of an output. The first delta carries the log-probabilities and token ids, if
         ``has_details``."""
         reading = self._readings[answer.index]
-        before = len(reading.ids)
         events = reading.read(answer.text, answer.token_ids, answer.finish_reason is not None)
         if self._counts:
             self.meter.reasoning_tokens = sum(each.reasoning_tokens for each in self._readings)
-        deltas = [delta for event in events for delta in _deltas(event, reading.ids, before)]
+        deltas = [delta for event in events for delta in self._deltas[answer.index].of(event)]
         if has_details:
             for part in parts(answer, self._top):
                 yield self._choice_of(part, deltas.pop(0) if deltas else b'{"content":""}')
@@ -287,25 +318,32 @@ class _ChatChunks(ChunkWriter):
         return b'%b%b,"logprobs":%b,"finish_reason":null%b}' % (self._openings[answer.index], delta, logprobs, ids)
 
 
-def _deltas(event: Event, ids: Sequence[str], before: int) -> Iterator[bytes]:
-    """Deltas of one event. A text gives one delta. A tool call gives a delta with index, id and name, then deltas with
-    the arguments. ``before``: number of calls before this event."""
-    if isinstance(event, Call):
-        index = ids.index(event.id, before)
-        name = b'{"name":%b,"arguments":""}' % _encode(event.name)
-        yield b'{"tool_calls":[{"index":%d,"id":%b,"type":"function","function":%b}]}' % (
-            index,
-            _encode(event.id),
-            name,
-        )
-        for start in range(0, len(event.arguments), ARGUMENTS):
-            piece = _encode(event.arguments[start : start + ARGUMENTS])
-            yield b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, piece)
-    elif isinstance(event, Piece) and event.kind == "reasoning":
-        text = _encode(event.text)
-        yield b'{"reasoning_content":%b,"reasoning":%b}' % (text, text)
-    elif isinstance(event, Piece):
-        yield b'{"content":%b}' % _encode(event.text)
+class _Deltas:
+    """Writes the deltas of one choice. The first delta of a tool call has its index, id and name; the next deltas have
+    its arguments."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+        self._form = b""
+        """Beginning of a delta with a piece of the current call."""
+
+    def of(self, event: Event) -> Iterator[bytes]:
+        """Deltas of one event."""
+        if isinstance(event, CallBegun):
+            index = self._num_calls
+            self._num_calls += 1
+            kind, field = (b"custom", b"input") if event.is_custom else (b"function", b"arguments")
+            self._form = b'{"tool_calls":[{"index":%d,"%b":{"%b":' % (index, kind, field)
+            head = (index, _encode(event.id), kind, kind, _encode(event.name), field)
+            yield b'{"tool_calls":[{"index":%d,"id":%b,"type":"%b","%b":{"name":%b,"%b":""}}]}' % head
+        elif isinstance(event, CallPiece):
+            for start in range(0, len(event.text), ARGUMENTS):
+                yield self._form + _encode(event.text[start : start + ARGUMENTS]) + b"}}]}"
+        elif isinstance(event, Piece) and event.kind == "reasoning":
+            text = _encode(event.text)
+            yield b'{"reasoning_content":%b,"reasoning":%b}' % (text, text)
+        elif isinstance(event, Piece):
+            yield b'{"content":%b}' % _encode(event.text)
 
 
 routes: Final = [Route("/v1/chat/completions", create_chat_completion, methods=["POST"])]

@@ -18,21 +18,26 @@ from chairlift.server.openai.protocol import ChatRequest, TokenizeRequest, templ
 from chairlift.server.openai.structured import naming
 from chairlift.text.tokenizer.tokenizer import Tokenizer
 from chairlift.text.tool_calls import (
+    GENERIC,
     NONE,
     AnswerReader,
     Broken,
-    Call,
+    CallBegun,
+    CallEnded,
     Event,
+    Piece,
     ReasoningFormat,
     Thinking,
     ToolFormat,
     Tools,
     check_tools,
+    guarantees_calls,
     holds_calls,
     named_reasoning_format,
     named_tool_format,
     output_constraint,
     reasoning_format_of,
+    strict_calls_format,
     thinking_of,
     tool_format_of,
 )
@@ -40,6 +45,8 @@ from chairlift.text.tool_calls import (
 __all__ = ["AnswerReading", "ChatPlan", "chat_plan", "constrained", "limited_params", "opened_by", "plan_prompt"]
 
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_HELD: Final = {False: "function.strict", True: "custom.format"}
+"""Whether a tool is a custom tool -> field that holds its calls to a form."""
 _ALPHABET: Final = string.ascii_letters + string.digits
 _TAIL: Final = 64
 """Number of tokens at the end of the prompt in which the server searches for the start of reasoning."""
@@ -62,6 +69,8 @@ class ChatPlan:
     them. The reader removes them from the text. Usually there are none."""
     held: bool = False
     """Whether a grammar describes the tool calls."""
+    guaranteed: bool = False
+    """Whether a call that has begun is certain, so that its arguments are sent while they grow."""
     thinking: Thinking = Thinking.NONE
     """Whether the output may contain reasoning, and whether it begins inside reasoning that the prompt opened."""
 
@@ -89,12 +98,6 @@ def plan_prompt(state: ServerState, payload: ChatRequest | TokenizeRequest, igno
     except RequestError as error:
         param = str(error).partition(" ")[0]
         raise ApiError(400, str(error), code="invalid_value", param=param) from None
-    if tools.choice not in ("required", "named"):
-        ignored += [
-            f"tools[{index}].function.strict"
-            for index, tool in enumerate(tools.definitions)
-            if tool["function"].get("strict")
-        ]
     return ChatPlan(tools, variables)
 
 
@@ -125,12 +128,25 @@ def chat_plan(state: ServerState, chat: ChatRequest, ignored: list[str]) -> Chat
         reasoning = named_reasoning_format(config.reasoning_parser) or reasoning_format_of(template)
     tool_format = None
     if plan.tools.offered:
-        tool_format = named_tool_format(config.tool_call_parser) or tool_format_of(template)
+        printed = tool_format_of(template)
+        tool_format = named_tool_format(config.tool_call_parser) or printed
         if config.tool_call_parser == NONE or tool_format is None:
             why = "the server was started with --tool-call-parser none"
             if config.tool_call_parser != NONE:
                 why = "no format of tool calls is known for the model's chat template; --tool-call-parser names one"
             raise ApiError(400, f"tools cannot be used: {why}", code="unsupported_parameter", param="tools")
+        if printed is GENERIC and tool_format is not GENERIC and config.tool_call_parser != NONE:
+            why = (
+                f"the model's chat template knows no tools, so the model is told the format {GENERIC.name}, and the"
+                f" server was started with --tool-call-parser {tool_format.name}; start it with auto"
+            )
+            raise ApiError(400, f"tools cannot be used: {why}", code="unsupported_parameter", param="tools")
+        if plan.tools.strict and strict_calls_format(tool_format, plan.tools) is None:
+            ignored += [
+                f"tools[{index}].{_HELD[tool['function']['name'] in plan.tools.custom]}"
+                for index, tool in enumerate(plan.tools.definitions)
+                if tool["function"]["name"] in plan.tools.strict
+            ]
     plan = dataclasses.replace(
         plan, tool_format=tool_format, reasoning=reasoning, include_reasoning=chat.include_reasoning is not False
     )
@@ -168,7 +184,8 @@ def constrained(plan: ChatPlan, chat: ChatRequest, params: SamplingParams) -> tu
     """The plan, and ``params`` with a grammar for the whole output: reasoning, then tool calls or content. Raises
     ApiError."""
     requested = params.structured_outputs
-    plan = dataclasses.replace(plan, held=holds_calls(requested, plan.tools))
+    how = requested, plan.tools, plan.tool_format
+    plan = dataclasses.replace(plan, held=holds_calls(*how), guaranteed=guarantees_calls(*how))
     with naming(chat):
         whole = output_constraint(requested, plan.tools, plan.tool_format, plan.reasoning, plan.thinking)
         return plan, params if whole is requested else dataclasses.replace(params, structured_outputs=whole)
@@ -229,6 +246,8 @@ class AnswerReading:
             hidden=plan.hidden,
             parallel=plan.tools.parallel,
             held=plan.held,
+            guaranteed=plan.guaranteed,
+            custom=plan.tools.custom,
         )
         self._include_reasoning = plan.include_reasoning
         self.named = plan.tools.choice == "named"
@@ -238,6 +257,8 @@ class AnswerReading:
         """Byte offset in the output's text at which each token begins."""
         self._bytes = 0
         self.ids: list[str] = []
+        self.is_cut = False
+        """Whether the output ends inside a call that was returned."""
         self.broken: list[str] = []
 
     def read(self, text: str, token_ids: Sequence[int], ended: bool) -> list[Event]:
@@ -251,9 +272,12 @@ class AnswerReading:
         for event in events:
             if isinstance(event, Broken):
                 self.broken.append(event.reason)
-            elif isinstance(event, Call):
+            elif isinstance(event, CallBegun):
                 result.append(dataclasses.replace(event, id=self._new_id(event)))
-            elif event.kind == "content" or self._include_reasoning:
+            elif isinstance(event, Piece) and event.kind != "content" and not self._include_reasoning:
+                continue
+            else:
+                self.is_cut = self.is_cut or (isinstance(event, CallEnded) and event.is_cut)
                 result.append(event)
         return result
 
@@ -266,7 +290,7 @@ class AnswerReading:
         """Whether the output token at this index is reasoning or one of its marks."""
         return self._reader.is_reasoning(self._starts[index])
 
-    def _new_id(self, call: Call) -> str:
+    def _new_id(self, call: CallBegun) -> str:
         """Id of a tool call: the model's own id, or a new one of nine letters and digits, a form that all templates
         accept."""
         found = call.id

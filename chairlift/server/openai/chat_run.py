@@ -16,6 +16,7 @@ from starlette.requests import Request
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.output_stream import OutputStream
+from chairlift.errors import PromptTooLongError
 from chairlift.models.vision.processor import PlacedImages
 from chairlift.server.http.errors import ApiError
 from chairlift.server.http.limits import until_tokens
@@ -33,6 +34,7 @@ from chairlift.server.openai.logprob_room import reserve_logprobs
 from chairlift.server.openai.models import adapter_named, check_model, generating_info
 from chairlift.server.openai.promises import class_of, read_scheduling_fields
 from chairlift.server.openai.protocol import ChatRequest, TokenizeRequest, no_prompt_logprobs_in_stream, sampling_params
+from chairlift.text.tokenizer.late_messages import INSTRUCTIONS
 from chairlift.text.tool_calls import check_history
 
 __all__ = ["ChatRun", "begin_chat", "encode_messages"]
@@ -71,12 +73,14 @@ async def begin_chat(
     *,
     shorten: bool = False,
     thinking_hint: int | None = None,
+    drops_turns: bool = False,
 ) -> ChatRun:
     """Check a chat, turn its messages into a prompt, and send the prompt to the engine. Names of ignored fields are
     added to ``ignored``.
 
     With ``shorten``, a ``max_tokens`` that is too large for the model's length is reduced to the remaining length.
-    ``thinking_hint`` is a thinking_token_budget that is ignored if the model cannot apply it. Raises ApiError,
+    With ``drops_turns``, the oldest turns of a conversation that is too long are left out. ``thinking_hint`` is a
+    thinking_token_budget that is ignored if the model cannot apply it. Raises ApiError,
     RequestError, TemplateError, OverloadedError or EngineDeadError.
     """
     state: ServerState = request.app.state.server
@@ -89,6 +93,8 @@ async def begin_chat(
     params = _params(chat, info.sampling_defaults, keeps_special=bool(plan.hidden))
     state.engine.check_room(1, class_of(params))
     async with until_tokens(request, chat):
+        if drops_turns:
+            chat = await _without_old_turns(state, chat, plan, info, params.max_tokens)
         laid_out, images = await lay_out_messages(state, chat, plan)
         if images is not None and chat.truncate_prompt_tokens is not None:
             message = "a prompt with images cannot be cut; leave truncate_prompt_tokens out, or send fewer images"
@@ -112,6 +118,42 @@ async def begin_chat(
     streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), **whose)
     texts = TokenTexts(state.engine.prompts.tokenizer, bool(chat.return_tokens_as_token_ids))
     return ChatRun(chat, model, info, plan, params, prompt, streams, texts, shortened)
+
+
+async def _without_old_turns(
+    state: ServerState, chat: ChatRequest, plan: ChatPlan, info: EngineInfo, max_tokens: int | None
+) -> ChatRequest:
+    """The chat, without as many of its oldest turns as must go so that the prompt and ``max_tokens`` fit. Without
+    ``max_tokens``, a quarter of the length is kept for the output.
+
+    A turn begins with a message of the user. Instructions and the last turn stay.
+    """
+    length = min(info.max_model_len, info.capacity_tokens + 1)
+    limit = length - (length // 4 if max_tokens is None else min(max_tokens, length - 1))
+    messages = chat.messages
+    asked = [at for at, each in enumerate(messages) if each.get("role") == "user"]
+    starts = [at for at in asked if at == 0 or messages[at - 1].get("role") != "user"]
+
+    def kept(turn: int) -> ChatRequest:
+        first = starts[turn] if turn else 0
+        instructs = [each for each in messages[:first] if each.get("role") in INSTRUCTIONS]
+        return msgspec.structs.replace(chat, messages=[*instructs, *messages[first:]])
+
+    async def fits(turn: int) -> bool:
+        try:
+            return len(await encode_messages(state, kept(turn), plan)) <= limit
+        except PromptTooLongError:  # a text that is much too long is not encoded
+            return False
+
+    low = 0
+    high = max(0, len(starts) - 1)
+    while low < high:  # the smallest number of turns that must go; the last turn is not tried
+        middle = (low + high) // 2
+        if await fits(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return kept(low) if low else chat
 
 
 async def encode_messages(state: ServerState, request: ChatRequest | TokenizeRequest, plan: ChatPlan) -> list[int]:

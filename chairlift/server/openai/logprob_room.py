@@ -11,10 +11,11 @@ from chairlift.base.sampling_params import SamplingLimits
 from chairlift.engine.info import EngineInfo
 from chairlift.errors import QueueFullError
 from chairlift.server.http.errors import ApiError
+from chairlift.server.http.limits import when_done
 from chairlift.server.http.state import ServerState
 from chairlift.server.openai.protocol import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest
 
-__all__ = ["release_logprobs", "reserve_logprobs"]
+__all__ = ["reserve_logprobs"]
 
 _ALWAYS_ALLOWED: Final = 1 << 20
 """Number of log-probabilities that any request may ask for, even if the model's context length is small. It is enough
@@ -31,7 +32,8 @@ _MAX_PER_TOKEN: Final = SamplingLimits().max_logprobs + 1
 def reserve_logprobs(
     request: Request, payload: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]]
 ) -> None:
-    """Reserve room for all log-probabilities of a request, until :func:`release_logprobs`. ``prompts`` are token ids.
+    """Reserve room for all log-probabilities of a request, until its response was sent or failed. ``prompts`` are token
+    ids.
 
     Raises ApiError 400 if the request exceeds the limit per request. Raises QueueFullError if the running requests
     leave too little room now.
@@ -61,12 +63,11 @@ def reserve_logprobs(
         )
         raise QueueFullError(message, state.engine.retry_after(), "logprobs")
     state.num_logprobs += total
-    request.scope["state"]["num_logprobs"] = total
 
+    def release() -> None:
+        state.num_logprobs -= total
 
-def release_logprobs(request: Request) -> None:
-    """Release the room that :func:`reserve_logprobs` reserved, after the response was sent or failed."""
-    request.app.state.server.num_logprobs -= request.scope["state"].pop("num_logprobs", 0)
+    when_done(request, release)
 
 
 def _num_logprobs(

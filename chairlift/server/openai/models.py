@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+import datetime
+from collections.abc import Sequence
+from typing import Final, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -26,6 +29,7 @@ __all__ = [
     "routes",
 ]
 
+_MAX_PAGE: Final = 1000
 _MAX_NAMED: Final = 20
 """Maximum number of names that an error message lists."""
 _BITS: Final = (
@@ -71,6 +75,29 @@ class ModelList(msgspec.Struct, kw_only=True):
 
     object: str = "list"
     data: list[ModelCard]
+
+
+class AnthropicModel(msgspec.Struct, kw_only=True, tag_field="type", tag="model"):
+    """One name of the model in the form of Anthropic's API."""
+
+    id: str
+    display_name: str
+    created_at: str
+    """Time at which the server started, as in RFC 3339."""
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int | UnsetType = UNSET
+    """Maximum length of prompt and output together, in tokens; missing while the model loads."""
+    max_tokens: int | UnsetType = UNSET
+    """Maximum of the field ``max_tokens``; missing while the model loads."""
+
+
+class AnthropicModels(msgspec.Struct, kw_only=True):
+    """A page of the list of all names, in the form of Anthropic's API."""
+
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
 
 
 def check_model(state: ServerState, name: str | None) -> str:
@@ -138,9 +165,52 @@ def _card(state: ServerState, name: str) -> ModelCard:
     return card
 
 
+def _anthropic_card(state: ServerState, name: str) -> AnthropicModel:
+    info = state.engine.info
+    started = datetime.datetime.fromtimestamp(state.started_at, datetime.UTC)
+    return AnthropicModel(
+        id=name,
+        created_at=started.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        display_name=name,
+        max_input_tokens=UNSET if info is None else info.max_model_len,
+        max_tokens=UNSET if info is None else info.max_model_len,
+    )
+
+
+def _is_anthropic(request: Request) -> bool:
+    """Whether the client uses Anthropic's API, whose requests have a header with its version."""
+    return "anthropic-version" in request.headers
+
+
+def _anthropic_page(request: Request, names: Sequence[str]) -> AnthropicModels:
+    """A page of the models. Raises ApiError for a bound that is no model or a limit out of range."""
+    state: ServerState = request.app.state.server
+    query = request.query_params
+    given = query.get("limit", "20")
+    if not given.isdecimal() or not 1 <= int(given) <= _MAX_PAGE:
+        raise ApiError(
+            400, f"limit must be from 1 to {_MAX_PAGE}; got {given!r:.40}", code="invalid_value", param="limit"
+        )
+    for bound in ("after_id", "before_id"):
+        if bound in query and query[bound] not in names:
+            message = f"{bound} must be the id of a model; got {query[bound]!r:.100}"
+            raise ApiError(400, message, code="invalid_value", param=bound)
+    first = names.index(query["after_id"]) + 1 if "after_id" in query else 0
+    rest = names[first : names.index(query["before_id"]) if "before_id" in query else None]
+    shown = rest[-int(given) :] if "before_id" in query else rest[: int(given)]
+    return AnthropicModels(
+        data=[_anthropic_card(state, name) for name in shown],
+        has_more=len(rest) > len(shown),
+        first_id=shown[0] if shown else None,
+        last_id=shown[-1] if shown else None,
+    )
+
+
 async def _list_models(request: Request) -> Response:
     state: ServerState = request.app.state.server
     names = [*state.model_names, *(entry.name for entry in state.engine.adapters.names)]
+    if _is_anthropic(request):
+        return json_response(_anthropic_page(request, names))
     return json_response(ModelList(data=[_card(state, name) for name in names]))
 
 
@@ -148,7 +218,7 @@ async def _get_model(request: Request) -> Response:
     state: ServerState = request.app.state.server
     name = request.path_params["name"]
     check_model(state, name)
-    return json_response(_card(state, name))
+    return json_response(_anthropic_card(state, name) if _is_anthropic(request) else _card(state, name))
 
 
 routes: Final = [

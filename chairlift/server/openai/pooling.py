@@ -21,7 +21,14 @@ from starlette.routing import Route
 
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.engine.input_processor import PooledText
-from chairlift.engine.pooled.pooling_inputs import PoolingInputs, cosine, floats
+from chairlift.engine.pooled.pooling_inputs import (
+    EMBED_DTYPES,
+    PoolingInputs,
+    cosine,
+    floats,
+    rounded,
+    unit_length,
+)
 from chairlift.errors import EngineDeadError, PromptTooLongError, RequestError
 from chairlift.server.http.errors import ApiError
 from chairlift.server.http.limits import read_json, release_body
@@ -81,6 +88,11 @@ class EmbeddingRequest(PooledRequest, kw_only=True):
     dimensions: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
     """Return only this many leading numbers of each embedding. Only for models that were trained for shortened
     embeddings."""
+    embed_dtype: Annotated[str, Meta(max_length=16)] | None = None
+    """Type to which the numbers are rounded, and in which base64 writes them: ``float32`` (the default), ``float16`` or
+    ``bfloat16``."""
+    normalize: bool | None = None
+    """true: every embedding has length 1. false: refused if the model itself makes embeddings of length 1."""
     prompt_name: Annotated[str, Meta(max_length=256)] | None = None
     """Name of one of the model's predefined prompts. The prompt is put before each text."""
 
@@ -333,6 +345,15 @@ async def create_embeddings(request: Request) -> Response:
     if payload.encoding_format not in (None, "float", "base64"):
         message = f"encoding_format must be float or base64, got {payload.encoding_format!r}"
         raise ApiError(400, message, code="invalid_value", param="encoding_format")
+    if payload.embed_dtype not in (None, *EMBED_DTYPES):
+        message = f"embed_dtype must be {', '.join(EMBED_DTYPES)}, got {payload.embed_dtype!r}"
+        raise ApiError(400, message, code="invalid_value", param="embed_dtype")
+    if payload.normalize is False and call.inputs.pooling.normalize:
+        message = (
+            "normalize is false, but the model's embeddings have length 1, as its files say; leave it out, or start the"
+            " server with pooling_normalize false"
+        )
+        raise ApiError(400, message, code="unsupported_parameter", param="normalize")
     with _refusing("dimensions"):
         call.inputs.check_dimensions(payload.dimensions)
     with _refusing("prompt_name"):
@@ -340,11 +361,17 @@ async def create_embeddings(request: Request) -> Response:
     vectors = await call.vectors(await call.encode(_listed(payload.input, "input"), prefix, "input"))
 
     def make() -> EmbeddingReply:
+        dtype = payload.embed_dtype or "float32"
         cut = [call.inputs.cut(vector, payload.dimensions) for vector in vectors]
+        if payload.normalize and not call.inputs.pooling.normalize:
+            cut = [unit_length(each) for each in cut]
         if payload.encoding_format == "base64":
-            data = [Embedding(index=i, embedding=base64.b64encode(each).decode("ascii")) for i, each in enumerate(cut)]
+            written = [rounded(each, dtype)[0] for each in cut]
+            data = [
+                Embedding(index=i, embedding=base64.b64encode(each).decode("ascii")) for i, each in enumerate(written)
+            ]
         else:
-            data = [Embedding(index=i, embedding=floats(each)) for i, each in enumerate(cut)]
+            data = [Embedding(index=i, embedding=rounded(each, dtype)[1]) for i, each in enumerate(cut)]
         return EmbeddingReply(**call.head, data=data, usage=call.usage)
 
     return await call.reply(sum(map(len, vectors)) // 4, make)

@@ -42,7 +42,7 @@ ignored              ``metadata``, ``request_id``, ``session_id``, ``safety_iden
 refused              ``functions``, ``function_call`` but ``none``, of texts ``tools`` and ``tool_choice``,
                      ``json_schema``, ``grammar``, ``regex``, ``ebnf``,
                      ``extra_body``, ``modalities`` but ``["text"]``, ``audio``, ``web_search_options``, ``store``,
-                     ``chat_template``, ``documents``, ``lora_path``,
+                     ``moderation``, ``chat_template``, ``documents``, ``lora_path``,
                      ``kv_transfer_params``, ``prompt_embeds``, ``logits_processors``, ``use_beam_search``,
                      ``length_penalty`` but 1; and where the other endpoint has the field:
                      ``thinking_token_budget``, ``thinking_budget``, ``echo``, ``best_of``, ``suffix``,
@@ -308,7 +308,7 @@ _TOOL_SCHEMA: Final = {
             "type": "object",
             "required": ["name"],
             "properties": {
-                "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+                "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"},
                 "description": {"type": "string"},
                 "parameters": {"description": "JSON schema of the arguments, an object.", "type": "object"},
             },
@@ -429,6 +429,7 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "extra_body": ((), "it is an argument of OpenAI's Python client, not a field; send what is in it as fields"),
     "modalities": ((["text"],), 'answers are text; leave it out or send ["text"]'),
     "audio": ((), "answers are text; leave it out"),
+    "moderation": ((), "the server moderates nothing; leave it out"),
     "web_search_options": ((), "the server looks nothing up; leave it out"),
     "store": ((), "nothing is stored; leave it out"),
     "chat_template": ((), "templates come from the model or the operator, not from requests; leave it out"),

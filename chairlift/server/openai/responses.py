@@ -1,8 +1,8 @@
 """OpenAI's Responses API, translated to chat requests: POST /v1/responses, and the paths of one response.
 
 A request becomes a chat. The content, reasoning and tool calls of the output become items of the response. A response
-is stored only if ``store`` is true. It then stays in memory, within limits, so that ``previous_response_id`` can
-continue it. Only the API key that made it can use it.
+is stored unless ``store`` is false. It then stays in memory, within limits, so that ``previous_response_id`` can
+continue it and ``item_reference`` can name its items. Only the API key that made it can use it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from chairlift.server.openai.response_store import StoredResponse
 from chairlift.server.openai.responses_events import EventFields, ResponseBuilder
 from chairlift.server.openai.responses_input import input_items, listed_items, names, to_chat
 from chairlift.server.openai.responses_types import (
+    ENCRYPTED_REASONING,
     REFUSED,
+    CustomToolCall,
     DeletedResponse,
     FunctionCall,
     InputItemList,
@@ -68,22 +70,30 @@ async def create_response(request: Request) -> HttpResponse:
     ignored += unknown_inside("text", body.get("text"), TextOptions)
     ignored += unknown_inside("reasoning", body.get("reasoning"), ReasoningOptions)
     ignored += [path for path, value in _hints(payload) if value]
-    _check_store(state, payload)
+    stores = _stores(state, payload)
+    _resolve(request, payload)
     earlier = _earlier(request, payload)
     client_names = names()
-    chat = to_chat(payload, earlier, client_names)
+    chat = to_chat(payload, earlier, client_names, ignored)
+    of_chat: list[str] = []
     with client_names.translated_errors(state, request.state.request_id):
-        run = await begin_chat(request, chat, ignored)
-    response = _response(payload, run)
-    keep = _keeper(request, payload, earlier) if payload.store else None
-    headers = warning_headers([client_names.translated(name) for name in ignored])
+        run = await begin_chat(request, chat, of_chat, drops_turns=payload.truncation == "auto")
+    response = _response(payload, run, stores)
+    keep = _keeper(request, payload, earlier) if stores else None
+    headers = warning_headers([*ignored, *map(client_names.translated, of_chat)])
+    carries = ENCRYPTED_REASONING in (payload.include or ())
+
+    def make_builder(meter: Meter) -> ResponseBuilder:
+        return ResponseBuilder(response, run, meter, client_names.namespaces, carries_reasoning=carries)
+
     if payload.stream:
-        return await start_stream(state, run.streams, _ResponseEvents(response, run, keep), headers)
+        events = _ResponseEvents(run, keep, make_builder)
+        return await start_stream(state, run.streams, events, headers)
     with client_names.translated_errors(state, request.state.request_id):
         (output,) = await collect(run.streams)
     meter = Meter(run.streams)
     meter.note(0, output)
-    builder = ResponseBuilder(response, run, meter)
+    builder = make_builder(meter)
 
     def fill() -> bytes:
         for _ in builder.new_events(output.outputs[0]):
@@ -106,10 +116,32 @@ def _hints(payload: ResponsesRequest) -> Iterator[tuple[str, Any]]:
     yield "reasoning.generate_summary", reasoning.generate_summary
 
 
-def _check_store(state: ServerState, payload: ResponsesRequest) -> None:
+def _stores(state: ServerState, payload: ResponsesRequest) -> bool:
+    """Whether the response is stored. Raises ApiError if it must be stored, and this server stores none."""
     if payload.store and not state.config.max_stored_responses:
         message = "store is true, but this server keeps no responses (--max-stored-responses 0); leave it out"
         raise ApiError(400, message, code="unsupported_parameter", param="store")
+    return payload.store is not False and state.config.max_stored_responses > 0
+
+
+def _resolve(request: Request, payload: ResponsesRequest) -> None:
+    """Replace each ``item_reference`` of the input by the item of a stored response. Raises ApiError 404 if there is no
+    such item."""
+    if isinstance(payload.input, str):
+        return
+    state: ServerState = request.app.state.server
+    for index, item in enumerate(payload.input):
+        if item.get("type") != "item_reference" and set(item) != {"id"}:
+            continue
+        where = f"input[{index}].id"
+        item_id = item.get("id")
+        if not isinstance(item_id, str):
+            wrong(where, "must be the id of an item of an earlier response", item_id)
+        stored = state.responses.with_item(_holder(request), item_id)
+        if stored is None:
+            raise _not_stored(state, f"item {item_id!r:.80}", where, "the item itself")
+        items: _Items = msgspec.json.decode(stored.items)
+        payload.input[index] = items[stored.num_input + stored.output_ids.index(item_id)]
 
 
 def _earlier(request: Request, payload: ResponsesRequest) -> _Items:
@@ -126,14 +158,19 @@ def _stored(request: Request, response_id: str, param: str) -> StoredResponse:
     state: ServerState = request.app.state.server
     stored = state.responses.get(_holder(request), response_id)
     if stored is None:
-        message = (
-            f"there is no response {response_id!r:.80}: it was not made with store true and this API key, was dropped"
-            f" for newer ones (the last {state.config.max_stored_responses:,} are kept, in"
-            f" {state.config.max_stored_response_bytes:,} bytes), or the server was started again; send its items in"
-            " input instead"
-        )
-        raise ApiError(404, message, code="response_not_found", param=param)
+        raise _not_stored(state, f"response {response_id!r:.80}", param, "its items")
     return stored
+
+
+def _not_stored(state: ServerState, what: str, param: str, instead: str) -> ApiError:
+    message = (
+        f"there is no {what}: it was not made with this API key, or with store false, was dropped for newer ones (the"
+        f" last {state.config.max_stored_responses:,} responses are kept, in"
+        f" {state.config.max_stored_response_bytes:,} bytes), or the server was started again; send {instead} in input"
+        " instead"
+    )
+    code = "response_not_found" if what.startswith("response") else "item_not_found"
+    return ApiError(404, message, code=code, param=param)
 
 
 def _holder(request: Request) -> str:
@@ -150,7 +187,9 @@ def _keeper(request: Request, payload: ResponsesRequest, earlier: _Items) -> _Ke
 
     def keep(response: Response, body: bytes) -> None:
         items = [*before, *map(_item, response.output)]
-        state.responses.put(holder, response.id, StoredResponse(body, _encode(items), len(before)), *limits)
+        output_ids = tuple(item.id for item in response.output)
+        stored = StoredResponse(body, _encode(items), len(before), output_ids)
+        state.responses.put(holder, response.id, stored, *limits)
 
     return keep
 
@@ -160,12 +199,13 @@ def _item(item: Any) -> dict[str, Any]:
     if isinstance(item, OutputMessage):
         texts = [{"type": "output_text", "text": part.text} for part in item.content]
         return {"type": "message", "role": "assistant", "content": texts}
-    if isinstance(item, FunctionCall):
-        return {"type": "function_call", "call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+    if isinstance(item, (FunctionCall, CustomToolCall)):
+        fields: dict[str, Any] = msgspec.to_builtins(item)
+        return {name: value for name, value in fields.items() if name not in ("id", "status")}
     return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": part.text} for part in item.content]}
 
 
-def _response(payload: ResponsesRequest, run: ChatRun) -> Response:
+def _response(payload: ResponsesRequest, run: ChatRun, stores: bool) -> Response:
     """The response before there is any output, with the fields that it copies from the request."""
     text_format = payload.text.format if payload.text else None
     return Response(
@@ -179,14 +219,15 @@ def _response(payload: ResponsesRequest, run: ChatRun) -> Response:
         previous_response_id=payload.previous_response_id,
         reasoning={"effort": payload.reasoning.effort if payload.reasoning else None, "summary": None},
         service_tier=run.streams[0].service_class,
-        store=bool(payload.store),
+        store=stores,
         temperature=run.params.temperature,
         text={"format": text_format or {"type": "text"}},
         tool_choice=payload.tool_choice or "auto",
         tools=payload.tools or [],
+        truncation=payload.truncation or "disabled",
         top_logprobs=payload.top_logprobs or 0,
         top_p=run.params.top_p,
-        user=payload.user,
+        user=msgspec.UNSET if payload.user is None else payload.user,
         metadata=payload.metadata or {},
     )
 
@@ -194,10 +235,14 @@ def _response(payload: ResponsesRequest, run: ChatRun) -> Response:
 class _ResponseEvents(StreamWriter):
     """Writes the events of a streamed response."""
 
-    def __init__(self, response: Response, run: ChatRun, keep: _Keep | None) -> None:
+    def __init__(self, run: ChatRun, keep: _Keep | None, make_builder: Callable[[Meter], ResponseBuilder]) -> None:
         super().__init__(run.streams)
-        self._builder = ResponseBuilder(response, run, self.meter)
+        self._builder = make_builder(self.meter)
         self._keep = keep
+        self.holds_back = run.plan.reads
+
+    def ping(self) -> bytes:
+        return _event(self._builder.ping())
 
     def start(self) -> bytes:
         return b"".join(map(_event, self._builder.begin()))
@@ -267,14 +312,15 @@ async def _count_input_tokens(request: Request) -> HttpResponse:
     check_model(state, payload.model)
     generating_info(state)
     client_names = names()
-    chat = to_chat(payload, _earlier(request, payload), client_names)
+    _resolve(request, payload)
+    chat = to_chat(payload, _earlier(request, payload), client_names, ignored)
+    of_chat: list[str] = []
     with client_names.translated_errors(state, request.state.request_id):
-        plan = plan_prompt(state, chat, ignored)
+        plan = plan_prompt(state, chat, of_chat)
         async with until_tokens(request):
             prompt = await encode_messages(state, chat, plan)
-    return json_response(
-        InputTokenCount(input_tokens=len(prompt)), warning_headers([client_names.translated(each) for each in ignored])
-    )
+    headers = warning_headers([*ignored, *map(client_names.translated, of_chat)])
+    return json_response(InputTokenCount(input_tokens=len(prompt)), headers)
 
 
 async def _cancel_response(request: Request) -> HttpResponse:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -21,6 +21,8 @@ from chairlift.server.openai.chat import ARGUMENTS, chosen_logprob
 from chairlift.server.openai.chat_reading import AnswerReading
 from chairlift.server.openai.chat_run import ChatRun
 from chairlift.server.openai.responses_types import (
+    CARRIED_REASONING,
+    CustomToolCall,
     FunctionCall,
     IncompleteDetails,
     InputTokensDetails,
@@ -33,7 +35,7 @@ from chairlift.server.openai.responses_types import (
     ResponseError,
     ResponseUsage,
 )
-from chairlift.text.tool_calls import Call, Event, Piece
+from chairlift.text.tool_calls import CallBegun, CallEnded, CallPiece, Event, Piece
 
 __all__ = ["EventFields", "ResponseBuilder"]
 
@@ -46,8 +48,20 @@ _encode: Final = msgspec.json.encode
 class ResponseBuilder:
     """Builds a response from the content, reasoning and tool calls of an output, and yields the events of a stream."""
 
-    def __init__(self, response: Response, run: ChatRun, meter: Meter) -> None:
+    def __init__(
+        self,
+        response: Response,
+        run: ChatRun,
+        meter: Meter,
+        namespaces: Mapping[str, tuple[str, str]],
+        *,
+        carries_reasoning: bool,
+    ) -> None:
         self.response = response
+        self._carries_reasoning = carries_reasoning
+        """Whether reasoning items have their text in ``encrypted_content``, too."""
+        self._namespaces = namespaces
+        """Name of a tool in the chat -> (its namespace, its name there)."""
         self._reading: AnswerReading = run.reading()
         self._counts = run.plan.reasoning is not None
         self._top = run.chat.top_logprobs or 0
@@ -57,8 +71,10 @@ class ResponseBuilder:
         """Ids of the tokenizer's special tokens, which have no text."""
         self._open: OutputMessage | ReasoningItem | None = None
         """The item that may still grow: further text of the same kind is added to it."""
+        self._open_call: FunctionCall | CustomToolCall | None = None
+        """The call that may still grow."""
         self._pieces: list[str] = []
-        """Parts of the text of the item that may still grow."""
+        """Parts of the text of the item or the call that may still grow."""
         self._number = 0
         self._pending_logprobs: list[tuple[int, bytes]] = []
         """(token index, JSON of the token's log-probabilities) for tokens that are not in an event yet, because their
@@ -71,6 +87,10 @@ class ResponseBuilder:
         """First events of a stream, before any output."""
         yield self._event("response.created", response=self.response)
         yield self._event("response.in_progress", response=self.response)
+
+    def ping(self) -> EventFields:
+        """An event that says nothing new. Clients count events, not comments, to notice that a stream is dead."""
+        return self._event("response.in_progress", response=self.response)
 
     def new_events(self, answer: CompletionOutput) -> Iterator[EventFields]:
         """Events for the new part of an output. At the end of the output, the last item is closed and the response
@@ -110,9 +130,18 @@ class ResponseBuilder:
         return self.end()
 
     def _read(self, event: Event) -> Iterator[EventFields]:
-        if isinstance(event, Call):
+        if isinstance(event, CallBegun):
             yield from self._close("completed")
-            yield from self._call(event)
+            yield self._begin_call(event)
+        elif isinstance(event, CallPiece):
+            self._pieces.append(event.text)
+            is_custom = isinstance(self._open_call, CustomToolCall)
+            field = "custom_tool_call_input" if is_custom else "function_call_arguments"
+            for start in range(0, len(event.text), ARGUMENTS):
+                piece = event.text[start : start + ARGUMENTS]
+                yield self._event(f"response.{field}.delta", **self._location(), delta=piece)
+        elif isinstance(event, CallEnded):
+            yield from self._end_call("incomplete" if event.is_cut else "completed")
         elif isinstance(event, Piece):
             kind = ReasoningItem if event.kind == "reasoning" else OutputMessage
             if not isinstance(self._open, kind):
@@ -151,24 +180,41 @@ class ResponseBuilder:
         else:
             part = ReasoningText(text=text)
             item.content = [part]
+            if self._carries_reasoning:
+                item.encrypted_content = CARRIED_REASONING + text
         item.status = status
         yield self._event(f"response.{self._part}.done", **location, content_index=0, **fields)
         yield self._event("response.content_part.done", **location, content_index=0, part=part)
         yield self._event("response.output_item.done", output_index=self._index, item=item)
         self._open = None
 
-    def _call(self, call: Call) -> Iterator[EventFields]:
-        item = FunctionCall(id=_new_id("fc"), call_id=call.id, name=call.name, arguments="", status="in_progress")
+    def _begin_call(self, call: CallBegun) -> EventFields:
+        namespace, name = self._namespaces.get(call.name, (msgspec.UNSET, call.name))
+        item: FunctionCall | CustomToolCall
+        if call.is_custom:
+            item = CustomToolCall(id=_new_id("ctc"), call_id=call.id, namespace=namespace, name=name, input="")
+        else:
+            item = FunctionCall(
+                id=_new_id("fc"), call_id=call.id, namespace=namespace, name=name, arguments="", status="in_progress"
+            )
+        self._open_call = item
+        self._pieces = []
         self.response.output.append(item)
-        location = {"item_id": item.id, "output_index": self._index}
-        yield self._event("response.output_item.added", output_index=self._index, item=item)
-        for start in range(0, len(call.arguments), ARGUMENTS):
-            piece = call.arguments[start : start + ARGUMENTS]
-            yield self._event("response.function_call_arguments.delta", **location, delta=piece)
-        item.arguments = call.arguments
-        item.status = "completed"
-        done = {"name": call.name, "arguments": call.arguments}
-        yield self._event("response.function_call_arguments.done", **location, **done)
+        return self._event("response.output_item.added", output_index=self._index, item=item)
+
+    def _end_call(self, status: str) -> Iterator[EventFields]:
+        item = self._open_call
+        text = "".join(self._pieces)
+        location = self._location()
+        self._open_call = None
+        if isinstance(item, CustomToolCall):
+            item.input = text
+            yield self._event("response.custom_tool_call_input.done", **location, input=text)
+        elif item is not None:
+            item.arguments = text
+            item.status = status
+            done = {"name": item.name, "arguments": text}
+            yield self._event("response.function_call_arguments.done", **location, **done)
         yield self._event("response.output_item.done", output_index=self._index, item=item)
 
     def _new_logprobs(self) -> Any:
@@ -191,7 +237,8 @@ class ResponseBuilder:
         return len(self.response.output) - 1
 
     def _location(self) -> EventFields:
-        return {"item_id": self._open.id if self._open else "", "output_index": self._index}
+        item = self._open_call or self._open
+        return {"item_id": item.id if item else "", "output_index": self._index}
 
     def _event(self, kind: str, **fields: Any) -> EventFields:
         number = self._number

@@ -24,8 +24,11 @@ from chairlift.server.openai.protocol import (
 from chairlift.text.tool_calls.request import MAX_TOOLS
 
 __all__ = [
+    "CARRIED_REASONING",
+    "ENCRYPTED_REASONING",
     "INCLUDABLE",
     "REFUSED",
+    "CustomToolCall",
     "DeletedResponse",
     "FunctionCall",
     "InputItemList",
@@ -39,19 +42,24 @@ __all__ = [
     "ResponsesRequest",
 ]
 
+ENCRYPTED_REASONING: Final = "reasoning.encrypted_content"
 INCLUDABLE: Final = (
-    *("message.output_text.logprobs", "reasoning.encrypted_content", "message.input_image.image_url"),
+    *("message.output_text.logprobs", ENCRYPTED_REASONING, "message.input_image.image_url"),
     *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
     *("computer_call_output.output.image_url", "code_interpreter_call.outputs"),
 )
-"""Accepted values of ``include``. Only the first value changes a response; the others concern features that this
+"""Accepted values of ``include``. Only the first two values change a response; the others concern features that this
 server does not have."""
+CARRIED_REASONING: Final = "chairlift:"
+"""Beginning of the ``encrypted_content`` of this server's reasoning items. The rest is the text, which is not
+encrypted. Some clients send back only this field and ``summary``."""
 
 _ITEM_SCHEMA: Final = {
-    "description": "A message (role and content), a reasoning item, a function_call (call_id, name, arguments) or a "
-    "function_call_output (call_id, output). Parts of contents are input_text, output_text and refusal.",
+    "description": "A message (role and content), a reasoning item, a function_call (call_id, name, arguments), a "
+    "function_call_output (call_id, output), or a call of a custom tool or a shell and its output. Parts of contents "
+    "are input_text, output_text and refusal.",
     "properties": {
-        "type": {"enum": ["message", "reasoning", "function_call", "function_call_output"]},
+        "type": {"type": "string"},
         "role": {"enum": ["user", "assistant", "system", "developer"]},
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
         "call_id": {"type": "string", "description": "Of a call and of its output."},
@@ -61,11 +69,12 @@ _ITEM_SCHEMA: Final = {
     },
 }
 _TOOL_SCHEMA: Final = {
-    "description": "A function that the model may call. Built-in tools are refused by name.",
-    "required": ["type", "name"],
+    "description": "A function, a custom tool (its input is a text) or a namespace of both. Tools of other types are"
+    " left out of the prompt.",
+    "required": ["type"],
     "properties": {
-        "type": {"const": "function"},
-        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+        "type": {"type": "string"},
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"},
         "description": {"anyOf": [{"type": "string"}, {"type": "null"}]},
         "parameters": {"description": "JSON schema of the arguments, an object.", "type": ["object", "null"]},
         "strict": {"type": ["boolean", "null"]},
@@ -98,6 +107,9 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
     """Ignored, because ``content`` has the whole reasoning."""
     generate_summary: str | None = None
     """Older name of ``summary``."""
+    context: Annotated[str, Meta(max_length=32)] | None = None
+    """``auto``: the chat template decides which reasoning of earlier turns it prints. ``current_turn``: reasoning items
+    before the last message of the user are left out."""
 
 
 class ResponsesRequest(SampledRequest, kw_only=True):
@@ -110,7 +122,8 @@ class ResponsesRequest(SampledRequest, kw_only=True):
     previous_response_id: Annotated[str, Meta(max_length=128)] | None = None
     """Id of the stored response that this request continues."""
     store: bool | None = None
-    """true: keep the response in memory, for ``previous_response_id`` and GET. Default: the response is not stored."""
+    """false: do not keep the response in memory. Otherwise it is kept, within limits, for ``previous_response_id``,
+    ``item_reference`` and GET."""
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     """Maximum number of output tokens, including reasoning. If missing, the output may fill the model's length."""
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
@@ -125,7 +138,8 @@ class ResponsesRequest(SampledRequest, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     """Number of alternatives at each position, the most likely tokens, whose log-probabilities are returned."""
     truncation: Annotated[str, Meta(max_length=16)] | None = None
-    """``disabled``: a conversation that is too long for the model is refused."""
+    """``disabled``: a conversation that is too long for the model is refused. ``auto``: its oldest turns are left
+    out."""
     metadata: Metadata | None = None
     """Key -> value, copied to the response."""
     user: Annotated[str, Meta(max_length=256)] | None = None
@@ -144,6 +158,8 @@ REFUSED: Final[Refusals] = refused_elsewhere(
         "prompt": ((), "prompts are not kept; send the text in input and instructions"),
         "context_management": ((), "conversations are not compacted; send what the model is to read in input"),
         "moderation": ((), "the server moderates nothing; leave it out"),
+        "background_options": ((), _ALONE),
+        "image": (({"context_compression": "disabled"},), "images are read as they are; leave it out"),
         "messages": ((), "it belongs to /v1/chat/completions; send input"),
         "response_format": (({"type": "text"},), "send text.format"),
         "max_tokens": ((), "send max_output_tokens"),
@@ -192,10 +208,23 @@ class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function
 
     id: str
     call_id: str
+    namespace: str | UnsetType = UNSET
+    """Namespace of the tool, if it has one."""
     name: str
     arguments: str
     """The arguments: a JSON object, as text."""
     status: str
+
+
+class CustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool, whose input is a text. The client sends the result in a ``custom_tool_call_output`` item
+    with the same call_id."""
+
+    id: str
+    call_id: str
+    namespace: str | UnsetType = UNSET
+    name: str
+    input: str
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
@@ -210,8 +239,8 @@ class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
     id: str
     summary: list[Any] = []
     content: list[ReasoningText]
-    encrypted_content: None = None
-    """Always null: ``content`` has the reasoning as text, and a client may send it back."""
+    encrypted_content: str | msgspec.UnsetType = msgspec.UNSET
+    """The text again, behind ``CARRIED_REASONING``, if the request asked for it."""
     status: str
 
 
@@ -219,6 +248,8 @@ class InputTokensDetails(msgspec.Struct, kw_only=True):
     """Number of cached input tokens, a part of :class:`ResponseUsage`."""
 
     cached_tokens: int
+    cache_write_tokens: int = 0
+    """Always 0: all computed tokens are also cached, and writing costs nothing."""
 
 
 class OutputTokensDetails(msgspec.Struct, kw_only=True):
@@ -253,7 +284,7 @@ class Response(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None
     max_tool_calls: None = None
     model: str
-    output: list[OutputMessage | FunctionCall | ReasoningItem] = []
+    output: list[OutputMessage | FunctionCall | CustomToolCall | ReasoningItem] = []
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: dict[str, Any]
@@ -265,9 +296,10 @@ class Response(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"] = "disabled"
-    usage: ResponseUsage | None = None
-    user: str | None
+    truncation: str = "disabled"
+    usage: ResponseUsage | UnsetType = UNSET
+    """Missing until the response has ended: OpenAI's types have no null here."""
+    user: str | UnsetType = UNSET
     metadata: dict[str, str]
     tool_call_errors: list[str] | UnsetType = UNSET
     """Descriptions of malformed tool calls in the output. The text of these calls stays in a message."""

@@ -66,6 +66,8 @@ def naming(request: GenerationRequest) -> Iterator[None]:
             raise
         name = "tool_choice" if forces else given[0]
         inside = _CALLS if forces else _INSIDE.get(name, name)
+        if not forces and name == "response_format" and (request.response_format or {}).get("type") == "json_object":
+            inside = "response_format.schema"
         if name != "structured_outputs":
             kind, _, rest = message.removeprefix("structured_outputs").partition(" ")
             message = f"{inside if kind or forces else name} {rest}"
@@ -89,7 +91,8 @@ def _form_fields(request: GenerationRequest) -> list[str]:
 def _of_response_format(given: dict[str, Any]) -> StructuredOutputsParams:
     kind = given.get("type")
     if kind == "json_object":
-        return StructuredOutputsParams(json_object=True)
+        schema = given.get("schema")
+        return StructuredOutputsParams(json_object=True) if schema is None else StructuredOutputsParams(json=schema)
     if kind == "structural_tag":
         return StructuredOutputsParams(structural_tag={name: each for name, each in given.items() if name != "type"})
     if kind == "json_schema":

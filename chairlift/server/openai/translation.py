@@ -17,7 +17,7 @@ from chairlift.server.http.state import ServerState
 __all__ = ["MAX_MESSAGES", "Names", "image_part", "texts_of", "wrong"]
 
 MAX_MESSAGES: Final = 1024
-_PLACE: Final = re.compile(r"messages\[[0-9]+\](\.tool_calls\[[0-9]+\])?")
+_PLACE: Final = re.compile(r"(?:messages\[[0-9]+\](?:\.tool_calls\[[0-9]+\])?|(?<![\w.])tools\[[0-9]+\])")
 _LONGEST: Final = 60
 
 
@@ -30,7 +30,9 @@ class Names:
     def __init__(self, fields: Mapping[str, str]) -> None:
         self._fields = [(re.compile(rf"(?<![\w.]){pattern}(?!\w)"), name) for pattern, name in fields.items()]
         self.places: dict[str, str] = {}
-        """Path in the chat request -> path in the client's request, for messages and the tool calls in them."""
+        """Path in the chat request -> path in the client's request, for messages, the tool calls in them, and tools."""
+        self.namespaces: dict[str, tuple[str, str]] = {}
+        """Name of a tool in the chat -> (its namespace, its name there), for tools in namespaces."""
 
     def translated(self, text: str) -> str:
         """An error message with the client's field names. Only the text before the first quotation mark is translated,

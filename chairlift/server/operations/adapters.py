@@ -33,7 +33,7 @@ class LoadRequest(msgspec.Struct, kw_only=True):
     lora_name: AdapterName
     """Value of ``model`` for requests that use the adapter."""
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
-    """Directory below ``--lora-dir`` on the server's machine: relative to it, or absolute."""
+    """Directory or GGUF file below ``--lora-dir`` on the server's machine: relative to it, or absolute."""
     load_inplace: bool = False
     """Replace the loaded adapter of the same name. Running requests continue with the old adapter."""
 

@@ -6,8 +6,9 @@ from typing import Any, Final
 
 from chairlift.server.http.api_docs import ErrorReply, get, operation, post, query, ref
 from chairlift.server.http.dialect import Dialect
-from chairlift.server.operations import adapters, health, queue, replicas, traffic, weights
+from chairlift.server.operations import adapters, health, kv_store, queue, replicas, traffic, weights
 from chairlift.server.operations.health import LoadReply, StatusReply, VersionReply
+from chairlift.server.operations.kv_store import KVStoreReply
 from chairlift.server.operations.queue import QueueReply
 from chairlift.server.operations.replicas import ReplicasReply
 from chairlift.server.operations.traffic import RequestsReply, TrafficRecord
@@ -19,6 +20,7 @@ _ID_PARAMETER: Final = query("request_id", "The X-Request-Id of one request that
 _LIMIT_PARAMETER: Final = query(
     "limit", "Maximum number of requests to list", {"type": "integer", "minimum": 1, "maximum": 1000}
 )
+_ALL_PARAMETER: Final = query("all", "Remove those of all models", {"type": "boolean", "default": False})
 _RECORDING_PARAMETERS: Final = (
     query("block_size", "Tokens per hash id", {"type": "integer", "minimum": 16, "maximum": 512, "default": 64}),
     query("requests", "End after this number of requests", {"type": "integer", "minimum": 1, "maximum": 10**9}),
@@ -49,16 +51,22 @@ def _status(summary: str) -> dict[str, Any]:
 OPERATIONS: Final = Dialect(
     routes=[
         *(*health.routes, *queue.routes, *traffic.routes, *weights.routes, *replicas.routes, *adapters.routes),
+        *kv_store.routes,
     ],
     types=(
         *(StatusReply, VersionReply, LoadReply, QueueReply, RequestsReply, ReplicasReply, TrafficRecord),
-        *(WeightsRequest, WeightsReply),
+        *(WeightsRequest, WeightsReply, KVStoreReply),
     ),
     paths={
         "/v1/queue": get("Waiting requests and their expected starts", QueueReply, (404,), [_ID_PARAMETER]),
         "/v1/replicas": get("The engines behind this server", ReplicasReply),
         "/v1/replicas/restart": {
             "post": operation("Restart the engines one after another", ref(ReplicasReply), (400, 403))
+        },
+        "/v1/kv_store": {
+            "get": operation("The files that keep KV", ref(KVStoreReply), (403, 404)),
+            "delete": operation("Remove the model's blocks from the files", ref(KVStoreReply), (400, 403, 404))
+            | {"parameters": [_ALL_PARAMETER]},
         },
         "/v1/requests": get("Waiting and running requests", RequestsReply, (), [_LIMIT_PARAMETER]),
         "/v1/traffic": {"get": _traffic()},

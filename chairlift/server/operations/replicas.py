@@ -33,7 +33,8 @@ class ReplicasReply(msgspec.Struct, kw_only=True):
 
 def _reply(state: ServerState) -> Response:
     replicas = [
-        dataclasses.replace(each, kv_cache_usage=round(each.kv_cache_usage, 4)) for each in state.engine.replicas()
+        dataclasses.replace(each, kv_cache_usage=round(each.kv_cache_usage, 4))
+        for each in state.engine.replicas.shown()
     ]
     waiting = max(0, state.engine.num_queued - sum(each.unstarted for each in replicas)) if replicas else 0
     return json_response(
@@ -43,7 +44,7 @@ def _reply(state: ServerState) -> Response:
 
 def rounded_autoscaling(state: ServerState) -> AutoscalingStats | None:
     """State of autoscaling with values rounded for a response; None if the number of replicas is fixed."""
-    found = state.engine.autoscaling()
+    found = state.engine.replicas.autoscaling()
     if found is not None:
         for name in ("forecast_wait_seconds", "load", "start_seconds"):
             setattr(found, name, round(getattr(found, name), 3))
@@ -60,7 +61,7 @@ async def _restart(request: Request) -> Response:
     state: ServerState = request.app.state.server
     check_admin(request)
     try:
-        await state.engine.restart_replicas(state.config.shutdown_timeout)
+        await state.engine.replicas.restart(state.config.shutdown_timeout)
     except ConfigError as error:
         raise ApiError(400, str(error), code="invalid_value") from None
     return _reply(state)

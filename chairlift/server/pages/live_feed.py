@@ -168,7 +168,7 @@ class LiveFeed(StepRing):
     @property
     def num_rings(self) -> int:
         """Number of engines that have a buffer of steps."""
-        return max(1, 0 if self._engine is None else len(self._engine.replicas()))
+        return max(1, 0 if self._engine is None else len(self._engine.replicas.shown()))
 
     def ring(self, replica: int) -> StepRing:
         """Buffer of the steps of a replica. Replicas are counted from 0."""

@@ -12,7 +12,7 @@ from chairlift.base.workers.turns import Turns
 from chairlift.errors import QueueFullError
 
 
-def test_who_finds_the_line_full_hears_how_long_it_takes() -> None:
+def test_a_caller_refused_by_a_full_queue_learns_how_long_the_queue_takes() -> None:
     async def main() -> None:
         loop, now = asyncio.get_running_loop(), 0.0
         loop.time = lambda: now  # type: ignore[method-assign]

@@ -54,7 +54,7 @@ def test_a_line_that_is_no_request_says_why(
     assert len(str(caught.value)) < 600
 
 
-def test_the_lines_of_answers() -> None:
+def test_answers_become_lines_of_the_output_file() -> None:
     good = json.loads(answer_line("a", 200, "req-1", b'{"id":"x"}'))
     assert good["response"] == {"status_code": 200, "request_id": "req-1", "body": {"id": "x"}}
     assert good["custom_id"] == "a" and good["error"] is None and good["id"].startswith("batch_req_")

@@ -107,7 +107,7 @@ def answer_all(store: BatchStore, batch_id: str, good: Callable[[int], bool] = l
             assert store.record(batch_id, pending.line, answer_line(name, 200, "q", b"{}"), good(pending.line))
 
 
-def test_a_batch_from_its_beginning_to_its_end(store: BatchStore) -> None:
+def test_a_batch_passes_through_its_states_in_order(store: BatchStore) -> None:
     bad = b'{"custom_id": "r0", "method": "POST", "url": "/v1/completions", "body": {}}\nnonsense\n\n' + b"x" * 20_000
     batch_id = begin(store, requests(3) + bad)
     batch = store.batch(batch_id)
@@ -131,7 +131,7 @@ def test_a_batch_from_its_beginning_to_its_end(store: BatchStore) -> None:
 
 
 @pytest.mark.parametrize(("status", "code"), [("cancelled", "batch_cancelled"), ("expired", "batch_expired")])
-def test_who_has_no_answer_hears_why(store: BatchStore, status: str, code: str) -> None:
+def test_requests_without_an_answer_get_the_reason(store: BatchStore, status: str, code: str) -> None:
     batch_id = begin(store, requests(3))
     store.record(batch_id, 2, answer_line("r1", 200, "q", b"{}"), True)
     store.cancel(batch_id, 105)

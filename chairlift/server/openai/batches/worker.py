@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Scope
 from chairlift.config import ServerConfig
 from chairlift.engine.async_engine import EngineState
 from chairlift.errors import StorageError
-from chairlift.server.http.auth import caller_of
+from chairlift.server.http.auth import INTERNAL_CALLER, caller_of
 from chairlift.server.http.state import ServerState
 from chairlift.server.openai.batches import (
     BadLine,
@@ -39,11 +39,8 @@ from chairlift.server.openai.batches import (
     storage_error,
 )
 
-__all__ = ["INTERNAL_CALLER", "BatchWorker", "open_store", "working"]
+__all__ = ["BatchWorker", "open_store", "working"]
 
-INTERNAL_CALLER: Final = "chairlift.inside"
-"""Key in an ASGI scope that marks a request made by this process. Its value is the :class:`Caller` to use, so the
-access checks are skipped."""
 _LOADED_AT_ONCE: Final = 64
 """Number of requests that are read from the store at a time, per batch."""
 _CHECK_SECONDS: Final = 1.0

@@ -7,14 +7,14 @@ const CAUSES = {  // docs/why-slow.md explains them
   front_door: "request checks, tokenizing, transfer to the engine", waiting_step: "a step was running when it arrived", waiting_slots: "all rows were taken",
   waiting_blocks: "the KV cache was full", waiting_tokens: "other requests used the token budget", waiting_reservation: "free rows were reserved for another class",
   waiting_batch: "its static batch had not begun, or had not ended", waiting_grammar: "its grammar was being compiled",
-  waiting_image: "its images were being encoded", waiting_prefix: "another request was computing the beginning of its prompt",
+  waiting_image: "its images were being encoded", waiting_prefix: "another request was computing the beginning of its prompt", waiting_kv_load: "its KV was being read from disk",
   waiting_adapter: "its adapter did not fit into the steps, or was being read",
   preempted: "it was preempted", prefill: "computing its prompt", decode: "generating its tokens",
   stretched: "work for other requests in its steps", host: "between two steps", delivery: "from its last token to the client",
   waiting: "before its first step", "first token": "from its first step to its first token", writing: "from its first token on, pauses included",
 };
 const WAITS_FOR = { slots: "a row", blocks: "KV memory", tokens: "the token budget", reservation: "a reserved row", batch: "their batch",
-  grammar: "their grammar", adapter: "their adapter", image: "their images", prefix: "another request that computes the same beginning" };
+  grammar: "their grammar", adapter: "their adapter", image: "their images", prefix: "another request that computes the same beginning", kv_load: "their KV from disk" };
 const model = new Model(), line = new Timeline($("timeline"), model);
 const view = { mode: "steps", left: 0, right: 400, chosen: undefined };
 let span = Math.max(120, Math.min(400, innerWidth / 3));
@@ -49,18 +49,6 @@ function lock(reason) {
   $("view").hidden = true;
   $("corner").textContent = "";
   $("key").focus();
-}
-
-async function* textLines(response) {
-  let rest = "";
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) { if (rest) yield rest; return; }
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    yield* lines;
-  }
 }
 
 async function listen() {
@@ -281,9 +269,10 @@ function blockMap() {
   if (!known) { $("blocknote").textContent = line.model.count ? "The owners of the blocks are unknown before the first viewer." : ""; return; }
   shownMap = drawBlocks($("blocks"), line.model.about.pools, memory, view.chosen, colours);
   const shared = shownMap.owners.reduce((sum, owners) => sum + [...owners.values()].filter((own) => own.length > 1).length, 0);
+  const saved = line.model.saved[i - line.model.first];
   const few = shownMap.each > 1 ? ` One square is ${shownMap.each} blocks.` : "";
   $("blocknote").textContent = `A block holds ${line.model.about.block_size} tokens. Each colour is a request. Hatched: shared (${shared}).`
-    + ` Dot: unused, in the prefix cache.${few}`;
+    + ` Dot: unused, in the prefix cache.${few}${saved ? ` Rows that share blocks read ${Math.round(100 * saved)} % of the context together.` : ""}`;
   $("blocks").setAttribute("aria-label", `KV blocks: ${shownMap.owners.reduce((sum, owners) => sum + owners.size, 0)} in use, ${shared} shared`);
 }
 

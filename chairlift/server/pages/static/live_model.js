@@ -15,6 +15,7 @@ class Model {
     this.past = !!about?.past;  // only rows are known until the snapshot arrives
     this.first = 0;  // index of the oldest stored step; steps are counted from 0 in the order of arrival
     this.numbers = []; this.starts = []; this.ends = []; this.rows = []; this.tokens = []; this.states = [];
+    this.saved = [];  // per step: fraction of the decodes' context that the step reads only for another row
     this.requests = new Map();
     this.on = new Map();  // slot -> the request that decodes there
     this.runs = [];  // per slot: {n, phase, a, b}, steps a to b
@@ -179,7 +180,7 @@ class Model {
       r.until = i;
     }
     for (const [list, value] of [[this.numbers, line.step], [this.starts, start], [this.ends, end], [this.rows, rows],
-      [this.tokens, tokens], [this.states, this.state]]) list.push(value);
+      [this.tokens, tokens], [this.states, this.state], [this.saved, line.ctx ? (line.shared ?? 0) / line.ctx : 0]]) list.push(value);
     if (line.experts) this.experts.push({ i, loads: line.experts });
     if (this.experts.length > MOST_LOADS) this.experts.splice(0, this.experts.length - MOST_LOADS);
     const often = this.about.pools.some((blocks) => blocks > 20000) ? 8 * CHECKPOINT_STEPS : CHECKPOINT_STEPS;
@@ -213,7 +214,7 @@ class Model {
 
   forget(first) {  // everything before this step
     const drop = first - this.first;
-    for (const list of [this.numbers, this.starts, this.ends, this.rows, this.tokens, this.states]) list.splice(0, drop);
+    for (const list of [this.numbers, this.starts, this.ends, this.rows, this.tokens, this.states, this.saved]) list.splice(0, drop);
     this.first = first;
     this.images.splice(0, Math.max(0, this.images.findLastIndex((each) => each.i <= first)));
     const keep = (list) => list.filter((each) => each.b === null || each.b >= first);
@@ -298,4 +299,16 @@ function lowest(list, holds) {  // index of the first entry for which it holds; 
     if (holds(list[middle])) high = middle; else low = middle + 1;
   }
   return low;
+}
+
+async function* textLines(response) {
+  let rest = "";
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) { if (rest) yield rest; return; }
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    yield* lines;
+  }
 }

@@ -61,6 +61,7 @@ const CAUSES = {
   waiting_grammar: "its grammar was being compiled",
   waiting_image: "its images were being encoded",
   waiting_prefix: "another request was computing the beginning of its prompt",
+  waiting_kv_load: "its KV was being read from disk",
   waiting_adapter: "its adapter was being read, or did not fit into the steps",
   preempted: "preempted, until it was back at its position",
   prefill: "computing its prompt",
