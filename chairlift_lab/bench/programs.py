@@ -200,7 +200,7 @@ class Kernels:
             weights = [self._take(nbytes) for _ in range(count)]
 
             def run() -> None:
-                given = hidden.data_ptr(), hidden.stride(0), token_rows.ctypes.data, rows
+                given = hidden.data_ptr(), hidden.stride(0), token_rows.ctypes.data, None, rows
                 results = records.ctypes.data, None, 0
                 for weight in weights:
                     product = lib.OpStruct(n=vocab_size, k=k, **self._format, weight=weight)

@@ -112,7 +112,8 @@ def fit_core(core: EngineCore, limits: ModelLimits, machine: str, shape: ModelSh
     kv_bytes = sum(core.executor.block_bytes) // size
     memory = core.executor.cache_groups[0].num_blocks * size * kv_bytes
     deployment = fit_deployment(machine, shape, times.steps, memory, limits.max_model_len)
-    return dataclasses.replace(deployment, kv_bytes_per_token=kv_bytes), times
+    shared = core.scheduler.batch.reads_shared_once
+    return dataclasses.replace(deployment, kv_bytes_per_token=kv_bytes, reads_shared_once=shared), times
 
 
 def fit_deployment(
@@ -151,7 +152,8 @@ def read_steps(path: Path) -> list[tuple[StepFeatures, float]]:
         return read_recording(text.encode()).steps
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            fields = {"adapter_bytes": 0.0, **json.loads(line)}  # logs of earlier versions have no adapters
+            # Logs of earlier versions have neither adapters nor shared prefixes.
+            fields = {"adapter_bytes": 0.0, "shared_tokens": 0.0, **json.loads(line)}
             features = StepFeatures(*(float(fields[name]) for name in StepFeatures._fields))  # type: ignore[arg-type]
             start, end = float(fields["start"]), float(fields["end"])
         except (ValueError, TypeError, KeyError, RecursionError):

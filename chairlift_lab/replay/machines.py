@@ -54,17 +54,19 @@ class Machine:
     """Fixed time per step in seconds, for launches, scheduling and so on."""
     kv_share: float
     """Fraction of ``memory`` that is available for weights and KV cache together."""
+    reads_shared_once: bool
+    """Whether the attention kernels read the KV of a shared prefix once per step for all decode rows."""
 
 
 def _gpu(name: str, terabytes: float, teraflops: float, gigabytes: float) -> Machine:
-    return Machine(name, terabytes * 1e12, teraflops * 1e12, gigabytes * 1e9, 0.8, 0.55, 0.0008, 0.9)
+    return Machine(name, terabytes * 1e12, teraflops * 1e12, gigabytes * 1e9, 0.8, 0.55, 0.0008, 0.9, False)
 
 
 def _cpu(name: str, cores: int, gigahertz: float, per_cycle: int, gigabytes_per_second: float) -> Machine:
     """A CPU. ``per_cycle`` is the number of bfloat16 operations per core and cycle. ``gigahertz`` is the base clock,
     which matrix multiplications can sustain."""
     operations = cores * gigahertz * 1e9 * per_cycle
-    return Machine(name, gigabytes_per_second * 1e9, operations, 256e9, 0.75, 0.5, 0.0005, 0.5)
+    return Machine(name, gigabytes_per_second * 1e9, operations, 256e9, 0.75, 0.5, 0.0005, 0.5, True)
 
 
 MACHINES: Final = {
@@ -167,12 +169,15 @@ class ModelShape:
         bandwidth = machine.bandwidth * machine.bandwidth_share
         operations = machine.operations * machine.operation_share
         params = self.body_params + self.head_params
+        pair_seconds = 4 * self.q_width / operations
+        context_seconds = max(self.kv_bytes / bandwidth, pair_seconds)
         return Roofline(
             weight_seconds=(params + self.unchosen_params) * self.itemsize / bandwidth,
             token_seconds=2 * params / operations,
             prompt_share=self.body_params / params,
-            context_seconds=max(self.kv_bytes / bandwidth, 4 * self.q_width / operations),
-            pair_seconds=4 * self.q_width / operations,
+            context_seconds=context_seconds,
+            shared_share=pair_seconds / context_seconds,
+            pair_seconds=pair_seconds,
             step_seconds=machine.step_seconds,
             adapter_byte_seconds=1 / bandwidth,
         )
@@ -242,6 +247,8 @@ class Deployment:
     max_model_len: int
     validity: str = MODELLED
     """``modelled, unvalidated``, or how well the cost model fits real steps."""
+    reads_shared_once: bool = False
+    """Whether decode rows that share a prefix read its KV together, once per step."""
 
     def to_dict(self) -> dict[str, Any]:
         """The deployment as data for JSON."""
@@ -260,7 +267,9 @@ class Deployment:
                     f"this is not a cost model: {name} is {value!r:.40}; make one with chairlift sim --fit"
                 )
         return cls(
-            cost=CostModel.from_dict(fields.get("cost") or {}), **{name: fields[name] for name in texts + numbers}
+            cost=CostModel.from_dict(fields.get("cost") or {}),
+            reads_shared_once=fields.get("reads_shared_once") is True,  # older versions read each row separately
+            **{name: fields[name] for name in texts + numbers},
         )
 
 
@@ -283,6 +292,7 @@ def deploy(machine_name: str, shape: ModelShape) -> Deployment:
         kv_bytes_per_token=shape.kv_bytes,
         kv_memory_bytes=room,
         max_model_len=shape.max_model_len,
+        reads_shared_once=machine.reads_shared_once,
     )
 
 

@@ -67,8 +67,10 @@ class SimExecutor:
         block_size: int,
         bytes_per_token: int,
         images: ImageMemory | None = None,
+        reads_shared_once: bool = False,
     ) -> None:
         self.images = images
+        self.reads_shared_once = reads_shared_once
         self.cache_groups = [group]
         self.block_size = block_size
         self.block_bytes = [block_size * bytes_per_token]
@@ -78,7 +80,7 @@ class SimExecutor:
         self._free_at = 0.0
 
     def execute(self, out: SchedulerOutput) -> SchedulerOutput:
-        features = StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks, out.kind_bytes)
+        features = StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks, out.kind_bytes, out.shared_tokens)
         seconds = self._cost.step_seconds(features)
         if out.swap_out or out.swap_in:
             seconds += self._cost.copy_seconds((len(out.swap_out) + len(out.swap_in)) * self.block_bytes[0])
@@ -227,6 +229,7 @@ def simulated_core(
         block_size=cache.block_size,
         bytes_per_token=deployment.kv_bytes_per_token,
         images=images,
+        reads_shared_once=deployment.reads_shared_once,
     )
     preparers = Preparers(adapters=adapters)
     core = EngineCore(executor, scheduler, max_model_len=longest, cache=cache, clock=clock, preparers=preparers)

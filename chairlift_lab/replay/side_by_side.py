@@ -145,6 +145,7 @@ def recorded_deployment(recording: Recording) -> Deployment:
         model="the recorded model",
         cost=cost,
         kv_bytes_per_token=bytes_per_token,
+        reads_shared_once=recording.about.get("reads_shared_once") is True,
         kv_memory_bytes=about["pools"][0] * about["block_size"] * bytes_per_token,
         max_model_len=about["max_model_len"],
         validity=describe_fit(cost, recording.steps),

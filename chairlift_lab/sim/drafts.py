@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 from chairlift.core.request import Request
 from chairlift.core.scheduler.cost_model import StepFeatures
+from chairlift.core.spec_decode.suffix import SuffixProposer
 from chairlift_lab.sim.world import EOS, VOCAB_SIZE
 
-__all__ = ["ScriptedDrafts"]
+__all__ = ["ScriptedDrafts", "SuffixDrafts"]
 
 _KINDS = ("none", "none", "right", "right", "wrong", "partly", "ends", "stale", "many")
 
@@ -85,3 +86,50 @@ class ScriptedDrafts:
     def forget(self, request: Request) -> None:
         """Count that a request has ended. There is no state to drop."""
         self.num_forgotten += 1
+
+
+class SuffixDrafts(ScriptedDrafts):
+    """Drafts of the real proposer of suffixes. Before the first drafts of a request, the proposer gets an earlier
+    answer: the request's own coming answer with a few other tokens. So drafts are right up to these tokens. The
+    arguments are those of :class:`ScriptedDrafts`."""
+
+    def __init__(
+        self,
+        seed: int,
+        answer_of: Callable[[Request], Sequence[int] | None],
+        vocab_size: int = VOCAB_SIZE,
+        eos: int = EOS,
+    ) -> None:
+        super().__init__(seed, answer_of, vocab_size, eos)
+        rng = random.Random(f"{seed} suffixes")
+        self.proposer = SuffixProposer(rng.randint(1, 3), 24, rng.choice((1.0, 4.0)), 0.1, rng.choice((2, 50)))
+        self._told: set[str] = set()
+
+    def _draft(self, request: Request, limit: int) -> list[int]:
+        if request.request_id not in self._told:
+            self._tell(request)
+        return list(self.proposer.propose([(request, limit)])[0])
+
+    def _tell(self, request: Request) -> None:
+        answer = self._answer_of(request)
+        if answer is None:
+            return
+        self._told.add(request.request_id)
+        rng = random.Random(f"{self._seed} {request.request_id}")
+        tokens = list(answer)
+        for _ in range(rng.randint(0, 2)):
+            tokens[rng.randrange(len(tokens))] = rng.randrange(self._vocab_size)
+        earlier = Request(
+            f"{request.request_id} earlier",
+            list(request.token_ids[:1]),
+            max_tokens=1,
+            cache_salt=request.cache_salt,
+            adapter_id=request.adapter_id,
+        )
+        earlier.token_ids.extend(tokens)
+        self.proposer.forget(earlier)
+
+    def forget(self, request: Request) -> None:
+        """Let the proposer keep the answer of a request that has ended."""
+        super().forget(request)
+        self.proposer.forget(request)

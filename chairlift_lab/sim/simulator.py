@@ -33,7 +33,7 @@ from chairlift.executor.input_batch import InputBatch
 from chairlift.executor.local import LocalExecutor
 from chairlift.models.hashlm import STATE, HashLM
 from chairlift_lab.sim.adapters import AdapterFiles, ScriptedAdapters, content_tag, request_for
-from chairlift_lab.sim.drafts import ScriptedDrafts
+from chairlift_lab.sim.drafts import ScriptedDrafts, SuffixDrafts
 from chairlift_lab.sim.grammars import GrammarScript, LateMasks, ScriptedGrammars
 from chairlift_lab.sim.images import TILE_BYTES, ScriptedEncoder, ScriptedImages, markers_of
 from chairlift_lab.sim.mask_watch import MaskWatch
@@ -272,9 +272,9 @@ class Simulation:
         self.scripts = Scripts(self.engine.core, world.windows) if world.scripted else None
         if world.drafts:
             scheduler = self.engine.scheduler
-            scheduler.drafts = Drafts(
-                scheduler.batch, ScriptedDrafts(world.seed, self._answer_of), self.engine.core.preparers.grammars
-            )
+            maker = SuffixDrafts if world.seed % 20 == 16 else ScriptedDrafts
+            drafts = maker(world.seed, self._answer_of)
+            scheduler.drafts = Drafts(scheduler.batch, drafts, self.engine.core.preparers.grammars)
         self.mask_watch = self._watch_masks()
         self._begin_counts()
 

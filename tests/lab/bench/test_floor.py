@@ -119,7 +119,7 @@ def test_a_window_bounds_what_is_read() -> None:
     assert mixed.kv_read(12) == 12 * 4 + 10 * 100
 
 
-def test_one_request_step_by_step() -> None:
+def test_the_floor_of_one_request_adds_up_step_by_step() -> None:
     # Prompt in chunks of 2, 2 and 1; the last samples. Then two decodes over 5 and 6 cached tokens.
     floor = workload_floor([(5, 3)], ONE, MEMORY, budgets=[2])
     weights = 2 * (100 + 100 + 110 + 110 + 110)
@@ -146,7 +146,7 @@ def test_each_step_takes_the_longer_of_reading_and_computing() -> None:
     assert workload_floor([(5, 1)], ONE, roof, budgets=[8]).seconds == pytest.approx(255)
 
 
-def test_the_best_budget_counts() -> None:
+def test_the_floor_uses_the_fastest_of_its_budgets() -> None:
     small, large = (workload_floor([(6, 1)], ONE, MEMORY, budgets=[budget]) for budget in (2, 6))
     assert small.seconds > large.seconds
     assert workload_floor([(6, 1)], ONE, MEMORY, budgets=[2, 6]) == large
@@ -154,7 +154,7 @@ def test_the_best_budget_counts() -> None:
 
 @pytest.mark.parametrize("roof", [Roof(31.5e9, 6.24e12), Roof(45e9, 1.05e12)])
 @pytest.mark.parametrize("seqs", [16, 128])
-def test_it_agrees_with_the_benchmarks_own_formula(roof: Roof, seqs: int) -> None:
+def test_the_floor_agrees_with_the_formula_of_the_benchmarks(roof: Roof, seqs: int) -> None:
     """Written twice, because the scripts that drive other engines run without Chairlift."""
     cost = ModelCost(357_898_112, 136_134_656, 2, ((None, 12_288),))
     requests = Workload(count=96).requests()

@@ -58,7 +58,7 @@ def report(word: str = "word") -> str:
     ).html()
 
 
-def test_everything_closes_and_nothing_is_loaded() -> None:
+def test_all_elements_are_closed_and_the_page_loads_nothing() -> None:
     document = report()
     outline = Outline(document)
     assert outline.open == []
@@ -91,7 +91,7 @@ def test_charts_that_follow_each_other_share_a_row() -> None:
     assert (len(rows), outline.count("figure"), outline.count("figcaption")) == (2, 3, 3)
 
 
-def test_paragraphs_and_facts() -> None:
+def test_paragraphs_and_facts_become_html_elements() -> None:
     document = Report(
         {}, "t", "lead one\n\nlead two", [Section("s", [Text("a\n\n\n\nb"), Facts({"cpu": "two cores"})])]
     ).html()
@@ -106,7 +106,7 @@ def test_every_colour_that_charts_name_is_defined() -> None:
     assert used and used <= set(re.findall(r"(--[a-z0-9-]+):", document))
 
 
-def test_light_dark_phone_and_paper() -> None:
+def test_the_page_has_styles_for_light_dark_phone_and_paper() -> None:
     document = report()
     for needed in (
         "width=device-width",

@@ -48,7 +48,7 @@ def measured(request: pytest.FixtureRequest, machine: HostMachine) -> tuple[int,
     return dtype.itemsize, list(measure_kernels(settings(dtype), machine, limits(), lambda: Roof(1e10, 1e11)))
 
 
-def test_bytes_and_operations_by_hand(measured: tuple[int, list[list[Measurement]]]) -> None:
+def test_counted_bytes_and_operations_equal_those_by_hand(measured: tuple[int, list[list[Measurement]]]) -> None:
     itemsize, (products, experts, decodes, prefills, heads) = measured
     assert [(each.labels["rows"], each.nbytes, each.operations) for each in products] == [
         (1, 50 * 70 * itemsize, 2 * 50 * 70),
@@ -76,7 +76,7 @@ def test_bytes_and_operations_by_hand(measured: tuple[int, list[list[Measurement
     ]
 
 
-def test_times_and_shares(measured: tuple[int, list[list[Measurement]]]) -> None:
+def test_shares_follow_from_times_and_limits(measured: tuple[int, list[list[Measurement]]]) -> None:
     _, kinds = measured
     assert [each.kind for kind in kinds for each in kind[:1]] == ["product", "experts", "decode", "prefill", "head"]
     for each in (each for kind in kinds for each in kind):
@@ -100,7 +100,7 @@ def test_shares_are_of_the_limits_around_each_run(machine: HostMachine) -> None:
     assert product.main.share == pytest.approx(floor / product.main.median)
 
 
-def test_the_limits_of_a_moment(machine: HostMachine) -> None:
+def test_limits_measured_in_a_moment_are_plausible(machine: HostMachine) -> None:
     pool = ThreadPool(1)
     roof = LimitsNow(pool, machine, ISA, torch.float32)()
     pool.close()
@@ -125,7 +125,7 @@ def test_runs_are_as_long_as_asked_for(machine: HostMachine) -> None:
     assert products[0].count == 1
 
 
-def test_what_memory_cannot_hold_is_refused(machine: HostMachine) -> None:
+def test_a_size_that_memory_cannot_hold_is_refused(machine: HostMachine) -> None:
     huge = settings(contexts=(1 << 17,), batches=(1 << 20,))
     with pytest.raises(ConfigError, match=r"batch 1048576, context 131072: one decode reads .* give smaller"):
         list(measure_kernels(huge, machine, limits()))

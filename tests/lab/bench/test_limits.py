@@ -46,18 +46,18 @@ def test_a_roof_is_the_longer_of_two_times() -> None:
     ("most", "others", "counts"),
     [(1, (), [1]), (2, (), [1, 2]), (6, (), [1, 2, 4, 6]), (8, (3,), [1, 2, 3, 4, 8]), (4, (4,), [1, 2, 4])],
 )
-def test_thread_counts(most: int, others: tuple[int, ...], counts: list[int]) -> None:
+def test_thread_counts_have_powers_of_two_up_to_all(most: int, others: tuple[int, ...], counts: list[int]) -> None:
     assert thread_counts(most, *others) == counts
 
 
 def test_float32_is_held_against_float32_products() -> None:
-    isas = ("avx2", "avx512", "avx512_bf16", "amx")
-    assert [product_kind(isa, torch.float32) for isa in isas] == ["f32"] * 4
-    assert [product_kind(isa, torch.bfloat16) for isa in isas] == ["f32", "f32", "bf16", "bf16"]
-    assert [product_kind(isa, torch.int8) for isa in isas] == ["int8"] * 4
+    isas = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
+    assert [product_kind(isa, torch.float32) for isa in isas] == ["f32"] * 5
+    assert [product_kind(isa, torch.bfloat16) for isa in isas] == ["f32", "f32", "f32", "bf16", "bf16"]
+    assert [product_kind(isa, torch.int8) for isa in isas] == ["int8"] * 5
 
 
-def test_the_roof_of_a_path() -> None:
+def test_the_roof_of_a_path_uses_its_peak_and_bandwidth() -> None:
     peaks = [Peak("amx", "f32", 2, rate(5.0)), Peak("amx", "bf16", 2, rate(9.0)), Peak("amx", "int8", 2, rate(18.0))]
     limits = Limits(GIB, {1: rate(1.0), 2: rate(2.0)}, tuple(peaks))
     assert limits.roof("amx", torch.bfloat16, 2) == Roof(2.0, 9.0)
@@ -90,7 +90,7 @@ def test_an_l3_cache_that_processors_share_counts_once(tmp_path: Path) -> None:
     assert l3_bytes(tmp_path / "nowhere", [0]) == 0
 
 
-def test_processor_name_and_flags(tmp_path: Path) -> None:
+def test_processor_name_and_flags_are_read_from_cpuinfo(tmp_path: Path) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text("model name\t: One\nflags\t\t: fma avx2\n\nmodel name\t: Two\nflags\t\t: amx_tile\n")
     assert machines._cpuinfo(path) == ("One", {"fma", "avx2"})
@@ -125,12 +125,12 @@ def check_device(device: torch.device, dtype: torch.dtype, *, quick: bool) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_the_limits_of_a_device(dtype: torch.dtype) -> None:
+def test_the_limits_of_a_device_are_measured(dtype: torch.dtype) -> None:
     if dtype == torch.float8_e4m3fn:
         needs_rowwise_products(torch.device("cpu"))
     check_device(torch.device("cpu"), dtype, quick=True)
 
 
 @pytest.mark.gpu
-def test_the_limits_of_a_gpu() -> None:
+def test_the_limits_of_a_gpu_are_measured() -> None:
     check_device(torch.device("cuda"), torch.bfloat16, quick=False)

@@ -69,7 +69,7 @@ def test_static_batches_hold_rows_and_scarce_memory_preempts(model_dir: Path) ->
     assert scarce.output_tokens == 9 * 60
 
 
-def test_what_does_not_fit_is_refused(model_dir: Path) -> None:
+def test_a_request_beyond_the_model_length_is_refused(model_dir: Path) -> None:
     with pytest.raises(RequestError, match="128"):
         run_offline(load(model_dir), [([11] * 120, 20)])
 
@@ -79,7 +79,7 @@ def path_of(llm: LLM, network: NetworkConfig) -> NativePath:
 
 
 @needs_kernels
-def test_the_kernels_that_run_a_model(model_dir: Path) -> None:
+def test_the_report_names_the_kernels_that_run_a_model(model_dir: Path) -> None:
     network = read_config(model_dir)
     path = path_of(load(model_dir, dtype="bfloat16"), network)
     assert path == NativePath(best_isa(), torch.bfloat16, 1, "")
@@ -92,7 +92,7 @@ def test_the_kernels_that_run_a_model(model_dir: Path) -> None:
     assert "block_size" in path.reason
 
 
-def test_the_floor_of_a_run(model_dir: Path) -> None:
+def test_a_run_has_a_floor_of_its_requests(model_dir: Path) -> None:
     llm, network = load(model_dir, max_num_seqs=3), read_config(model_dir)
     limits = Limits(1, {2: Rate(1e9, 1e9)}, (Peak("avx2", "f32", 2, Rate(1e10, 1e10)),))
     floor = floor_of(REQUESTS, llm, network, NativePath("avx2", torch.float32, 2, ""), limits)

@@ -61,7 +61,7 @@ def measured(
     return run_here(core, limits, target, Load(requests=requests, max_concurrency=most), **how)
 
 
-def test_times_of_requests_that_come_in_the_middle_of_steps() -> None:
+def test_requests_that_come_during_a_step_start_at_the_next() -> None:
     run = measured(*engine(), [one(0.0, output=3), one(0.25, output=2)])
     first, second = run.outcomes
     assert [when - run.begin for when in first.times] == pytest.approx([0.1, 0.2, 0.3])
@@ -149,7 +149,7 @@ def test_a_static_batch_delivers_whole_answers_when_it_has_ended() -> None:
     assert figures.times["tpot"] is figures.times["itl"] is None
 
 
-def test_a_closed_loop_sessions_and_clients_who_leave() -> None:
+def test_closed_loops_sessions_and_cancelled_requests_are_measured() -> None:
     requests = [one(0.0, output=40, cancel_ms=250.0), one(0.0, output=4, session="a"), one(0.0, session="a", turn=1)]
     run = measured(*engine(), requests, most=1)
     assert [outcome.status for outcome in run.outcomes] == ["cancelled", "completed", "completed"]
@@ -159,7 +159,7 @@ def test_a_closed_loop_sessions_and_clients_who_leave() -> None:
     assert any(doubt.startswith("closed loop: at most 1") for doubt in figures.doubts(run))
 
 
-def test_what_is_refused_or_fails_is_counted_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_and_failed_requests_are_counted_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
     core, limits = engine(num_lookahead_steps=0)
     requests = [one(0.0, output=9), one(0.0, prompt=5000), one(2.0, output=2)]
     fail_at(core, 0.25, RuntimeError("the device is gone"))
@@ -178,7 +178,7 @@ def test_what_is_refused_or_fails_is_counted_and_the_others_go_on(caplog: pytest
     assert sorted(told) == [(0, "completed"), (0, "failed"), (1, "failed")]
 
 
-def test_who_could_not_be_answered_by_the_deadline_failed() -> None:
+def test_a_request_that_missed_its_deadline_counts_as_failed() -> None:
     core, limits = engine(max_num_seqs=1, scheduling_policy="priority", late_requests="drop")
     run = measured(core, limits, [one(0.0, output=20), one(0.0, output=20, deadline_ms=300.0)])
     assert sorted(outcome.status for outcome in run.outcomes) == ["completed", "failed"]

@@ -47,7 +47,7 @@ RECORD: dict[str, Any] = {
 }
 
 
-def test_engine_static_batches_floor_and_machine() -> None:
+def test_the_page_shows_engine_static_batches_floor_and_machine() -> None:
     page = offline_report(RECORD).html()
     ratio = "2.50 times the rate of static batches in one run each"
     lead = f"320.8 output tokens per second, {ratio}, 80% of the maximum of this machine"
@@ -58,7 +58,7 @@ def test_engine_static_batches_floor_and_machine() -> None:
     assert "not idle" in offline_report(RECORD | {"machine": RECORD["machine"] | {"busy": 0.5}}).html()
 
 
-def test_a_run_without_baseline_and_floor() -> None:
+def test_the_page_of_a_run_without_baseline_and_floor_leaves_them_out() -> None:
     record = copy.deepcopy(RECORD) | {
         "baseline": None,
         "limits": None,

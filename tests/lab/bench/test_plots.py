@@ -113,7 +113,7 @@ def test_many_points_make_a_small_file() -> None:
         assert len(figure.svg()) < MOST_BYTES
 
 
-def test_what_a_drawing_is_for_a_page() -> None:
+def test_a_drawing_for_a_page_scales_and_has_a_title() -> None:
     figure = cdf({"one": [1, 2, 3], "other": [2, 3, 4]}, title="Latency", x_label="ms")
     drawing, svg = parsed(figure), figure.svg()
     assert svg.startswith("<svg ") and svg == figure.svg()
@@ -272,7 +272,7 @@ def test_a_file_replaces_what_was_there_when_all_is_written(tmp_path: Path) -> N
     assert path.read_text() == "before"
 
 
-def test_file_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot write .*no/chart\.svg: No such file"):
         write_svg(tmp_path / "no" / "chart.svg", [cdf({}, title="t", x_label="x")])
 
@@ -314,7 +314,7 @@ def test_ticks_are_round_values_on_the_axis(low: float, high: float, expected: l
     assert Scale(low, high).ticks(5) == pytest.approx(expected, rel=1e-9, abs=0)
 
 
-def test_ticks_of_logarithmic_axes() -> None:
+def test_ticks_of_logarithmic_axes_are_round() -> None:
     assert Scale(0.5, 20, "log").ticks(6) == [0.5, 1, 2, 5, 10, 20]
     assert Scale(1, 1e6, "log").ticks(7) == [10**power for power in range(7)]
     assert Scale(1e-300, 1e300, "log").ticks(5)[-1] == 1e300

@@ -93,7 +93,7 @@ def test_held_rows_are_those_that_the_engine_counts(machine: Deployment) -> None
     assert done > 100
 
 
-def test_a_picture_as_text() -> None:
+def test_the_picture_as_text_shows_each_row_over_time() -> None:
     spans = [
         RowSpan(0, "a", "prompt", 0.0, 1.0),
         RowSpan(0, "a", "decode", 1.0, 2.0),
@@ -111,7 +111,7 @@ def test_a_picture_as_text() -> None:
     assert all(line.isascii() for line in ascii_lines)
 
 
-def test_a_picture_as_svg(machine: Deployment) -> None:
+def test_the_picture_as_svg_shows_each_row_over_time(machine: Deployment) -> None:
     recorder, seconds = simulated(machine, preset="static")
     wanted = {str(index): request.output_tokens for index, request in enumerate(requests_of(24, 1))}
     panel = Panel("static & <more>", spans_of(recorder.steps, wanted, 0.0), 4, seconds)

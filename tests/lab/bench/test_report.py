@@ -16,7 +16,7 @@ LIMITS = Limits(
 )
 
 
-def test_columns_line_up() -> None:
+def test_columns_of_a_table_are_aligned() -> None:
     table = Table(["name", "us"], [["a", "1.5"], ["longer", "1,000.0"]], "Times")
     assert list(text(Facts({"cpu": "two\ncores"}), table, Text("all"))) == [
         "cpu            two",
@@ -31,7 +31,7 @@ def test_columns_line_up() -> None:
     ]
 
 
-def test_limits_as_text_and_as_data() -> None:
+def test_limits_are_printed_and_recorded() -> None:
     record = limits_record(LIMITS)
     lines = list(text(limits_table(record)))
     assert lines[0].split() == ["limit", "threads", "best", "median"]

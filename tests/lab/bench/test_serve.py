@@ -132,7 +132,7 @@ def test_a_turn_waits_for_the_turn_before_it() -> None:
     assert lateness.p99 <= 1000 * max(outcome.start - outcome.scheduled for outcome in free) + 1e-6
 
 
-def test_who_cancels_closes_the_connection() -> None:
+def test_a_cancelled_request_closes_its_connection() -> None:
     async def never_end(exchange: Exchange) -> None:
         exchange.head()
         exchange.chunk(event({"choices": [{"text": "x"}]}))
@@ -149,7 +149,7 @@ def test_who_cancels_closes_the_connection() -> None:
     assert all(0.05 < outcome.e2el < PATIENCE / 2 for outcome in run.outcomes)
 
 
-def test_who_is_done_before_need_not_cancel() -> None:
+def test_a_request_that_ends_before_its_cancel_time_is_complete() -> None:
     with serving(ScriptedServer()) as server:
         assert figures_of(one_run(server, at(0.0, cancel_ms=500 * PATIENCE)), {}).completed == 1
 
@@ -257,7 +257,7 @@ def test_a_server_that_goes_away_refuses() -> None:
         ),
     ],
 )
-def test_what_cannot_be_measured_is_one_error(
+def test_an_impossible_measurement_is_one_error(
     make: Callable[[], ScriptedServer], plan: dict[str, Any], complaint: str
 ) -> None:
     with serving(make()) as server, pytest.raises(ConfigError) as caught:
@@ -265,7 +265,7 @@ def test_what_cannot_be_measured_is_one_error(
     assert complaint in str(caught.value)
 
 
-def test_nobody_there() -> None:
+def test_an_unreachable_server_is_told_with_the_command_that_starts_one() -> None:
     with serving(ScriptedServer()) as gone:
         pass
     with pytest.raises(ConfigError, match=r"no server answers at .* start one with: chairlift serve"):
@@ -317,7 +317,7 @@ FULL = PromptDialect(chat=False, vocab_size=8000, ignore_eos=True)
         ),
     ],
 )
-def test_what_a_server_refuses_is_left_out(script: Script, dialect: PromptDialect, note: str) -> None:
+def test_fields_that_a_server_refuses_are_left_out(script: Script, dialect: PromptDialect, note: str) -> None:
     with serving(ScriptedServer(script)) as server:
         run = one_run(server, at(0.0), ignore_eos=True)
     assert run.server.dialect == dialect

@@ -167,13 +167,13 @@ def test_the_role_is_no_token() -> None:
         ([event({"error": "plain"})], "error in the stream", "plain"),
     ],
 )
-def test_how_a_stream_fails(pieces: list[bytes], kind: str, message: str) -> None:
+def test_a_failed_stream_has_the_kind_of_its_failure(pieces: list[bytes], kind: str, message: str) -> None:
     found = read(*[(1.0, piece) for piece in pieces])
     assert (found.status, found.kind) == ("failed", kind)
     assert message in found.message
 
 
-def test_the_servers_own_queue() -> None:
+def test_the_servers_queue_time_is_read_from_its_answer() -> None:
     told = {"choices": [{"text": "x", "finish_reason": "length"}], "timing": {"causes_ms": QUEUE, "preempted_by": []}}
     assert read((1.0, event(told) + DONE)).server_queue_ms == 11.5, "of an older server"
     assert read((0.01, event(told) + DONE)).server_queue_ms == 10.0, "no more than until the first token"
@@ -198,7 +198,7 @@ def test_stats_are_numpys(values: list[float]) -> None:
     assert (stats.p90, stats.p99) == pytest.approx((np.percentile(ms, 90), np.percentile(ms, 99)))
 
 
-def test_rates_and_goodput() -> None:
+def test_rates_and_goodput_follow_from_the_outcomes() -> None:
     quick, slow = outcome([0.2, 0.3, 0.4], [1, 1, 1]), outcome([2.0, 2.5], [1, 1], start=1.0)
     single = outcome([1.1], [1], start=1.0)
     run = run_of(quick, slow, single, failed("HTTP 429", "later"), failed("HTTP 429"), failed("timeout", "gone"))
@@ -227,13 +227,13 @@ def test_a_limit_is_kept_when_it_is_met_exactly(slo: dict[str, float], good: boo
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 10)), max_size=12))
-def test_peak_concurrency(spans: list[tuple[int, int]]) -> None:
+def test_peak_concurrency_is_the_most_requests_at_one_moment(spans: list[tuple[int, int]]) -> None:
     ends = [(float(start), float(start + length)) for start, length in spans]
     moments = [sum(start <= moment + 0.5 < end for start, end in ends) for moment in range(32)]
     assert peak_of(ends) == max(moments)
 
 
-def test_tokens_by_second() -> None:
+def test_tokens_are_counted_by_second() -> None:
     run = run_of(outcome([0.1, 0.9, 1.0], [1, 2, 3]), outcome([3.5], [4]), failed("timeout"), seconds=3.6)
     assert tokens_per_second(run) == [3, 3, 0, 4, 0]
     assert figures_of(run, {}).max_output_tokens_per_s == 4
@@ -268,7 +268,7 @@ def test_the_record_has_vllms_keys_and_is_plain_json() -> None:
     assert record["chairlift"]["errors_by_kind"] == [{"kind": "HTTP 500", "count": 1, "example": "oh"}]
 
 
-def test_what_was_never_sent_has_no_time_of_sending() -> None:
+def test_an_unsent_request_has_no_time_of_sending() -> None:
     """Ctrl-C came while it waited for its place in a closed loop."""
     waiting = LoadOutcome(index=1, scheduled=101.0, held=True, wanted_tokens=9, prompt_tokens=9)
     run = dataclasses.replace(run_of(outcome([102.0], [1], start=101.0), waiting, most=1), begin=100.0)
@@ -339,7 +339,7 @@ def records(throughputs: list[float], **more: float) -> list[dict[str, Any]]:
     return [{"output_throughput": value, **common} for value in throughputs]
 
 
-def test_ratios() -> None:
+def test_ratios_compare_each_figure_of_two_servers() -> None:
     first = records([100.0, 50.0, 80.0] * 2, p50_ttft_ms=10.0, mean_itl_ms=0.0)
     second = records([200.0, 100.0, 80.0] * 2, p50_ttft_ms=5.0, mean_itl_ms=1.0)
     ratios = compare(first, second)
@@ -374,7 +374,7 @@ def test_wrong_limits_are_named(items: list[str]) -> None:
         parse_goodput(items)
 
 
-def test_limits_as_vllm_spells_them() -> None:
+def test_limits_may_be_spelled_as_vllm_does() -> None:
     assert parse_goodput(["ttft:500", "e2el:9e3"]) == parse_goodput(["ttft:500, e2el:9000"])
 
 

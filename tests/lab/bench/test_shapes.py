@@ -25,7 +25,7 @@ def test_products_and_models_mix_and_count_once() -> None:
     assert Shapes.parse("7x9").models == ()
 
 
-def test_experts_by_size_and_of_models() -> None:
+def test_experts_are_given_by_size_or_by_model() -> None:
     shapes = Shapes.parse("2of8:256x128,granite-3-1b-a400m,64x10,2of8:256x128")
     assert shapes.experts == (
         ExpertLayer("2of8:256x128", 8, 2, 256, 128),
@@ -40,6 +40,6 @@ _WRONG_EXPERTS = ("0of8:32x32", "9of8:32x32", "2of4097:32x32", "2of8:0x32", "2of
 
 
 @pytest.mark.parametrize("text", [*_WRONG, *_WRONG_EXPERTS])
-def test_anything_else_is_refused(text: str) -> None:
+def test_unknown_shapes_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"give qwen2\.5-0\.5b, .* or inputs x outputs like 896x1152, or experts"):
         Shapes.parse(text)

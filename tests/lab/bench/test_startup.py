@@ -41,7 +41,7 @@ def test_sigterm_ends_what_was_started_too(tmp_path: Path) -> None:
     assert not servers[0].parent.exists(), "it is removed when the server has ended"
 
 
-def test_median_and_range() -> None:
+def test_the_report_has_median_and_range() -> None:
     assert list(startup_lines({"load": [3.0, 1.0, 2.0]})) == [
         "load                   median   2.00 s, from 1.00 to 3.00"
     ]

@@ -210,7 +210,7 @@ def report_lines(said: TuneAnswer) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_log_normal_traffic_and_short_memory(tmp_path: Path) -> None:
+def test_with_short_memory_the_chosen_settings_preempt_less_than_the_defaults(tmp_path: Path) -> None:
     """Continuous wins by far at equal slots; the chosen settings preempt less than the defaults."""
     machine = Machine(short_of_memory(8))
     question = Question(requests=chat(), fixed=FEW, time_limit=6000.0)
@@ -340,7 +340,7 @@ def test_costs_at_rates_that_were_only_simulated_are_marked(tmp_path: Path) -> N
 
 
 @pytest.mark.nightly
-def test_promises_nobody_can_keep(tmp_path: Path) -> None:
+def test_targets_that_no_setting_meets_are_told(tmp_path: Path) -> None:
     question = Question(requests=chat(24, 2.0), slo={"tpot_ms": 1.0}, fixed=FEW, time_limit=6000.0)
     machine = Machine()
     found = machine.tune(tmp_path / "tune.json", question)
@@ -669,7 +669,7 @@ def test_the_search_finds_what_the_full_grid_would_everywhere(tmp_path: Path, ki
     assert found >= 0.95 * best
 
 
-def test_who_preempts_or_is_late_falls_short(tmp_path: Path) -> None:
+def test_a_setting_that_preempts_or_is_late_falls_short(tmp_path: Path) -> None:
     fine = lab(tmp_path / "t.json", LabTraffic(chat(8)), Machine()).simulate(SETTING, None, 8)
     assert shortfall(fine) == 0
     assert shortfall(dataclasses.replace(fine, preemption_rate=0.03)) > 0
@@ -677,7 +677,7 @@ def test_who_preempts_or_is_late_falls_short(tmp_path: Path) -> None:
     assert shortfall(dataclasses.replace(fine, goodput=0.99, preemption_rate=0.01)) == 0
 
 
-def test_rates() -> None:
+def test_traffic_at_another_rate_keeps_its_requests() -> None:
     traffic = LabTraffic(chat(40, 2.0))
     times = [request.arrival for request in traffic.at(4.0, 40)]
     assert traffic.rate is not None
@@ -702,7 +702,7 @@ def test_rates() -> None:
 # --- the file --------------------------------------------------------------------------------------------------------
 
 
-def test_the_file_holds_all_of_it(tmp_path: Path) -> None:
+def test_the_file_holds_the_whole_tuning(tmp_path: Path) -> None:
     made = lab(tmp_path / "t.json", LabTraffic(chat(8)), Machine())
     made.measure(SETTING, None, 8)
     made.simulate(SETTING, 3.7, 8)

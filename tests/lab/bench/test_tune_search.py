@@ -106,18 +106,18 @@ def octaves(one: float, other: float) -> float:
 # --- what is good ----------------------------------------------------------------------------------------------------
 
 
-def test_what_the_simulator_does_not_know_is_left_a_margin() -> None:
+def test_preemptions_have_a_margin_for_the_error_of_the_simulator() -> None:
     assert shortfall(dataclasses.replace(FINE, preemption_rate=0.0149)) == 0
     assert shortfall(dataclasses.replace(FINE, preemption_rate=0.0175)) == pytest.approx(0.0025)
 
 
-def test_who_breaks_both_falls_shorter_than_who_breaks_one() -> None:
+def test_breaking_two_targets_is_worse_than_breaking_one() -> None:
     late, preempting = dataclasses.replace(FINE, goodput=0.9), dataclasses.replace(FINE, preemption_rate=0.1)
     both = dataclasses.replace(late, preemption_rate=0.1)
     assert 0 < max(shortfall(late), shortfall(preempting)) < shortfall(both)
 
 
-def test_who_keeps_promises_is_better_than_who_is_faster_and_who_breaks_less_than_who_breaks_more() -> None:
+def test_settings_that_keep_targets_win_over_faster_ones() -> None:
     def formula(setting: Setting, rate: float | None) -> StoredFigures:
         slots = setting.max_num_seqs
         return dataclasses.replace(
@@ -162,7 +162,7 @@ def test_no_more_is_promised_than_all_at_once_get_through() -> None:
     assert judge.best.rate == FINE.requests_per_second
 
 
-def test_who_is_worse_than_the_best_is_not_looked_into_unless_asked() -> None:
+def test_a_worse_setting_is_not_scored_exactly_unless_asked() -> None:
     judge, lab = by_capacity(lambda setting: setting.max_num_seqs / 4)
     best = judge.score(rows(32))
     before = len(lab.asked)
@@ -180,7 +180,7 @@ def test_who_is_worse_than_the_best_is_not_looked_into_unless_asked() -> None:
     assert len(lab.asked) == before, "known"
 
 
-def test_who_is_better_than_the_best_is_looked_into() -> None:
+def test_a_better_setting_is_scored_exactly() -> None:
     judge, _ = by_capacity(lambda setting: setting.max_num_seqs / 4)
     judge.score(rows(16))
     better = judge.score(rows(32))
@@ -189,7 +189,7 @@ def test_who_is_better_than_the_best_is_looked_into() -> None:
     assert judge.best == better
 
 
-def test_after_hopeless_ones_who_can_do_little_is_still_found() -> None:
+def test_a_setting_of_low_capacity_is_found_after_hopeless_ones() -> None:
     judge, lab = by_capacity(lambda setting: {32: 1.0, 16: 0.0, 8: 0.0}[setting.max_num_seqs])
     hopeless = judge.score(rows(16))
     assert not hopeless.keeps
@@ -228,7 +228,7 @@ def test_one_thing_at_a_time_is_changed_and_stays_in_bounds() -> None:
             assert 256 <= other.max_num_batched_tokens <= 1024
 
 
-def test_what_is_fixed_stays_even_outside_of_the_usual() -> None:
+def test_fixed_settings_stay_even_outside_of_the_grid() -> None:
     fixed = dataclasses.replace(SPACE, rows=(100,), tokens=(77,), prefill_modes=("separate",))
     start = dataclasses.replace(START, max_num_seqs=100, max_num_batched_tokens=77, prefill_mode="separate")
     judge = by_speed(lambda setting: 1000.0 + setting.max_num_seqs)

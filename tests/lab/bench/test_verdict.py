@@ -118,7 +118,7 @@ def test_short_runs_claim_nothing() -> None:
     assert "a run must last 1 s, and the shortest took 0.3 s" in ratio.doubt
 
 
-def test_sentences() -> None:
+def test_a_ratio_becomes_a_sentence_with_its_interval() -> None:
     faster = Ratio.of(samples([2.0, 2.2, 2.1, 2.3, 2.0, 2.1]), samples([1.0] * 6))
     assert faster.sentence("B", "throughput", "A") == (
         "B has a higher throughput than A: 2.1 times (2.00 to 2.30 in 6 rounds)."
@@ -152,14 +152,14 @@ def test_the_interval_of_a_median_covers_it() -> None:
     assert covered >= LEVEL * 400
 
 
-def test_shares() -> None:
+def test_the_interval_of_a_share_covers_it() -> None:
     low, high = share_interval(99, 100)
     assert (low, high) == pytest.approx((0.9455, 0.9982), abs=1e-3)
     assert share_interval(0, 0) == (0.0, 1.0)
     assert share_interval(5, 5)[1] == 1.0
 
 
-def test_the_load_of_other_programs(tmp_path: Path) -> None:
+def test_the_load_of_other_programs_is_measured(tmp_path: Path) -> None:
     stat, own = tmp_path / "stat", iter([0.0, 0.5, 0.5])
     stat.write_text("cpu  0 0 0 0 0 0 0 0\n" + "".join(f"cpu{number} 0 0 0 0 0 0 0 0\n" for number in range(512)))
     load = OtherLoad(stat, lambda: next(own), hertz=100)

@@ -43,7 +43,7 @@ def test_times_ascend_and_depend_on_the_seed_alone(process: Arrivals) -> None:
         assert times[:100] == process.times(100, seed=3), "more requests do not move those before them"
 
 
-def test_all_at_once_and_constant() -> None:
+def test_all_at_once_and_constant_arrivals_are_exact() -> None:
     assert AllAtOnce().times(3) == [0.0, 0.0, 0.0]
     assert Constant(4.0).times(3) == [0.0, 0.25, 0.5]
     assert ClosedLoop(1).times(3) == ClosedLoop(2).times(3) == [0.0, 0.0, 0.0]
@@ -86,7 +86,7 @@ def test_diurnal_swings_from_trough_to_peak_and_keeps_its_mean() -> None:
     assert flat == pytest.approx(Gamma(rate).times(1000, seed=1)), "no swing: a Poisson process"
 
 
-def test_parsing() -> None:
+def test_arrivals_are_parsed_from_text() -> None:
     assert parse_arrivals("all") == AllAtOnce()
     assert parse_arrivals("poisson:4") == Gamma(4.0, 1.0)
     assert parse_arrivals("gamma:4:0.5") == Gamma(4.0, 0.5)
@@ -113,7 +113,7 @@ def test_parsing() -> None:
         "diurnal:0:2:60",
     ],
 )
-def test_what_cannot_be_parsed_is_told_with_the_forms(text: str) -> None:
+def test_unknown_arrivals_are_refused_with_the_known_forms(text: str) -> None:
     with pytest.raises(ConfigError, match=r"poisson:RATE|above 0"):
         parse_arrivals(text)
 

@@ -42,7 +42,7 @@ def shape(requests: list[TracedRequest]) -> list[tuple[float, int, int]]:
 # --- ours, and Mooncake's --------------------------------------------------------------------------------------------
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_a_trace_is_equal_after_writing_and_reading(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     write_trace(path, REQUESTS)
     assert read_trace(path) == REQUESTS
@@ -87,7 +87,7 @@ def requests(draw: st.DrawFn) -> list[TracedRequest]:
     max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
 )
 @given(requests())
-def test_what_is_written_is_read(tmp_path: Path, made: list[TracedRequest]) -> None:
+def test_any_trace_is_equal_after_writing_and_reading(tmp_path: Path, made: list[TracedRequest]) -> None:
     path = tmp_path / "trace.jsonl"
     write_trace(path, made)
     assert read_trace(path) == made
@@ -108,7 +108,7 @@ def test_an_existing_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["trace.jsonl"]
 
 
-def test_reads_mooncake_and_begins_at_zero(tmp_path: Path) -> None:
+def test_a_mooncake_trace_is_read_and_begins_at_zero(tmp_path: Path) -> None:
     lines = [
         '{"timestamp": 27482, "input_length": 6758, "output_length": 500, "hash_ids": [], "other": 1}',
         "",
@@ -168,7 +168,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
         read_trace(written(tmp_path / "t.jsonl", json.dumps(GOOD) + "\n" + line + "\n"))
 
 
-def test_fair_queue_of_a_session_are_in_order(tmp_path: Path) -> None:
+def test_turns_of_a_session_are_in_order(tmp_path: Path) -> None:
     lines = [GOOD | {"session": "x", "turn": turn} for turn in (1, 4, 4)]
     path = written(tmp_path / "t.jsonl", "\n".join(map(json.dumps, lines)))
     with pytest.raises(ConfigError, match=r"line 3 of .*: turn 4 of session 'x' comes after turn 4"):
@@ -203,14 +203,14 @@ def test_bailian_has_seconds_and_chats_by_their_last_message(tmp_path: Path) -> 
         ("2024-05-10 23:59:59.500000+00:00", "2024-05-11 00:00:00+00:00"),
     ],
 )
-def test_reads_azure(tmp_path: Path, times: tuple[str, str]) -> None:
+def test_an_azure_trace_is_read(tmp_path: Path, times: tuple[str, str]) -> None:
     text = f"TIMESTAMP,ContextTokens,GeneratedTokens\r\n{times[0]},4808,10\r\n{times[1]},3180,8"
     loaded = load_trace(written(tmp_path / "t.csv", text))
     assert (loaded.format, loaded.notes) == ("azure", [])
     assert shape(loaded.requests) == [(0.0, 4808, 10), (0.5, 3180, 8)]
 
 
-def test_reads_burstgpt_without_what_failed(tmp_path: Path) -> None:
+def test_a_burstgpt_trace_is_read_without_failed_requests(tmp_path: Path) -> None:
     text = (
         "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
         "5,ChatGPT,472,18,490,Conversation log\n45.5,ChatGPT,1087,0,1087,API log\n118,GPT-4,417,276,693,API log\n"
@@ -238,7 +238,7 @@ def test_reads_burstgpt_without_what_failed(tmp_path: Path) -> None:
         ("t.log", "\ufeffwhen,in,out\n10/Oct/2023:13:55:36 +0000,5,6\n[10/Oct/2023:15:55:37 +0200],7,8\n"),
     ],
 )
-def test_columns_by_name(tmp_path: Path, name: str, text: str) -> None:
+def test_columns_are_found_by_name(tmp_path: Path, name: str, text: str) -> None:
     loaded = load_trace(written(tmp_path / name, text), columns=MAPPED)
     assert loaded.format == "columns"
     assert shape(loaded.requests) in ([(0, 5, 6), (1.5, 7, 8)], [(0, 5, 6), (1, 7, 8)])
@@ -246,12 +246,12 @@ def test_columns_by_name(tmp_path: Path, name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("head", ["", "time,in,out\n"])
-def test_columns_by_place_with_and_without_names(tmp_path: Path, head: str) -> None:
+def test_columns_are_found_by_place_with_and_without_names(tmp_path: Path, head: str) -> None:
     path = written(tmp_path / "t.csv", head + "0,5,6\n2,7,8\n")
     assert shape(read_trace(path, columns=parse_columns("time=1,input=2,output=3"))) == [(0, 5, 6), (2, 7, 8)]
 
 
-def test_more_columns(tmp_path: Path) -> None:
+def test_optional_columns_are_read(tmp_path: Path) -> None:
     columns = parse_columns(
         "time=t,input=usage.in,output=usage.out,tenant=user,priority=p,session=s,cancel_ms=c,ttft_ms=f"
     )
@@ -360,7 +360,9 @@ def test_a_pattern_reads_text_logs(tmp_path: Path) -> None:
         (None, {}, "cannot read the trace .*No such file"),
     ],
 )
-def test_bad_files(tmp_path: Path, text: str | bytes | None, how: dict[str, Any], complaint: str) -> None:
+def test_bad_files_are_refused_with_the_reason(
+    tmp_path: Path, text: str | bytes | None, how: dict[str, Any], complaint: str
+) -> None:
     path = tmp_path / "t.txt"
     if text is not None:
         written(path, text)
@@ -471,7 +473,7 @@ def test_sharegpt_is_read_piece_by_piece(tmp_path: Path) -> None:
         ('[{"conversations": []}]', "has no requests; conversations without a quest"),
     ],
 )
-def test_bad_conversations(tmp_path: Path, text: str, complaint: str) -> None:
+def test_bad_conversations_are_refused_with_the_reason(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         read_trace(written(tmp_path / "s.json", text), format="sharegpt")
     with pytest.raises(ConfigError, match=r"line 1 of .* is not the beginning of a JSON list"):
@@ -518,7 +520,7 @@ BATCH = [
     ],
 )
 @pytest.mark.parametrize("kept", ["plain", "gzip", "parquet"])
-def test_texts_in_every_form(
+def test_texts_of_every_form_are_counted_and_kept(
     tmp_path: Path, rows: list[Any], format: str, lengths: list[tuple[int, int]], kept: str
 ) -> None:
     path = tmp_path / "texts"
@@ -556,7 +558,7 @@ def test_images_are_counted_and_said(tmp_path: Path) -> None:
     )
 
 
-def test_tables_in_parquet(tmp_path: Path) -> None:
+def test_tables_in_parquet_are_read(tmp_path: Path) -> None:
     arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     rows = [{"TIMESTAMP": f"2024-05-10 00:00:0{second}", "ContextTokens": 5, "GeneratedTokens": 3} for second in (0, 2)]
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
@@ -583,12 +585,12 @@ def test_tables_in_parquet(tmp_path: Path) -> None:
     # The names of tests must be the same in every process; compressed bytes name the time they were made at.
     ids=["cut", "rest", "parquet", "no tokens", "no text", "no role", "not UTF-8"],
 )
-def test_damaged_data_sets(tmp_path: Path, data: bytes, complaint: str) -> None:
+def test_damaged_data_sets_are_refused_with_the_reason(tmp_path: Path, data: bytes, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load_trace(written(tmp_path / "d", data))
 
 
-def test_fair_queue_that_branch_are_sessions_of_their_own(tmp_path: Path) -> None:
+def test_turns_that_branch_are_sessions_of_their_own(tmp_path: Path) -> None:
     chats = [(1, -1), (2, 1), (3, 1), (4, 3), (5, 2)]  # 2 and 3 both answer 1
     rows = [
         {"chat_id": name, "parent_chat_id": parent, "timestamp": place, "input_length": 16 * (place + 1)}

@@ -69,7 +69,7 @@ DISTRIBUTIONS: list[Lengths] = [
 
 
 @pytest.mark.parametrize("lengths", DISTRIBUTIONS, ids=repr)
-def test_one_seed_one_draw(lengths: Lengths) -> None:
+def test_one_seed_gives_one_draw(lengths: Lengths) -> None:
     def draw(seed: int) -> list[int]:
         return lengths.draw(np.random.default_rng(seed), 200)
 
@@ -135,7 +135,7 @@ def test_lengths_are_parsed(tmp_path: Path) -> None:
         ("file:/nowhere.jsonl", "cannot read the trace /nowhere.jsonl"),
     ],
 )
-def test_lengths_that_cannot_be_parsed(text: str, complaint: str) -> None:
+def test_lengths_that_cannot_be_parsed_are_refused(text: str, complaint: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_lengths(text)
     assert complaint in str(error.value)

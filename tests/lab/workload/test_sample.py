@@ -97,7 +97,7 @@ def test_a_window_may_begin_at_any_place_that_leaves_it_whole() -> None:
 
 
 @pytest.mark.parametrize("count", [None, 2000])
-def test_a_rate_of_ones_own(count: int | None) -> None:
+def test_a_sample_has_the_given_rate(count: int | None) -> None:
     sample = sample_trace(LONG, count, rate=0.5)
     assert (len(sample) - 1) / sample[-1].arrival == pytest.approx(0.5)
     assert len(sample) == (count or len(LONG))
@@ -115,7 +115,7 @@ def test_all_of_a_trace_is_the_trace() -> None:
     assert [each.arrival for each in sample_trace(LONG)] == pytest.approx(times, abs=1e-9)
 
 
-def test_what_cannot_be_drawn_is_refused() -> None:
+def test_impossible_samples_are_refused() -> None:
     with pytest.raises(
         ConfigError, match="the trace has 10,000 requests, so a sample has from 1 to 10,000 requests, not 10,001"
     ):

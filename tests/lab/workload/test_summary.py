@@ -16,7 +16,7 @@ def request(arrival: float = 0.0, prompt: int = 100, *ids: int, block: int = 64,
     )
 
 
-def test_figures() -> None:
+def test_the_summary_counts_requests_sessions_and_lengths() -> None:
     facts = summarise(
         [
             request(1.0, 10, tenant="a", session="x"),
@@ -69,5 +69,5 @@ def test_all_at_once_has_no_rate() -> None:
         ([request(0, 64), request(0, 64, 1)], 0),
     ],
 )
-def test_what_repeats_an_earlier_beginning(trace: list[TracedRequest], repeated: float) -> None:
+def test_the_share_of_repeated_beginnings_is_counted(trace: list[TracedRequest], repeated: float) -> None:
     assert summarise(trace).repeated == pytest.approx(repeated)

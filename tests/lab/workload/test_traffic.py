@@ -28,7 +28,7 @@ def sessions(trace: list[TracedRequest]) -> dict[str, list[TracedRequest]]:
     return found
 
 
-def test_named_workloads() -> None:
+def test_named_workloads_have_their_documented_lengths() -> None:
     chat = draw_trace("chat", Gamma(2.0), 50, seed=3)
     lengths = [(len(prompt), output) for prompt, output in Workload(count=50, seed=3).requests()]
     assert [(each.prompt_tokens, each.output_tokens) for each in chat] == lengths
@@ -79,7 +79,7 @@ TRAFFIC = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(TRAFFIC, st.integers(1, 60), st.integers(0, 2**40), st.sampled_from(["all", "poisson:3", "diurnal:3:4:60"]))
-def test_one_seed_one_trace(traffic: Traffic, count: int, seed: int, arrivals: str) -> None:
+def test_one_seed_gives_one_trace(traffic: Traffic, count: int, seed: int, arrivals: str) -> None:
     trace = traffic.draw(count, parse_arrivals(arrivals), seed)
     assert trace == traffic.draw(count, parse_arrivals(arrivals), seed)
     assert len(trace) == count
@@ -88,7 +88,7 @@ def test_one_seed_one_trace(traffic: Traffic, count: int, seed: int, arrivals: s
     assert Counter(each.output_tokens for each in trace) == Counter(each.output_tokens for each in bare)
 
 
-def test_fair_queue_repeat_all_that_was_said() -> None:
+def test_later_turns_repeat_the_conversation() -> None:
     trace = CHATS.draw(300, Gamma(3.0), seed=1)
     chats = sessions(trace)
     assert "" not in chats
@@ -135,7 +135,7 @@ def test_prefixes_are_shared_by_their_share_and_by_zipf() -> None:
         assert one.output_tokens == other.output_tokens
 
 
-def test_chats_behind_shared_prefixes() -> None:
+def test_chats_may_begin_with_shared_prefixes() -> None:
     prefixes = SharedPrefixes(64, distinct=2)
     trace = dataclasses.replace(CHATS, prefixes=prefixes).draw(200, seed=5)
     assert {each.prefix_ids[:4] for each in trace} == {(0, 1, 2, 3), (4, 5, 6, 7)}
@@ -145,7 +145,7 @@ def test_chats_behind_shared_prefixes() -> None:
         assert turns[0].prompt_tokens > 64
 
 
-def test_cancels_and_classes() -> None:
+def test_cancels_and_classes_have_their_shares() -> None:
     classes = (
         RequestClass(weight=3, tenant="app", ttft_ms=500.0, tpot_ms=80.0),
         RequestClass(weight=1, tenant="batch", priority=5, service_tier="flex", deadline_ms=9000.0),
@@ -183,6 +183,6 @@ def test_cancels_and_classes() -> None:
         (lambda: RequestClass(weight=0), "weight of a class must be above 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(make: Any, complaint: str) -> None:
+def test_impossible_traffic_is_refused(make: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         make()
