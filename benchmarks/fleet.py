@@ -42,8 +42,9 @@ from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.core.scheduler.cost_model import CostModel, StepFeatures
 from chairlift.engine.async_engine import AsyncEngine
-from chairlift.fleet.fleet import ConnectReplica, Fleet
+from chairlift.fleet.fleet import Fleet
 from chairlift.fleet.local import local_replicas
+from chairlift.fleet.member import ConnectReplica
 from chairlift.loading.model import read_tokenizer
 from chairlift_lab.bench.machine import describe_machine
 from chairlift_lab.replay.fleet import FleetPlan, replay_fleet

@@ -5,9 +5,10 @@
 Every format scores the same texts as the base, which has float weights in float32 (``--base`` for another dtype). The
 log-probability of each token of a text is used. Without ``--texts``, a directory of text files, the texts are forty
 topics of Python's own ``help()``, in English. For the bundled model they are the guide's chats; with ``--answers`` only
-the tokens of the answers are scored. ``--models`` are directories of the same model, for example from ``chairlift
-quantize``, each served as it is stored. The divergence is the Kullback-Leibler divergence from the base to the format.
-It is a lower bound, because it covers the 20 most likely ids at each position, and all other ids as a single one.
+the tokens of the answers are scored. ``--models`` are directories and GGUF files of the same model, for example
+from ``chairlift quantize`` and from llama.cpp, each served as it is stored. The divergence is the Kullback-Leibler
+divergence from the base to the format. It is a lower bound, because it covers the 20 most likely ids at each position,
+and all other ids as a single one.
 
 ``--calibration FILE`` only writes the guide's chats with which the bundled model was trained, for ``chairlift quantize
 bundled OUT --calibrate FILE``.
@@ -141,7 +142,7 @@ def main() -> None:
     parser.add_argument(
         "--formats", default=",".join(FORMATS), help="names of formats, separated by commas; may be empty"
     )
-    parser.add_argument("--models", default="", help="directories, separated by commas")
+    parser.add_argument("--models", default="", help="directories and GGUF files, separated by commas")
     parser.add_argument(
         "--calibration", type=Path, help="only write the texts for calibrating the bundled model to this file"
     )

@@ -33,8 +33,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import run_llama_cpp
+import run_openvino
 import torch
-from protocol import Child, Requests
+from protocol import Child, Place, Requests
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -53,28 +55,6 @@ LLAMA_NGRAM = "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngra
 ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
 
-def export(environment: Path, model: Path, work: Path) -> Path:
-    """Export the model to OpenVINO's format with float16 weights, below ``work``. Returns its path."""
-    target = work / f"openvino-{model.resolve().name}"
-    command = [str(environment / "bin" / "optimum-cli"), "export", "openvino", "--model", str(model)]
-    command += ["--task", "text-generation-with-past", "--weight-format", "fp16", "--disable-convert-tokenizer"]
-    log = work / "export.log"
-    with log.open("wb") as errors:
-        done = subprocess.run([*command, str(target)], stdout=errors, stderr=errors, check=False)
-    if done.returncode:
-        raise SystemExit(f"optimum-cli could not export {model}; its messages are in {log}")
-    return target
-
-
-def convert(environment: Path, model: Path, work: Path) -> Path:
-    """Convert the model to a GGUF file in bfloat16, below ``work``. Returns its path."""
-    target = work / f"{model.resolve().name}-bf16.gguf"
-    script = [str(environment / "bin" / "python"), str(HERE / "to_gguf.py")]
-    if subprocess.run([*script, "--model", str(model), "--out", str(target)], check=False).returncode:
-        raise SystemExit(f"{model} could not be converted; the reason stands above")
-    return target
-
-
 def commands(args: argparse.Namespace, work: Path) -> dict[str, list[str]]:
     """Name of an engine -> its command, in the order of a round."""
     model = str(args.model)
@@ -91,12 +71,12 @@ def commands(args: argparse.Namespace, work: Path) -> dict[str, list[str]]:
                 drafts = ["--speculative-config", json.dumps({**NGRAM, **more})]
                 engines[f"{name}-ngram"] = [*engines[name], *drafts]
     if args.openvino:
-        exported = args.openvino_model or export(args.openvino, args.model, work)
+        exported = args.openvino_model or run_openvino.exported(Place(args.openvino, args.model, work), 16)
         openvino = [str(args.openvino / "bin" / "python"), str(HERE / "run_openvino.py"), "--model", str(exported)]
         engines["openvino"] = [*openvino, *shlex.split(args.openvino_args)]
     if args.llama_cpp:
         python = str(args.llama_cpp / "bin" / "python")
-        file = args.llama_cpp_model or convert(args.llama_cpp, args.model, work)
+        file = args.llama_cpp_model or run_llama_cpp.converted(Place(args.llama_cpp, args.model, work), 16)
         command = [python, str(HERE / "run_llama_cpp.py"), "--model", str(file)]
         engines["llama.cpp"] = [*command, *shlex.split(args.llama_cpp_args)]
         if args.ngram:  # its server, because the library has no drafts; without drafts too, so that HTTP does not count

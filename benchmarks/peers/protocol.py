@@ -10,6 +10,7 @@ standard input. Other output of an engine goes to standard error.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -20,9 +21,58 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["Child", "Requests", "restart_with", "serve"]
+__all__ = ["Child", "Place", "Requests", "Unsupported", "kv_bytes_per_token", "made", "restart_with", "serve"]
 
 Requests = list[tuple[list[int], int]]
+
+
+class Unsupported(Exception):
+    """An engine cannot run a model in a precision; the message is the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What an engine is started for. Each ``run_ENGINE.py`` has a function ``command`` that prepares the model for its
+    engine and returns the command of the child process."""
+
+    environment: Path
+    """Made by the engine's setup script."""
+    model: Path
+    """Directory of the model in 16 bits."""
+    work: Path
+    """Folder for converted models and logs."""
+    rows: int = 64
+    """Maximum number of requests at a time."""
+    longest: int = 2048
+    """Maximum number of tokens of a request, prompt and output."""
+
+    @property
+    def python(self) -> str:
+        return str(self.environment / "bin" / "python")
+
+    @property
+    def kv_gib(self) -> int:
+        """Whole GiB that hold 16-bit K and V of all rows at their longest."""
+        config = json.loads((self.model / "config.json").read_text())
+        return -(-kv_bytes_per_token(config) * self.rows * self.longest // 2**30)
+
+
+def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
+    """Bytes of keys and values of one token in 16 bits."""
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return 2 * 2 * int(config["num_hidden_layers"] * config["num_key_value_heads"] * width)
+
+
+def made(target: Path, command: Sequence[str], log: Path, **variables: str) -> Path:
+    """``target``, which ``command`` creates unless it exists. Raises Unsupported if the command fails."""
+    if not target.exists():
+        with log.open("ab") as messages:
+            environment = os.environ | variables
+            done = subprocess.run(command, stdout=messages, stderr=messages, env=environment, check=False)
+        if done.returncode or not target.exists():
+            raise Unsupported(f"{Path(command[0]).name} could not make {target.name}; its messages are in {log}")
+    return target
+
 
 _WARM_UP: Requests = [([10 + i] * length, count) for i, (length, count) in enumerate([(300, 4), (40, 12), (9, 12)])]
 """Warm-up requests: a long prompt that needs several chunks, and short prompts that decode at the same time."""
@@ -106,7 +156,7 @@ class Child:
 
     def kill(self) -> None:
         """Kill the whole process group, even if it is stopped."""
-        with self._process:
+        with contextlib.suppress(BrokenPipeError), self._process:  # closes the pipes; the child may have ended before
             self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:

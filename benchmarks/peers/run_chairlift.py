@@ -1,14 +1,28 @@
-"""Runs Chairlift as a child of ``compare.py``: ``python benchmarks/peers/run_chairlift.py --model DIR``."""
+"""Runs Chairlift as a child of ``compare.py`` or ``table.py``.
+
+    python benchmarks/peers/run_chairlift.py --model DIR
+
+The settings are the defaults, without a prefix cache. In 8 and 4 bits the weights are rounded at load, in groups of 32
+columns; the KV cache keeps 16 bits.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from protocol import Requests, serve
+from protocol import Place, Requests, serve
+
+
+def command(place: Place, bits: int) -> list[str]:
+    settings: dict[str, Any] = {"kv_cache_memory_bytes": place.kv_gib << 30, "max_num_seqs": max(place.rows, 16)}
+    if bits < 16:
+        settings["quantization"] = f"int{bits}"
+    return [sys.executable, __file__, "--model", str(place.model), "--settings", json.dumps(settings)]
 
 
 def load(

@@ -1,11 +1,15 @@
-"""Runs llama.cpp as a child of ``compare.py``, inside the environment that ``setup_llama_cpp.sh`` creates.
+"""Runs llama.cpp as a child of ``compare.py`` or ``table.py``, inside the environment
+that ``setup_llama_cpp.sh`` creates.
 
     ENV/bin/python benchmarks/peers/to_gguf.py --model DIR --out FILE.gguf
     ENV/bin/python benchmarks/peers/run_llama_cpp.py --model FILE.gguf
 
 The script uses llama.cpp as a library and repeats the loop of its server: every step decodes one token of each running
-request and fills the rest of the batch with prompts. Weights (as in the file) and KV cache have 16 bits; decoding is
-greedy; there is no prefix caching.
+request and fills the rest of the batch with prompts. The KV cache has 16 bits; decoding is greedy; there is no prefix
+caching. It is compiled for this processor, flash attention is on, each request has a part of the KV cache of its own
+(attention over one common cache would also read the tokens of other requests), and a batch has 2,048 tokens, computed
+in pieces of 512. The files are bf16, Q8_0 and Q4_0: of the 4-bit types, Q4_0 is the one whose weights are rearranged
+for the vector instructions of this processor.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import argparse
 import collections
 import ctypes
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -21,10 +26,36 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from protocol import Requests, restart_with, serve
+from protocol import Place, Requests, kv_bytes_per_token, made, restart_with, serve
 
-KV_BYTES = 2 << 30
+FILES = {8: "LLAMA_FTYPE_MOSTLY_Q8_0", 4: "LLAMA_FTYPE_MOSTLY_Q4_0"}
+"""Bits -> llama.cpp's name of the type of a file."""
+QUANTIZE = """
+import sys, llama_cpp
+params = llama_cpp.llama_model_quantize_default_params()
+params.ftype = getattr(llama_cpp, sys.argv[1])
+sys.exit(llama_cpp.llama_model_quantize(sys.argv[2].encode(), sys.argv[3].encode(), params))
+"""
 KV_TYPES = {"f16": "GGML_TYPE_F16", "bf16": "GGML_TYPE_BF16"}
+
+
+def converted(place: Place, bits: int) -> Path:
+    """The model as a GGUF file, converted once with the tools of the environment of llama.cpp."""
+    source, log = place.work / f"{place.model.name}-bf16.gguf", place.work / "convert.log"
+    script = str(Path(__file__).with_name("to_gguf.py"))
+    made(source, [place.python, script, "--model", str(place.model), "--out", str(source)], log)
+    if bits == 16:
+        return source
+    target = place.work / f"{place.model.name}-{bits}.gguf"
+    words = [place.python, "-c", QUANTIZE, FILES[bits], str(source), str(target)]
+    return made(target, words, log, LLAMA_CPP_LIB_PATH=str(place.environment / "build" / "bin"))
+
+
+def command(place: Place, bits: int) -> list[str]:
+    config = json.loads((place.model / "config.json").read_text())
+    tokens = max(place.rows * place.longest, (2 << 30) // kv_bytes_per_token(config))
+    words = [place.python, __file__, "--model", str(converted(place, bits)), "--rows", str(place.rows)]
+    return [*words, "--kv-tokens", str(tokens)]
 
 
 @dataclasses.dataclass
@@ -50,13 +81,12 @@ class Engine:
         self.model = llama.llama_model_load_from_file(str(args.model).encode(), llama.llama_model_default_params())
         if not self.model:
             raise SystemExit(f"llama.cpp cannot load {args.model}")
-        heads, layers = llama.llama_model_n_head_kv(self.model), llama.llama_model_n_layer(self.model)
-        width = llama.llama_model_n_embd(self.model) // llama.llama_model_n_head(self.model)
         params = llama.llama_context_default_params()
-        params.n_ctx = self.room = KV_BYTES // (2 * 2 * layers * heads * width)
+        params.n_ctx = self.room = args.kv_tokens
         params.n_seq_max, params.kv_unified = args.rows, args.unified
         params.n_batch, params.n_ubatch = args.batch, min(args.batch, args.ubatch)
         params.n_threads = params.n_threads_batch = args.threads
+        params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.type_k = params.type_v = getattr(llama, KV_TYPES[args.kv_type])
         self.context = llama.llama_init_from_model(self.model, params)
         if not self.context:
@@ -128,11 +158,11 @@ def load(args: argparse.Namespace) -> tuple[Callable[[Requests], Sequence[int]],
     import llama_cpp
 
     engine = Engine(llama_cpp, args)
-    names = ("rows", "batch", "ubatch", "threads", "unified", "kv_type")
+    names = ("kv_tokens", "rows", "batch", "ubatch", "threads", "unified", "kv_type")
     about = {
         "version": f"{llama_cpp.__version__} (binding)",
         "system": llama_cpp.llama_print_system_info().decode(),
-        "settings": {name: getattr(args, name) for name in names} | {"kv_tokens": engine.room},
+        "settings": {name: getattr(args, name) for name in names},
     }
     return engine.answer, about
 
@@ -141,6 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="the GGUF file")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--kv-tokens", type=int, default=131_072, help="tokens in the KV cache")
     parser.add_argument("--rows", type=int, default=64, help="requests at a time")
     parser.add_argument("--batch", type=int, default=2048, help="tokens per step")
     parser.add_argument("--ubatch", type=int, default=512, help="tokens that are computed together")

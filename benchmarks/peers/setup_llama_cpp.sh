@@ -6,18 +6,8 @@
 # work at a time).
 set -eu
 
-if [ $# -lt 1 ]; then
-    echo "usage: sh setup_llama_cpp.sh DIR [PYTHON]" >&2
-    exit 2
-fi
-environment=$1
-python=${2:-python3.11}
+. "$(dirname "$0")/new_environment.sh"
 version=0.3.36
-
-if [ -e "$environment" ]; then
-    echo "$environment exists already; name a directory that does not, or remove it" >&2
-    exit 1
-fi
 
 "$python" -m venv "$environment"
 environment=$(cd "$environment" && pwd)

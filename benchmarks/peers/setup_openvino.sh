@@ -5,17 +5,7 @@
 # PIP_EXTRA_INDEX_URL).
 set -eu
 
-if [ $# -lt 1 ]; then
-    echo "usage: sh setup_openvino.sh DIR [PYTHON]" >&2
-    exit 2
-fi
-environment=$1
-python=${2:-python3.11}
-
-if [ -e "$environment" ]; then
-    echo "$environment exists already; name a directory that does not, or remove it" >&2
-    exit 1
-fi
+. "$(dirname "$0")/new_environment.sh"
 
 "$python" -m venv "$environment"
 "$environment/bin/pip" install openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 openvino==2026.4.1 \

@@ -4,17 +4,7 @@
 # Needs a CPU build of torch where pip can find it (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL).
 set -eu
 
-if [ $# -lt 1 ]; then
-    echo "usage: sh setup_transformers.sh DIR [PYTHON]" >&2
-    exit 2
-fi
-environment=$1
-python=${2:-python3.11}
-
-if [ -e "$environment" ]; then
-    echo "$environment exists already; name a directory that does not, or remove it" >&2
-    exit 1
-fi
+. "$(dirname "$0")/new_environment.sh"
 
 "$python" -m venv "$environment"
 "$environment/bin/pip" install "transformers[serving]==5.23.0" accelerate==1.15.0 torch==2.13.0+cpu
