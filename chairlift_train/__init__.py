@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from chairlift_train.collate import PackCollator
     from chairlift_train.detectors import Adwin, PageHinkley
     from chairlift_train.drift import DriftSampler
+    from chairlift_train.exact import ExactNetwork
     from chairlift_train.hf import TrainerLoss
     from chairlift_train.isolation import IsolationReport, check_isolation
     from chairlift_train.lanes import LaneBatch, Lanes
@@ -36,6 +37,7 @@ _HOME = {
     "collate": ("PackCollator",),
     "detectors": ("Adwin", "PageHinkley"),
     "drift": ("DriftSampler",),
+    "exact": ("ExactNetwork",),
     "hf": ("TrainerLoss",),
     "isolation": ("IsolationReport", "check_isolation"),
     "lanes": ("LaneBatch", "Lanes"),
@@ -54,6 +56,7 @@ __all__ = [
     "AsyncLoop",
     "Cost",
     "DriftSampler",
+    "ExactNetwork",
     "ExpertCounts",
     "Generator",
     "IsolationReport",

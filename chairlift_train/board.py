@@ -10,7 +10,7 @@ from chairlift.errors import ConfigError
 from chairlift_train.evaluation import EvaluationResult
 
 if TYPE_CHECKING:
-    from chairlift_train.trainer import StepResult, Trainer
+    from chairlift_train.trainer import Trainer, TrainingStepResult
 
 __all__ = ["Board"]
 
@@ -31,7 +31,7 @@ class Board:
         self._writer = SummaryWriter(str(directory), purge_step=after + 1)
         self._since = time.perf_counter()
 
-    def step(self, result: StepResult, trainer: Trainer) -> None:
+    def step(self, result: TrainingStepResult, trainer: Trainer) -> None:
         """Write the points of one optimiser step: loss, gradient norm, learning rate, tokens per second, packing waste
         and so on."""
         now = time.perf_counter()

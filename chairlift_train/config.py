@@ -380,8 +380,14 @@ class TrainerConfig:
     gradient_checkpointing: bool = False
     """Whether to store only the input of each layer for the backward pass, which computes the layer again. This needs
     less memory and about a third more time."""
+    forward: Literal["torch", "exact"] = "torch"
+    """What computes the forward pass. ``exact``: a step of the engine's CPU kernels in ``dtype``, so that losses and
+    log-probabilities have the bits that the engine serves; see :class:`~chairlift_train.exact.ExactNetwork`. The
+    backward pass computes each layer again in float32, as with ``gradient_checkpointing``."""
 
     def __post_init__(self) -> None:
+        if self.forward == "exact":
+            self._check_exact()
         if self.steps < 1 or not 0 <= self.warmup_steps <= self.steps:
             raise ConfigError(
                 "a trainer needs steps >= 1 and warmup_steps between 0 and steps, "
@@ -407,6 +413,19 @@ class TrainerConfig:
                 raise ConfigError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas must be at least 0 and below 1, got {self.betas}")
+
+    def _check_exact(self) -> None:
+        """Raise ConfigError for settings that the engine's forward pass does not allow."""
+        wrong = {
+            "dropout": self.dropout > 0,
+            "balance_loss": self.balance_loss > 0,
+            "sharding": self.sharding != "none",
+        }
+        if any(wrong.values()):
+            raise ConfigError(
+                f"training.forward exact does not go with {', '.join(name for name in wrong if wrong[name])}; leave one"
+                " of them out"
+            )
 
     @property
     def _decay_steps(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +21,7 @@ from chairlift.lora.trainable import TrainableAdapter
 from chairlift.lora.trainable_set import TrainableAdapters
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.layers.attention import Attention
+from chairlift.models.layers.linear import Linear
 from chairlift.models.layers.mlp import MLP
 from chairlift_train.checkpoint import ModelFiles, write_model
 from chairlift_train.layout import Pack
@@ -101,6 +103,28 @@ class NativeNetwork:
             batch["input_ids"][0], batch["position_ids"][0], VarlenContext(pack.layout.cu_seqlens)
         )
         return self.model.compute_logits(hidden[rows])
+
+    def logprobs(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor, targets: Tensor) -> Tensor:
+        """Log-probabilities float32 [R] of the tokens ``targets`` (int64 [R]) after the positions ``rows``."""
+        logits = self.logits(batch, pack, rows).float()
+        return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[None]:
+        """Context in which the adapter is switched off and gradients are not computed: the network is the model from
+        which the adapter began. Raises ConfigError without an adapter, because the first weights no longer exist."""
+        if self.adapter is None:
+            raise ConfigError("a model that is trained whole has no reference; train an adapter, or keep a copy")
+        layers = [each for each in self.model.modules() if isinstance(each, Linear) and each.adapted is not None]
+        kept = [layer.adapted for layer in layers]
+        for layer in layers:
+            layer.adapted = None
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for layer, adapted in zip(layers, kept, strict=True):
+                layer.adapted = adapted
 
     def branches(self) -> Iterable[nn.Module]:
         """The attention module and the MLP of each layer."""

@@ -1,4 +1,4 @@
-"""Files of records with access by index: JSON lines, JSON arrays, Parquet and Hugging Face datasets.
+"""Files of records with access by index: JSON lines, JSON arrays, CSV, TSV, Parquet and Hugging Face datasets.
 
 The files can be compressed. Needs NumPy, pyarrow for Parquet and Arrow files, and zstandard for ``.zst`` files (before
 Python 3.14).
@@ -7,6 +7,7 @@ Python 3.14).
 from __future__ import annotations
 
 import contextlib
+import csv
 import functools
 import glob
 import gzip
@@ -31,6 +32,7 @@ __all__ = [
     "ArrowFile",
     "LineFile",
     "RecordFile",
+    "SheetFile",
     "TableFile",
     "decompression_errors",
     "expand",
@@ -47,7 +49,13 @@ _SAMPLE = 1 << 20
 _COMPRESSED: Final = (".gz", ".zst")
 _LINES: Final = (".jsonl", ".ndjson", ".json")
 _TABLES: Final = (".parquet", ".pq")
-_NAMES: Final = "*.jsonl, *.json, *.ndjson (each may end in .gz or .zst), *.parquet and *.arrow"
+_SHEETS: Final = {".csv": ",", ".tsv": "\t"}
+_NAMES: Final = "*.jsonl, *.json, *.ndjson, *.csv, *.tsv (each may end in .gz or .zst), *.parquet and *.arrow"
+_REMEDIES: Final = {
+    ".txt": 'write each text as a line of JSON, {"text": "..."}, because a text file does not say where a text ends',
+    ".xlsx": "save the sheet as CSV",
+}
+"""Suffix -> what to do with such a file."""
 
 
 class RecordFile(Protocol):
@@ -112,12 +120,12 @@ def _in_directory(folder: Path) -> list[Path]:
 
 
 def _kind_of(path: Path) -> str:
-    """Kind of a file by its suffix: ``lines``, ``table`` or ``arrow``. Empty for any other file."""
+    """Kind of a file by its suffix: ``lines``, ``sheet``, ``table`` or ``arrow``. Empty for any other file."""
     suffixes = path.suffixes
     suffix = suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in _COMPRESSED else path.suffix
-    kinds = dict.fromkeys(_LINES, "lines") | dict.fromkeys(_TABLES, "table") | {".arrow": "arrow"}
-    kind = kinds.get(suffix, "")
-    return "" if kind != "lines" and is_compressed(path) else kind
+    kinds = dict.fromkeys(_LINES, "lines") | dict.fromkeys(_SHEETS, "sheet") | dict.fromkeys(_TABLES, "table")
+    kind = (kinds | {".arrow": "arrow"}).get(suffix, "")
+    return "" if kind not in ("lines", "sheet") and is_compressed(path) else kind
 
 
 def open_file(path: Path, whole: bool = False) -> RecordFile:
@@ -132,11 +140,14 @@ def open_file(path: Path, whole: bool = False) -> RecordFile:
         with contextlib.closing(open_bytes(path)) as file:
             is_array = ".json" in path.suffixes and _first_byte(file) == b"["
         return ArrayFile(path) if is_array else LineFile(path)
+    if kind == "sheet":
+        return SheetFile(path)
     if kind == "table":
         return TableFile(path, whole=whole)
     if kind == "arrow":
         return ArrowFile(path)
-    raise ConfigError(f"{path} has the suffix {path.suffix!r}; known files are {_NAMES}")
+    remedy = _REMEDIES.get(path.suffix, "")
+    raise ConfigError(f"{path} has the suffix {path.suffix!r}; known files are {_NAMES}{remedy and f'; {remedy}'}")
 
 
 def is_compressed(path: Path) -> bool:
@@ -317,6 +328,49 @@ class ArrayFile:
 
     def where(self, index: int) -> str:
         return f"{self.path}, record {index + 1}"
+
+
+class SheetFile:
+    """A CSV or TSV file whose first line names the fields. The whole file is in memory.
+
+    All values are texts, and empty cells are left out. Values that are lists (``messages``) are JSON text.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError for a file without rows or names, and for a row that is longer than the first line."""
+        self.path = path
+        content = _read_all(path)
+        self.fingerprint = zlib.crc32(content)
+        suffix = next(each for each in reversed(path.suffixes) if each in _SHEETS)
+        try:
+            text = content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
+        limit = csv.field_size_limit(max(len(content), 1))
+        try:
+            rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=_SHEETS[suffix], strict=True))
+        except csv.Error as error:
+            raise ConfigError(f"{path} cannot be read as {suffix[1:].upper()}: {error}; correct the file") from None
+        finally:
+            csv.field_size_limit(limit)
+        names, self._rows = (rows or [[]])[0], [row for row in rows[1:] if row]
+        if not self._rows or not all(names) or len(set(names)) < len(names):
+            raise ConfigError(f"{path} needs a first line with a different name for each field, and at least one row")
+        if (long := next((i for i, row in enumerate(self._rows) if len(row) > len(names)), None)) is not None:
+            raise ConfigError(
+                f"{self.where(long)}: {len(self._rows[long])} values for {len(names)} fields; put quotes around values"
+                " that contain the separator"
+            )
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, index: int) -> dict[str, Any] | None:
+        return {name: value for name, value in zip(self._names, self._rows[index], strict=False) if value}
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, row {index + 1}"
 
 
 class ArrowFile:

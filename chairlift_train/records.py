@@ -63,8 +63,8 @@ def chat_of(record: Mapping[str, Any]) -> Chat | None:
     - ``prompt`` and ``completion``, both lists of messages (TRL): the answers in the completion are targets.
     - ``instruction`` and ``output``, and optionally ``input``, ``system`` and ``history`` (Alpaca).
 
-    Each format can also have ``tools`` (a list, or a list as JSON text) and ``chat_template_kwargs``. Raises
-    ConfigError for a record in one of these formats with an invalid field.
+    A list of messages may be JSON text, as tables store it. Each format can also have ``tools`` (likewise) and
+    ``chat_template_kwargs``. Raises ConfigError for a record in one of these formats with an invalid field.
     """
     name = next((name for name in ("messages", "conversations", "conversation") if name in record), "")
     if name:
@@ -167,6 +167,8 @@ def _json(text: Any, where: str) -> Any:
 
 
 def _listed(given: Any, name: str) -> Sequence[Any]:
+    if isinstance(given, str) and given.lstrip().startswith("["):  # as tables store it
+        given = _json(given, name)
     if not isinstance(given, (list, tuple)):
         raise ConfigError(f"{name} must be a list, got {str(given)[:60]!r}")
     return given

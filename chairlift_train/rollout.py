@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from chairlift.base.outputs import CompletionOutput, FinishReason, RequestOutput
 from chairlift.base.sampling_params import SamplingParams
@@ -22,15 +22,33 @@ class RolloutGenerator:
 
     The LLM computes only while :meth:`poll` waits, and not while the trainer computes. After the trainer updates the
     weights, unfinished rollouts continue with the new weights. Only one thread may use the LLM. ``sampling_params``
-    apply to every rollout and must have ``n=1``; the rollout's ticket is added to the seed. Log-probabilities come from
-    the raw logits. They match the sampling distribution at temperature 1 without top_p, its like and penalties.
-    ``in_flight`` is an argument of :meth:`~chairlift.llm.LLM.update_weights`.
+    apply to every rollout and must have ``n=1``; the rollout's ticket is added to the seed. ``in_flight`` is an
+    argument of :meth:`~chairlift.llm.LLM.update_weights`.
+
+    Log-probabilities come from the raw logits. With ``logprobs="sampled"`` they must be those with which the tokens
+    were drawn, so parameters that change the distribution (temperature, top_p, penalties, masks, ...) raise
+    ConfigError. ``"raw"`` allows them: the trainer then takes the raw log-probabilities, too, so that ratios are still
+    1 at equal weights, but they are not those of the distribution that was sampled.
     """
 
-    def __init__(self, llm: LLM, sampling_params: SamplingParams, *, in_flight: str = "continue") -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        sampling_params: SamplingParams,
+        *,
+        in_flight: str = "continue",
+        logprobs: Literal["sampled", "raw"] = "sampled",
+    ) -> None:
         if sampling_params.n != 1:
             raise ConfigError(
                 f"a rollout is one answer, got n={sampling_params.n}; submit the prompt {sampling_params.n} times"
+            )
+        if logprobs not in ("sampled", "raw"):
+            raise ConfigError(f"logprobs must be sampled or raw, got {logprobs!r}")
+        if logprobs == "sampled" and (changed := _changed(sampling_params)):
+            raise ConfigError(
+                f"rollouts are drawn with {', '.join(changed)}, but their log-probabilities are those of the raw"
+                " logits; leave these out, or take logprobs='raw' if the trainer uses raw log-probabilities, too"
             )
         self._llm = llm
         self._params = sampling_params
@@ -76,6 +94,24 @@ class RolloutGenerator:
             [entry[token].logprob for entry, token in zip(answer.logprobs or (), answer.token_ids, strict=True)],
             _versions(answer),
         )
+
+
+def _changed(params: SamplingParams) -> list[str]:
+    """Parameters, with their values, by which tokens are not drawn from the softmax of the raw logits."""
+    plain = SamplingParams()
+    names: tuple[str, ...] = (
+        "temperature",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+    )
+    names += ("logit_bias", "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "thinking")
+    found = {name: getattr(params, name) for name in names if getattr(params, name) != getattr(plain, name)}
+    if params.top_k > 0:
+        found["top_k"] = params.top_k
+    return [f"{name}={value!r:.60}" for name, value in found.items()]
 
 
 def _versions(answer: CompletionOutput) -> list[int]:

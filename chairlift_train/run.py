@@ -35,10 +35,11 @@ from chairlift_train.config import DataSettings, DriftSettings, LoraSettings, Tr
 from chairlift_train.drift import DriftSampler
 from chairlift_train.encoder import Encode, Encoder, fitting
 from chairlift_train.evaluation import Evaluation, EvaluationResult
+from chairlift_train.forward import native_network
 from chairlift_train.heads.make import check_heads, make_heads
 from chairlift_train.heads.training import HeadsNetwork, HeadsTrainer
 from chairlift_train.hf_network import TransformersNetwork, TransformersShape, load_for_training, read_shape
-from chairlift_train.networks import NativeNetwork, Network
+from chairlift_train.networks import Network
 from chairlift_train.parallel import Ranks, process_group, world_size
 from chairlift_train.record_files import expand, open_file
 from chairlift_train.several_adapters import adapter_field, naming
@@ -46,7 +47,7 @@ from chairlift_train.sharding import together
 from chairlift_train.sources import FollowedLines, Notes, RecordSource
 from chairlift_train.stream import PackStream
 from chairlift_train.stream_stats import Cut
-from chairlift_train.trainer import StepResult, Trainer
+from chairlift_train.trainer import Trainer, TrainingStepResult
 
 __all__ = ["Outcome", "Prepared", "device_of", "prepare", "train"]
 
@@ -67,7 +68,7 @@ class Outcome:
     """Number of steps, including the steps before a resume."""
     finished: bool
     """Whether the schedule or the data has ended. False after an interruption."""
-    last: StepResult | None
+    last: TrainingStepResult | None
     """Result of the last step of this process. None if this process ran no step."""
     skipped: int = 0
     """Number of skipped records. A record is counted once, even if the files are read several times."""
@@ -415,6 +416,11 @@ def _make_network(prepared: Prepared) -> Network:
     shape = prepared.network
     device = device_of(prepared.config)
     path = None if config.model.path is None else Path(config.model.path)
+    if config.training.forward == "exact" and (isinstance(shape, TransformersShape) or config.heads is not None):
+        raise ConfigError(
+            "training.forward exact is for models with Chairlift's own layers, trained whole or with adapters; leave"
+            " it out"
+        )
     if isinstance(shape, TransformersShape):
         return TransformersNetwork(load_for_training(shape, path).to(device))
     keeps_model = config.lora is not None or config.heads is not None
@@ -427,7 +433,7 @@ def _make_network(prepared: Prepared) -> Network:
         return make_heads(
             model, config.heads, base=str(path), resume_from=prepared.resume_from, examples=prepared.examples
         )
-    return NativeNetwork(model, _make_adapter(config, model))
+    return native_network(model, _make_adapter(config, model), config.training)
 
 
 def _make_adapter(config: TrainConfig, model: CausalLM) -> TrainableAdapter | TrainableAdapters | None:
@@ -495,7 +501,7 @@ def train(
     config: TrainConfig,
     *,
     resume: str = "auto",
-    on_step: Callable[[StepResult, Trainer], None] | None = None,
+    on_step: Callable[[TrainingStepResult, Trainer], None] | None = None,
     on_save: Callable[[str], None] = lambda _point: None,
     on_evaluation: Callable[[EvaluationResult], None] = lambda _result: None,
     on_start: Callable[[Network], None] = lambda _network: None,
@@ -546,7 +552,7 @@ class _Run:
     prepared: Prepared
     ranks: Ranks
     trainer: Trainer
-    on_step: Callable[[StepResult, Trainer], None] | None
+    on_step: Callable[[TrainingStepResult, Trainer], None] | None
     on_evaluation: Callable[[EvaluationResult], None]
     evaluation: Evaluation | None
     saved: int = -1

@@ -30,6 +30,7 @@ from chairlift.models.causal_lm import CausalLM
 from chairlift_train.collate import IGNORED, PackCollator
 from chairlift_train.config import TrainerConfig
 from chairlift_train.expert_balance import ExpertBalance
+from chairlift_train.forward import native_network
 from chairlift_train.layout import Pack
 from chairlift_train.loss import StepLoss
 from chairlift_train.networks import NativeNetwork, Network
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from chairlift_train.drift import DriftSampler
     from chairlift_train.stream import PackStream
 
-__all__ = ["StepResult", "Trainer", "TrainerConfig", "predictions"]
+__all__ = ["Trainer", "TrainerConfig", "TrainingStepResult", "predictions"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ _collate = PackCollator(keys=("input_ids", "position_ids", "labels", "loss_weigh
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StepResult:
+class TrainingStepResult:
     """Result of one optimiser step, over all ranks."""
 
     step: int
@@ -101,7 +102,7 @@ class Trainer:
             adapter: An adapter of the model, or several. Only adapters are then trained and saved. With several, each
                 sequence names its adapter in its field ``adapter``.
         """
-        self.network: Network = NativeNetwork(model, adapter) if isinstance(model, CausalLM) else model
+        self.network: Network = native_network(model, adapter, config) if isinstance(model, CausalLM) else model
         self.model = self.network.module.train().requires_grad_(False)
         self.config = config
         self.stream = stream
@@ -138,7 +139,7 @@ class Trainer:
             )
         self.optimizer = make_optimizer(config, self._parameters.values())
 
-    def run(self) -> Iterator[StepResult]:
+    def run(self) -> Iterator[TrainingStepResult]:
         """Take the remaining steps, until the schedule or the stream ends. The state can be saved between two steps.
 
         Steps without a target are skipped. Raises ConfigError after 100 such steps in a row, or if all steps are such.
@@ -164,7 +165,7 @@ class Trainer:
             if empty and not self.num_steps:
                 raise ConfigError("no step has a target; give sequences of two tokens and more, with tokens to learn")
 
-    def step(self, packs: Sequence[Pack]) -> StepResult:
+    def step(self, packs: Sequence[Pack]) -> TrainingStepResult:
         """Take one optimiser step on ``packs``, this rank's packs of the step.
 
         Raises ConfigError when the step has no target or an unknown token id, and :class:`DivergedError` when the loss
@@ -200,7 +201,9 @@ class Trainer:
         if self.drift is not None:
             self._tell(self.drift)
         tokens, targets, num_packs = map(int, counts)
-        return StepResult(self.num_steps, loss, tokens, targets, num_packs, norm, rate, balance, stops > 0, adapters)
+        return TrainingStepResult(
+            self.num_steps, loss, tokens, targets, num_packs, norm, rate, balance, stops > 0, adapters
+        )
 
     def _clip(self) -> tuple[float, dict[str, AdapterStep]]:
         """Clip the gradients; those of several adapters separately.

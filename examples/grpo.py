@@ -8,14 +8,17 @@ rewards to random answers, so that the model must not learn anything.
 
     python examples/grpo.py --steps 12 --seed 0
     python examples/grpo.py --steps 12 --seed 0 --output build/grpo   # writes checkpoints; the same command resumes
+    python examples/grpo.py --steps 200 --bound 0 --compare           # mismatch of the two halves, in every step
 
-A resumed run ends with the same bits as a run that was never stopped.
+The trainer's forward pass is a step of the engine (``ExactNetwork``), so the log-probabilities of a rollout are those
+of the trainer, bit for bit, as long as their weights are the same. Each step prints the largest difference
+(``mismatch``), which is 0. With ``--compare`` it also prints that of a forward pass by PyTorch; ``--forward torch``
+trains with such a pass. A resumed run ends with the same bits as a run that was never stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import itertools
 import json
 import math
@@ -24,7 +27,7 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,10 +40,13 @@ from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
 from chairlift_train import AsyncLoop, PackCollator, PackStream, Rollout, StalenessGate
 from chairlift_train.checkpoint import CheckpointStore, ModelFiles, load_state
+from chairlift_train.config import TrainerConfig
+from chairlift_train.forward import native_network
 from chairlift_train.layout import Pack
+from chairlift_train.networks import NativeNetwork
+from chairlift_train.objectives import clipped_gain, group_advantages
 from chairlift_train.rollout import RolloutGenerator
 from chairlift_train.staleness import Selection
-from chairlift_train.varlen import VarlenContext
 
 PROMPTS = ("A cat and a dog", "Name a colour.", "Give me three numbers.", "Sing a song.")
 GROUP = 8
@@ -60,9 +66,15 @@ def reward(text: str) -> float:
 class GRPO:
     """Group-relative policy optimisation (Shao et al., 2024): policy, optimiser and the loss of a step."""
 
-    def __init__(self, model_dir: Path, llm: LLM, *, rate: float, shuffle: bool, seed: int) -> None:
+    compare = False
+    """Whether to measure the mismatch of a forward pass by PyTorch, too."""
+
+    def __init__(
+        self, model_dir: Path, llm: LLM, *, rate: float, shuffle: bool, seed: int, forward: Literal["exact", "torch"]
+    ) -> None:
         self.policy = load_model(model_dir, read_config(model_dir), torch.float32, weight_format=PLAIN).train()
         self.policy.requires_grad_(True)
+        self.network = native_network(self.policy, None, TrainerConfig(steps=1, warmup_steps=0, forward=forward))
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.0)
         self.llm, self.shuffle, self.random = llm, shuffle, random.Random(seed)
         self.collate = PackCollator()
@@ -76,57 +88,55 @@ class GRPO:
         texts = [self.llm.tokenizer.decode(list(rollout.tokens)) for rollout in rollouts]
         rewards = [reward(text) for text in texts]
         credited = self.random.sample(rewards, len(rewards)) if self.shuffle else rewards
-        groups: dict[tuple[int, ...], list[float]] = collections.defaultdict(list)
-        for rollout, value in zip(rollouts, credited, strict=True):
-            groups[tuple(rollout.prompt)].append(value)
-        found = []
-        for rollout, value in zip(rollouts, credited, strict=True):
-            group = groups[tuple(rollout.prompt)]
-            found.append((value - statistics.fmean(group)) / (statistics.pstdev(group) + 1e-3))
-        return rewards, found
+        return rewards, group_advantages(credited, [tuple(rollout.prompt) for rollout in rollouts])
 
     def step(self, selection: Selection) -> dict[str, Any]:
         """Takes one optimiser step on packed rollouts, and returns its measurements."""
         rollouts: list[Rollout] = selection.samples
         rewards, advantages = self.advantages(rollouts)
         rows = [rollout.sequence(1.0) for rollout in rollouts]
-        for row, advantage in zip(rows, advantages, strict=True):
-            row["advantage"] = advantage
+        for row, advantage, staleness in zip(rows, advantages, selection.staleness, strict=True):
+            row |= {"advantage": advantage, "current": staleness == 0}
         (packs,) = PackStream(rows, capacity=512, step=f"sequences:{len(rows)}").steps()
         self.optimizer.zero_grad(set_to_none=True)
         parts = [self._learn(pack, packs[0].step_weight) for pack in packs]
         norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0))
         self.optimizer.step()
-        totals = [math.fsum(column) for column in zip(*parts, strict=True)]
+        totals = [math.fsum(column) for column in zip(*(part[:2] for part in parts), strict=True)]
         return {
             "reward": statistics.fmean(rewards),
             "staleness": statistics.fmean(selection.staleness),
             "drift": totals[0] / packs[0].step_weight,
             "clipped": totals[1] / packs[0].step_weight,
             "grad_norm": norm,
+            **{name: max(part[2][name] for part in parts) for name in parts[0][2]},
         }
 
-    def _learn(self, pack: Pack, targets: float) -> tuple[float, float]:
-        """Adds the gradient of a pack. Returns (drift, number of clipped targets), summed over its targets.
+    def _learn(self, pack: Pack, targets: float) -> tuple[float, float, dict[str, float]]:
+        """Adds the gradient of a pack. Returns (drift, number of clipped targets), summed over its targets, and the
+        largest differences between the log-probabilities of trainer and generator at equal weights.
 
         Drift estimates KL(generator's weights || policy's weights) as ratio - 1 - log(ratio) per token.
         """
         batch = self.collate(pack)
-        ids = batch["input_ids"][0]
-        hidden = self.policy(ids, batch["position_ids"][0], VarlenContext(pack.layout.cu_seqlens))
-        is_target = torch.from_numpy(pack.weights > 0)[1:]
-        logprobs = self.policy.compute_logits(hidden[:-1][is_target]).float().log_softmax(-1)
-        now = logprobs.gather(1, ids[1:][is_target, None])[:, 0]
-        before = torch.tensor([value for meta in pack.meta for value in meta["logprobs"]])[1:][is_target]
+        places = torch.from_numpy(pack.weights > 0).nonzero()[:, 0]
+        wanted = batch, pack, places - 1, batch["input_ids"][0][places]
+        now = self.network.logprobs(*wanted)
+        before = torch.tensor([value for meta in pack.meta for value in meta["logprobs"]])[places]
         lengths = torch.tensor(pack.lengths)
-        advantage = torch.tensor([meta["advantage"] for meta in pack.meta]).repeat_interleave(lengths)[1:][is_target]
-        ratio = (now - before).exp()
-        gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
-        (-gain.sum() / targets).backward()
+        advantage = torch.tensor([meta["advantage"] for meta in pack.meta]).repeat_interleave(lengths)[places]
+        gain = clipped_gain(now, before, advantage, low=CLIP, high=CLIP)
+        (gain.losses.sum() / targets).backward()
         with torch.no_grad():
-            drift = (ratio - 1 - (now - before)).sum()
-            clipped = ((gain < ratio * advantage).sum()).float()
-        return float(drift), float(clipped)
+            current = torch.tensor([meta["current"] for meta in pack.meta]).repeat_interleave(lengths)[places]
+            found = {"mismatch": _largest((now - before)[current])}
+            if self.compare:
+                found["mismatch_torch"] = _largest((NativeNetwork(self.policy).logprobs(*wanted) - before)[current])
+        return float(gain.drift.sum()), float(gain.clipped.sum()), found
+
+
+def _largest(differences: Tensor) -> float:
+    return float(differences.abs().max()) if len(differences) else 0.0
 
 
 def measured(llm: LLM, count: int) -> list[float]:
@@ -183,6 +193,8 @@ def train(
     shuffle: bool,
     rate: float = 2e-4,
     bound: int = 1,
+    forward: Literal["exact", "torch"] = "exact",
+    compare: bool = False,
     output: Path | None = None,
     every: int = 4,
     at: Callable[[str], None] = lambda _point: None,
@@ -194,10 +206,11 @@ def train(
     """
     torch.manual_seed(seed)
     llm = LLM(model_dir, dtype="float32", num_kv_blocks=256, max_num_seqs=len(PROMPTS) * GROUP)
-    settings = {"seed": seed, "shuffle": shuffle, "rate": rate, "bound": bound, "every": every}
+    settings = {"seed": seed, "shuffle": shuffle, "rate": rate, "bound": bound, "every": every, "forward": forward}
     saved = None if output is None else Checkpoints(output, model_dir, settings, at)
     newest = None if saved is None else saved.newest
-    learner = GRPO(newest or model_dir, llm, rate=rate, shuffle=shuffle, seed=seed)
+    learner = GRPO(newest or model_dir, llm, rate=rate, shuffle=shuffle, seed=seed, forward=forward)
+    learner.compare = compare
     batch = len(PROMPTS) * GROUP
     gate = StalenessGate(bound, batch, "wait")
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS for _ in range(GROUP)]
@@ -237,6 +250,8 @@ def main() -> None:
         default=1,
         help="maximum number of versions between the weights of a rollout and those that it trains",
     )
+    parser.add_argument("--forward", choices=("exact", "torch"), default="exact", help="what computes forward passes")
+    parser.add_argument("--compare", action="store_true", help="also measure the mismatch of PyTorch's forward pass")
     parser.add_argument("--shuffle", action="store_true", help="assign rewards to random answers")
     parser.add_argument("--output", type=Path, help="directory of checkpoints, from which the same command resumes")
     parser.add_argument("--every", type=int, default=4, help="steps between checkpoints")
@@ -248,6 +263,8 @@ def main() -> None:
         seed=args.seed,
         shuffle=args.shuffle,
         bound=args.bound,
+        forward=args.forward,
+        compare=args.compare,
         output=args.output,
         every=args.every,
     )
@@ -255,7 +272,7 @@ def main() -> None:
         print(json.dumps(result))
         return
     for number, step in enumerate(result["steps"], 1):
-        print(f"step {number:2}: " + ", ".join(f"{name} {value:.3f}" for name, value in step.items()))
+        print(f"step {number:2}: " + ", ".join(f"{name} {value:.3g}" for name, value in step.items()))
     print(
         f"reward {result['before']:.3f} before, {result['after']:.3f} after: {result['standard_errors']:+.1f} standard "
         f"errors; rollouts were at most {result['stalest']} versions old"

@@ -68,7 +68,7 @@ def test_a_text_that_is_expected_is_drafted_in_the_engine_process() -> None:
 
 
 @pytest.mark.full
-def test_what_lies_behind_a_sliding_window_takes_no_room(tmp_path: Path) -> None:
+def test_tokens_behind_a_sliding_window_take_no_room(tmp_path: Path) -> None:
     """A request may be longer than the whole KV cache, as it may be with LLM."""
     settings: dict[str, Any] = {"num_kv_blocks": 6, "max_num_batched_tokens": 16, "skip_tokenizer_init": True}
     model, prompt = tiny_hf_model(tmp_path, "mistral", sliding_window=24), list(range(2, 122))
@@ -122,7 +122,7 @@ def test_another_event_loop_is_told_so() -> None:
 
 
 @pytest.mark.full
-def test_what_is_wrong_is_said_where_it_is_asked(tmp_path: Path) -> None:
+def test_a_wrong_call_raises_where_it_is_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_num_seqs"):
         AsyncLLM(max_num_sequences=3)
     with pytest.raises(EngineDeadError, match="async with"):
@@ -168,7 +168,7 @@ def test_shutdown_ends_the_process_and_its_requests() -> None:
         llm = AsyncLLM("hashlm:1ms")
         await llm.start()
         assert llm._engine is not None
-        pid = llm._engine.engine_pid
+        pid = llm._engine.replicas.engine_pid
         outputs = llm.generate([1, 2, 3], SamplingParams(max_tokens=3000, ignore_eos=True, seed=1))
         await anext(outputs)
         await llm.shutdown()
@@ -183,7 +183,7 @@ def test_shutdown_ends_the_process_and_its_requests() -> None:
 
 
 @pytest.mark.parametrize("priority", [None, 3])
-def test_what_are_no_sampling_params_is_refused(priority: int | None) -> None:
+def test_wrong_sampling_params_are_refused(priority: int | None) -> None:
     async def test() -> None:
         async with AsyncLLM("hashlm", num_kv_blocks=64) as llm:
             for given in ({}, {"n": 1}, 0):

@@ -58,7 +58,7 @@ RANGES: list[tuple[str, float, float]] = [
 
 
 @pytest.mark.parametrize(("name", "low", "high"), RANGES)
-def test_ranges_at_their_edges(name: str, low: float, high: float) -> None:
+def test_numbers_are_accepted_up_to_the_edges_of_their_ranges_only(name: str, low: float, high: float) -> None:
     for value in (low, high):
         EngineConfig.from_flat({name: value})
     for value in (low - 1, high + 1, HUGE, -HUGE):
@@ -68,7 +68,7 @@ def test_ranges_at_their_edges(name: str, low: float, high: float) -> None:
 
 @pytest.mark.parametrize("name", [name for name, _, _ in RANGES])
 @pytest.mark.parametrize("value", [True, "1", [1], {}, float("nan"), float("inf"), b"1", object()])
-def test_numbers_are_numbers(name: str, value: Any) -> None:
+def test_numbers_refuse_other_types(name: str, value: Any) -> None:
     kinds = {flag.name: flag.kind for flag in flat_fields()}
     if value == "1" and reader_of(name, kinds[name]) is not None:
         value = "one"  # amounts may be texts
@@ -77,13 +77,13 @@ def test_numbers_are_numbers(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["block_size", "max_num_seqs", "seed"])
-def test_whole_numbers_are_whole(name: str) -> None:
+def test_whole_numbers_refuse_fractions(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be a whole number"):
         EngineConfig.from_flat({name: 16.0})
 
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "block_size", "batch_wait_ms", "model", "device", "dtype"])
-def test_what_cannot_be_none(name: str) -> None:
+def test_settings_that_need_a_value_refuse_none(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         EngineConfig.from_flat({name: None})
 
@@ -111,7 +111,7 @@ def test_names_are_text_or_paths(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["\0", Path("a\0b"), "\ud800"])
-def test_what_no_file_can_be_called_is_refused_with_its_setting(value: Any) -> None:
+def test_an_impossible_file_name_is_refused_with_its_setting(value: Any) -> None:
     for name in ("model", "tokenizer", "revision", "swap_directory"):
         with pytest.raises(ConfigError, match=f"{name} must be UTF-8 text without NUL"):
             EngineConfig.from_flat({name: value})
@@ -134,7 +134,7 @@ def test_names_of_bytes_that_are_no_text_are_told_before_anything_is_started(kin
     [
         ("dtype", "fp16", "auto, float32, bfloat16, float16"),
         ("dtype", ["auto"], "auto, float32"),
-        ("kernels", "AVX2", "auto, amx, avx512_bf16, avx512, avx2, torch"),
+        ("kernels", "AVX2", "auto, amx, avx512_bf16, avx512_vnni, avx512, avx2, torch"),
         ("batching", "Static", "continuous, static, dynamic"),
         ("scheduling_policy", "lifo", "fcfs, priority or module:Class"),
         ("prefill_mode", "best", "mixed, prefill_first"),
@@ -149,7 +149,7 @@ def test_choices_name_what_is_known(name: str, value: Any, known: str) -> None:
 @pytest.mark.parametrize(
     ("device", "good"), [("cpu", 1), ("cuda", 1), ("cuda:3", 1), ("cuda:", 0), ("cuda:00", 0), ("cpu:0", 0), ("tpu", 0)]
 )
-def test_devices(device: str, good: int) -> None:
+def test_devices_are_cpu_cuda_or_a_numbered_gpu(device: str, good: int) -> None:
     if good:
         EngineConfig.from_flat({"device": device})
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -146,7 +147,7 @@ def test_max_model_len_is_at_most_the_models(model_dir: Path) -> None:
 # -- what generate takes -----------------------------------------------------------------------------------------
 
 
-def test_one_prompt_or_several_in_their_order(llm: LLM) -> None:
+def test_prompts_are_answered_in_their_order(llm: LLM) -> None:
     alone = tokens(llm.generate([1, 2, 3], greedy()))
     assert len(alone) == 1
     prompts: list[Prompt] = [[7], [1, 2, 3], (4, 5)]
@@ -157,7 +158,7 @@ def test_one_prompt_or_several_in_their_order(llm: LLM) -> None:
     assert drained(llm)
 
 
-def test_one_sampling_params_or_one_each(llm: LLM) -> None:
+def test_sampling_params_are_one_for_all_or_one_each(llm: LLM) -> None:
     outputs = llm.generate([[1], [2]], [greedy(2), greedy(5)])
     assert [len(answers[0]) for answers in tokens(outputs)] == [2, 5]
     assert [len(answers[0]) for answers in tokens(llm.generate([[1], [2]], greedy(3)))] == [3, 3]
@@ -166,13 +167,13 @@ def test_one_sampling_params_or_one_each(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("prompts", [5, None, 1.5, {1, 2}, b"abc"])
-def test_what_is_no_prompt(llm: LLM, prompts: Any) -> None:
+def test_a_wrong_prompt_is_refused_by_its_type(llm: LLM, prompts: Any) -> None:
     with pytest.raises(RequestError, match=f"got {type(prompts).__name__}"):
         llm.generate(prompts, greedy())
 
 
 @pytest.mark.parametrize("params", [5, {"n": 1}, 1.5])
-def test_what_are_no_sampling_params(llm: LLM, params: Any) -> None:
+def test_wrong_sampling_params_are_refused_by_their_type(llm: LLM, params: Any) -> None:
     with pytest.raises(RequestError, match=f"got {type(params).__name__}"):
         llm.generate([[1]], params)
 
@@ -205,17 +206,17 @@ def test_a_bad_prompt_is_named_and_nothing_is_left_behind(llm: LLM, prompts: Any
 
 
 @pytest.mark.parametrize("messages", [{"role": "user", "content": "Hi"}, "Hi", None, 5])
-def test_what_is_no_conversation(llm: LLM, messages: Any) -> None:
+def test_a_wrong_conversation_is_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(RequestError, match="list of messages"):
         llm.chat(messages, greedy())
 
 
-def test_chat_without_a_tokenizer(llm: LLM) -> None:
+def test_chat_without_a_tokenizer_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="chat needs the tokenizer"):
         llm.chat([{"role": "user", "content": "Hi"}], greedy())
 
 
-def test_chat_without_a_template(model_dir: Path, tmp_path: Path) -> None:
+def test_chat_without_a_template_is_refused(model_dir: Path, tmp_path: Path) -> None:
     from tests.text.tokenizer.tiny import byte_level_backend
 
     byte_level_backend().save(str(tmp_path / "tokenizer.json"))
@@ -412,7 +413,7 @@ def test_a_model_with_broken_weights_fails_its_requests_and_says_why(tmp_path: P
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("window", [None, 20])
-def test_whoever_shares_the_beginning_of_a_broken_prompt_is_well(
+def test_a_request_that_shares_the_beginning_of_a_broken_prompt_is_answered(
     tmp_path: Path, kernels: Literal["auto", "torch"], window: int | None
 ) -> None:
     """The token that breaks is computed in one chunk with the end of what the prefix cache keeps."""
@@ -484,7 +485,7 @@ def served(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, list[
     return llm, watched(llm, monkeypatch)
 
 
-def test_priority_and_tenant_are_one_for_all_or_one_each(served: tuple[LLM, list[tuple[int, str]]]) -> None:
+def test_priority_and_tenant_are_given_once_or_for_each_prompt(served: tuple[LLM, list[tuple[int, str]]]) -> None:
     llm, seen = served
     prompts = [PROMPT, PROMPT[:5]]
     llm.generate(prompts, greedy(priority=4))
@@ -494,7 +495,7 @@ def test_priority_and_tenant_are_one_for_all_or_one_each(served: tuple[LLM, list
     assert drained(llm)
 
 
-def test_chat_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_passes_priority_and_tenant_on(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM("hashlm", scheduling_policy="priority", max_num_seqs=4)
     seen, talk = watched(llm, monkeypatch), [{"role": "user", "content": "Hi"}]
     llm.chat(talk, greedy(), priority=4, tenant="alice")
@@ -502,7 +503,7 @@ def test_chat_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [(4, "alice"), (3, "alice"), (0, "bob")]
 
 
-def test_as_many_as_there_are_prompts(served: tuple[LLM, list[tuple[int, str]]]) -> None:
+def test_lists_of_settings_must_have_the_length_of_the_prompts(served: tuple[LLM, list[tuple[int, str]]]) -> None:
     llm, seen = served
     for wrong, words in (
         ({"priority": [1]}, "2 prompts but 1 priorities"),
@@ -597,7 +598,9 @@ def test_settings_that_keep_one_token_are_greedy(model_dir: Path, kernels: str) 
 
 
 @pytest.mark.parametrize(("name", "value"), [("temperature", -1), ("top_p", "0.9"), ("top_k", 2.5)])
-def test_a_model_that_says_what_nobody_could_ask_for(model_dir: Path, tmp_path: Path, name: str, value: Any) -> None:
+def test_an_impossible_generation_config_is_refused_with_the_way_out(
+    model_dir: Path, tmp_path: Path, name: str, value: Any
+) -> None:
     model = sampled_model(model_dir, tmp_path / "model", **{name: value})
     with pytest.raises(ConfigError, match=rf"generation_config.json: {name} must .*set generation_config to vllm"):
         make(model)
@@ -666,6 +669,35 @@ def test_calls_that_must_come_are_valid(tmp_path: Path) -> None:
     form = SamplingParams(structured_outputs={"regex": "a"})
     with pytest.raises(RequestError, match="leave one out"):
         llm.chat(ask, form, tools=tools, tool_choice="required")
+    cut = dataclasses.replace(params[0], max_tokens=len('<tool_call>\n{"name": "now", "arguments": {'))
+    (output,) = llm.chat(ask, cut, tools=tools, tool_choice=named)
+    (answer,) = llm.read_answers(output, tools, named)
+    assert [(call.arguments, call.is_cut) for call in answer.calls] == [("{", True)]
+    assert not llm.read_answers(output, tools)[0].calls
+
+
+def test_strict_functions_hold_their_calls_where_the_model_decides(tmp_path: Path) -> None:
+    """A bias makes random weights write the mark of a call. Then only the grammar makes a call of it."""
+    from tests.text.tokenizer.tiny import byte_level_backend
+
+    model_dir, backend = tiny_hf_model(tmp_path, "llama", vocab_size=512), byte_level_backend()
+    backend.add_tokens(["<tool_call>", "</tool_call>", "<end>"])
+    backend.save(str(model_dir / "tokenizer.json"))
+    (model_dir / "chat_template.jinja").write_text(_CALLING.replace("<think>", ""))
+    for path in model_dir.glob("*config.json"):  # an end that is no byte of a text
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": backend.get_vocab_size() - 1}))
+    llm = make(model_dir, skip_tokenizer_init=False)
+    schema = {"type": "object", "properties": {"exact": {"type": "boolean"}}, "required": ["exact"]}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": schema, "strict": True}}]
+    ask = [{"role": "user", "content": "Hi"}]
+    mark = backend.token_to_id("<tool_call>")
+    params = SamplingParams(seed=1, max_tokens=120, temperature=1.0, logit_bias={mark: 100.0})
+    (output,) = llm.chat(ask, params, tools=tools)
+    (answer,) = llm.read_answers(output, tools)
+    assert output.error is None and answer.calls, output.outputs[0].text
+    assert json.loads(answer.calls[0].arguments)["exact"] in (True, False)
+    with pytest.raises(RequestError, match="strict and structured_outputs"):
+        llm.chat(ask, SamplingParams(structured_outputs={"regex": "a"}), tools=tools)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_an_unknown_instruction_set_is_refused(tree: Path) -> None:
     done = build(tree, CHAIRLIFT_KERNELS="avx2,sse9")
     assert done.returncode != 0
     last = done.stdout.splitlines()[-1]
-    assert "CHAIRLIFT_KERNELS is 'avx2,sse9'" in last and "avx2, avx512, avx512_bf16, amx" in last
+    assert "CHAIRLIFT_KERNELS is 'avx2,sse9'" in last and "avx2, avx512, avx512_vnni, avx512_bf16, amx" in last
 
 
 @pytest.mark.parametrize(
@@ -137,17 +137,20 @@ def test_an_unknown_instruction_set_is_refused(tree: Path) -> None:
         ("", ["avx2", "avx512"], ["avx512"]),
         ("native", ["avx2"], ["avx2"]),
         ("native", [], []),
-        ("all", ["avx2"], ["avx2", "avx512", "avx512_bf16", "amx"]),
+        ("all", ["avx2"], ["avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"]),
         ("amx,avx2", ["avx2"], ["avx2", "amx"]),
     ],
 )
-def test_the_instruction_sets_to_compile(choice: str, processor: list[str], sets: list[str]) -> None:
+def test_the_choice_decides_which_instruction_sets_are_compiled(
+    choice: str, processor: list[str], sets: list[str]
+) -> None:
     assert compile_kernels.sets_to_build(choice, processor) == sets
 
 
 ZEN_3 = "fpu fma avx f16c avx2"
 SKYLAKE = f"{ZEN_3} avx512f avx512dq avx512cd avx512bw avx512vl"
-ZEN_4 = f"{SKYLAKE} avx512_bf16 avx512_vnni"
+ICE_LAKE = f"{SKYLAKE} avx512_vnni"
+ZEN_4 = f"{ICE_LAKE} avx512_bf16"
 SAPPHIRE_RAPIDS = f"{ZEN_4} amx_bf16 amx_tile amx_int8"
 
 
@@ -156,12 +159,13 @@ SAPPHIRE_RAPIDS = f"{ZEN_4} amx_bf16 amx_tile amx_int8"
     [
         (ZEN_3, False, "avx2"),
         (SKYLAKE, False, "avx512"),
+        (ICE_LAKE, False, "avx512_vnni"),
         (ZEN_4, True, "avx512_bf16"),
         (SAPPHIRE_RAPIDS, True, "amx"),
         (SAPPHIRE_RAPIDS, False, "avx512_bf16"),
     ],
 )
-def test_the_best_instruction_set_of_a_processor(
+def test_the_best_instruction_set_follows_from_the_flags_of_the_processor(
     flags: str, granted: bool, best: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"model name\t: One\nflags\t\t: {flags}\nbugs\t\t: none\n")

@@ -51,7 +51,7 @@ def test_without_a_command_it_says_what_it_is_for(tree: Path) -> None:
     assert not (tree / ".venv").exists()
 
 
-def test_what_is_installed_again_after_which_change(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_changes_that_need_it_install_again(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "ROOT", tree)
     monkeypatch.delenv("CHAIRLIFT_KERNELS", raising=False)
     before = start.fingerprint(kernels=True)

@@ -81,7 +81,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     ],
     ids=str,
 )
-def test_afterwards_it_answers_as_a_new_engine_does(
+def test_an_updated_engine_answers_as_a_new_one(
     tmp_path: Path, family: str, tied: bool, kernels: str, dtype: str
 ) -> None:
     old, new = (tiny_hf_model(tmp_path, family, seed=seed, tie_word_embeddings=tied) for seed in (0, 1))
@@ -114,7 +114,7 @@ def test_tensors_may_have_another_dtype_and_strides(models: tuple[Path, Path]) -
     assert all(torch.equal(given[name], kept[name]) for name in kept), "the caller's tensors were touched"
 
 
-def test_a_sharded_directory(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_weights_are_read_from_a_sharded_directory(models: tuple[Path, Path], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(models[1]).save_pretrained(tmp_path, max_shard_size="100KB")
@@ -188,7 +188,7 @@ def too_large(tensors: dict[str, Tensor]) -> None:
 )
 @pytest.mark.parametrize("from_file", [False, True])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_what_does_not_fit_changes_nothing(
+def test_weights_that_do_not_fit_change_nothing(
     models: tuple[Path, Path], tmp_path: Path, spoil: Any, words: str, from_file: bool, kernels: str
 ) -> None:
     llm = make(models[0], kernels=kernels)
@@ -223,7 +223,9 @@ def test_what_does_not_fit_changes_nothing(
         ({}, 1, "later", "in_flight must be 'continue' or 'recompute', got 'later'"),
     ],
 )
-def test_bad_arguments(models: tuple[Path, Path], source: Any, version: Any, in_flight: str, words: str) -> None:
+def test_bad_arguments_are_refused(
+    models: tuple[Path, Path], source: Any, version: Any, in_flight: str, words: str
+) -> None:
     llm = make(models[0])
     with pytest.raises((ConfigError, ModelLoadError), match=words):
         llm.update_weights(source, version, in_flight=in_flight)
@@ -401,7 +403,7 @@ def test_continued_requests_keep_their_kv(models: tuple[Path, Path]) -> None:
     assert len(answer.token_ids) == 30
 
 
-def test_versions_of_several_updates_and_of_deltas(models: tuple[Path, Path]) -> None:
+def test_each_token_has_the_version_of_the_weights_that_made_it(models: tuple[Path, Path]) -> None:
     llm = make(models[0])
     llm.update_weights(models[1], 3)
     llm.engine.add_request([1, 2, 3], params(12), request_id="r")
@@ -456,7 +458,7 @@ def test_a_static_batch_cannot_begin_again(models: tuple[Path, Path]) -> None:
     assert answers(llm) == answers(make(models[1]))
 
 
-def test_what_was_in_flight_is_reported_by_the_next_step(models: tuple[Path, Path]) -> None:
+def test_steps_in_flight_are_reported_by_the_next_step(models: tuple[Path, Path]) -> None:
     llm = make(models[0], num_lookahead_steps=2)
     llm.engine.add_request([1, 2, 3], params(2), request_id="r", stream=False)
     assert not llm.engine.step()
@@ -539,11 +541,11 @@ def random_traffic(seed: int) -> None:
 
 
 @pytest.mark.full
-def test_random_traffic(request: pytest.FixtureRequest) -> None:
+def test_random_traffic_reads_nothing_computed_by_other_weights(request: pytest.FixtureRequest) -> None:
     """Nothing computed by other weights is read: by nobody who begins to run again, or who began after the update."""
     sweep(request, 60, random_traffic)
 
 
 @pytest.mark.nightly
-def test_random_traffic_at_length(request: pytest.FixtureRequest) -> None:
+def test_long_random_traffic_reads_nothing_computed_by_other_weights(request: pytest.FixtureRequest) -> None:
     sweep(request, 5_000, random_traffic)

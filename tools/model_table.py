@@ -17,10 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from chairlift.models.fallback.families import ALLOWED, REASONS, REFUSED
+from chairlift.models.fallback.families import ALIASES, ALLOWED, INSIDE, REASONS, REFUSED
 from chairlift.models.registry import FAMILIES
 from tests.models.published import PUBLISHED
+from tests.models.published_renamed import PUBLISHED_RENAMED
 from tools.markdown import replaced, table
+from tools.popular_models import POPULAR_EMBEDDERS, POPULAR_TEXTS, runs
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 _NATIVE = (
@@ -47,7 +49,7 @@ def native_table() -> str:
         runs = "native; transformers if asked" if name in ALLOWED else "native"
         if not family.models or not (family.differences or name == "llama"):
             raise ValueError(f"the Family of {name} has no text for models or differences, which {PAGE.name} shows")
-        tested = "; ".join(PUBLISHED.get(name, ()))
+        tested = "; ".join({**PUBLISHED, **PUBLISHED_RENAMED}.get(name, ()))
         rows.append((f"`{name}`", runs, family.models, family.differences, family.called_out, tested))
     return table(_NATIVE, rows)
 
@@ -55,15 +57,35 @@ def native_table() -> str:
 def other_table() -> str:
     """Table with one row for families that run only through transformers, and one row for each reason to refuse a
     family."""
-    rows = [("through transformers", _names(ALLOWED - FAMILIES.keys()))]
+    rows = [
+        ("through transformers", _names(ALLOWED - FAMILIES.keys())),
+        (
+            "through transformers, under another name",
+            "; ".join(f"`{one}` as `{other}`" for one, other in ALIASES.items()),
+        ),
+        ("through transformers, texts only: its images and sounds are left out", _names(INSIDE)),
+    ]
     for reason, text in REASONS.items():
         refused = {name for name, why in REFUSED.items() if why == reason} - FAMILIES.keys()
         rows.append((f"no: {text}", _names(refused)))
     return table(("runs", "`model_type`"), rows)
 
 
+def popular_table() -> str:
+    """Table of checkpoints that many people use, one row per family and way to run."""
+    rows = []
+    for use, lists in (("text", POPULAR_TEXTS), ("embeddings", POPULAR_EMBEDDERS)):
+        for model_type, names in sorted(lists.items()):
+            found: dict[str, list[str]] = {}
+            for name in names:
+                found.setdefault(runs(model_type, name), []).append(name)
+            rows += [(f"{use}: `{model_type}`", ", ".join(names), how) for how, names in found.items()]
+    return table(("use: `model_type`", "checkpoints", "runs"), rows)
+
+
 TABLES = {
     "<!-- native families, made by tools/model_table.py -->": native_table,
+    "<!-- popular checkpoints, made by tools/model_table.py -->": popular_table,
     "<!-- other families, made by tools/model_table.py -->": other_table,
 }
 

@@ -19,7 +19,7 @@ from typing import Any
 import chairlift
 import chairlift_train
 from chairlift.cli.main import make_parser
-from chairlift.server.http.app import all_routes
+from chairlift.server.routes import all_routes
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "public-api.txt"
 PLUGINS = (

@@ -2,7 +2,9 @@
 
 The script runs every line of a ``sh`` block, and every ``python`` block that contains an import, from the repository's
 root. Other Python blocks, which only show signatures, are compiled but not run. Lines that install or test are skipped,
-because the continuous-integration script has run them before. The script exits with 1 at the first command that fails.
+because the continuous-integration script has run them before. A file that a document keeps under ``/tmp`` goes to a
+new folder of the run, so that nothing left by an earlier run is met. The script runs every command, lists the ten
+that took longest and those that failed, and exits with 1 if any did.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -34,18 +38,36 @@ def commands(text: str) -> list[list[str]]:
     return found
 
 
+def run(command: list[str], scratch: str) -> int:
+    """The command's exit status; 124 if it took more than 300 seconds.
+
+    Paths under ``/tmp`` in its text are read as paths under ``scratch``; the path of its interpreter stays.
+    """
+    *program, body = command
+    moved = body.replace("/tmp/", f"{scratch}/")
+    try:
+        return subprocess.run([*program, moved], stdin=subprocess.DEVNULL, timeout=300).returncode
+    except subprocess.TimeoutExpired:
+        return 124
+
+
 def main(paths: list[str]) -> int:
-    count = 0
-    for path in paths:
-        for command in commands(Path(path).read_text(encoding="utf-8")):
-            print(f"{path}: {command[-1].strip()}", flush=True)
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=300)
-            if done.returncode:
-                print(f"{path}: the command above ended with {done.returncode}")
-                return 1
-            count += 1
-    print(f"{count} commands of {len(paths)} documents ran")
-    return 0
+    times = []
+    failed = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for path in paths:
+            for command in commands(Path(path).read_text(encoding="utf-8")):
+                shown = f"{path}: {command[-1].strip()}"
+                print(shown, flush=True)
+                begin = time.monotonic()
+                status = run(command, scratch)
+                times.append((time.monotonic() - begin, shown))
+                if status:
+                    failed.append(f"{shown}\n  ended with {status}")
+    slowest = sorted(times, reverse=True)[:10]
+    print("the slowest:", *(f"{seconds:.0f} s: {shown}" for seconds, shown in slowest), sep="\n")
+    print(f"{len(times)} commands of {len(paths)} documents ran, {len(failed)} failed", *failed, sep="\n")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

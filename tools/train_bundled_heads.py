@@ -26,7 +26,7 @@ import tokenizers
 from chairlift.cli.main import main as chairlift
 from chairlift_train.config import TrainConfig
 from chairlift_train.run import train
-from chairlift_train.trainer import StepResult, Trainer
+from chairlift_train.trainer import Trainer, TrainingStepResult
 from tools.guide import read_guide
 from tools.train_bundled_model import ASSETS_DIR, ROOT, Curriculum
 
@@ -80,7 +80,7 @@ def copy_heads(trained: Path, output: Path, files: Sequence[str] = FILES) -> Non
     (output / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _tell(result: StepResult, trainer: Trainer) -> None:
+def _tell(result: TrainingStepResult, trainer: Trainer) -> None:
     if result.step % 50 == 0 or result.step == trainer.config.steps:
         print(f"step {result.step}/{trainer.config.steps}  loss {result.loss:.4f}", flush=True)
 

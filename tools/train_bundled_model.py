@@ -26,7 +26,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from chairlift.text.tokenizer.chat_template import ChatTemplate
 from chairlift_train.config import TrainConfig
 from chairlift_train.run import Outcome, train
-from chairlift_train.trainer import StepResult, Trainer
+from chairlift_train.trainer import Trainer, TrainingStepResult
 from tools.augment import outside, vary
 from tools.guide import Entry, HeldBack, fingerprint, read_guide, words
 
@@ -201,7 +201,7 @@ def train_model(work: Path, overrides: Sequence[str] = ()) -> Outcome:
     return train(TrainConfig.from_file(CONFIG_FILE, [*own, *overrides]), on_step=_tell)
 
 
-def _tell(result: StepResult, trainer: Trainer) -> None:
+def _tell(result: TrainingStepResult, trainer: Trainer) -> None:
     if result.step % 50 == 0 or result.step == trainer.config.steps:
         print(f"step {result.step}/{trainer.config.steps}  loss {result.loss:.4f}", flush=True)
 

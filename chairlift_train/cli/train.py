@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from chairlift_train.evaluation import EvaluationResult
     from chairlift_train.networks import Network
     from chairlift_train.run import Outcome
-    from chairlift_train.trainer import StepResult, Trainer
+    from chairlift_train.trainer import Trainer, TrainingStepResult
 
 __all__ = ["DESCRIPTION", "SUMMARY", "Speed", "add_arguments", "run"]
 
@@ -251,7 +251,7 @@ class _Progress:
         else:
             self._bar.write(line, file=sys.stderr)
 
-    def __call__(self, result: StepResult, trainer: Trainer) -> None:
+    def __call__(self, result: TrainingStepResult, trainer: Trainer) -> None:
         if self._bar is None:
             return
         self._speed.add(result.step, result.num_tokens)

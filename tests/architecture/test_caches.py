@@ -26,18 +26,23 @@ KEYED = {
     "text.grammar.checker": "_good",
     "core.kv_cache.prefix_cache": "_nodes",
     "core.kv_cache.swap": "_kept",
+    "engine.kv_store.store": "_index _namespaces _others _own _pending",
+    "core.spec_decode.suffix": "_answers _ends _texts",
     "fleet.routing": "_keys",
 }
 """Caches that outlive requests. Their keys come from :func:`chairlift.base.cache_key.cache_key` (or, for blocks and
 tiles, stand for things with such keys)."""
 
-OWNED = {"engine.mask_limits": "_accounts", "server.openai.response_store": "_stored _bytes"}
+OWNED = {"engine.mask_limits": "_accounts", "server.openai.response_store": "_stored _bytes _of_items"}
 """Caches whose first key is the holder itself, and whose entries are found by random ids or are sums of the holder's
 own requests."""
 
 OF_REQUESTS = {
     "fleet.door": "_keys _requests _at _pinned _newest",
-    "fleet.fleet": "_jobs _answers _loads _loading",
+    "fleet.fleet_adapters": "_loads _loading",
+    "fleet.jobs": "_jobs _answers",
+    "fleet.member": "guests",
+    "fleet.moves": "_drained _moves",
     "fleet.ray": "_claims",
     "fleet.routing": "unstarted small",
     "engine.adapters": "_of",
@@ -46,6 +51,8 @@ OF_REQUESTS = {
     "engine.core_statistics": "_rows_by_class",
     "engine.grammars": "_rows",
     "engine.images": "_waiting _of _requests",
+    "engine.kv_blocks": "_waiting",
+    "engine.kv_moves": "_leaving _coming _paused",
     "engine.intake": "_waiting _starts _unforeseen _lane_ends",
     "engine.mask_limits": "of",
     "engine.output_processor": "_states _answers",
@@ -57,6 +64,7 @@ OF_REQUESTS = {
     "executor.drafters.drafting": "known",
     "executor.input_batch": "images _axes",
     "executor.drafters.kept_blocks": "_tables",
+    "text.grammar.lark": "_bodies _done _lines",
     "text.grammar.structural_tag": "_without",
     "core.kv_cache.manager": "swapped",
     "server.openai.batches.worker": "_works",
@@ -65,30 +73,38 @@ OF_REQUESTS = {
     "server.anthropic.messages_input": "places",
     "server.openai.responses_input": "places",
     "server.operations.tracing": "_under_way",
-    "server.openai.translation": "places",
+    "server.openai.translation": "places namespaces",
     "core.spec_decode.acceptance": "requests",
     "core.spec_decode.adaptive": "_texts _sources",
     "core.spec_decode.ngram": "_ends _indexes",
     "core.spec_decode.predicted": "_ends",
+    "core.spec_decode.suffix": "_own",
     "text.tokenizer.shield": "_symbol_of",
 }
 """State of requests in progress: an entry is found by the id of its own request or row, and leaves with it."""
 
-OF_ADAPTERS = {"engine.adapter_names": "_by_name _by_int_id", "engine.adapters": "_known _resident sizes"}
+OF_ADAPTERS = {
+    "engine.adapter_names": "_by_name _by_int_id",
+    "engine.adapters": "_content _digests _known _resident sizes",
+}
 """Adapters that the operator has loaded, by name. All callers use the same adapters."""
 
 OF_THE_PROGRAM = {
     "engine.core": "_NO_ERRORS",
     "engine.events": "subscribers _missed",
+    "engine.kv_store.disk": "_locks",
+    "engine.kv_store.files": "_followed _opened",
     "engine.mask_work": "_threads",
     "executor.drafters.medusa": "_batches",
     "executor.backends.native.native_kv": "states parts",
     "executor.backends.native.sampling_rows": "storing columns",
-    "executor.backends.triton.triton_runner": "_decodes _bodies",
+    "executor.backends.triton.step_shares": "_buffers",
+    "executor.backends.triton.triton_runner": "_decodes _shared_decodes _bodies",
     "server.pages.live": "_made live_page",
     "server.pages.pages": "assemble _headers",
     "server.openai.protocol": "_field_names _type_info _whole_numbers _entry_type",
     "text.tokenizer.chat_template": "_environment _forms _tree _template",
+    "text.tokenizer.late_messages": "_known",
     "text.tokenizer.template_forms": "_alone _content _developers",
     "text.tokenizer.tokenizer": "_bytes _texts _neighbour",
     "text.tool_calls.scan": "markers_of",
@@ -165,7 +181,7 @@ def test_no_decision_is_about_a_cache_that_is_gone() -> None:
     "module",
     [
         *("engine.grammars", "text.grammar.checker", "core.kv_cache.prefix_cache", "models.vision.processor"),
-        *("fleet.routing", "server.http.auth"),
+        *("core.spec_decode.suffix", "fleet.routing", "server.http.auth"),
     ],
 )
 def test_keys_are_made_by_one_function(module: str) -> None:

@@ -24,7 +24,9 @@ ALLOWED: dict[str, list[str]] = {
     "config": ["errors", "base", "text.tool_calls.formats"],
     "core": ["errors", "config", "base"],
     "text": ["errors", "config", "base", "models.formats.gguf"],
-    "text.tool_calls": ["errors", "base"],
+    "text.grammar.lark": ["errors"],
+    "text.grammar.strings": ["errors"],
+    "text.tool_calls": ["errors", "base", "text.grammar.lark", "text.grammar.strings"],
     "kernels": ["errors", "base"],
     "executor.sampling": ["errors", "base"],
     "models": ["errors", "config", "base", "executor.sampling.apart", "kernels"],
@@ -55,7 +57,12 @@ ALLOWED: dict[str, list[str]] = {
     ],
     "async_llm": ["errors", "config", "base", "engine", "loading"],
     "fleet": ["errors", "base", "core.request", "core.scheduler"],
-    "fleet.fleet": ["errors", "config", "base", "core.scheduler", "engine", "fleet", "metrics.stats"],
+    **{
+        f"fleet.{name}": [
+            *("errors", "config", "base", "core.request", "core.scheduler", "engine", "fleet", "metrics.stats"),
+        ]
+        for name in ("fleet", "fleet_adapters", "job", "jobs", "member", "members", "moves", "scaler")
+    },
     "fleet.fleet_scaling": ["errors", "fleet", "metrics.stats"],
     "fleet.local": ["errors", "config", "engine.process.process_client", "fleet", "kernels.control_group"],
     "fleet.node": [
@@ -94,6 +101,7 @@ ALLOWED: dict[str, list[str]] = {
         *("loading", "models", "server", "text.tokenizer"),
     ],
     "chairlift_train": ["errors", "base", "kernels", "lora", "models", "text.tokenizer"],
+    "chairlift_train.exact": ["errors", "config", "base", "chairlift_train", "executor", "kernels", "lora", "models"],
     "chairlift_train.rollout": ["errors", "base", "chairlift_train", "llm"],
     "chairlift_train.cli": ["", "errors", "config", "base", "chairlift_train", "cli", "llm"],
 }

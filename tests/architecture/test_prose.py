@@ -132,6 +132,32 @@ def test_documents_link_to_files_that_exist() -> None:
 
 
 @pytest.mark.parametrize(
+    ("page", "title"), [("docs/README.md", "## Where is it in the code?"), ("CONTRIBUTING.md", "## Add something")]
+)
+def test_each_answer_about_the_code_names_at_most_two_modules_and_definitions_that_exist(page: str, title: str) -> None:
+    section = (ROOT / page).read_text(encoding="utf-8").partition(title)[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if re.match(r"\| (?!Question|You want)\S", line)]
+    wrong = []
+    for row in rows:
+        quoted = re.findall(r"`([^`]+)`", row)
+        paths = [ROOT / each for each in quoted if re.fullmatch(r"[a-z_]+(/[\w.]+)+/?", each)]
+        wrong += [f"{path} does not exist" for path in paths if not path.exists()]
+        modules = [path for path in paths if path.suffix == ".py" and path.is_file() and "tests" not in path.parts]
+        if len(modules) > 2:
+            wrong.append(f"more than two modules: {row}")
+        sources = "\n".join(module.read_text(encoding="utf-8") for module in modules)
+        for each in quoted:
+            if modules and re.fullmatch(r"_?[A-Z]\w+(\.\w+)?", each):
+                wrong += [f"{each}: {part}" for part in each.split(".") if not _defines(sources, part)]
+    assert len(rows) > 10
+    assert not wrong
+
+
+def _defines(source: str, name_: str) -> bool:
+    return re.search(rf"^ *(?:class|def|async def) {name_}\b|^{name_}\b.* = ", source, re.MULTILINE) is not None
+
+
+@pytest.mark.parametrize(
     ("text", "found"),
     [
         ('"""Of who answered: 0 or 1."""', True),

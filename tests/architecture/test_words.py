@@ -16,7 +16,7 @@ FILES = sorted(path for package in PACKAGES for path in package.rglob("*") if pa
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_leftovers(path: Path) -> None:
+def test_files_contain_no_leftover_words(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert not [word for word in LEFTOVERS if word in text]
 

@@ -65,7 +65,7 @@ def test_a_server_without_a_descriptor_left_recovers() -> None:
 
 
 @pytest.mark.parametrize(("count", "rounds"), [(500, 1), pytest.param(1000, 10, marks=nightly)])
-def test_nothing_is_left_of_those_who_leave(count: int, rounds: int) -> None:
+def test_clients_that_leave_leave_nothing_behind(count: int, rounds: int) -> None:
     figures = asyncio.run(chaos.disconnects(count, random.Random(SEED), rounds=rounds))
     assert figures["nothing left, worst s"] <= (1 if rounds > 1 else PATIENCE)
     assert figures["requests cancelled"] == count * rounds // 2
@@ -73,7 +73,7 @@ def test_nothing_is_left_of_those_who_leave(count: int, rounds: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("count", "rounds"), [(200, 1), pytest.param(1000, 10, marks=nightly)])
-def test_nothing_is_left_of_those_who_leave_where_memory_is_short(count: int, rounds: int) -> None:
+def test_clients_that_leave_leave_nothing_behind_where_memory_is_short(count: int, rounds: int) -> None:
     figures = asyncio.run(chaos.disconnects(count, random.Random(SEED), rounds=rounds, flags=chaos.LITTLE_MEMORY))
     assert figures["preemptions"] > 0
 
@@ -119,7 +119,7 @@ def test_a_server_that_is_told_to_stop_finishes_its_streams(terminal: bool) -> N
 
 
 @pytest.mark.parametrize("how", ["second signal", "timeout", "stopped engine", "no restart"])
-def test_who_is_cut_off_hears_it(how: str) -> None:
+def test_a_client_that_is_cut_off_is_told_so(how: str) -> None:
     asyncio.run(chaos.cut_off(how, random.Random(SEED)))
 
 
@@ -222,12 +222,12 @@ def test_the_history_tells_how_a_request_ended(answer: bytes, end: End) -> None:
 
 
 @pytest.mark.full
-def test_the_history_hears_silence() -> None:
+def test_the_history_reports_a_stream_that_goes_silent() -> None:
     submit = asyncio.run(Scripted(streamed(*WHOLE, ends=False), waits=True).ask(ASK, patience=0.2))
     assert submit.end is End.VIOLATION and "silence" in submit.reason
 
 
-def test_the_history_takes_only_what_is_allowed() -> None:
+def test_the_history_accepts_only_allowed_ends() -> None:
     history = History()
     history.submits = [Submit(ASK, 0.0, End.ANSWERED), Submit(ASK, 0.0, End.FAILED, code="engine_unavailable")]
     history.check(End.FAILED, refusals=("engine_unavailable",))

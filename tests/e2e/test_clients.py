@@ -54,7 +54,7 @@ def lite(litellm: Any, served: Served, **settings: Any) -> Any:
     return litellm.completion(**{"model": "openai/hashlm", "messages": HI, **where, **settings})
 
 
-def test_litellm(litellm: Any, served: Served) -> None:
+def test_litellm_gets_the_answers_of_the_library(litellm: Any, served: Served) -> None:
     stop = stop_in(answers("Hi", **SEEDED)[0].text)
     reply = lite(litellm, served, n=2, stop=[stop], logprobs=True, top_logprobs=1, **SEEDED)
     expected = answers("Hi", n=2, stop=stop, logprobs=1, **SEEDED)
@@ -77,7 +77,7 @@ def test_litellm(litellm: Any, served: Served) -> None:
     run(test())
 
 
-def test_litellm_errors_and_leaving(litellm: Any, served: Served) -> None:
+def test_litellm_raises_its_errors_and_its_leaving_ends_requests(litellm: Any, served: Served) -> None:
     for error, settings in (
         (litellm.BadRequestError, {"temperature": 1000}),
         (litellm.ContextWindowExceededError, {"max_tokens": 50_000}),
@@ -96,7 +96,7 @@ def test_litellm_errors_and_leaving(litellm: Any, served: Served) -> None:
 # --- langchain --------------------------------------------------------------------------------------------------------
 
 
-def test_langchain(served: Served) -> None:
+def test_langchain_gets_the_answers_of_the_library(served: Served) -> None:
     make: Any = langchain_openai.ChatOpenAI
     chat = make(model="hashlm", base_url=served.base_url, api_key=KEY, max_retries=0, **SEEDED)
     (expected,) = answers("Hi", **SEEDED)
@@ -131,7 +131,7 @@ def test_langchain(served: Served) -> None:
     assert text.invoke("Hi", temperature=0.7) == told
 
 
-def test_langchain_errors_and_leaving(served: Served) -> None:
+def test_langchain_raises_its_errors_and_its_leaving_ends_requests(served: Served) -> None:
     make: Any = langchain_openai.ChatOpenAI
     where = {"base_url": served.base_url, "api_key": KEY, "max_retries": 0}
     for error, settings in (
@@ -239,7 +239,7 @@ def _langchain(where: dict[str, str], litellm: Any) -> Any:
 
 
 @pytest.mark.parametrize("ask", [_openai, _litellm, _langchain])
-def test_the_bundled_model(
+def test_every_client_gets_the_known_answer_of_the_bundled_model(
     bundled_server: ServerProcess, litellm: Any, known: str, ask: Callable[[dict[str, str], Any], str]
 ) -> None:
     where = {"base_url": Served(bundled_server).base_url, "api_key": KEY}

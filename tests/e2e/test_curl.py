@@ -43,7 +43,7 @@ def events_of(raw: bytes) -> list[Any]:
     return [json.loads(event.removeprefix(b"data: ")) for event in events]
 
 
-def test_a_streamed_chat_that_breaks_off() -> None:
+def test_a_streamed_chat_that_breaks_off_ends_with_an_error_event() -> None:
     """An error in mid-stream is the last event, in place of the end."""
     with ServerProcess("hashlm:5ms", *ROOM) as server:
         body = {"model": "hashlm", "messages": HI, "stream": True, **LONG}
@@ -63,7 +63,7 @@ def test_a_streamed_chat_that_breaks_off() -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("include_usage", [False, True])
-def test_a_streamed_chat(served: Served, n: int, include_usage: bool) -> None:
+def test_a_streamed_chat_has_the_events_of_the_answer(served: Served, n: int, include_usage: bool) -> None:
     body = {"model": "hashlm", "messages": HI, "n": n, "stream": True, **SEEDED}
     if include_usage:
         body["stream_options"] = {"include_usage": True}
@@ -101,7 +101,7 @@ def test_a_streamed_chat(served: Served, n: int, include_usage: bool) -> None:
     assert [choice[0]["delta"].get("role") for choice in choices[:n]] == ["assistant"] * n
 
 
-def test_a_streamed_completion(served: Served) -> None:
+def test_a_streamed_completion_has_the_events_of_the_answer(served: Served) -> None:
     body = {"model": "hashlm", "prompt": [[5, 6], [7]], "stream": True, **SEEDED}
     events = events_of(curl(served, "/v1/completions", body))
     expected = [answers(ids, **SEEDED)[0] for ids in ([5, 6], [7])]
@@ -112,7 +112,7 @@ def test_a_streamed_completion(served: Served) -> None:
         assert own[-1]["finish_reason"] == answer.finish_reason
 
 
-def test_headers_of_a_stream(served: Served) -> None:
+def test_a_stream_has_the_headers_of_its_request(served: Served) -> None:
     body = {"model": "hashlm", "messages": HI, "stream": True, "user": "me", "max_tokens": 1}
     raw = curl(served, "/v1/chat/completions", body, "-i", "-H", "X-Request-Id: mine-17")
     first, *lines = raw.partition(b"\r\n\r\n")[0].decode().split("\r\n")
@@ -163,7 +163,7 @@ def test_pieces_arrive_one_by_one_and_leaving_ends_the_request(served: Served) -
         served.wait_until_idle()
 
 
-def test_the_bundled_model_as_the_banner_says(bundled_server: ServerProcess) -> None:
+def test_the_command_of_the_banner_gets_an_answer(bundled_server: ServerProcess) -> None:
     """The line to paste, as it is printed, but for the key."""
     (line,) = [line.strip() for line in bundled_server.log().splitlines() if line.strip().startswith("curl -N")]
     pasted = line.replace("YOUR_KEY", KEY).replace("curl ", "curl -s ", 1)

@@ -88,7 +88,7 @@ def post(server: ServerProcess, *requests: tuple[str, Any]) -> list[Answer]:
 
 
 @pytest.mark.parametrize("count", [pytest.param(4_000, id="4k"), pytest.param(200_000, marks=pytest.mark.nightly)])
-def test_mutated_requests_and_odd_connections(server: ServerProcess, count: int) -> None:
+def test_mutated_requests_and_odd_connections_get_right_answers_or_errors(server: ServerProcess, count: int) -> None:
     report = fuzz(server, seed=1 if count < 100_000 else time.time_ns(), indices=range(count))
     print(report)
     assert not report.findings, "\n".join([str(report), *report.findings])
@@ -98,13 +98,13 @@ def test_mutated_requests_and_odd_connections(server: ServerProcess, count: int)
     assert {"body 400", "connection 400", "connection 404", "connection 405", "connection 415"} <= set(report.statuses)
 
 
-def test_each_value_meets_each_field() -> None:
+def test_the_fuzzer_tries_each_value_in_each_field() -> None:
     """The grid of one field with one value fits into a run in the usual size of those at night."""
     assert 5_000 < grid_size() < 200_000 * 4 // 5 * 2 // 5
 
 
 @pytest.mark.parametrize("count", [pytest.param(20, id="20"), pytest.param(2000, marks=pytest.mark.nightly)])
-def test_generated_from_the_document(server: ServerProcess, count: int) -> None:
+def test_requests_generated_from_the_document_get_documented_answers(server: ServerProcess, count: int) -> None:
     """schemathesis makes requests after /openapi.json, right and wrong ones; the answers are as it says."""
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, Phase, given, settings
@@ -193,7 +193,7 @@ FLOODS |= {name: (400, [HEAD + b"Content-Length: %d\r\n\r\n" % len(body), body])
 
 
 @pytest.mark.parametrize("name", FLOODS)
-def test_floods(server: ServerProcess, name: str) -> None:
+def test_floods_take_little_memory_and_time_and_get_an_answer(server: ServerProcess, name: str) -> None:
     """More than anybody reads: it is not kept, it takes little of the server's time, and there is an answer."""
     status, parts = FLOODS[name]
     memory, before = server.memory(), cpu_seconds(server.pid)
@@ -411,7 +411,7 @@ def test_tensors_caches_code_and_files_are_refused(server: ServerProcess, path: 
         assert json.loads(reply.body)["error"]["param"] == field
 
 
-def test_prompts_that_are_hardly_there(server: ServerProcess) -> None:
+def test_prompts_are_refused_only_without_a_token(server: ServerProcess) -> None:
     for prompt, status in (("", 400), ([], 400), ([[]], 400), (" ", 200), ("\n\t", 200), ([258], 200), ("\x00", 200)):
         data = {"prompt": prompt, "max_tokens": 1}
         assert post(server, ("/v1/completions", data))[0].status == status, prompt
@@ -444,7 +444,7 @@ STREAM = {"content-type": "text/event-stream; charset=utf-8"}
         (200, STREAM, b'data: {"error": {}}\n\ndata: [DONE]\n\n'),
     ],
 )
-def test_what_must_not_be_is_found(status: int, headers: dict[str, str], body: bytes) -> None:
+def test_forbidden_answers_are_found(status: int, headers: dict[str, str], body: bytes) -> None:
     with pytest.raises((Finding, KeyError)):
         check_answer(Body("/v1/completions", b'{"prompt": "x"}', ""), Answer(status, headers, body))
 
@@ -469,7 +469,9 @@ def error_of(code: str) -> bytes:
         ({}, "deadline_exceeded", False),
     ],
 )
-def test_only_those_who_ask_for_it_are_given_up(asked: dict[str, Any], code: str, may: bool, stream: bool) -> None:
+def test_timeouts_are_accepted_only_for_requests_that_ask_for_them(
+    asked: dict[str, Any], code: str, may: bool, stream: bool
+) -> None:
     body = Body("/v1/completions", json.dumps({"prompt": "x"} | asked).encode(), "")
     given = b'data: {"choices": []}\n\ndata: ' + error_of(code) + b"\n\n"
     answer = Answer(200, STREAM, given) if stream else Answer(503, GOOD, error_of(code))
@@ -498,7 +500,7 @@ def test_an_answer_to_what_the_document_forbids_is_found() -> None:
         check_answer(Body("/v1/completions", b'{"prompt": "x", "n": 17}', ""), answer)
 
 
-def test_inputs_are_those_of_their_seed() -> None:
+def test_inputs_depend_on_the_seed_only() -> None:
     for index in range(200):
         first, again = (fuzzing.make_input(3, index) for _ in range(2))
         assert vars(first) == vars(again)

@@ -102,7 +102,7 @@ def rows_of(request: dict[str, Any], numbers: list[int], first: int) -> list[tup
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_page_shows_what_happened(chromium: Chromium, mode: str) -> None:
+def test_the_page_shows_the_true_steps_and_requests(chromium: Chromium, mode: str) -> None:
     truth = make_truth(seed=4, **MODES[mode])
     with serve_watched() as view:
         truth.burst(6)
@@ -225,7 +225,7 @@ def settled(browser: Chromium) -> None:
     )
 
 
-def test_pointing_choosing_and_following(chromium: Chromium, recording: bytes) -> None:
+def test_pointing_choosing_and_following_show_the_request(chromium: Chromium, recording: bytes) -> None:
     known = read_recording(recording)
     with serve_watched(lambda engine: LiveFeed(None, recording=recording)) as view:
         chromium.problems.clear()
@@ -265,7 +265,7 @@ def test_pointing_choosing_and_following(chromium: Chromium, recording: bytes) -
         assert chromium.problems == []
 
 
-def test_keys_zoom_scrub_and_pause(chromium: Chromium) -> None:
+def test_keys_zoom_scrub_and_pause_change_the_view(chromium: Chromium) -> None:
     truth = make_truth(seed=9)
     with serve_watched() as view:
         look(view, chromium)
@@ -433,7 +433,7 @@ def ask(port: int, number: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_a_real_server_under_load(chromium: Chromium, dies: bool) -> None:
+def test_the_page_follows_a_real_server_under_load(chromium: Chromium, dies: bool) -> None:
     flags = ("--max-num-seqs", "3", "--num-kv-blocks", "24", "--block-size", "16", "--served-model-name", "hashlm")
     with ServerProcess("hashlm:2ms", *flags) as server, ThreadPoolExecutor(8) as threads:
         chromium.problems.clear()

@@ -64,7 +64,7 @@ async def client(port: int, index: int, until: float, alone: dict[tuple[int, int
 @pytest.mark.parametrize(
     ("clients", "seconds"), [(50, 10.0), pytest.param(500, 180.0, marks=pytest.mark.nightly)], ids=str
 )
-def test_many_streams_without_an_error(clients: int, seconds: float) -> None:
+def test_many_streams_end_without_an_error(clients: int, seconds: float) -> None:
     async def run(server: ServerProcess) -> int:
         every = [(q, p) for q in range(len(QUESTIONS)) for p in range(len(PARAMS))]
         alone = {(q, p): await stream(server.port, QUESTIONS[q], PARAMS[p]) for q, p in every}

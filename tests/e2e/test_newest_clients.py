@@ -23,7 +23,7 @@ def fetch(*command: str, cwd: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
-def test_the_node_client(served: Served, tmp_path: Path) -> None:
+def test_the_newest_node_client_gets_right_answers(served: Served, tmp_path: Path) -> None:
     (tmp_path / "package.json").write_text('{"private": true, "type": "module"}')
     fetch("npm", "install", "--no-audit", "--no-fund", "openai", cwd=tmp_path)
     script = Path(shutil.copy(Path(__file__).with_name("node_client.mjs"), tmp_path))
@@ -50,7 +50,7 @@ def test_the_node_client(served: Served, tmp_path: Path) -> None:
     served.wait_until_idle()
 
 
-def test_the_python_client(tmp_path: Path) -> None:
+def test_the_newest_python_client_passes_the_same_tests(tmp_path: Path) -> None:
     """The other clients of the test environment hold this one back: the same tests again with the newest."""
     fetch(
         sys.executable,

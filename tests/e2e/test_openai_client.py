@@ -18,7 +18,7 @@ from tests.e2e.served import HI, KEY, LONG, ROOM, SEEDED, Served, answers, ends_
 from tests.e2e.server_process import PATIENCE, ServerProcess
 
 
-def test_chat_completions(client: openai.OpenAI) -> None:
+def test_a_chat_completion_equals_the_answer_of_the_library(client: openai.OpenAI) -> None:
     whole = answers("Hi", **SEEDED)[0]
     stop = stop_in(whole.text)
     reply = client.chat.completions.create(
@@ -41,7 +41,7 @@ def test_chat_completions(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_streams(client: openai.OpenAI, n: int) -> None:
+def test_a_streamed_chat_equals_the_answer_of_the_library(client: openai.OpenAI, n: int) -> None:
     with client.chat.completions.create(
         model="hashlm",
         messages=HI,
@@ -64,7 +64,7 @@ def test_streams(client: openai.OpenAI, n: int) -> None:
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == len(told)
 
 
-def test_the_stream_helper(client: openai.OpenAI) -> None:
+def test_the_stream_helper_puts_the_answer_together(client: openai.OpenAI) -> None:
     """The client's own way of putting a stream together again."""
     stop = stop_in(answers("Hi", **SEEDED)[0].text)
     with client.chat.completions.stream(model="hashlm", messages=HI, logprobs=True, stop=stop, **SEEDED) as stream:
@@ -76,7 +76,7 @@ def test_the_stream_helper(client: openai.OpenAI) -> None:
     assert events.count("content.done") == 1
 
 
-def test_completions(client: openai.OpenAI) -> None:
+def test_completions_equal_the_answers_of_the_library(client: openai.OpenAI) -> None:
     prompts = ["one", [5, 6, 7, 8]]
     first = client.completions.create(model="hashlm", prompt="one", echo=True, logprobs=1, n=2, **SEEDED)
     expected = answers(list(b"one"), n=2, logprobs=1, **SEEDED)
@@ -92,7 +92,7 @@ def test_completions(client: openai.OpenAI) -> None:
     assert "".join(piece.choices[0].text for piece in pieces) == answers(list(b"one"), **SEEDED)[0].text
 
 
-def test_models_and_request_ids(client: openai.OpenAI) -> None:
+def test_models_are_listed_and_request_ids_given_back(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["hashlm"]
     assert client.models.retrieve("hashlm").owned_by == "chairlift"
     reply = client.chat.completions.create(
@@ -101,7 +101,7 @@ def test_models_and_request_ids(client: openai.OpenAI) -> None:
     assert reply._request_id == "mine-17"
 
 
-def test_errors(client: openai.OpenAI) -> None:
+def test_errors_have_their_class_code_and_parameter(client: openai.OpenAI) -> None:
     create = client.chat.completions.create
     with pytest.raises(openai.NotFoundError, match="ask for hashlm") as missing:
         create(model="gpt-9", messages=HI)
@@ -115,8 +115,8 @@ def test_errors(client: openai.OpenAI) -> None:
         create(model="hashlm", messages=HI, max_tokens=50_000)
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError) as tools:
-        create(model="hashlm", messages=HI, tools=[{"type": "function", "function": {"name": "f"}}])
-    assert tools.value.param == "tools"
+        create(model="hashlm", messages=HI, tools=[{"type": "function", "function": {"name": "f g"}}])
+    assert tools.value.param == "tools[0].function.name"
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="sk-wrong").chat.completions.create(model="hashlm", messages=HI)
     with pytest.raises(openai.NotFoundError):  # an endpoint that is not there
@@ -125,7 +125,7 @@ def test_errors(client: openai.OpenAI) -> None:
         client.embeddings.create(model="hashlm", input="Hi")
 
 
-def test_it_leaves_in_mid_stream(client: openai.OpenAI, served: Served) -> None:
+def test_a_request_ends_when_the_client_leaves_in_mid_stream(client: openai.OpenAI, served: Served) -> None:
     with client.chat.completions.create(model="hashlm", messages=HI, n=2, stream=True, extra_body=LONG) as stream:
         for _ in range(6):
             next(stream)
@@ -136,7 +136,7 @@ def test_it_leaves_in_mid_stream(client: openai.OpenAI, served: Served) -> None:
     served.wait_until_idle()
 
 
-def test_the_async_client(served: Served) -> None:
+def test_the_async_client_gets_the_same_answers(served: Served) -> None:
     async def test() -> None:
         async with openai.AsyncOpenAI(base_url=served.base_url, api_key=KEY, max_retries=0) as client:
             create: Any = client.chat.completions.create
@@ -168,7 +168,7 @@ def test_the_async_client(served: Served) -> None:
     run(test())
 
 
-def test_it_hears_that_the_engine_died() -> None:
+def test_the_client_raises_an_error_when_the_engine_dies() -> None:
     """In mid-stream, where the status is long sent; and it is a client's retries that get over it."""
     with ServerProcess("hashlm:5ms", *ROOM) as server:
         with openai.OpenAI(base_url=Served(server).base_url, api_key=KEY) as client:
@@ -183,7 +183,7 @@ def test_it_hears_that_the_engine_died() -> None:
         Served(server).wait_until_idle()
 
 
-def test_it_waits_as_long_as_it_is_told(client: openai.OpenAI, served: Served) -> None:
+def test_the_client_waits_for_the_time_of_retry_after(client: openai.OpenAI, served: Served) -> None:
     with filled(served) as holders, ThreadPoolExecutor(1) as thread:
         with pytest.raises(openai.RateLimitError) as full:
             client.chat.completions.create(model="hashlm", messages=HI)

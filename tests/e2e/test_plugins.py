@@ -50,7 +50,7 @@ def model_dir(tmp_path: Path) -> Path:
     return model_dir
 
 
-def test_they_are_served(model_dir: Path, tmp_path: Path) -> None:
+def test_families_from_outside_are_served(model_dir: Path, tmp_path: Path) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=16)
     expected = LLM(num_kv_blocks=64).generate(PROMPT, greedy)[0].outputs[0].text
     llm = LLM(model_dir, num_kv_blocks=64, model_impl=f"{HERE}:MADE_UP")

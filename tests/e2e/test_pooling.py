@@ -6,6 +6,7 @@ import base64
 import concurrent.futures
 import http.client
 import json
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
 from chairlift import LLM
 from tests.e2e.server_process import PATIENCE, ServerProcess
@@ -88,6 +90,39 @@ def test_openai_client_gets_what_llm_computes(embedder: ServerProcess, folder: P
             client.completions.create(model="bert-0", prompt="Hi")
 
 
+def test_embeddings_come_in_the_wanted_type_and_length(embedder: ServerProcess) -> None:
+    def numbers(**fields: Any) -> list[float]:
+        status, reply, _ = post(embedder, "/v1/embeddings", {"input": TEXTS[0], **fields})
+        assert status == 200, reply
+        found = reply["data"][0]["embedding"]
+        assert isinstance(found, list)
+        return found
+
+    exact = torch.tensor(numbers())
+    for dtype, code in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
+        rounded = numbers(embed_dtype=dtype)
+        assert rounded == exact.to(code).float().tolist() != exact.tolist()
+        body = {"input": TEXTS[0], "embed_dtype": dtype, "encoding_format": "base64"}
+        raw = bytearray(base64.b64decode(post(embedder, "/v1/embeddings", body)[1]["data"][0]["embedding"]))
+        assert torch.frombuffer(raw, dtype=code).float().tolist() == rounded
+    assert numbers(embed_dtype="float32") == exact.tolist()
+    assert numbers(normalize=True) == exact.tolist()
+    status, reply, _ = post(embedder, "/v1/embeddings", {"input": TEXTS[0], "normalize": False})
+    assert (status, reply["error"]["param"]) == (400, "normalize")
+
+
+def test_embeddings_get_the_length_1_that_a_caller_wants(embedder: ServerProcess, folder: Path) -> None:
+    def length(reply: Any) -> float:
+        return math.hypot(*reply["data"][0]["embedding"])
+
+    with ServerProcess(str(folder / "bert-0"), "--no-pooling-normalize", "--threads", "1") as server:
+        body = {"input": TEXTS[0]}
+        raw = post(server, "/v1/embeddings", body)[1]
+        assert length(raw) > 1.1
+        assert post(server, "/v1/embeddings", {**body, "normalize": False})[1]["data"] == raw["data"]
+        assert math.isclose(length(post(server, "/v1/embeddings", {**body, "normalize": True})[1]), 1, rel_tol=1e-6)
+
+
 def test_many_calls_at_once_get_the_same_bits(embedder: ServerProcess) -> None:
     """They share passes: the budget holds 64 tokens."""
     texts = [TEXTS[place % 4] * (1 + place % 2) for place in range(48)]
@@ -113,6 +148,7 @@ def test_many_calls_at_once_get_the_same_bits(embedder: ServerProcess) -> None:
         ("/v1/embeddings", {"input": [[5, 999]]}, 400, "invalid_value", "input"),
         ("/v1/embeddings", {"input": ["a"] * 2049}, 400, "invalid_value", "input"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, 400, "invalid_value", "encoding_format"),
+        ("/v1/embeddings", {"input": "a", "embed_dtype": "fp8_e4m3"}, 400, "invalid_value", "embed_dtype"),
         ("/v1/embeddings", {"input": "a", "dimensions": 65}, 400, "invalid_value", "dimensions"),
         ("/v1/embeddings", {"input": "a", "prompt_name": "no"}, 400, "invalid_value", "prompt_name"),
         ("/v1/embeddings", {"input": "a", "model": "other"}, 404, "model_not_found", "model"),
@@ -120,7 +156,7 @@ def test_many_calls_at_once_get_the_same_bits(embedder: ServerProcess) -> None:
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, 400, "invalid_value", "text_1"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_a_wrong_request_is_refused_by_parameter(
     path: str, body: dict[str, Any], status: int, code: str, param: str, embedder: ServerProcess
 ) -> None:
     found, reply, _ = post(embedder, path, body)
@@ -211,7 +247,7 @@ def test_a_server_that_generates_gives_no_embeddings() -> None:
         assert post(server, "/rerank", {"query": "a", "documents": ["b"]})[0] == 400
 
 
-def test_qwen3_reranker_by_its_answers(folder: Path) -> None:
+def test_the_scores_of_a_served_qwen3_reranker_equal_those_of_llm(folder: Path) -> None:
     where = tiny_hf_model(folder, "qwen3", max_position_embeddings=1024, std=0.1)
     write_words(where, "yes", "no")
     expected = [each.outputs.score for each in LLM(where, reranker="qwen3", threads=1).score("peak", TEXTS)]

@@ -87,7 +87,7 @@ def test_latency_that_drifts_is_found() -> None:
     assert wrong.startswith("the p99 drifted")
 
 
-def test_what_is_still_held_is_found() -> None:
+def test_resources_that_are_still_held_are_found() -> None:
     assert verdict(steady(), HELD, dataclasses.replace(HELD, files=21)) == ["files: 20 before, 21 after"]
 
 

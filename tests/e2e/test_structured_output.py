@@ -29,7 +29,7 @@ def test_the_client_parses_an_object_of_its_class(client: openai.OpenAI) -> None
     assert isinstance(found.choices[0].message.parsed, Brief) and found.choices[0].finish_reason == "stop"
 
 
-def test_every_way_to_ask(client: openai.OpenAI) -> None:
+def test_every_way_to_ask_for_a_form_gives_valid_answers(client: openai.OpenAI) -> None:
     def text(**asked: Any) -> str:
         reply = client.completions.create(model="hashlm", prompt="Hi", max_tokens=600, seed=4, extra_body=asked)
         assert reply.choices[0].finish_reason == "stop"
@@ -48,7 +48,7 @@ def test_every_way_to_ask(client: openai.OpenAI) -> None:
         assert client.completions.create(model="hashlm", prompt="Hi", max_tokens=5, extra_body=asked).choices
 
 
-def test_streams_n_and_neighbours(client: openai.OpenAI) -> None:
+def test_streamed_answers_are_valid_and_change_no_neighbour(client: openai.OpenAI) -> None:
     """Streamed is whole, each of n answers is valid, and a request beside them is what it is alone."""
     ask: Any = {"model": "hashlm", "messages": HI, "response_format": FORMAT, "seed": 9, "max_tokens": 500, "n": 2}
     with ThreadPoolExecutor(2) as threads:
@@ -64,7 +64,7 @@ def test_streams_n_and_neighbours(client: openai.OpenAI) -> None:
     assert texts == whole and len([Brief.model_validate_json(text) for text in texts]) == 2
 
 
-def test_one_that_is_cut_off_says_so(client: openai.OpenAI) -> None:
+def test_an_answer_that_is_cut_off_says_length(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(model="hashlm", messages=HI, response_format=FORMAT, max_tokens=4)
     assert reply.choices[0].finish_reason == "length"
     with pytest.raises(openai.LengthFinishReasonError):
@@ -73,7 +73,11 @@ def test_one_that_is_cut_off_says_so(client: openai.OpenAI) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"not": {}}}, "guided_json", '"not"'),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"if": {}}}}}, "response_format", '"if"'),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"if": {"minimum": 3}, "then": False}}}},
+        "response_format",
+        '"if"',
+    ),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "json_schema"),
     ({"response_format": {"type": "poem"}}, "response_format", "poem"),
     ({"structured_outputs": {}}, "structured_outputs", "exactly one"),

@@ -8,7 +8,7 @@ from tests.equivalence.all_pairs import all_pairs, every_combination
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3), (5, 4, 4, 3, 3, 2, 2), (2,) * 12])
-def test_every_pair_occurs(sizes: tuple[int, ...]) -> None:
+def test_all_pairs_has_every_pair_of_values(sizes: tuple[int, ...]) -> None:
     factors = {f"factor {i}": [f"{i}.{value}" for value in range(size)] for i, size in enumerate(sizes)}
     rows = all_pairs(factors)
     for a, b in itertools.combinations(factors, 2):

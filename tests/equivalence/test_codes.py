@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from chairlift import LLM, SamplingParams
-from chairlift.kernels.grouped import GROUP, GroupedRows, GroupKind
+from chairlift.kernels.grouped import GROUP, GroupKind
+from chairlift.kernels.rounding import rounded_rows
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.layers.linear import Linear, TokenEmbedding
 from chairlift.models.loader import load_model
@@ -43,7 +44,7 @@ def reference_logits(model_dir: Path, bits: int, monkeypatch: pytest.MonkeyPatch
             least = 8 if isinstance(module, TokenEmbedding) or module is model.lm_head else bits
             if isinstance(module, TokenEmbedding) and not model.config.tie_word_embeddings:
                 continue  # it is only looked up, and stays as it is
-            module.weight.data = GroupedRows.quantize(module.weight.data, GroupKind(least, GROUP)).dequantize()
+            module.weight.data = rounded_rows(module.weight.data, GroupKind(least, GROUP)).dequantize()
     forward = Linear.forward
     monkeypatch.setattr(Linear, "forward", lambda self, x: forward(self, rounded(x)))
     return [packed_logits(model, [prompt])[0] for prompt in PROMPTS]
@@ -84,7 +85,7 @@ def test_new_weights_are_rounded_like_the_first(quantization: str, tmp_path: Pat
     assert before.logprobs != wanted.logprobs
 
 
-def test_what_is_rounded_is_said(tmp_path: Path) -> None:
+def test_rounded_weights_are_named(tmp_path: Path) -> None:
     model_dir = tiny_model(tmp_path, "llama")
     settings: dict[str, Any] = {"skip_tokenizer_init": True, "num_kv_blocks": 20}
     plain, small = (LLM(model_dir, quantization=each, **settings).info for each in (None, "int8"))

@@ -170,12 +170,12 @@ def test_check_tells_what_is_in_fp8(models: Any, device: torch.device, capsys: p
     assert f"{count:,} in float32, those of the layers in fp8 (" in out and "triton in float32 with fp8 weights" in out
 
 
-def test_it_is_known_which_weights_they_are(models: Any, device: torch.device) -> None:
+def test_the_fingerprint_tells_fp8_from_other_weights(models: Any, device: torch.device) -> None:
     settings = {"dtype": "float32", "kernels": "triton", "num_kv_blocks": 20, "skip_tokenizer_init": True, **SIZES}
     model, infos = str(models("llama")[0]), []
     for more in ({}, FP8):
         config = EngineConfig.from_flat({"model": model, **settings, **more})
-        infos.append(load_executor(config).info(config, 1))
+        infos.append(load_executor(config).info)
     plain, fp8 = infos
     assert (plain.quantization, fp8.quantization) == (None, "fp8") and plain.fingerprint != fp8.fingerprint
     assert any("fp8" in each for each in fp8.approximations) and not plain.approximations

@@ -47,7 +47,9 @@ def check(truth: Truth, *, arrival: str = "together", cache: str = "ample", **se
 
 
 @pytest.mark.parametrize("combination", one_in(2, COMBINATIONS), ids=name_of)
-def test_every_pair_of_settings(combination: dict[str, Any], truth: Callable[[str], Truth]) -> None:
+def test_answers_are_equal_under_every_pair_of_settings(
+    combination: dict[str, Any], truth: Callable[[str], Truth]
+) -> None:
     settings = dict(combination)
     counts = check(truth(settings.pop("family")), **settings)
     assert combination["enable_prefix_caching"] or counts["cached"] == 0
@@ -84,11 +86,11 @@ def test_requests_that_share_prefixes_say_the_same(family: str, truth: Callable[
     assert counts["cached"] >= 100
 
 
-def test_looking_ahead_drops_late_tokens(truth: Callable[[str], Truth]) -> None:
+def test_look_ahead_drops_tokens_behind_the_end(truth: Callable[[str], Truth]) -> None:
     assert check(truth("llama"), num_lookahead_steps=2)["late"] > 0
 
 
-def test_truth_is_worth_comparing_with(truth: Callable[[str], Truth]) -> None:
+def test_the_reference_answers_have_many_different_tokens(truth: Callable[[str], Truth]) -> None:
     """Were all answers alike, or did none end early, equality would prove little."""
     for family in FAMILIES:
         answers = truth(family).answers
@@ -100,7 +102,9 @@ def test_truth_is_worth_comparing_with(truth: Callable[[str], Truth]) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", every_combination({name: FACTORS[name] for name in NIGHTLY_FACTORS}), ids=name_of)
-def test_many_combinations_of_settings(part: dict[str, Any], truth: Callable[[str], Truth]) -> None:
+def test_answers_are_equal_under_many_combinations_of_settings(
+    part: dict[str, Any], truth: Callable[[str], Truth]
+) -> None:
     settings = dict(part)
     whole = truth(settings.pop("family"))
     some = dataclasses.replace(whole, jobs=whole.jobs[:NIGHTLY_JOBS], answers=whole.answers[:NIGHTLY_JOBS])

@@ -40,7 +40,7 @@ def serve(llm: LLM, one_by_one: bool = False) -> list[Any]:
 @pytest.mark.parametrize("num_lookahead_steps", [0, 1, 2])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("auto", marks=needs_kernels)])
-def test_what_comes_back_is_what_went(
+def test_answers_are_equal_after_prefixes_return_from_host_memory(
     kernels: str, family: str, num_lookahead_steps: int, place: str, tmp_path: Path, truth: Callable[[str], Truth]
 ) -> None:
     model, every = truth(family), [job for jobs in turns() for job in jobs]
@@ -66,7 +66,9 @@ def test_what_comes_back_is_what_went(
 
 @needs_kernels
 @pytest.mark.parametrize("place", ["memory", "file"])
-def test_codes_that_come_back_are_those_that_went(place: str, tmp_path: Path, truth: Callable[[str], Truth]) -> None:
+def test_codes_returned_from_host_memory_equal_those_saved(
+    place: str, tmp_path: Path, truth: Callable[[str], Truth]
+) -> None:
     model, every = truth("qwen2"), [job for jobs in turns() for job in jobs]
     settings: dict[str, Any] = {"swap_directory": str(tmp_path)} if place == "file" else {}
     settings |= {"tight": True, "prefix_offload": True, "swap_space_bytes": SWAP_BYTES}

@@ -190,7 +190,7 @@ def test_batch_invariant_answers_have_the_same_bits_in_any_batch(
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("how", MEETINGS[:2], ids=lambda how: str(how.get("arrival", "tight")))
-def test_batch_invariant_however_requests_meet(
+def test_batch_invariant_answers_are_equal_however_requests_meet(
     family: str, how: dict[str, Any], models: Any, device: torch.device
 ) -> None:
     assert check_invariance(models(family)[0], invariant_jobs(8, 30, 6), device, **how)
@@ -199,5 +199,7 @@ def test_batch_invariant_however_requests_meet(
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("how", MEETINGS, ids=lambda how: str(how.get("arrival", "tight")))
-def test_however_requests_meet(family: str, how: dict[str, Any], models: Any, device: torch.device) -> None:
+def test_answers_are_right_however_requests_meet(
+    family: str, how: dict[str, Any], models: Any, device: torch.device
+) -> None:
     check_greedy(models(family), greedy(16, 30, 8), device, **how)

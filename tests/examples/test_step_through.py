@@ -20,7 +20,7 @@ def example() -> ModuleType:
     return module
 
 
-def test_prints_the_step_from_the_scheduler_to_the_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_prints_the_step_from_the_scheduler_to_the_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     example().main([])
     text = capsys.readouterr().out
     assert "joined: NewRow(slot=0, request_id='A'" in text

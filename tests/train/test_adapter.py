@@ -98,7 +98,9 @@ def test_gradients_of_every_family_equal_pefts(family: str, tmp_path: Path) -> N
 
 @pytest.mark.planted("test_gradients_equal_pefts")
 @pytest.mark.parametrize("mutation", ["scale", "order", "target"])
-def test_each_piece_is_noticed(mutation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_missing_piece_changes_the_gradient(
+    mutation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if mutation == "scale":
         monkeypatch.setattr(TrainableAdapter, "scale", property(lambda self: self.alpha))
     elif mutation == "order":
@@ -160,7 +162,7 @@ def test_a_run_goes_on_bit_for_bit_and_holds_the_adapter_only(run_dir: Path) -> 
         train(TrainConfig.from_mapping(settings(run_dir)))
 
 
-def test_what_was_trained_is_served_and_read_by_peft(run_dir: Path) -> None:
+def test_a_trained_adapter_is_served_and_read_by_peft(run_dir: Path) -> None:
     raw = settings(run_dir, dropout=0.0, targets=["q_proj", "v_proj", "layers.1.mlp.down_proj"])
     raw["training"]["learning_rate"] = 0.05
     found = train(TrainConfig.from_mapping(raw)).directory
@@ -175,7 +177,7 @@ def test_what_was_trained_is_served_and_read_by_peft(run_dir: Path) -> None:
     assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == adapted != plain
 
 
-def test_what_cannot_be_is_refused(run_dir: Path) -> None:
+def test_impossible_settings_are_refused(run_dir: Path) -> None:
     for change, message in (
         ({"targets": ["query"]}, "lora.targets has 'query'.*q_proj"),
         ({"targets": []}, "targets is empty"),

@@ -25,7 +25,7 @@ from tests.train.simulated_rollouts import BATCH, Bandit, Clock, SimulatedGenera
 
 
 @pytest.mark.parametrize("policy", ["drop", "wait"])
-def test_overlapping_is_worth_half_as_much_again(policy: StalenessPolicy) -> None:
+def test_overlapping_gives_half_as_much_throughput_again(policy: StalenessPolicy) -> None:
     synchronous = simulate(0, policy)[0]
     for bound in (1, 2):
         seconds, _, loop = simulate(bound, policy)
@@ -38,7 +38,7 @@ def test_overlapping_is_worth_half_as_much_again(policy: StalenessPolicy) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize("policy", ["drop", "wait", "reweight"])
-def test_it_learns_as_well_as_in_step(policy: StalenessPolicy) -> None:
+def test_an_overlapping_loop_learns_as_well_as_one_in_step(policy: StalenessPolicy) -> None:
     seeds = range(6)
     in_step = [simulate(0, policy, seed=seed)[1] for seed in seeds]
     for bound in (1, 2):
@@ -104,7 +104,7 @@ def echo_loop(prompts: Sequence[Sequence[int]], generator: Echo, bound: int = 1)
     )
 
 
-def test_each_step_publishes_what_it_made() -> None:
+def test_each_step_publishes_its_weights() -> None:
     generator = Echo()
     loop = echo_loop([[i + 1] for i in range(6)], generator)
     assert loop.run(10) == [[[1], [2]], [[3], [4]], [[5], [6]]], "three batches, then the prompts have ended"
@@ -121,7 +121,7 @@ class Quick(Echo):
         return ended
 
 
-def test_what_ended_while_the_trainer_computed_is_not_waited_for() -> None:
+def test_finished_rollouts_are_not_waited_for() -> None:
     loop = echo_loop([[i + 1] for i in range(12)], Quick())
     assert len(loop.run(10)) == 6
     assert loop.stats().num_waits == 1, "for the first rollouts"
@@ -170,7 +170,7 @@ def test_a_batch_whose_step_failed_is_trained_on_in_the_next(bound: int, resumed
 
 @pytest.mark.parametrize("bound", [0, 2])
 @pytest.mark.parametrize("resumed", [False, True])
-def test_what_could_not_be_published_is_before_the_next_batch(bound: int, resumed: bool) -> None:
+def test_weights_that_failed_to_be_published_are_published_before_the_next_batch(bound: int, resumed: bool) -> None:
     class Away(Quick):
         failing = iter([True, False, True, True])
 
@@ -243,7 +243,7 @@ def test_figures_go_on_with_a_state_and_prompts_that_are_gone_are_missed() -> No
         third.load_state_dict(first.state_dict())
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1 rollout, got 0"):
         AsyncLoop(Echo(), len, StalenessGate(1, 1), [], weights=dict, concurrency=0)  # type: ignore[arg-type]
     gate = StalenessGate(0, 2)
@@ -306,10 +306,11 @@ def test_an_engine_generates_with_the_weights_it_says(model_dirs: list[Path]) ->
         np.testing.assert_allclose(rollout.logprobs, expected, atol=1e-3)
 
 
-def test_what_ends_while_the_engine_answers_somebody_else_is_reported(model_dirs: list[Path]) -> None:
+def test_rollouts_that_end_during_other_calls_are_reported(model_dirs: list[Path]) -> None:
     llm = LLM(model_dirs[0], skip_tokenizer_init=True, num_kv_blocks=64, max_num_seqs=4, dtype="float32", threads=1)
     short, long = (
-        RolloutGenerator(llm, SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0)) for count in (3, 60)
+        RolloutGenerator(llm, SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0), logprobs="raw")
+        for count in (3, 60)
     )
     short.submit(0, [5, 6])
     long.submit(1, [5, 6])
@@ -340,3 +341,19 @@ def test_every_rollout_has_a_seed_also_where_the_sum_would_be_none() -> None:
 def test_a_rollout_is_one_answer(model_dirs: list[Path]) -> None:
     with pytest.raises(ConfigError, match="a rollout is one answer, got n=2; submit the prompt 2 times"):
         RolloutGenerator(None, SamplingParams(n=2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"presence_penalty": 0.5}),
+        *({"repetition_penalty": 1.1}, {"logit_bias": {3: 1.0}}, {"min_tokens": 2}, {"allowed_token_ids": [1, 2]}),
+    ],
+)
+def test_rollouts_of_another_distribution_than_their_log_probabilities_are_refused(given: dict[str, Any]) -> None:
+    params = SamplingParams(**given)
+    llm = cast(LLM, None)
+    with pytest.raises(ConfigError, match=f"drawn with {next(iter(given))}="):
+        RolloutGenerator(llm, params)
+    RolloutGenerator(llm, params, logprobs="raw")
+    RolloutGenerator(llm, SamplingParams(top_k=-1, max_tokens=3, stop_token_ids=[4]))

@@ -22,7 +22,7 @@ pytestmark = needs_kernels
 
 
 @pytest.mark.parametrize(("folder", "files"), [(HEADS_DIR, FILES), (LAYER_DIR, LAYER_FILES)])
-def test_they_are_small(folder: Path, files: tuple[str, ...]) -> None:
+def test_the_bundled_heads_are_small(folder: Path, files: tuple[str, ...]) -> None:
     assert {path.name for path in folder.iterdir()} == set(files)
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 3_000_000
 
@@ -49,7 +49,7 @@ def _drafts_are_free(llm: LLM) -> Drafts:
 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle3"])
-def test_other_models_have_none(method: str, tmp_path: Path) -> None:
+def test_models_other_than_the_bundled_one_have_no_heads(method: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{method} needs model.*only the bundled model comes with heads"):
         LLM(tiny_hf_model(tmp_path, "llama"), skip_tokenizer_init=True, speculative_config={"method": method})
 

@@ -67,14 +67,14 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: 
     assert not any(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_it_says_what_continuous_batching_is(llm: LLM) -> None:
+def test_the_model_says_what_continuous_batching_is(llm: LLM) -> None:
     expected = next(entry.answer for entry in read_guide() if entry.questions[0] == "What is continuous batching?")
     wordings = ("What is continuous batching?", "what is continuous batching", "WHAT IS CONTINUOUS BATCHING??")
     for answer in ask(llm, [(wording, expected) for wording in wordings]):
         assert answer.text == expected, answer.question
 
 
-def test_it_answers_a_sample_of_held_back_wordings(llm: LLM) -> None:
+def test_the_model_answers_a_sample_of_held_back_wordings(llm: LLM) -> None:
     questions = held_back_questions(read_guide())
     sample = questions[:: len(questions) // SAMPLE][:SAMPLE]
     wrong = [answer for answer in ask(llm, sample) if not answer.right]
@@ -82,13 +82,13 @@ def test_it_answers_a_sample_of_held_back_wordings(llm: LLM) -> None:
 
 
 @pytest.mark.nightly
-def test_it_answers_the_held_back_wordings(llm: LLM) -> None:
+def test_the_model_answers_the_held_back_wordings(llm: LLM) -> None:
     answers = ask(llm, held_back_questions(read_guide()))
     assert len(answers) >= 150
     assert sum(answer.right for answer in answers) / len(answers) >= 0.8
 
 
-def test_it_knows_what_it_does_not_know(llm: LLM) -> None:
+def test_the_model_admits_what_it_does_not_know(llm: LLM) -> None:
     fallback = next(entry.answer for entry in read_guide() if entry.questions[0] == "What is the capital of France?")
     assert ask(llm, [("What is the capital of France?", fallback)])[0].right
 

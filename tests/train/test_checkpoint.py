@@ -25,7 +25,7 @@ from chairlift.models.random_weights import random_model
 from chairlift_train.checkpoint import CheckpointStore, ModelFiles, load_state, random_state, set_random_state
 from chairlift_train.config import TrainConfig
 from chairlift_train.run import train
-from chairlift_train.trainer import StepResult, Trainer
+from chairlift_train.trainer import Trainer, TrainingStepResult
 from tests.train import tiny_run
 
 
@@ -89,7 +89,7 @@ def test_random_generators_go_on(model: CausalLM, tmp_path: Path) -> None:
     assert (random.random(), np.random.rand(), torch.rand(()).item()) == first
 
 
-def test_the_newest_are_kept_and_what_is_half_written_is_none(model: CausalLM, tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept_and_half_written_ones_ignored(model: CausalLM, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2, 3):
         store.save(step, {"step": step}, model, FILES)
@@ -107,7 +107,7 @@ def test_the_newest_are_kept_and_what_is_half_written_is_none(model: CausalLM, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
 
-def test_a_full_disk_is_told_as_one(model: CausalLM, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_as_a_full_disk(model: CausalLM, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.save(1, {}, model, FILES)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -121,7 +121,7 @@ def test_a_full_disk_is_told_as_one(model: CausalLM, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".step-00000007.partial", ".step-00000003.removed", ".step-00000001.removed"])
-def test_what_a_killed_process_left_of_another_step_does_not_stay(model: CausalLM, tmp_path: Path, name: str) -> None:
+def test_leftovers_of_a_killed_process_are_removed(model: CausalLM, tmp_path: Path, name: str) -> None:
     (tmp_path / name / "training").mkdir(parents=True)
     (tmp_path / name / "training" / "state.safetensors").write_bytes(b"half")
     store = CheckpointStore(tmp_path, keep=1)
@@ -190,7 +190,7 @@ def test_a_source_may_draw_from_the_shared_generators(tmp_path: Path) -> None:
         raw = tiny_run.settings(tmp_path, steps=6) | {"data": {"source": f"{__name__}:Dice"}}
         seen: list[float] = []
 
-        def on_step(result: StepResult, trainer: Trainer) -> None:
+        def on_step(result: TrainingStepResult, trainer: Trainer) -> None:
             seen.append(result.loss)
             trainer.stop_requested = len(seen) == stop
 

@@ -37,7 +37,7 @@ def pack(lengths: list[int], *, prompt: int = 0, seed: int = 0, **fields: Any) -
     return Pack(tokens, tuple(lengths), tuple(range(len(lengths))), weights, **fields)
 
 
-def test_a_batch_in_full() -> None:
+def test_a_batch_has_all_fields_of_its_pack() -> None:
     batch = PackCollator(keys=(*ALL_KEYS, *FLASH_KEYS))(pack([3, 1, 4], prompt=2, step_weight=9.0, step_sequences=4))
     ids = batch["input_ids"][0].tolist()
     assert batch["labels"].tolist() == [[-100, -100, ids[2], -100, -100, -100, ids[6], ids[7]]]
@@ -97,7 +97,7 @@ def test_features_and_lists_of_packs_are_joined() -> None:
         ([Pack(np.zeros(3, np.int32), (2,), (0,), np.ones(3, np.float32))], "3 tokens"),
     ],
 )
-def test_what_does_not_fit_is_refused(features: Any, said: str) -> None:
+def test_features_that_do_not_fit_are_refused(features: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         PackCollator()(features)
 
@@ -109,7 +109,7 @@ def test_settings_are_checked() -> None:
         PackCollator(pad_to=0)
 
 
-def test_adapters() -> None:
+def test_each_library_gets_the_fields_that_it_reads() -> None:
     batch = PackCollator(pad_to=8)(pack([3, 2]))
     fields = packed_seq_params(batch)
     assert fields["qkv_format"] == "thd"

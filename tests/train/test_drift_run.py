@@ -16,7 +16,7 @@ from chairlift.errors import ConfigError
 from chairlift_train.config import TrainConfig
 from chairlift_train.drift import DriftSampler
 from chairlift_train.run import Outcome, train
-from chairlift_train.trainer import StepResult, Trainer
+from chairlift_train.trainer import Trainer, TrainingStepResult
 from tests.train import tiny_run
 
 CHANGE = 500
@@ -50,7 +50,7 @@ def settings(folder: Path, name: str) -> TrainConfig:
 def run(config: TrainConfig, stop: int = 0) -> tuple[Outcome, DriftSampler]:
     samplers: list[DriftSampler | None] = []
 
-    def on_step(result: StepResult, trainer: Trainer) -> None:
+    def on_step(result: TrainingStepResult, trainer: Trainer) -> None:
         trainer.stop_requested = result.step == stop
         samplers[:] = [trainer.drift]
 
@@ -107,7 +107,7 @@ def test_losses_are_those_of_each_sequence_alone(tmp_path: Path) -> None:
         assert told[number] == pytest.approx(alone, rel=1e-6)
 
 
-def test_what_is_chosen_does_not_depend_on_an_interruption() -> None:
+def test_the_chosen_items_do_not_depend_on_an_interruption() -> None:
     """A source that is asked to stop while it waits for data is asked again after the resume."""
 
     class Waiting:

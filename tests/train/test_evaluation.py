@@ -19,7 +19,7 @@ from chairlift.models.model_files import read_config
 from chairlift_train.config import TrainConfig
 from chairlift_train.evaluation import Evaluation, EvaluationResult
 from chairlift_train.run import Outcome, train
-from chairlift_train.trainer import StepResult, Trainer
+from chairlift_train.trainer import Trainer, TrainingStepResult
 from tests.train import tiny_run
 from tests.train.test_trainer import config, examples, one_by_one, tiny_model
 
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 def run(config: TrainConfig, stop: int = -1) -> tuple[Outcome, list[EvaluationResult]]:
     found: list[EvaluationResult] = []
 
-    def on_step(result: StepResult, _trainer: Trainer) -> None:
+    def on_step(result: TrainingStepResult, _trainer: Trainer) -> None:
         if result.step == stop:
             raise Killed
 

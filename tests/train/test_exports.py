@@ -131,7 +131,7 @@ def test_trl_rows_are_read_by_datasets_and_collated_to_the_same_batch(
             assert torch.equal(mine[key], theirs[key]), key
 
 
-def test_what_a_format_cannot_say_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_data_that_a_format_cannot_express_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     weighted = packs([{"input_ids": [1, 2, 3], "weight": 0.5}])
     for to, name in (("megatron", "set"), ("nemo", "set.npy"), ("nemo", "set.parquet")):
         with pytest.raises(ConfigError, match=r"target of weight 0\.5, but this format has only the weights 0 and 1"):

@@ -102,8 +102,9 @@ def test_the_gradient_of_packed_rollouts_is_that_of_the_objective(grpo: ModuleTy
     assert any(p.abs().max() > 0 for p in expected.values())
     policy.zero_grad(set_to_none=True)
     learner = grpo.GRPO.__new__(grpo.GRPO)
-    learner.policy, learner.collate = policy, grpo.PackCollator()
-    rows = [rollout.sequence(1.0) | {"advantage": a} for rollout, a in zip(rollouts, advantages, strict=True)]
+    learner.policy, learner.network, learner.collate = policy, grpo.NativeNetwork(policy), grpo.PackCollator()
+    more = [{"advantage": advantage, "current": True} for advantage in advantages]
+    rows = [rollout.sequence(1.0) | each for rollout, each in zip(rollouts, more, strict=True)]
     for pack in PackStream(rows, capacity=16):
         learner._learn(pack, targets)
     for name, value in expected.items():

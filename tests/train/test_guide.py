@@ -28,7 +28,7 @@ def entries() -> list[Entry]:
     return read_guide()
 
 
-def test_there_are_enough_entries_wordings_and_held_back_wordings(entries: list[Entry]) -> None:
+def test_the_guide_has_enough_entries_wordings_and_held_back_wordings(entries: list[Entry]) -> None:
     assert len(entries) >= 300
     assert sum(len(entry.held_back) for entry in entries) >= 150
     assert all(len(entry.questions) >= 5 for entry in entries)

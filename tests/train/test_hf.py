@@ -124,7 +124,7 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: pathlib.Path, red
         assert torch.allclose(value, weights[name], rtol=1e-5, atol=1e-6), name
 
 
-def test_alone_it_is_the_mean_over_labelled_tokens(tmp_path: pathlib.Path) -> None:
+def test_the_loss_of_one_process_is_the_mean_over_labelled_tokens(tmp_path: pathlib.Path) -> None:
     """A plain function, without ``attach``: a label weighs 1, and no label 0, as transformers has it."""
     collate = PackCollator(keys=TRAINER_KEYS)
     expected, weights = plain_loop("token", collate)

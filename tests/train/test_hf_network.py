@@ -19,7 +19,7 @@ from chairlift_train.config import TrainConfig
 from chairlift_train.hf_network import TransformersNetwork
 from chairlift_train.run import prepare, train
 from chairlift_train.stream import PackStream
-from chairlift_train.trainer import StepResult, Trainer
+from chairlift_train.trainer import Trainer, TrainingStepResult
 from tests.train import families, tiny_run
 from tests.train.test_trainer import VOCAB, config, examples, gradients
 
@@ -126,7 +126,7 @@ def test_a_run_is_the_same_when_it_was_interrupted_and_loads_in_transformers(tmp
     said: list[str] = []
 
     def run(name: str, stop: int = 0) -> Path:
-        def on_step(result: StepResult, trainer: Trainer) -> None:
+        def on_step(result: TrainingStepResult, trainer: Trainer) -> None:
             trainer.stop_requested = result.step == stop
 
         raw = settings(tmp_path) | {"output": str(tmp_path / name)}
@@ -179,7 +179,7 @@ def test_a_native_family_is_native_unless_asked(tmp_path: Path) -> None:
         ({"config": {"auto_map": {"AutoModelForCausalLM": "mine.Olmo3D"}}}, "code from its own directory"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_impossible_settings_are_refused_by_name(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     tiny_run.write_records(tmp_path / "data.jsonl")
     raw = settings(tmp_path)
     raw["model"]["config"] |= change.pop("config", {})
@@ -190,7 +190,7 @@ def test_what_cannot_work_is_refused_by_name(change: dict[str, Any], message: st
     assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_of_it_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_of_a_transformers_model_is_refused(tmp_path: Path) -> None:
     tiny_run.write_records(tmp_path / "data.jsonl")
     raw = settings(tmp_path)
     tiny_model("olmo").save_pretrained(tmp_path / "model")

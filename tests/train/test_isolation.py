@@ -20,7 +20,7 @@ from tests.train.families import EXACT, LEAKING, tiny
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("family", EXACT)
-def test_no_false_alarm(family: str, dtype: torch.dtype) -> None:
+def test_isolated_models_raise_no_false_alarm(family: str, dtype: torch.dtype) -> None:
     report = check_isolation(tiny(family, dtype), strict=True)
     assert report
     assert max(report.alone) <= report.tolerance / 5, "too close to the tolerance to be told from a leak"

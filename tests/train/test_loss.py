@@ -113,7 +113,7 @@ def test_every_split_gives_the_same_step(reduce: Any, dtype: torch.dtype, tolera
     check()
 
 
-def test_a_mean_of_means_is_what_it_is_not() -> None:
+def test_the_loss_is_not_a_mean_of_means() -> None:
     """Micro-batches with different numbers of targets, each divided by its own: the bug that this ends."""
     parts, loss = sequences(), StepLoss()
     right = train_step(Bigram(), loss, parts)
@@ -126,7 +126,7 @@ def test_a_mean_of_means_is_what_it_is_not() -> None:
 
 
 @pytest.mark.parametrize(("reduce", "z"), [("token", 40.0), ("sequence", 8.0)])
-def test_what_the_stream_knows_is_used(reduce: Any, z: float) -> None:
+def test_counts_of_the_stream_are_used_for_the_mean(reduce: Any, z: float) -> None:
     """It knows the packs of the other ranks too."""
     pack = Pack(np.arange(5, dtype=np.int32), (5,), (0,), np.array([0, 1, 1, 1, 1], np.float32), (), 3, False, 40.0, 8)
     counted, known = StepLoss(reduce), StepLoss(reduce)
@@ -148,7 +148,7 @@ def test_a_filler_adds_nothing_and_still_has_a_backward() -> None:
     assert model.table.grad is not None and not model.table.grad.any()
 
 
-def test_unpacked_batches_of_several_rows() -> None:
+def test_unpacked_batches_of_several_rows_give_the_same_loss() -> None:
     """Plain rows [B, S], labels -100 on the padding: no segment ids, no weights."""
     parts = [Pack(p.tokens, p.lengths, p.ids, np.array([0.0] + [1.0] * (p.num_tokens - 1), "f4")) for p in sequences()]
     ids = torch.zeros(len(parts), 30, dtype=torch.long)

@@ -115,7 +115,7 @@ def test_completion_is_exact_where_it_can_be(lengths: list[int], first: list[int
 
 
 @given(st.lists(st.integers(1, 64), max_size=80), st.integers(0, 80), st.integers(1, 20))
-def test_what_is_pending_is_the_whole_state(lengths: list[int], cut: int, pool: int) -> None:
+def test_the_pending_sequences_are_the_whole_state(lengths: list[int], cut: int, pool: int) -> None:
     def run(packer: LookaheadPacker, serials: list[int]) -> list[list[int]]:
         packs = []
         for serial in serials:
@@ -200,7 +200,7 @@ def test_other_lengths_are_refused(wrong: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
-def test_numbers_of_numpy_are_numbers(kind: type[np.integer[Any]]) -> None:
+def test_numbers_of_numpy_are_accepted(kind: type[np.integer[Any]]) -> None:
     lengths = np.array([200, 100, 50, 7, 200, 93] * 20, kind)
     expected = pack_indices(lengths.tolist(), 200)
     assert pack_indices(lengths, lengths.max()) == expected

@@ -15,7 +15,7 @@ from chairlift.errors import ConfigError
 from chairlift_train.config import TrainConfig, TrainerConfig
 from chairlift_train.run import train
 from chairlift_train.stream import PackStream
-from chairlift_train.trainer import StepResult, Trainer
+from chairlift_train.trainer import Trainer, TrainingStepResult
 from tests.train import tiny_run
 from tests.train.test_trainer import examples, gradients, one_step, relative_error, tiny_model
 
@@ -51,7 +51,7 @@ def run(folder: Path, name: str, *, stop: int = 0, **changes: Any) -> Path:
     if not (folder / "data.jsonl").exists():
         tiny_run.write_records(folder / "data.jsonl")
 
-    def on_step(result: StepResult, trainer: Trainer) -> None:
+    def on_step(result: TrainingStepResult, trainer: Trainer) -> None:
         trainer.stop_requested = result.step == stop
 
     return train(TrainConfig.from_mapping(raw), on_step=on_step).directory
@@ -87,7 +87,7 @@ def test_curves_say_what_each_step_returned_also_after_going_on(tmp_path: Path) 
 
     expected: dict[int, float] = {}
 
-    def on_step(result: StepResult, trainer: Trainer) -> None:
+    def on_step(result: TrainingStepResult, trainer: Trainer) -> None:
         expected[result.step] = result.loss
         trainer.stop_requested = len(expected) == 2
 

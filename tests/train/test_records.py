@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import importlib.util
+import io
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -111,7 +113,7 @@ def test_forms_of_one_chat_are_the_same_example(name: str) -> None:
     assert learnt(TOOLS, SAME_CHAT[name]) == learnt(TOOLS, {"messages": [U("one"), A("two")]})
 
 
-def test_of_a_conversational_prompt_only_the_completion_is_learnt() -> None:
+def test_only_the_completion_of_a_conversational_prompt_is_learnt() -> None:
     record = {"prompt": TWO[:3], "completion": TWO[3:]}
     assert [spans for _, spans in learnt(TOOLS, record)] == [["four<end>"]]
 
@@ -156,7 +158,7 @@ def test_calls_of_tools_are_learnt_in_every_form() -> None:
         ({"prompt": [U("a")], "completion": "b"}, "completion must be a list"),
     ],
 )
-def test_what_cannot_be_read_of_a_form_is_named(record: dict[str, Any], message: str) -> None:
+def test_unreadable_fields_of_a_form_are_named(record: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         chat_of(record)
 
@@ -357,6 +359,31 @@ def test_datasets_of_hugging_face_are_read_from_their_directory(tmp_path: Path) 
     assert len(expand([f"{tmp_path}/hub/data/train-*"])) == 2
 
 
+def test_sheets_are_records_of_texts(tmp_path: Path) -> None:
+    """Quotes, line ends and separators within values, an empty cell, a mark at the beginning, and messages as JSON."""
+    chat = json.dumps([U("a, b"), A("c\td")])
+    long = "x" * 200_000  # more than the csv module reads by default
+    rows = [["messages", "note"], [chat, "line\r\nline"], [], [chat, ""], ["other", long]]
+    expected = [{"messages": chat, "note": "line\r\nline"}, {"messages": chat}, {"messages": "other", "note": long}]
+
+    def sheet(delimiter: str) -> str:
+        csv.writer(made := io.StringIO(newline=""), delimiter=delimiter).writerows(rows)
+        return made.getvalue()
+
+    for name, content in (
+        ("a.csv", sheet(",").encode("utf-8-sig")),
+        ("b.tsv", sheet("\t").encode()),
+        ("c.csv.gz", gzip.compress(sheet(",").encode())),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert rest_of_records(tmp_path / name) == expected
+    (found, *_) = rest_of_records(tmp_path / "a.csv")
+    parsed, plain = chat_of(found), chat_of({"messages": json.loads(chat)})
+    assert parsed is not None and plain is not None and parsed.messages == plain.messages
+    with pytest.raises(ConfigError, match="messages must be JSON text"):
+        chat_of({"messages": "[broken"})
+
+
 def rest_of_records(*files: Path) -> list[Any]:
     return [file.read(index) for file in map(open_file, expand(files)) for index in range(len(file))]
 
@@ -373,7 +400,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     for name, content, message in (
         ("b.json", "[]", "empty array"),
         ("c.json", "[1", "begins with a JSON array"),
-        ("d.txt", "x", r"suffix '\.txt'"),
+        ("d.txt", "x", r"suffix '\.txt'.*write each text as a line of JSON"),
+        ("g.csv", "a,b\n", "at least one row"),
+        ("h.csv", "a,a\n1,2\n", "a different name for each field"),
+        ("i.csv", "a,b\n1,2,3\n", r"row 1: 3 values for 2 fields; put quotes"),
+        ("j.csv", 'a\n"x\n', "cannot be read as CSV"),
         ("e.arrow", "x", "cannot be read as Arrow"),
     ):
         (tmp_path / name).write_text(content)

@@ -328,7 +328,7 @@ def test_a_run_goes_on_bit_for_bit_and_holds_the_adapters_only(run_dir: Path) ->
             train(TrainConfig.from_mapping(settings(run_dir, **change)))
 
 
-def test_what_was_trained_is_served_together_and_read_by_peft(run_dir: Path) -> None:
+def test_trained_adapters_are_served_together_and_read_by_peft(run_dir: Path) -> None:
     raw = settings(run_dir, dropout=0.0, targets=["q_proj", "v_proj", "layers.1.mlp.down_proj"])
     raw["training"] |= {"learning_rate": 0.05, "steps": 8}
     raw["data"]["eval_files"] = raw["data"]["files"]
@@ -406,7 +406,7 @@ def test_records_name_their_adapters(run_dir: Path) -> None:
     assert train(TrainConfig.from_mapping(raw)).skipped == 20
 
 
-def test_what_cannot_be_is_refused(run_dir: Path, llama: Path) -> None:
+def test_impossible_settings_are_refused(run_dir: Path, llama: Path) -> None:
     for change, message in (
         ({"adapters": {}}, "adapters is empty"),
         ({"adapters": {"law": {"r": 0}}}, r"adapters.law: r must be 1 to 1024"),

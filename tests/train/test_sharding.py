@@ -140,7 +140,9 @@ def test_a_divided_run_goes_on_bit_for_bit_and_serves(tmp_path: Path) -> None:
         ({"lora": {"r": 2}}, "lora"),
     ],
 )
-def test_what_does_not_go_with_divided_weights_is_named(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_settings_that_contradict_divided_weights_are_refused(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
     tiny_run.write_records(tmp_path / "data.jsonl")
     raw = tiny_run.settings(tmp_path, sharding="fsdp", **changes.pop("training", {})) | changes
     if "lora" in raw:

@@ -68,7 +68,7 @@ CHAT = [
 ]
 
 
-def test_of_a_chat_the_answers_are_learnt_with_the_end_of_their_turn(tokenizer_dir: Path) -> None:
+def test_answers_of_a_chat_are_learnt_with_the_end_of_their_turn(tokenizer_dir: Path) -> None:
     item = Encoder(tokenizer_dir)({"messages": CHAT})
     assert learnt(tokenizer_dir, item) == ["two three<|im_end|>\n", "five<|im_end|>\n"]
     everything = Encoder(tokenizer_dir, train_on="all")({"messages": CHAT})
@@ -76,7 +76,7 @@ def test_of_a_chat_the_answers_are_learnt_with_the_end_of_their_turn(tokenizer_d
     np.testing.assert_array_equal(everything["input_ids"], item["input_ids"])
 
 
-def test_of_a_prompt_only_the_completion_is_learnt_and_texts_end(tokenizer_dir: Path) -> None:
+def test_only_the_completion_of_a_prompt_is_learnt_and_texts_end(tokenizer_dir: Path) -> None:
     encode = Encoder(tokenizer_dir)
     item = encode({"prompt": "one two", "completion": " three"})
     assert learnt(tokenizer_dir, item) == [" three<|im_end|>"]
@@ -306,7 +306,7 @@ def test_a_growing_file_is_read_line_by_whole_line(tmp_path: Path) -> None:
     assert firsts(later) == [1, 2]
 
 
-def test_of_several_files_only_the_last_is_followed(tmp_path: Path) -> None:
+def test_only_the_last_of_several_files_is_followed(tmp_path: Path) -> None:
     first, last = numbers(tmp_path / "a.jsonl", 2), numbers(tmp_path / "b.jsonl", 1, first=2)
     first.write_text(first.read_text().rstrip("\n"))
     source = FollowedLines([first, last], read, follow=True, wait=lambda: pytest.fail("nothing to wait for"))
@@ -384,7 +384,7 @@ def test_parquet_rows_are_records(tmp_path: Path, shuffle: bool) -> None:
 
 
 @pytest.mark.parametrize("ids", ["7", "[]", "[-1]", "[1.5]", '[1, "x"]', "[true]", "[4294967296]", "[[1]]"])
-def test_what_is_no_row_of_token_ids_is_named_with_its_line(tmp_path: Path, ids: str) -> None:
+def test_a_row_that_is_no_token_ids_is_named_with_its_line(tmp_path: Path, ids: str) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"input_ids": [1, 2]}\n{"input_ids": ' + ids + "}\n")
     with pytest.raises(ConfigError, match=r"data\.jsonl, line 2: input_ids must be a list of token ids"):

@@ -16,13 +16,15 @@ from tests.train.staleness_books import POLICIES, World, explore, steady
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_random_events(request: pytest.FixtureRequest, policy: StalenessPolicy) -> None:
+def test_random_events_keep_the_rules_of_the_gate(request: pytest.FixtureRequest, policy: StalenessPolicy) -> None:
     sweep(request, 25, lambda seed: explore(policy, seed, 1000))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("policy", POLICIES)
-def test_random_events_at_length(request: pytest.FixtureRequest, policy: StalenessPolicy) -> None:
+def test_long_runs_of_random_events_keep_the_rules_of_the_gate(
+    request: pytest.FixtureRequest, policy: StalenessPolicy
+) -> None:
     sweep(request, 100, lambda seed: explore(policy, seed, 10_000))
 
 
@@ -55,7 +57,7 @@ class TakesTheNewest(StalenessGate):
             self._waiting.sort()
 
 
-@pytest.mark.planted("test_random_events")
+@pytest.mark.planted("test_random_events_keep_the_rules_of_the_gate")
 @pytest.mark.parametrize(
     ("gate", "policy"),
     [
@@ -84,7 +86,7 @@ def test_wait_has_no_bias_against_long_samples(bound: int) -> None:
     assert stats.dropped == 0
 
 
-def test_drop_has() -> None:
+def test_drop_has_a_bias_against_long_samples() -> None:
     """Else the test above shows nothing."""
     stats = steady("drop", 1)
     assert stats.dropped > 0
@@ -102,7 +104,7 @@ def finished(gate: StalenessGate, *versions: int) -> None:
         gate.tag(ticket, version, ticket, length=4)
 
 
-def test_reweight_and_lr_scale() -> None:
+def test_reweight_and_lr_scale_weaken_stale_samples() -> None:
     weighted = StalenessGate(2, 2, "reweight")
     halved = StalenessGate(2, 2, "reweight", reweight=lambda staleness: 0.5**staleness)
     slowed, plain = StalenessGate(2, 2, "lr_scale"), StalenessGate(2, 2)
@@ -145,7 +147,7 @@ def test_wait_refuses_a_version_that_would_be_too_much() -> None:
     assert empty.capacity == 4, "but what version 0 was not trained on cannot be made up for"
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments_are_refused() -> None:
     for bound, batch in ((-1, 1), (0, 0)):
         with pytest.raises(ConfigError, match=f"got {bound} and {batch}"):
             StalenessGate(bound, batch)

@@ -112,7 +112,7 @@ def test_token_ids_come_as_lists_arrays_and_tensors(item: Any) -> None:
     assert pack.weights.tolist() == [0, 1, 1]
 
 
-def test_what_the_source_does_later_with_its_buffer_does_not_matter() -> None:
+def test_packs_do_not_share_the_buffer_of_their_source() -> None:
     def reuse() -> Iterator[np.ndarray[Any, Any]]:
         buffer = np.zeros(3, np.int32)
         for value in range(4):
@@ -180,7 +180,7 @@ def test_a_list_of_arrays_gives_the_packs_of_a_list_of_lists(dtypes: list[Any]) 
 
 
 @pytest.mark.parametrize("source", [{"input_ids": [1]}, "text", 7, None])
-def test_what_is_no_source_is_refused(source: Any) -> None:
+def test_a_wrong_source_is_refused(source: Any) -> None:
     with pytest.raises(ConfigError, match="source"):
         PackStream(source)
 
@@ -231,7 +231,7 @@ def test_packs_are_those_of_the_offline_twin() -> None:
 
 
 @pytest.mark.parametrize("overflow", ["split", "truncate", "drop", "own_pack"])
-def test_what_is_too_long_is_treated_as_asked(overflow: Any) -> None:
+def test_sequences_that_are_too_long_are_cut_split_or_dropped_as_asked(overflow: Any) -> None:
     source = described(300, longest=200)
     stream = PackStream(source, CAPACITY, pool=16, overflow=overflow)
     packs = list(stream)
@@ -690,7 +690,7 @@ def test_no_step_ends_early_when_the_number_of_ranks_changes(arrange: dict[str, 
     assert list(Counter(pack.step for pack in packs).values())[:-1] == [12] * (len(packs) // 12)
 
 
-def test_what_a_step_had_too_much_of_is_remembered_when_the_number_of_ranks_changes() -> None:
+def test_the_surplus_of_a_step_is_kept_when_the_number_of_ranks_changes() -> None:
     state, taken = None, 0
     for steps, ranks in enumerate((1, 2, 4, 1, 2, 4, 1, 2), 1):
 
@@ -802,7 +802,7 @@ def test_a_stream_from_a_queue_goes_on_with_another_queue() -> None:
         assert all_same(asyncio.run(run(cut)), list(PackStream(items, CAPACITY, **settings)))
 
 
-def test_what_waits_in_a_queue_for_too_long_is_handed_out() -> None:
+def test_sequences_that_wait_in_a_queue_for_too_long_are_handed_out() -> None:
     async def run() -> list[Pack]:
         queue: asyncio.Queue[Any] = asyncio.Queue()
         stream = PackStream(queue, CAPACITY, step="packs:100", flush_after=0.01)
@@ -819,7 +819,7 @@ def test_what_waits_in_a_queue_for_too_long_is_handed_out() -> None:
     assert all(pack.last_of_step for pack in packs)
 
 
-def test_who_waits_longest_in_a_queue_says_when_all_is_handed_out() -> None:
+def test_the_longest_waiting_sequence_decides_when_all_are_handed_out() -> None:
     """And not the last pack that others filled meanwhile."""
 
     async def run() -> list[Pack]:
@@ -979,7 +979,7 @@ def test_a_hugging_face_dataset_is_a_source() -> None:
 # ---- figures
 
 
-def test_what_alignment_fills_up_is_waste() -> None:
+def test_tokens_that_fill_up_alignment_count_as_waste() -> None:
     """Also of a sequence that waited while the stream was saved."""
     settings = {"capacity": 16, "pool": 4, "align": 4}
     items = [[7] * length for length in [3, 1] * 8]
@@ -1023,7 +1023,7 @@ def test_nothing_waits_for_more_packs_than_the_pool_is_large(mix: str) -> None:
     assert 0 < stream.stats().delay_packs.max <= 32
 
 
-def test_half_and_all_but_a_hundredth_waited_no_longer_than_is_said() -> None:
+def test_the_median_and_p99_of_the_wait_are_upper_bounds() -> None:
     stream = PackStream([[1, 2, 3, 4]] * 12, 4, pool=10)
     assert len(list(stream)) == 12
     expected = (5, 9, 9)  # of 0 to 8 of those that came before the end, and three times 9
@@ -1085,7 +1085,7 @@ def test_a_stream_of_a_million_is_planned_and_resumed_in_time() -> None:
     assert time.process_time() - start <= 1
 
 
-def test_a_sample_is_checked_by_itself() -> None:
+def test_a_sample_is_read_with_its_weights_and_source() -> None:
     sample = read_sample({"input_ids": [1, 2, 3], "labels": [1, -100, 3], "source": "s"}, 4, "source")
     assert (sample.id, sample.tokens.tolist(), sample.key, sample.total_weight) == (4, [1, 2, 3], "s", 1.0)
     assert sample.weights is not None and sample.weights.tolist() == [0, 0, 1]

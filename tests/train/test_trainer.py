@@ -158,7 +158,7 @@ def test_a_loss_that_is_no_number_stops_before_the_weights_change() -> None:
     assert trainer.num_steps == 0
 
 
-def test_what_cannot_be_learnt_is_refused() -> None:
+def test_data_that_cannot_be_learnt_is_refused() -> None:
     with pytest.raises(ConfigError, match=f"token id {VOCAB}, but the model knows {VOCAB}"):
         one_step(tiny_model(), [{"input_ids": [1, VOCAB]}])
     with pytest.raises(ConfigError, match="target"):
@@ -283,7 +283,7 @@ def test_wsd_stays_at_its_peak_and_falls_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_was_trained_loads_in_transformers_with_equal_logits(
+def test_a_trained_model_loads_in_transformers_with_equal_logits(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -81,7 +81,7 @@ def test_short_segments_of_similar_length_share_a_call_and_long_ones_are_not_cop
     assert calls([30, 30, 9], window=12) == ([(1, 30), (1, 30), (1, 9)], False)
 
 
-def test_what_an_evaluation_leaves_behind_can_be_trained_with() -> None:
+def test_plans_cached_by_an_evaluation_can_be_trained_with() -> None:
     layout = Layout.of([3, 9] * 16)
     inputs = random_inputs(layout, (4, 2), torch.float32)
     sdpa._plan.cache_clear()
@@ -243,7 +243,7 @@ def test_removing_the_patch_puts_everything_back_bit_for_bit() -> None:
     assert not model._forward_pre_hooks
 
 
-def test_what_is_not_packed_runs_as_before() -> None:
+def test_unpacked_inputs_run_as_before() -> None:
     model = tiny("mistral", attention="sdpa")
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(1, VOCABULARY, (3, 12), generator=generator)

@@ -68,7 +68,7 @@ def main() -> None:
     import torch
 
     from chairlift_train.run import train
-    from chairlift_train.trainer import StepResult, Trainer
+    from chairlift_train.trainer import Trainer, TrainingStepResult
 
     torch.set_num_threads(1)
     directory, point, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -79,7 +79,7 @@ def main() -> None:
         if (name, seen[name]) == (point, count):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def on_step(result: StepResult, _trainer: Trainer) -> None:
+    def on_step(result: TrainingStepResult, _trainer: Trainer) -> None:
         if (point, result.step) == ("step", count):
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from chairlift import LLM, SamplingParams
-from chairlift.cli.main import main
 from chairlift.errors import ConfigError
 from chairlift.executor.drafters.eagle3 import Eagle3Drafter
+from chairlift.kernels.weights import NATIVE
 from chairlift.models.eagle3 import Eagle3, hidden_at, load_eagle3, stored_tensors
 from chairlift.models.model_files import read_config
 from chairlift_train.config import TrainConfig, TrainerConfig
@@ -41,7 +41,7 @@ from tests.models.tiny import hf_model, tiny_hf_model
 from tests.native import needs_kernels
 from tests.tiers import one_in
 from tests.train import tiny_run
-from tests.train.heads.test_medusa import SEQUENCES, base_model
+from tests.train.heads.test_medusa import SEQUENCES, base_model, write_answers
 
 NUM_STEPS, DECAY, TAPS = 3, 0.7, (2, 0, 1)
 KNOWN = np.array([i for i in range(128) if i % 4 != 1], dtype=np.int32)
@@ -431,7 +431,7 @@ def test_a_run_goes_on_bit_for_bit(run_dir: Path) -> None:
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1]
     assert config["norm_before_residual"] is False, "readers have different defaults"
     assert {name: list(each.shape) for name, each in load_file(whole / "model.safetensors").items()} == PUBLISHED
-    layer = load_eagle3(whole, read_config(run_dir / "llama-0"), torch.float32)
+    layer = load_eagle3(whole, read_config(run_dir / "llama-0"), torch.float32, NATIVE)
     assert layer.target_ids is not None and len(layer.target_ids) == 50
     for change, message in (
         ({"draft_vocab_size": 40}, r"heads\.draft_vocab_size 50, and here it is 40"),
@@ -456,7 +456,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(targets: str, run_dir: Path) -
         assert (whole / name).read_bytes() == (run_dir / "killed" / whole.name / name).read_bytes()
 
 
-def test_what_cannot_be_is_refused(run_dir: Path) -> None:
+def test_impossible_settings_are_refused(run_dir: Path) -> None:
     for change, message in (
         ({"num_heads": 3}, "num_heads is not a setting of method eagle3"),
         ({"method": "medusa"}, "num_steps, draft_vocab_size is not a setting of method medusa"),
@@ -481,7 +481,7 @@ def test_what_cannot_be_is_refused(run_dir: Path) -> None:
         TrainConfig.from_mapping(raw)
 
 
-def test_taps_by_number_of_layers() -> None:
+def test_default_taps_follow_from_the_number_of_layers() -> None:
     assert [default_taps(n) for n in (1, 2, 3, 4, 7, 8, 30)] == [
         *((0,), (0, 1), (0, 1, 2), (0, 2, 3), (0, 3, 6), (2, 4, 5), (2, 15, 27)),
     ]
@@ -518,12 +518,7 @@ def accepted_length(llm: LLM, prompts: list[list[int]], params: SamplingParams) 
 def test_a_layer_learns_what_the_model_says_and_drafts_it(draft_vocab_size: int | None, tmp_path: Path) -> None:
     """Commands of the documentation: generate, train, serve."""
     model_dir = tiny_hf_model(tmp_path, "llama")
-    rng = random.Random(0)
-    prompts = [[rng.randrange(3, 100) for _ in range(6)] for _ in range(24)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in prompts))
-    asked = ["generate", "--model", str(model_dir), "--prompts-file", str(tmp_path / "prompts.jsonl")]
-    asked += ["--max-tokens", "24", "--ignore-eos", "--dtype", "float32", "--num-kv-blocks", "60", "--quiet"]
-    assert main([*asked, "--skip-tokenizer-init", "-o", str(tmp_path / "answers.jsonl")]) == 0
+    prompts = write_answers(model_dir, tmp_path)
     raw = {
         "model": {"path": str(model_dir), "dtype": "float32"},
         "data": {"files": [str(tmp_path / "answers.jsonl")]},

@@ -21,7 +21,7 @@ from chairlift import LLM, SamplingParams
 from chairlift.cli.main import main
 from chairlift.errors import ConfigError
 from chairlift.executor.drafters.medusa import MedusaHeads, load_medusa
-from chairlift.kernels.weights import PLAIN
+from chairlift.kernels.weights import NATIVE, PLAIN
 from chairlift.models.hf_config import parse_config, read_json
 from chairlift.models.loader import load_model
 from chairlift_train.config import TrainConfig, TrainerConfig
@@ -188,7 +188,7 @@ def test_a_run_goes_on_bit_for_bit_and_holds_the_heads_only(run_dir: Path) -> No
         train(TrainConfig.from_mapping(raw))
 
 
-def test_what_cannot_be_is_refused(run_dir: Path) -> None:
+def test_impossible_settings_are_refused(run_dir: Path) -> None:
     for change, message in (
         ({"method": "hydra"}, "method must be one of medusa, eagle3"),
         ({"num_heads": 0}, "num_heads must be 1 to 64, got 0"),
@@ -228,17 +228,24 @@ def test_answers_that_were_generated_are_read(tmp_path: Path) -> None:
             Encoder().examples(record | broken)
 
 
+def write_answers(model_dir: Path, folder: Path) -> list[list[int]]:
+    """Write the model's answers to random prompts as ``answers.jsonl``, with ``chairlift generate``. Returns the
+    prompts."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 100) for _ in range(6)] for _ in range(24)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in prompts))
+    asked = ["generate", "--model", str(model_dir), "--prompts-file", str(folder / "prompts.jsonl")]
+    asked += ["--max-tokens", "24", "--ignore-eos", "--dtype", "float32", "--num-kv-blocks", "60", "--quiet"]
+    assert main([*asked, "--skip-tokenizer-init", "-o", str(folder / "answers.jsonl")]) == 0
+    return prompts
+
+
 @needs_kernels
 @pytest.mark.parametrize("own_output_heads", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_heads_learn_what_the_model_says_and_draft_it(own_output_heads: bool, tmp_path: Path) -> None:
     """Commands of the documentation: generate, train, serve. The model answers everything alike, so heads learn it."""
     model_dir = tiny_hf_model(tmp_path, "llama")
-    rng = random.Random(0)
-    prompts = [[rng.randrange(3, 100) for _ in range(6)] for _ in range(24)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in prompts))
-    asked = ["generate", "--model", str(model_dir), "--prompts-file", str(tmp_path / "prompts.jsonl")]
-    asked += ["--max-tokens", "24", "--ignore-eos", "--dtype", "float32", "--num-kv-blocks", "60", "--quiet"]
-    assert main([*asked, "--skip-tokenizer-init", "-o", str(tmp_path / "answers.jsonl")]) == 0
+    prompts = write_answers(model_dir, tmp_path)
     raw = {
         "model": {"path": str(model_dir), "dtype": "float32"},
         "data": {"files": [str(tmp_path / "answers.jsonl")]},
@@ -251,7 +258,7 @@ def test_heads_learn_what_the_model_says_and_draft_it(own_output_heads: bool, tm
     losses: list[float] = []
     heads_dir = train(TrainConfig.from_mapping(raw), on_step=lambda result, _: losses.append(result.loss)).directory
     assert losses[-1] < 0.5 * losses[0]
-    assert len(load_medusa(heads_dir, base_model(model_dir).config.vocab_size, 64, torch.float32)) == 3
+    assert len(load_medusa(heads_dir, base_model(model_dir).config.vocab_size, 64, torch.float32, NATIVE)) == 3
     shape: dict[str, Any] = {
         "model": str(model_dir),
         "num_kv_blocks": 60,
