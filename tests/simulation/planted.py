@@ -195,9 +195,10 @@ SEEN_AT: dict[str, int] = {
 """Bug -> seed of a world that notices it, where the search begins. It saves minutes."""
 
 
-def check_some_world_finds(run_world: Callable[[int], object], most: int) -> None:
-    """Fail the test unless one of the first ``most`` worlds raises. A world takes its seed."""
-    for seed in range(most):
+def check_some_world_finds(run_world: Callable[[int], object], most: int, first: Iterable[int] = ()) -> None:
+    """Fail the test unless a world of the seeds ``first``, or one of the first ``most`` worlds, raises. A world takes
+    its seed."""
+    for seed in (*first, *range(most)):
         try:
             run_world(seed)
         except Exception:
