@@ -7,10 +7,10 @@ r"""The table of Chairlift and other engines on the CPU: 16, 8 and 4 bits, 1 to 
 
 DIR holds an environment for each engine (``--install`` makes those that are missing), the models with random weights,
 and their conversions. A cell is named SHAPE-BITS-REQUESTS-PROMPT. Its engines are child processes that take turns: each
-is stopped while another computes. A cell has three rounds or more, and the machine's limits are measured before and
-after each turn. Finished cells are saved at once in results/PROCESSOR.json, so an interrupted run continues where it
-was; a cell that is there is measured again only with ``--again``. An engine that cannot be installed or started is
-recorded with the reason.
+is stopped while another computes. A cell has three rounds or more (one for a rival that is far behind), and the
+machine's limits are measured before and after each turn. Finished cells are saved at once in results/PROCESSOR.json, so
+an interrupted run continues where it was; a cell that is there is measured again only with ``--again``. An engine that
+cannot be installed or started is recorded with the reason.
 
 All requests of a cell arrive at once. Prompts have a log-normal distribution around PROMPT tokens, and answers one
 around 64 tokens: the lengths are its quantiles, so a cell has the same requests everywhere. Decoding is greedy, the end
@@ -79,6 +79,8 @@ ROUNDS = (3, 7)
 """Least and most rounds of a cell. Cells with short turns have more."""
 LONG = 15.0
 """A cell ends after the least number of rounds if each engine has computed for this many seconds."""
+FAR_BEHIND = 2.0
+"""A rival that takes this many times as long as the best rival in a cell's first round has no further turns in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,14 +201,17 @@ def measure(
     cell: Cell, children: list[Child], limits: LimitsNow, cache: Path, reasons: dict[str, str]
 ) -> dict[str, list[dict[str, float]]]:
     """Engine -> results of its turns. The order of the engines alternates. A rival that ends in a turn is added to
-    ``reasons``, and leaves ``children``."""
+    ``reasons``, and leaves ``children``. One that is FAR_BEHIND keeps the result of its only turn."""
     requests = cache / "work" / "requests.json"
     requests.write_text(json.dumps(cell.draw()))
     turns: dict[str, list[dict[str, float]]] = {child.name: [] for child in children}
     least, most = ROUNDS
     before, number = limits(), 0
     while number < least or (number < most and sum(turn["seconds"] for turn in turns[OURS]) < LONG):
+        behind = far_behind(turns) if number else ()
         for child in list(children if number % 2 else reversed(children)):
+            if child.name in behind:
+                continue
             try:
                 turn = child.run(requests)
             except (SystemExit, BrokenPipeError) as reason:
@@ -226,6 +231,12 @@ def measure(
             turns[child.name].append({name: float(f"{value:.5g}") for name, value in turn.items()})
         number += 1
     return turns
+
+
+def far_behind(turns: dict[str, list[dict[str, float]]]) -> list[str]:
+    """Rivals whose first turn of a cell took FAR_BEHIND times as long as that of the best rival."""
+    first = {name: each[0]["seconds"] for name, each in turns.items() if name != OURS and each}
+    return [name for name, seconds in first.items() if seconds > FAR_BEHIND * min(first.values())]
 
 
 def run(cells: Sequence[Cell], names: Sequence[str], cache: Path, file: Path, until: float) -> None:
