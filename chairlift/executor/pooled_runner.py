@@ -24,10 +24,11 @@ from chairlift.executor.executor import Executor, OnProgress, PendingTokens, Wei
 from chairlift.executor.kv_tensors import plan_kv_cache
 from chairlift.kernels.cpu.library import ThreadPool
 from chairlift.kernels.cpu.program import StepProgram
-from chairlift.kernels.recording import Recorder
-from chairlift.models.context import PackedContext
+from chairlift.kernels.recording import Recorder, Value
+from chairlift.models.context import BothWaysContext, PackedContext
 from chairlift.models.encoder import EncoderBatch, EncoderNetwork, kernel_attention_cache
 from chairlift.models.encoder_config import EncoderConfig
+from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.pooled_network import PooledNetwork
 
 __all__ = ["NativePooledRunner", "PooledExecutor", "TorchPooledRunner"]
@@ -58,7 +59,9 @@ class TorchPooledRunner:
             torch.from_numpy(array.astype(np.int64)).to(self._device) for array in (batch.token_ids, batch.positions)
         )
         body = self._model.model
-        ctx = PackedContext(batch.cu_seqlens.tolist())
+        network = self._model.config.network
+        both_ways = isinstance(network, NetworkConfig) and network.both_ways
+        ctx = (BothWaysContext if both_ways else PackedContext)(batch.cu_seqlens.tolist())
         if isinstance(body, EncoderNetwork):
             both = EncoderBatch()
             both.begin(batch.cu_seqlens.tolist(), None if token_types is None else token_types.to(self._device))
@@ -66,6 +69,13 @@ class TorchPooledRunner:
         else:
             found = body(ids, positions, ctx)
         return found if kept is None else found[torch.from_numpy(kept).to(self._device)]
+
+
+class _BothWaysRecorder(Recorder):
+    """Recorder of a decoder whose tokens also attend to later tokens."""
+
+    def attend(self, layer: int, q: Value, k: Value, v: Value, **how: Any) -> Value:
+        return super().attend(layer, q, k, v, **how, both_ways=True)
 
 
 class NativePooledRunner:
@@ -76,11 +86,14 @@ class NativePooledRunner:
         self, model: PooledNetwork, dtype: torch.dtype, pool: ThreadPool, *, isa: str, max_tokens: int, max_rows: int
     ) -> None:
         body = model.model
-        recorder = Recorder(dtype)
+        network = model.config.network
         spec = model.kv_cache_spec()
-        if isinstance(model.config.network, EncoderConfig):
-            shared = kernel_attention_cache(model.config.network)
+        if isinstance(network, EncoderConfig):
+            shared = kernel_attention_cache(network)
             spec = [] if shared is None else [shared]
+            recorder = Recorder(dtype)
+        else:
+            recorder = _BothWaysRecorder(dtype) if network.both_ways else Recorder(dtype)
         self._batch = EncoderBatch(recorder=recorder)
         context: Any = self._batch if isinstance(body, EncoderNetwork) else recorder
         hidden: Any = body(recorder.token_ids, recorder.positions, context)

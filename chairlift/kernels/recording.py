@@ -201,8 +201,8 @@ class Recorder:
         both_ways: bool = False,
     ) -> Value:
         """Record attention; see :class:`~chairlift.models.context.AttentionContext`. q, k and v come from one
-        ``ops.rotary_heads``. With ``both_ways``, a token attends to all tokens of its text, including later tokens,
-        without a window."""
+        ``ops.rotary_heads``. With ``both_ways``, a token attends to all tokens of its text, including later tokens;
+        with ``window``, to the nearest ``window`` tokens on each side, itself included."""
         given = {"layer": layer, "scale": scale, "window": window, "cap": cap, "sinks": sinks, "both_ways": both_ways}
         out = self.record(attention, (q, k, v), given)
         return cast(Value, out)

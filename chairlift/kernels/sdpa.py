@@ -173,17 +173,19 @@ def packed_attention(
 def bidirectional_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], *, scale: float, window: int | None
 ) -> Tensor:
-    """Attention in both directions inside each segment of a packed batch: q, k and v [T, H, Dh] -> [T, H, Dh].
+    """Attention in both directions inside each segment of a packed batch: ``q`` [T, Hq, Dh], ``k`` and ``v``
+    [T, Hkv, Dh] -> [T, Hq, Dh].
 
     A token attends to itself and at most ``window`` tokens on each side; None: to all tokens of its segment. Each
     segment is a separate call, so that its bits do not depend on the other segments.
     """
     out = torch.empty_like(q)
+    how: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     for start, end in itertools.pairwise(cu_seqlens):
         queries, keys, values = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         length = end - start
         if window is None or length <= window + 1:
-            whole = scaled_dot_product_attention(queries, keys, values, scale=scale)
+            whole = scaled_dot_product_attention(queries, keys, values, **how)
             out[start:end] = whole[0].transpose(0, 1)
             continue
         for first in range(0, length, QUERY_TILE):
@@ -192,7 +194,7 @@ def bidirectional_attention(
             rows, columns = torch.arange(first, last, device=q.device), torch.arange(low, high, device=q.device)
             seen = (rows[:, None] - columns).abs() <= window
             near = (keys[:, :, low:high], values[:, :, low:high])
-            tile = scaled_dot_product_attention(queries[:, :, first:last], *near, attn_mask=seen, scale=scale)
+            tile = scaled_dot_product_attention(queries[:, :, first:last], *near, attn_mask=seen, **how)
             out[start + first : start + last] = tile[0].transpose(0, 1)
     return out
 

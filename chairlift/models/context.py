@@ -21,7 +21,7 @@ from chairlift.errors import InvariantError
 from chairlift.kernels import ops
 from chairlift.kernels.recurrent import Cell, StatePart, StatePiece, plan_pieces, recur_packed, recur_paged
 
-__all__ = ["AttentionContext", "LayerCache", "LayerState", "PackedContext", "PagedContext"]
+__all__ = ["AttentionContext", "BothWaysContext", "LayerCache", "LayerState", "PackedContext", "PagedContext"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,3 +184,28 @@ class PackedContext:
     def recur(self, layer: int, cell: Cell, *inputs: Tensor) -> Tensor:
         """Run ``cell`` over each sequence, starting from a state of zeros. See :class:`AttentionContext`."""
         return recur_packed(cell, inputs, self.cu_seqlens)
+
+
+class BothWaysContext(PackedContext):
+    """Whole texts side by side, as in :class:`PackedContext`, whose tokens also attend to later tokens."""
+
+    __slots__ = ()
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend inside each text. ``window`` is the number of tokens on each side, the query itself included; see
+        :class:`AttentionContext`. Raises InvariantError for a cap or sinks, which no such model has."""
+        if cap is not None or sinks is not None:
+            raise InvariantError(f"layer {layer} sees later tokens and has a cap or sinks")
+        sides = None if window is None else window - 1
+        return ops.bidirectional_attention(q, k, v, self.cu_seqlens, scale=scale, window=sides)

@@ -39,15 +39,17 @@ class EncoderBatch:
         self.token_types = token_types
         self._tables.clear()
 
-    def rotation(self, positions: Tensor, theta: float, head_dim: int, dtype: torch.dtype) -> ops.Rotary:
+    def rotation(
+        self, positions: Tensor, theta: float, divisor: float, head_dim: int, dtype: torch.dtype
+    ) -> ops.Rotary:
         """Cosines and sines [T, 1, Dh / 2] of this batch's positions. All layers with the same base ``theta`` share one
-        result.
+        result. ``divisor`` divides the frequencies, and is the same for all layers.
 
         Angles are float64, because the rounding of torch's float32 cosine depends on an element's index in the tensor.
         """
         if theta not in self._tables:
             steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
-            angles = (positions.float()[:, None, None] * (1.0 / theta ** (steps / head_dim))).double()
+            angles = (positions.float()[:, None, None] * (1.0 / theta ** (steps / head_dim) / divisor)).double()
             self._tables[theta] = (angles.cos().to(dtype), angles.sin().to(dtype))
         return self._tables[theta]
 
@@ -88,7 +90,9 @@ class _Layer(nn.Module):
         self.qkv = Linear(hidden, 3 * hidden, bias=config.attention_bias)
         self.out = Linear(hidden, hidden, bias=config.attention_bias)
         silu = config.activation == "silu"  # whose kernel reads gate and up in turn
-        self.up = Linear(hidden, 2 * inner if config.gated else inner, bias=config.mlp_bias, interleaved=silu)
+        self.up = Linear(
+            hidden, 2 * inner if config.gated else inner, bias=config.mlp_bias and config.up_bias, interleaved=silu
+        )
         self.down = Linear(inner, hidden, bias=config.mlp_bias)
         self.pre_norm = config.pre_norm
         self.gated = config.gated
@@ -98,6 +102,7 @@ class _Layer(nn.Module):
         self.mlp_norm = _norm(config)
         self.window = config.layer_windows[layer]
         self.theta = config.layer_thetas[layer] if config.layer_thetas else None
+        self.divisor = config.rope_divisor
         self.head_dim = config.head_dim
         self.width = hidden
         self.in_kernels = kernel_attention_cache(config) is not None
@@ -130,7 +135,7 @@ class _Layer(nn.Module):
         def encoder_attention(rows: Tensor, places: Tensor) -> Tensor:
             q, k, v = rows.reshape(len(rows), 3, -1, self.head_dim).unbind(1)
             if self.theta is not None:
-                rotary = batch.rotation(places, self.theta, self.head_dim, rows.dtype)
+                rotary = batch.rotation(places, self.theta, self.divisor, self.head_dim, rows.dtype)
                 q = ops.apply_rotary(q, *rotary)
                 k = ops.apply_rotary(k, *rotary)
             scale = self.head_dim**-0.5

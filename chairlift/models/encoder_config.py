@@ -47,11 +47,15 @@ class EncoderConfig:
     if scores have no biases."""
     attention_bias: bool = True
     mlp_bias: bool = True
+    up_bias: bool = True
+    """Whether the first layer of the MLP has a bias, if the MLP has any."""
     norm_bias: bool = True
     layer_windows: tuple[int | None, ...]
     """Per layer, the number of tokens on each side that a token attends to; None: it attends to all tokens."""
     layer_thetas: tuple[float, ...] = ()
     """Per layer, the base of the rotation of q and k; empty for learned positions."""
+    rope_divisor: float = 1.0
+    """Number by which the frequencies of the rotation are divided."""
     dtype: str | None = None
     """``float32``, ``bfloat16`` or ``float16`` from the config; None if the config has no dtype."""
     head_bias: bool = True
@@ -94,6 +98,8 @@ class EncoderFamily:
     tensors: Mapping[str, tuple[str, ...]]
     """Layer name in this package (``*`` is a layer number) -> tensor names in the checkpoint, without :attr:`prefix`.
     Several tensors together fill the rows of one layer."""
+    gates_behind: bool = False
+    """Whether the MLP's first tensor has the rows of the gate behind those of the other half, instead of before."""
     head_tensors: Mapping[str, str]
     """Name of a layer of the classifier in this package -> its full name in the checkpoint, for example ``head.out`` ->
     ``classifier``. Empty if classifiers of the family are not supported."""

@@ -153,6 +153,9 @@ class NetworkConfig:
 
     layer_windows: tuple[int | None, ...]
     """Per layer, the number of newest tokens that a query attends to (itself included); None: all earlier tokens."""
+    both_ways: bool = False
+    """Whether tokens also attend to later tokens, in a model for embeddings or classes. Windows then hold the nearest
+    tokens on each side."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -456,7 +459,11 @@ def parse_config(
     }
     if "intermediate_size" not in values:
         values["intermediate_size"] = fields.integer("intermediate_size", 1, 2**20)
+    if _sees_later(raw):
+        values |= _both_ways(raw, values["layer_windows"])
     config = NetworkConfig(**values)
+    if config.both_ways and (config.sinks or config.score_cap is not None):
+        fields.fail(f"tokens see later ones, which is not supported for model_type {model_type!r}")
     if pooled and config.recurrent:
         raise ModelLoadError(
             f"{where}: model_type {model_type!r} keeps recurrent states, and embeddings or classes of such models are"
@@ -533,6 +540,11 @@ def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, wher
         supported = ", ".join(family.activations)
         name = fields.name("hidden_act")
         raise NotNative(f"{where}: {name} {activation!r:.80} is not supported; supported: {supported}")
+    if _sees_later(raw) and not pooled:
+        raise ModelLoadError(
+            f"{where}: tokens see later ones (is_causal, use_bidirectional_attention), so the model computes embeddings"
+            " and no text; use runner pooling, or a text-generation model"
+        )
     for key in (*_FOREIGN_KEYS, *_FOREIGN_FACTORS):
         value = raw.get(key)
         if value and key not in family.own_keys and not (key in _FOREIGN_FACTORS and value == 1):
@@ -550,8 +562,18 @@ def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, wher
             f"{where}: architectures {architectures!r:.80} has no ...{' or ...'.join(_GENERATES)}; "
             "use a text-generation model"
         )
-    if raw.get("is_causal") is False:
-        raise ModelLoadError(f"{where}: is_causal is false, so tokens see later ones; use a text-generation model")
+
+
+def _sees_later(raw: Mapping[str, Any]) -> bool:
+    return raw.get("is_causal") is False or raw.get("use_bidirectional_attention") is True
+
+
+def _both_ways(raw: Mapping[str, Any], windows: tuple[int | None, ...]) -> dict[str, Any]:
+    """Fields of a network whose tokens see later ones. Half of Gemma's window is on each side; another window is on
+    each side as a whole."""
+    halved = raw.get("use_bidirectional_attention") is True
+    sides = tuple(None if each is None else 1 + (each // 2 if halved else each) for each in windows)
+    return {"both_ways": True, "layer_windows": sides}
 
 
 def _unused_code(raw: Mapping[str, Any], family: Family) -> str | None:

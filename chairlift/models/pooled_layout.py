@@ -74,8 +74,15 @@ def _encoder_layout(model: PooledNetwork, stored: Container[str]) -> PooledLayou
             whole = f"{name}.{attribute}"
             old = f"{name}.{_OLD_NAMES.get(attribute, '')}"
             stored_as = old if whole not in stored and old in stored else whole
-            parts.append(CheckpointPart(stored_as, parameter, index * count, (count, *tensor.shape[1:])))
+            order = _gates_first(count) if layer.endswith(".up") and family.gates_behind else ()
+            shape = (count, *tensor.shape[1:])
+            parts.append(CheckpointPart(stored_as, parameter, index * count, shape, order=order, ordered=len(order)))
     return PooledLayout([*parts, *_dense_parts(model)], family.ignored_tensors)
+
+
+def _gates_first(count: int) -> tuple[int, ...]:
+    """Order that moves the second half of ``count`` rows, which are the gate's, before the first."""
+    return (*range(count // 2, count), *range(count // 2))
 
 
 def _is_dense(parameter: str) -> bool:

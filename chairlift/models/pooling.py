@@ -18,6 +18,7 @@ from chairlift.errors import ConfigError, ModelLoadError
 from chairlift.models.encoder_config import EncoderConfig, EncoderFamily
 from chairlift.models.families.bert import BERT
 from chairlift.models.families.distilbert import DISTILBERT
+from chairlift.models.families.gte import GTE, NEW
 from chairlift.models.families.modernbert import MODERNBERT
 from chairlift.models.families.mpnet import MPNET
 from chairlift.models.families.nomic_bert import NOMIC_BERT
@@ -40,8 +41,14 @@ from chairlift.models.registry import FAMILIES
 __all__ = ["ENCODERS", "PooledConfig", "parse_encoder", "pools", "read_pooled_config", "read_reranker"]
 
 ENCODERS: Final[dict[str, EncoderFamily]] = {
-    family.model_type: family for family in (BERT, DISTILBERT, MODERNBERT, MPNET, NOMIC_BERT, ROBERTA, XLM_ROBERTA)
+    family.model_type: family
+    for family in (BERT, DISTILBERT, GTE, MODERNBERT, MPNET, NEW, NOMIC_BERT, ROBERTA, XLM_ROBERTA)
 }
+_BOTH_WAYS: Final = {"llama_bidirec": "llama"}
+"""``model_type`` of decoders that their publishers changed so that tokens see later ones -> ``model_type`` of the
+decoder."""
+_OLD_MODES: Final = {"avg": "MEAN", "cls": "CLS", "last": "LAST"}
+"""Value of ``pooling`` in the ``config.json`` of such a model -> type of pooling."""
 _CLASSIFIES: Final = "ForSequenceClassification"
 _EMBEDS: Final = ("Model", "ForMaskedLM", "ForCausalLM", "LMHeadModel")
 _MODES: Final = {
@@ -176,7 +183,7 @@ def read_pooled_config(
     where = path / "config.json"
     if not where.is_file():
         raise ModelLoadError(f"{path} has no config.json; give the directory that holds it")
-    raw = read_json(where)
+    raw = _decoder_of(given := read_json(where))
     architecture = _architecture(raw, str(where))
     network: NetworkConfig | EncoderConfig
     if raw.get("model_type") in ENCODERS:
@@ -185,13 +192,14 @@ def read_pooled_config(
         network = parse_config(raw, where=str(where), pooled=True)
     fields: dict[str, Any] = {"network": network}
     if architecture.endswith(_CLASSIFIES):
-        if raw.get("model_type") in ENCODERS and not ENCODERS[raw["model_type"]].head_tensors:
+        encoder = ENCODERS.get(str(raw.get("model_type")))
+        if (encoder is not None and not encoder.head_tensors) or given.get("model_type") in _BOTH_WAYS:
             raise ModelLoadError(
-                f"{where}: classifiers of model_type {raw['model_type']!r} are not supported; use an embedding model"
+                f"{where}: classifiers of model_type {given['model_type']!r} are not supported; use an embedding model"
             )
         fields |= _classifier(raw, network, str(where))
     else:
-        fields |= _embedder(path, isinstance(network, EncoderConfig))
+        fields |= _embedder(path, isinstance(network, EncoderConfig), raw.get("pooling"))
         fields["dense"] = _dense(path, network.hidden_size)
         width = fields["dense"][-1].out_width if fields["dense"] else network.hidden_size
         fields["dimensions"] = _dimensions(raw, width, str(where), is_matryoshka)
@@ -347,9 +355,18 @@ def _classifier(raw: Mapping[str, Any], network: NetworkConfig | EncoderConfig, 
     return {"labels": labels, "activation": activation, "pooling": pooling, "normalize": False}
 
 
-def _embedder(path: Path, encoder: bool) -> dict[str, Any]:
-    """Pooling settings in ``modules.json``. Without that file, vLLM's defaults for an encoder or a decoder."""
+def _decoder_of(raw: dict[str, Any]) -> dict[str, Any]:
+    """The content of a ``config.json``, with the ``model_type`` that transformers has, if a publisher invented one."""
+    known = _BOTH_WAYS.get(str(raw.get("model_type")))
+    return raw if known is None else {**raw, "model_type": known, "is_causal": False}
+
+
+def _embedder(path: Path, encoder: bool, old: Any) -> dict[str, Any]:
+    """Pooling settings in ``modules.json``. Without that file, the type ``old`` in ``config.json``, or vLLM's defaults
+    for an encoder or a decoder."""
     file = path / "modules.json"
+    if not file.is_file() and old in _OLD_MODES:
+        return {"pooling": _OLD_MODES[old], "normalize": True}
     if not file.is_file():
         pooling = "CLS" if encoder else "LAST"
         note = (

@@ -488,7 +488,10 @@ struct AttentionPiece {
   }
   // The row attends only to positions below the returned one.
   int seen_end(int row) const {
-    if (op.flags & CL_BOTH_WAYS) return batch.seq_lens[span.row];
+    if (op.flags & CL_BOTH_WAYS) {
+      const int end = batch.seq_lens[span.row], near = position(row) + op.window;
+      return op.window > 0 && near < end ? near : end;
+    }
     return batch.seen_ends ? batch.seen_ends[token(row)] : position(row) + 1;
   }
   // The row attends to no position below the returned one.

@@ -100,7 +100,8 @@ enum {
   CL_GATED = 8,      // SHORT_CONV: the input is (b, c, x)
   CL_SILU = 16,      // SHORT_CONV: silu of the sum
   CL_NORM_FIRST = 32,  // GATED_NORM: rms_norm(in) * silu(aux)
-  CL_BOTH_WAYS = 64,   // ATTENTION: not causal. Every query attends to its whole sequence, and there is no window
+  // ATTENTION: not causal. A query attends to its whole sequence; with a window, to the tokens nearer than `window`
+  CL_BOTH_WAYS = 64,
   // ATTENTION: rows whose block tables have equal blocks do not read them together. The result is the same, bit for bit;
   // only tests and benchmarks use this flag
   CL_APART = 256,

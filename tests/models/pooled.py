@@ -32,6 +32,7 @@ EMBEDDERS: dict[str, dict[str, Any]] = {
     "distilbert": {"dim": 64, "hidden_dim": 96, "n_layers": 4, "n_heads": 4},
     "mpnet": {**_SPECIAL},
     "nomic_bert": {"pad_token_id": 1},
+    "gte": {"type_vocab_size": 1},
     "qwen3": {"head_dim": 32, "num_key_value_heads": 2},
     "qwen2": {"num_key_value_heads": 2},
     "llama": {"num_key_value_heads": 2},
@@ -56,7 +57,7 @@ def pooled_model(folder: Path, family: str, *, labels: int = 0, **overrides: Any
     With ``labels`` the model is a classifier with that many classes. ``overrides`` are fields of the family's
     transformers config.
     """
-    fields = {**_SIZES, **EMBEDDERS[family], **({"num_labels": labels} if labels else {}), **overrides}
+    fields = {**_SIZES, **EMBEDDERS.get(family, {}), **({"num_labels": labels} if labels else {}), **overrides}
     config = AutoConfig.for_model(family, **fields)
     build: Any = AutoModelForSequenceClassification if labels else AutoModel
     generator = torch.Generator().manual_seed(0)

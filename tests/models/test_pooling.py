@@ -36,7 +36,7 @@ from tests.models.pooled import (
 from tests.models.tiny import MORE_FAMILIES, tiny_hf_model
 from tests.native import needs_kernels
 
-ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert", "distilbert", "mpnet", "nomic_bert")
+ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert", "distilbert", "mpnet", "nomic_bert", "gte")
 
 
 def load(where: Path, **settings: Any) -> LLM:
@@ -81,6 +81,73 @@ def test_bits_do_not_depend_on_company(family: str, tmp_path: Path) -> None:
         assert llm.info.deterministic
 
 
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+BOTH_WAYS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        **{"use_bidirectional_attention": True, "sliding_window": 20, "layer_types": _ALTERNATING},
+        **{"head_dim": 32, "num_key_value_heads": 2, "query_pre_attn_scalar": 32, "eos_token_id": 2, "bos_token_id": 3},
+    },
+    "llama": {"is_causal": False, "num_key_value_heads": 2},
+    "qwen2": {
+        **{"is_causal": False, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 9},
+        "layer_types": _ALTERNATING,
+    },
+}
+"""Decoders whose tokens see later ones -> fields of their config."""
+
+
+@pytest.mark.parametrize("family", BOTH_WAYS)
+def test_decoders_whose_tokens_see_later_ones_equal_transformers(family: str, tmp_path: Path) -> None:
+    where, theirs = pooled_model(tmp_path, family, **BOTH_WAYS[family])
+    expected = expected_embeddings(theirs, TEXTS, "MEAN")
+    for settings in ({}, {"kernels": "torch"}, {"max_num_batched_tokens": 50}):
+        assert error(list(embeddings(load(where, pooling_type="MEAN", **settings), TEXTS)), expected) < 1e-5
+    llm = load(where)
+    together, alone = embeddings(llm, TEXTS), [embeddings(llm, [text]) for text in TEXTS[:3]]
+    assert np.array_equal(together[:3], np.concatenate(alone)) or not llm.info.deterministic
+    with pytest.raises((ConfigError, ModelLoadError), match=r"see later ones|runner is 'generate'"):
+        load(where, runner="generate", num_kv_blocks=20)
+
+
+@pytest.mark.planted("test_decoders_whose_tokens_see_later_ones_equal_transformers")
+@pytest.mark.parametrize("family", BOTH_WAYS)
+def test_windows_of_another_width_and_causal_decoders_are_noticed(family: str, tmp_path: Path) -> None:
+    where, theirs = pooled_model(tmp_path, family, **BOTH_WAYS[family])
+    expected, nothing = expected_embeddings(theirs, TEXTS, "LAST"), [None] * len(TEXTS)
+    network = read_pooled_config(where).network
+    assert error(executor(where).run(TEXTS, nothing), expected) < 1e-5
+    narrower = tuple(each and each - 1 for each in network.layer_windows)
+    for change in ({"both_ways": False}, {"layer_windows": narrower}):
+        if change.get("layer_windows") != network.layer_windows:
+            assert error(executor(where, _network(**change)).run(TEXTS, nothing), expected) > 1e-4
+
+
+def test_a_published_llama_whose_tokens_see_later_ones_is_pooled_as_its_config_says(tmp_path: Path) -> None:
+    where, theirs = pooled_model(tmp_path, "llama", **BOTH_WAYS["llama"])
+    raw = json.loads((where / "config.json").read_text())
+    del raw["is_causal"]
+    code = {"AutoModel": "llama_bidirectional_model.LlamaBidirectionalModel"}
+    raw |= {"architectures": ["LlamaBidirectionalModel"], "auto_map": code, "model_type": "llama_bidirec"}
+    (where / "config.json").write_text(json.dumps({**raw, "pooling": "avg"}))
+    assert error(list(embeddings(load(where), TEXTS)), expected_embeddings(theirs, TEXTS, "MEAN")) < 1e-5
+
+
+@pytest.mark.parametrize(("types", "factor"), [(0, 2.0), (1, 8.0)])
+def test_a_published_gte_rotates_as_its_code_does(types: int, factor: float, tmp_path: Path) -> None:
+    """transformers has no ``ntk``, but its ``linear`` divides frequencies as well."""
+    rope = {"rope_type": "linear", "factor": factor ** (2 / 16), "rope_theta": 20_000.0 * factor}
+    where, theirs = pooled_model(tmp_path, "gte", type_vocab_size=types, rope_parameters=rope)
+    raw = json.loads((where / "config.json").read_text())
+    del raw["rope_parameters"]
+    raw |= {"architectures": ["NewModel", "NewForTokenClassification"], "model_type": "new", "rope_theta": 20000}
+    raw |= {"auto_map": {"AutoModel": "modeling.NewModel"}, "layer_norm_type": "layer_norm", "pack_qkv": True}
+    raw |= {"logn_attention_scale": False, "position_embedding_type": "rope", "unpad_inputs": False}
+    (where / "config.json").write_text(json.dumps({**raw, "rope_scaling": {"type": "ntk", "factor": factor}}))
+    expected = expected_embeddings(theirs, TEXTS, "CLS")
+    for kernels in ("auto", "torch"):
+        assert error(list(embeddings(load(where, kernels=kernels), TEXTS)), expected) < 1e-5
+
+
 def native_runner(where: Path) -> NativePooledRunner:
     network = load_pooled(
         where,
@@ -98,7 +165,7 @@ def native_runner(where: Path) -> NativePooledRunner:
 def test_attention_of_encoders_is_in_the_kernels_unless_heads_turn_or_have_an_odd_size(tmp_path: Path) -> None:
     found = {family: native_runner(pooled_model(tmp_path, family)[0]).calls for family in ENCODERS}
     called = {family for family, calls in found.items() if "encoder_attention" in calls}
-    assert called == {"modernbert", "mpnet", "nomic_bert"}
+    assert called == {"gte", "modernbert", "mpnet", "nomic_bert"}
     where, theirs = pooled_model(tmp_path / "odd", "bert", num_attention_heads=8)
     assert "encoder_attention" in native_runner(where).calls
     expected = expected_embeddings(theirs, TEXTS, "MEAN")
@@ -120,7 +187,7 @@ def test_an_encoder_that_sees_no_later_tokens_is_noticed(tmp_path: Path, monkeyp
     assert error(list(embeddings(load(where, pooling_type="MEAN"), TEXTS)), expected) > 1e-2
 
 
-@pytest.mark.parametrize("family", [name for name in EMBEDDERS if name not in ("mistral", "gpt2", "nomic_bert")])
+@pytest.mark.parametrize("family", [name for name in EMBEDDERS if name not in ("mistral", "gpt2", "nomic_bert", "gte")])
 def test_classifiers_equal_transformers(family: str, tmp_path: Path) -> None:
     where, theirs = pooled_model(tmp_path, family, labels=3)
     expected = expected_classes(theirs, TEXTS).softmax(-1)

@@ -48,7 +48,7 @@ GEMMA3_TEXT = Family(
     keys={"hidden_act": "hidden_activation"},
     activations={"gelu_pytorch_tanh": "geglu_tanh"},
     # transformers reads attn_logit_softcapping for this family, but does not apply it.
-    own_keys=("query_pre_attn_scalar", "attn_logit_softcapping"),
+    own_keys=("query_pre_attn_scalar", "attn_logit_softcapping", "use_bidirectional_attention"),
     window_rope=True,
     tensors={
         **SPLIT_NAMES,
