@@ -47,6 +47,9 @@ shape of the batch, so such tokens may swap ranks. With fp8 weights, large batch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``chairlift check``."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
+    parser.add_argument(
+        "--compare", choices=["transformers"], help="also load the model in transformers, and compare random texts"
+    )
     add_engine_flags(parser, leave_out={"model", "seed"})
 
 
@@ -64,12 +67,16 @@ def run(args: argparse.Namespace) -> int:
     llm = load_llm(settings, quiet=False)
     _print_fact("model", name)
     if llm.info.pooling is not None:
-        return _check_pooling(llm, llm.info.pooling, model_dir)
+        return _check_pooling(llm, llm.info.pooling, model_dir, args.compare is not None)
     network = read_network(model_dir, settings.get("model_impl", "auto"), settings.get("mmproj", "auto"))
     dtype = _describe(llm, network)
     _check_weights(model_dir, network, resolve_dtype(network, llm.info.dtype))
     _print_fact("weights", "all numbers are finite")
     _print_fact("self-test", _self_test(llm, network.vocab_size, _TIES[dtype]))
+    if args.compare is not None:
+        from chairlift.cli.compare import compare_texts
+
+        _print_fact("compare", compare_texts(llm, model_dir, dtype.replace("fp8", "bfloat16")))
     _print_fact("speed", _speed(llm, network.vocab_size))
     executor = llm.engine.core.executor
     if settings.get("kv_store") is not None:
@@ -90,8 +97,9 @@ def _check_store(llm: LLM) -> str:
     return f"{store.num_blocks:,} blocks of this model, {nbytes / 2**20:,.1f} MiB; {whole}"
 
 
-def _check_pooling(llm: LLM, pooling: PoolingInfo, model_dir: Path) -> int:
-    """Print the report for a model of embeddings, scores or classes. Returns the exit code."""
+def _check_pooling(llm: LLM, pooling: PoolingInfo, model_dir: Path, compare: bool) -> int:
+    """Print the report for a model of embeddings, scores or classes. Returns the exit code. With ``compare``, the
+    model is also compared with transformers."""
     from chairlift.loading.pooled import read_pooled
     from chairlift.models.loader import check_pooled_weights, resolve_dtype
 
@@ -113,6 +121,10 @@ def _check_pooling(llm: LLM, pooling: PoolingInfo, model_dir: Path) -> int:
     check_pooled_weights(model_dir, config, resolve_dtype(config.network, info.dtype))
     _print_fact("weights", "all numbers are finite")
     _print_fact("self-test", _test_pooling(llm, pooling))
+    if compare:
+        from chairlift.cli.compare import compare_embeddings
+
+        _print_fact("compare", compare_embeddings(llm, pooling, model_dir, info.dtype))
     length = min(_PROMPT, llm.max_model_len)
     texts = _some_tokens(info.vocab_size, _TOGETHER, length)
     seconds = _seconds(lambda: llm.embed(texts) if pooling.task == "embed" else llm.classify(texts))

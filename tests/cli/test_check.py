@@ -13,12 +13,14 @@ from safetensors.torch import load_file, save_file
 from chairlift import LLM, SamplingParams
 from chairlift.base.outputs import CompletionOutput, Logprob, RequestOutput
 from chairlift.base.step_batch import StepBatch
-from chairlift.cli import check
+from chairlift.cli import check, compare
 from chairlift.core.scheduler.output import SchedulerOutput
 from chairlift.errors import ModelLoadError
 from chairlift.executor.local import LocalExecutor
 from chairlift.kernels.cpu.library import best_isa, supported_isas
 from tests.cli.conftest import Run
+from tests.models.pooled import pooled_model
+from tests.models.tiny import tiny_hf_model
 from tests.native import needs_kernels
 
 ISA = (supported_isas() or ("none",))[0]
@@ -171,3 +173,14 @@ def test_only_what_is_nearly_equally_likely_may_change_places() -> None:
     assert said == "4 prompts give the same 8 greedy tokens alone and in a batch, but for near ties in 4"
     with pytest.raises(ModelLoadError, match="'The' differs at token 8 between running alone and in a batch"):
         check._self_test(cast(LLM, Undecided()), 9, tie=0.01)
+
+
+def test_a_model_is_compared_with_transformers(chairlift: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--compare", "transformers", "--dtype", "float32", "--skip-tokenizer-init")
+    for model in (tiny_hf_model(tmp_path, "llama"), pooled_model(tmp_path, "bert")[0]):
+        code, out, err = chairlift("check", model, *flags)
+        assert code == 0, err
+        assert any(line.startswith("compare        equals transformers: ") for line in out)
+    monkeypatch.setattr(compare, "_MOST", {"float32": 0.0})
+    code, _, err = chairlift("check", tmp_path / "llama-0", *flags, "--num-kv-blocks", "64")
+    assert code == 2 and "differ from those of transformers by" in "".join(err)
