@@ -98,7 +98,7 @@ def from_base64(where: str, text: bytes) -> bytes:
 def decode_image(where: str, data: bytes) -> Any:
     """RGB image (``PIL.Image``) in the bytes of a file. ``where`` names the image in errors.
 
-    Raises RequestError for a file that is damaged, too large, animated, or of another format.
+    Raises RequestError for a file that is damaged, too large, or of another format.
     """
     return to_rgb(where, open_image(where, data))
 
@@ -146,18 +146,17 @@ def webp_size(data: bytes) -> tuple[int, int]:
 
 def to_rgb(where: str, image: Any) -> Any:
     """An image of Pillow as 8-bit RGB, turned upright as its EXIF data says. Transparent pixels show white, in every
-    mode that has transparency, as in the image processors of transformers.
+    mode that has transparency, as in the image processors of transformers. An animated file gives its first frame, and
+    a file of several pages its first page, as in transformers.
 
-    Raises RequestError for images that are damaged, too large or animated, and for objects that are not images.
+    Raises RequestError for images that are damaged or too large, and for objects that are not images.
     """
     pillow = need_pillow()
     if not isinstance(image, pillow.Image):
         raise RequestError(f"{where} must be an image of Pillow (PIL.Image.Image), got {type(image).__name__}; {_MAKE}")
     _check_size(where, image.size)
     try:
-        if getattr(image, "is_animated", False):  # n_frames would read all pages, of which a file may have thousands
-            raise RequestError(f"{where} is animated or has several pages; send one of them")
-        image.load()
+        image.load()  # the first frame or page only: a file may have thousands
         turn = _TURNS.get(image.getexif().get(_ORIENTATION))
         image = _on_white(image)
         return image if turn is None else image.transpose(turn)
