@@ -150,8 +150,8 @@ class ModelConfig:
     revision: str | None = None
     """Branch, tag or commit of a model from the Hub."""
     mmproj: str = "auto"
-    """Image encoder of a GGUF model: the path of its mmproj file, auto (a file beside the model that is named mmproj
-    and fits), or none (texts only)."""
+    """Image encoder: auto (that of the model's files; for a GGUF model a file beside it that is named mmproj and fits),
+    none (texts only), or the path of a GGUF model's mmproj file."""
     tokenizer: str | None = None
     """Directory with tokenizer.json, if it differs from the model's directory."""
     skip_tokenizer_init: bool = False

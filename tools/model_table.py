@@ -22,7 +22,7 @@ from chairlift.models.registry import FAMILIES
 from tests.models.published import PUBLISHED
 from tests.models.published_renamed import PUBLISHED_RENAMED
 from tools.markdown import replaced, table
-from tools.popular_models import POPULAR_EMBEDDERS, POPULAR_TEXTS, runs
+from tools.popular_models import POPULAR_EMBEDDERS, POPULAR_EYES, POPULAR_TEXTS, runs, sees
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 _NATIVE = (
@@ -80,6 +80,7 @@ def popular_table() -> str:
             for name in names:
                 found.setdefault(runs(model_type, name), []).append(name)
             rows += [(f"{use}: `{model_type}`", ", ".join(names), how) for how, names in found.items()]
+    rows += [(f"images: `{kind}`", ", ".join(names), sees(kind)) for kind, names in sorted(POPULAR_EYES.items())]
     return table(("use: `model_type`", "checkpoints", "runs"), rows)
 
 

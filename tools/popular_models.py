@@ -9,7 +9,7 @@ from chairlift.models.fallback.families import ALIASES, ALLOWED, INSIDE, REASONS
 from chairlift.models.pooling import ENCODERS
 from chairlift.models.registry import FAMILIES
 
-__all__ = ["POPULAR_EMBEDDERS", "POPULAR_TEXTS", "runs"]
+__all__ = ["POPULAR_EMBEDDERS", "POPULAR_EYES", "POPULAR_TEXTS", "runs", "sees"]
 
 POPULAR_TEXTS: dict[str, tuple[str, ...]] = {
     "bailing_moe": ("Ling-mini-2.0",),
@@ -60,9 +60,20 @@ POPULAR_EMBEDDERS: dict[str, tuple[str, ...]] = {
     "xlm-roberta": ("bge-m3", "multilingual-e5-large"),
 }
 """``model_type`` -> 10 checkpoints that compute embeddings."""
+POPULAR_EYES: dict[str, tuple[str, ...]] = {
+    "gemma3": ("gemma-3-12b-it",),
+    "gemma4": ("Gemma 4",),
+    "internvl": ("InternVL3-8B-hf",),
+    "llava": ("llava-1.5-7b-hf",),
+    "mllama": ("Llama-3.2-11B-Vision-Instruct",),
+    "qwen2_5_vl": ("Qwen2.5-VL-7B-Instruct",),
+    "qwen2_vl": ("Qwen2-VL-7B-Instruct",),
+    "qwen3_5": ("Qwen3.5-9B",),
+    "qwen3_vl": ("Qwen3-VL-8B-Instruct",),
+    "smolvlm": ("SmolVLM2-2.2B-Instruct",),
+}
+"""``model_type`` -> 10 checkpoints that read images."""
 _NOTES = {
-    "embeddinggemma-300m": "no: its tokens see later ones (`use_bidirectional_attention`)",
-    "gte-multilingual-base": "no: its `model_type` names code in its directory, which is never run",
     "Llama-4-Scout-17B-16E-Instruct": "through transformers, texts of up to 8,191 tokens",
     "Phi-3.5-mini-instruct": "native; texts of up to 4,096 tokens, or prompts that are longer",
 }
@@ -81,3 +92,13 @@ def runs(model_type: str, name: str) -> str:
     if model_type in ALLOWED or model_type in ALIASES:
         return "through transformers"
     return "through transformers, texts only" if model_type in INSIDE else f"no: {REASONS[REFUSED[model_type]]}"
+
+
+def sees(model_type: str) -> str:
+    """How a family reads images: natively, or not, with the reason.
+
+    Raises KeyError for a family that is neither served nor refused by name.
+    """
+    if model_type in FAMILIES:
+        return "native" if FAMILIES[model_type].sees_images else "no: texts only"
+    return "no: texts only, through transformers" if model_type in INSIDE else f"no: {REASONS[REFUSED[model_type]]}"

@@ -6,7 +6,10 @@ from typing import Final
 
 __all__ = ["IMAGE_PART", "SEEING", "advice"]
 
-SEEING: Final = ("gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+SEEING: Final = (
+    *("gemma3", "idefics3", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe"),
+    *("qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+)
 """``model_type`` of the families that read images."""
 IMAGE_PART: Final = "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}}"
 """How an image is sent over HTTP, for errors."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 __all__ = ["ImageSpan", "ImageTile", "axes_of", "cut_by", "marks"]
 
-_PLACE: Final = struct.Struct("=qq")
+_PLACE: Final = struct.Struct("=qqq")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ImageSpan:
     position: int
     """First prompt position of the span."""
     length: int
-    """Number of positions, which is the number of the tile's rows."""
+    """Number of positions, each with a row of the tile."""
     key: bytes
     """Key of the tile; see :class:`ImageTile`."""
     grid: tuple[int, int] = (0, 0)
@@ -46,6 +46,8 @@ class ImageSpan:
     whole: bool = False
     """Whether the positions of the span attend to each other in both directions. They are then computed in the same
     step."""
+    first: int = 0
+    """Row of the tile at the first position, for models with other tokens between the rows of an image."""
 
     @property
     def end(self) -> int:
@@ -83,6 +85,6 @@ def axes_of(spans: Sequence[ImageSpan]) -> tuple[npt.NDArray[np.int32], int]:
 
 def marks(spans: Sequence[ImageSpan], start: int, end: int) -> bytes:
     """Bytes that distinguish positions ``start`` to ``end`` (excluded) from positions with the same token ids but other
-    images. They contain the key and the position of each span that overlaps this range."""
+    images. They contain the key and the place of each span that overlaps this range."""
     covering = (span for span in spans if span.position < end and span.end > start)
-    return b"".join(span.key + _PLACE.pack(span.position, span.length) for span in covering)
+    return b"".join(span.key + _PLACE.pack(span.position, span.length, span.first) for span in covering)

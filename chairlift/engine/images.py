@@ -178,7 +178,10 @@ class Images:
         if memory is None:
             raise RequestError("this engine reads no images; send texts only")
         for request in requests:
-            sizes = {span.key: memory.nbytes(span.length) for span in request.images}
+            rows: dict[bytes, int] = {}
+            for span in request.images:
+                rows[span.key] = max(rows.get(span.key, 0), span.first + span.length)
+            sizes = {key: memory.nbytes(count) for key, count in rows.items()}
             if not sizes.keys() <= tiles_by_key.keys():
                 raise RequestError("an image span names a tile that was not sent")
             if self.limit is not None and sum(sizes.values()) > self.limit:

@@ -237,7 +237,8 @@ class InputBatch:
                 first = max(span.position, chunk.start)
                 end = min(span.end, chunk.end)
                 if first < end:
-                    found.append((at + first - chunk.start, end - first, span.key, first - span.position))
+                    row = span.first + first - span.position
+                    found.append((at + first - chunk.start, end - first, span.key, row))
             at += chunk.num_tokens
         return found
 

@@ -18,7 +18,7 @@ from chairlift.executor.backends.triton.backend import TritonBackend
 from chairlift.executor.image_bank import ImageBank
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.config import TransformersConfig
-from chairlift.models.formats.gguf.files import is_gguf
+from chairlift.models.formats.gguf_projector import NONE
 from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.loader import resolve_dtype
 from chairlift.models.vision.vision_config import PatchConfig, PooledTowerConfig
@@ -189,16 +189,19 @@ def load_images(
     dtype: torch.dtype,
     backend: Backend,
 ) -> ImageBank | None:
-    """Load the model's image encoder; None for a model without one, and if the backend takes none.
+    """Load the model's image encoder; None for a model without one, if the setting ``mmproj`` is ``none``, and if the
+    backend takes none.
 
     Raises ConfigError and ModelLoadError.
     """
     if isinstance(network, TransformersConfig) or network.vision is None or not backend.abilities.images:
         return None
+    if config.model.mmproj == NONE:
+        return None
     if config.lora.active:
-        instead = ", or set mmproj to none for texts" if is_gguf(model_dir) else ""
         raise ConfigError(
-            f"enable_lora is on, but a model that reads images is served without adapters; leave it out{instead}"
+            "enable_lora is on, but a model that reads images is served without adapters; leave it out, or set mmproj"
+            " to none for texts"
         )
     scheduler = config.scheduler
     if isinstance(network.vision, PooledTowerConfig):  # its images are computed in one step, beside all decode rows

@@ -59,11 +59,14 @@ def read_tokenizer(config: EngineConfig, model_dir: str) -> Tokenizer:
 
 def read_images(config: EngineConfig, model_dir: str, tokenizer: Tokenizer) -> ImageProcessor | None:
     """The image reader of a model; None for a model that reads only texts. Raises ModelLoadError."""
+    from chairlift.models.formats.gguf_projector import NONE
     from chairlift.models.registry import named_family
     from chairlift.models.vision.vision_files import read_processor
 
     named_family(config.model.model_impl)  # this process may know the family only by the setting
-    return read_processor(Path(model_dir), tokenizer, config.model.mmproj) if model_dir else None
+    if not model_dir or config.model.mmproj == NONE:
+        return None
+    return read_processor(Path(model_dir), tokenizer, config.model.mmproj)
 
 
 def load_executor(config: EngineConfig, progress: Progress | None = None) -> LoadedExecutor:

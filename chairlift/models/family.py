@@ -248,8 +248,10 @@ class Family:
     """Parameter name in this package (``*`` is a layer number) -> name in a checkpoint. ``.weight`` and ``.bias`` of a
     layer in :attr:`tensors` need no entry."""
     encoder: str = ""
-    """Image encoder in ``vision_config``: ``tiles`` (Idefics 3), ``clip`` (LLaVA), ``pooled`` (Gemma 3), ``patches``
-    (Qwen2.5-VL) or ``deep_patches`` (Qwen3-VL). Empty: the family has no image encoder."""
+    """Image encoder in ``vision_config``: ``tiles`` (Idefics 3), ``clip`` (LLaVA), ``pooled`` (Gemma 3),
+    ``plain_patches`` (Qwen2-VL), ``patches`` (Qwen2.5-VL), ``deep_patches`` (Qwen3-VL) or ``learned_patches``
+    (Qwen3.5), ``aspect_tiles``
+    (InternVL) or ``lines`` (Mistral 3). Empty: the family has no image encoder."""
     text_type: str = ""
     """``model_type`` of ``text_config``, which holds the text model's keys. Empty: ``config.json`` itself holds
     them."""

@@ -613,7 +613,7 @@ def _checked_parts(
     """Compare stored names, shapes and dtypes with what the model needs, before memory is allocated for them; see
     :func:`_compare_parts`."""
     tied = model.config.tie_word_embeddings
-    parts = tensors.layout(model) if isinstance(tensors, GGUFTensors) else checkpoint_layout(model)
+    parts = tensors.layout(model) if isinstance(tensors, GGUFTensors) else checkpoint_layout(model, tensors)
     family = FAMILIES[model.config.model_type]
     embedding_name = next(part.name for part in parts if part.parameter == _EMBEDDING)
     prefix = embedding_name.partition(".")[0] + "."

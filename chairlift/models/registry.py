@@ -34,6 +34,7 @@ from chairlift.models.families.helium import HELIUM
 from chairlift.models.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from chairlift.models.families.hyperclovax import HYPERCLOVAX
 from chairlift.models.families.internlm3 import INTERNLM3
+from chairlift.models.families.internvl import INTERNVL
 from chairlift.models.families.lfm2 import LFM2
 from chairlift.models.families.lfm2_moe import LFM2_MOE
 from chairlift.models.families.llama import LLAMA
@@ -58,7 +59,7 @@ from chairlift.models.families.qwen3 import QWEN3
 from chairlift.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from chairlift.models.families.qwen3_moe import QWEN3_MOE
 from chairlift.models.families.qwen3_next import QWEN3_NEXT
-from chairlift.models.families.qwen_vl import QWEN2_5_VL, QWEN3_VL
+from chairlift.models.families.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, QWEN3_VL_MOE
 from chairlift.models.families.seed_oss import SEED_OSS
 from chairlift.models.families.smollm3 import SMOLLM3
 from chairlift.models.families.smolvlm import IDEFICS3, SMOLVLM
@@ -102,6 +103,7 @@ FAMILIES: dict[str, Family] = {
         HYPERCLOVAX,
         IDEFICS3,
         INTERNLM3,
+        INTERNVL,
         LFM2,
         LFM2_MOE,
         LLAMA,
@@ -124,6 +126,7 @@ FAMILIES: dict[str, Family] = {
         QWEN2,
         QWEN2_5_VL,
         QWEN2_MOE,
+        QWEN2_VL,
         QWEN3,
         QWEN3_5,
         QWEN3_5_MOE,
@@ -132,6 +135,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_MOE,
         QWEN3_NEXT,
         QWEN3_VL,
+        QWEN3_VL_MOE,
         SEED_OSS,
         SMOLLM3,
         SMOLVLM,

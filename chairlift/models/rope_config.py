@@ -224,9 +224,11 @@ def _axes(fields: Fields, family: Family, count: int) -> tuple[int, ...]:
     """Axis of each of ``count`` frequencies: 0 for time, 1 for height, 2 for width. By default the frequencies of an
     axis are adjacent. With interleaved sections the three axes alternate, until height and width have their numbers of
     frequencies; the remaining frequencies belong to time."""
-    sections = fields.get("mrope_section") or list(family.rope_sections)
+    given = fields.get("mrope_section")
+    sections = given or list(family.rope_sections)
     whole = isinstance(sections, list) and all(type(each) is int and each >= 0 for each in sections)
-    if not whole or len(sections) != 3 or sum(sections) != count:
+    cut = not given and family.interleaved_sections  # the default may be longer, as in transformers
+    if not whole or len(sections) != 3 or (sum(sections) != count and not cut):
         fields.fail(f"mrope_section must be three numbers with the sum {count}, got {sections!r:.80}")
     if not family.interleaved_sections:
         return tuple(axis for axis, size in enumerate(sections) for _ in range(size))

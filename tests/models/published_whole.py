@@ -122,6 +122,50 @@ def _qwen3_vl(**more: Any) -> dict[str, Any]:
     }
 
 
+def _qwen2_vl() -> dict[str, Any]:
+    """The text model's keys are beside ``vision_config``, which gives the width of its results as ``hidden_size``."""
+    vision = {"depth": 3, "embed_dim": 48, "hidden_size": 64, "in_channels": 3, "in_chans": 3, "mlp_ratio": 2}
+    vision |= {"model_type": "qwen2_vl", "num_heads": 3, "patch_size": 4, "spatial_merge_size": 2}
+    return {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        **{"attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu"},
+        **{"image_token_id": 127, "initializer_range": 0.02, "max_position_embeddings": 32768, "max_window_layers": 28},
+        **{"model_type": "qwen2_vl", "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768},
+        **{"tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.41.2"},
+        **{"use_cache": True, "use_sliding_window": False, "video_token_id": 126, "vision_token_id": 123},
+        "vision_config": {**vision, "spatial_patch_size": 4, "temporal_patch_size": 2},
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        **_SIZES,
+    }
+
+
+def _qwen3_vl_moe() -> dict[str, Any]:
+    found = _qwen3_vl(decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=40, norm_topk_prob=True)
+    found["text_config"] |= {"model_type": "qwen3_vl_moe_text", "num_experts": 6, "num_experts_per_tok": 3}
+    found["text_config"] |= {"tie_word_embeddings": False}
+    found["vision_config"] |= {"model_type": "qwen3_vl_moe"}
+    architectures = ["Qwen3VLMoeForConditionalGeneration"]
+    return {**found, "architectures": architectures, "model_type": "qwen3_vl_moe", "tie_word_embeddings": False}
+
+
+def _internvl(text: dict[str, Any]) -> dict[str, Any]:
+    vision = {"architectures": ["InternVisionModel"], "attention_bias": True, "attention_dropout": 0.0, "dropout": 0.0}
+    vision |= {"hidden_act": "gelu", "hidden_size": 48, "image_size": [24, 24], "intermediate_size": 80}
+    vision |= {"layer_norm_eps": 1e-06, "layer_scale_init_value": 0.1, "model_type": "internvl_vision"}
+    vision |= {"norm_type": "layer_norm", "num_attention_heads": 3, "num_channels": 3, "num_hidden_layers": 2}
+    vision |= {"patch_size": [4, 4], "use_absolute_position_embeddings": True, "use_mask_token": False}
+    usual = {**_SIZES, "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu"}
+    usual |= {"initializer_range": 0.02, "max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "use_cache": True}
+    usual |= {"rope_scaling": None, "rope_theta": 1000000.0, "tie_word_embeddings": False, "use_sliding_window": False}
+    return {
+        "architectures": ["InternVLForConditionalGeneration"],
+        **{"downsample_ratio": 0.5, "image_seq_length": 9, "image_token_id": 127, "model_type": "internvl"},
+        **{"projector_hidden_act": "gelu", "text_config": {**usual, **text}, "torch_dtype": "bfloat16"},
+        **{"transformers_version": "4.52.0.dev0", "vision_feature_layer": -1, "tie_word_embeddings": False},
+        **{"vision_config": {**vision, "use_qk_norm": False}, "vision_feature_select_strategy": "default"},
+    }
+
+
 def _qwen3_5(family: str, name: str, text: dict[str, Any], **more: Any) -> dict[str, Any]:
     nets = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_num_key_heads": 2}
     nets |= {"linear_num_value_heads": 4, "linear_value_head_dim": 32, "mamba_ssm_dtype": "float32"}
@@ -165,6 +209,10 @@ PUBLISHED_WHOLE: dict[str, dict[str, dict[str, Any]]] = {
             },
         ),
     },
+    "internvl": {
+        "InternVL3-8B-hf": _internvl({"max_window_layers": 70, "model_type": "qwen2", "sliding_window": None}),
+        "InternVL3_5-8B-HF": _internvl({"head_dim": 16, "max_window_layers": 36, "model_type": "qwen3"}),
+    },
     "llava": {"llava-1.5-7b-hf": _llava(), "llava-1.5-13b-hf": _llava(image_seq_length=9)},
     "mistral3": {
         "Mistral-Small-3.1-24B-Instruct-2503": _mistral3(_MISTRAL_SMALL, torch_dtype="bfloat16"),
@@ -184,6 +232,8 @@ PUBLISHED_WHOLE: dict[str, dict[str, dict[str, Any]]] = {
         "Qwen2.5-VL-3B-Instruct": _qwen2_5_vl(),
         "Qwen2.5-VL-7B-Instruct": _qwen2_5_vl(tie_word_embeddings=False),
     },
+    "qwen2_vl": {"Qwen2-VL-7B-Instruct": _qwen2_vl()},
+    "qwen3_vl_moe": {"Qwen3-VL-30B-A3B-Instruct": _qwen3_vl_moe()},
     "qwen3_5": {
         "Qwen3.5-27B": _qwen3_5("qwen3_5", "Qwen3_5ForConditionalGeneration", {}),
         "Qwen3.5-0.8B": _qwen3_5(

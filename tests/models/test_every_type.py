@@ -6,7 +6,9 @@ that run through transformers, ``tests/models/vision`` those that read images, a
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
+from chairlift.cli.main import main
 from chairlift.errors import ModelLoadError
 from chairlift.models.fallback.families import ALIASES, ALLOWED, INSIDE, REASONS, REFUSED
 from chairlift.models.hf_config import NetworkConfig
@@ -25,10 +28,20 @@ from chairlift.models.model_files import read_network
 from chairlift.models.pooling import ENCODERS, read_pooled_config
 from chairlift.models.registry import FAMILIES
 from tests.models.paged import packed_logits
+from tests.models.pooled import EMBEDDERS, pooled_model
 from tests.models.test_families import close, prompt
 from tests.models.tiny import hf_logits, hf_model
 from tests.models.tiny_transformers import tiny_transformers_model
-from tools.popular_models import POPULAR_EMBEDDERS, POPULAR_TEXTS, runs
+from tests.models.vision.tiny import (
+    VISION_FAMILIES,
+    tiny_gemma,
+    tiny_intern,
+    tiny_llava,
+    tiny_mistral,
+    tiny_qwen,
+    tiny_vlm,
+)
+from tools.popular_models import POPULAR_EMBEDDERS, POPULAR_EYES, POPULAR_TEXTS, runs, sees
 
 CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 SERVED = FAMILIES.keys() | ALLOWED | INSIDE.keys() | ALIASES.keys()
@@ -64,7 +77,42 @@ def test_native_types_equal_transformers_with_the_settings_of_its_configs(model_
     assert close(packed_logits(ours, [prompt(40)])[0], hf_logits(hf_model(model_dir), prompt(40)))
 
 
+def compared(model_dir: Path, *flags: str) -> None:
+    """Fail unless ``chairlift check`` finds the model equal to transformers'."""
+    sizes = ("--num-kv-blocks", "64", "--max-model-len", "120")
+    assert main(["check", str(model_dir), "--compare", "transformers", "--dtype", "float32", *sizes, *flags]) == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "model_type", sorted((CAUSAL & SERVED) - (FAMILIES.keys() & REFUSED.keys()) - {*VISION_FAMILIES})
+)
+def test_each_served_type_passes_the_check(model_type: str, tmp_path: Path) -> None:
+    """With a config of transformers' class, except for sizes. ``test_recurrent_families.py`` compares native families
+    with recurrent layers."""
+    compared(tiny_transformers_model(tmp_path, model_type), "--skip-tokenizer-init")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model_type", sorted(EMBEDDERS))
+def test_each_embedder_passes_the_check(model_type: str, tmp_path: Path) -> None:
+    compared(pooled_model(tmp_path, model_type)[0], "--skip-tokenizer-init", "--runner", "pooling")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model_type", VISION_FAMILIES)
+def test_texts_of_each_type_that_reads_images_pass_the_check(model_type: str, tmp_path: Path) -> None:
+    makers: dict[str, Callable[[Path], Path]] = {
+        **{"gemma3": tiny_gemma, "internvl": tiny_intern, "llava": tiny_llava, "mistral3": tiny_mistral},
+        **{name: functools.partial(tiny_vlm, family=name) for name in ("idefics3", "smolvlm")},
+    }
+    make = makers.get(model_type, functools.partial(tiny_qwen, family=model_type))
+    compared(make(tmp_path / "model"))
+
+
 def test_the_list_of_used_checkpoints_has_its_lengths() -> None:
-    assert [sum(map(len, each.values())) for each in (POPULAR_TEXTS, POPULAR_EMBEDDERS)] == [40, 10]
-    ways = [runs(kind, name) for kind, names in POPULAR_TEXTS.items() for name in names]
-    assert sum(way.startswith("no:") for way in ways) == 3
+    lists = (POPULAR_TEXTS, POPULAR_EMBEDDERS, POPULAR_EYES)
+    assert [sum(map(len, each.values())) for each in lists] == [40, 10, 10]
+    ways = [runs(kind, name) for each in lists[:2] for kind, names in each.items() for name in names]
+    ways += [sees(kind) for kind, names in POPULAR_EYES.items() for _ in names]
+    assert len(ways) - sum(way.startswith("no:") for way in ways) == 55

@@ -176,7 +176,7 @@ def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "bloom"}, ["'bloom'", "gpt2", "llama", "mistral3, mixtral", "qwen2_moe, qwen3"]),
+        ({"model_type": "bloom"}, ["'bloom'", "gpt2", "llama", "mistral3, mixtral", "qwen2_moe, qwen2_vl, qwen3"]),
         ({"model_type": None}, ["None", "supported"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
         ({"hidden_size": 0}, ["hidden_size", "1 to 65536", "0"]),

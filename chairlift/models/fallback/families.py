@@ -50,6 +50,7 @@ REASONS: Final[Mapping[str, str]] = {
     "bidirectional": "it is an encoder or has one: tokens see later ones, or another sequence",
     "rounds": "its published weights have three values, and the inputs of its matmuls are rounded to 8 bits, which"
     " Chairlift does not compute",
+    "across": "its layers for images attend to them by cross attention, whose K and V Chairlift's cache does not hold",
     "several": "it reads or makes images or sound, which Chairlift does not do in this family; it reads images in "
     + ", ".join(SEEING),
 }
@@ -69,8 +70,9 @@ _BY_REASON: Final[Mapping[str, str]] = {
     " data2vec-text electra ernie marian mbart megatron-bert mvp pegasus plbart prophetnet rembert roberta"
     " roberta-prelayernorm roc_bert roformer trocr whisper xlm-roberta xlm-roberta-xl xmod",
     "unseen": "cohere_compass_text",
+    "across": "mllama",
     "several": "emu3 fuyu gemma4_assistant gemma4_unified gemma4_unified_assistant"
-    " gemma4_unified_text git got_ocr2 mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal",
+    " gemma4_unified_text git got_ocr2 moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal",
 }
 REFUSED: Final[Mapping[str, str]] = {
     model_type: reason for reason, names in _BY_REASON.items() for model_type in names.split()

@@ -63,7 +63,11 @@ _WHOLE: dict[str, Any] = {
         "language_model.model.": "model.",
         "language_model.lm_head.": "lm_head.",
         "model.language_model.": "model.",
+        "model.vision_tower.": "vision_tower.",
+        "model.multi_modal_projector.": "multi_modal_projector.",
     },
+    "called_out": "scale of queries, the image encoder",
+    "encoder": "lines",
     "ignored_tensors": rf"{MINISTRAL3.ignored_tensors}|^(model\.)?(vision_tower|multi_modal_projector)\.",
 }
 MISTRAL3 = dataclasses.replace(
@@ -71,7 +75,7 @@ MISTRAL3 = dataclasses.replace(
     **_WHOLE,
     text_type="ministral3",
     text_variants={"mistral": dataclasses.replace(MISTRAL, **_WHOLE, text_type="mistral")},
-    models="Ministral 3, Mistral Small 3.1 and 3.2, Magistral Small, Devstral Small 2 (texts only)",
+    models="Ministral 3, Mistral Small 3.1 and 3.2, Magistral Small, Devstral Small 2",
     defaults={**MINISTRAL3.defaults, "tie_word_embeddings": True},
-    differences="as `ministral3`, or as `mistral` in Mistral Small; its image encoder is left out",
+    differences="as `ministral3`, or as `mistral` in Mistral Small; reads images: Pixtral, squares of patches merged",
 )

@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6 (2026), text only: gated delta nets in three of four layers, gated attention in the fourth."""
+"""Qwen3.5 and Qwen3.6 (2026): gated delta nets in three of four layers, gated attention in the fourth."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ def _read_moe(fields: Fields, layers: int) -> dict[str, Any]:
 _WHOLE: dict[str, Any] = {
     "other_names": {"model.language_model.": "model."},
     "ignored_tensors": rf"{QWEN3_NEXT.ignored_tensors}|^model\.visual\.",
+    "called_out": "the image encoder",
+    "encoder": "learned_patches",
+    "rope_sections": (11, 11, 10),
+    "interleaved_sections": True,
 }
 
 QWEN3_5_TEXT = dataclasses.replace(
@@ -73,8 +77,8 @@ QWEN3_5 = dataclasses.replace(
     model_type="qwen3_5",
     architecture="Qwen3_5ForConditionalGeneration",
     text_type="qwen3_5_text",
-    models="Qwen3.5, Qwen3.6 (texts only)",
-    differences="as `qwen3_5_text`; its image encoder is left out",
+    models="Qwen3.5, Qwen3.6",
+    differences="as `qwen3_5_text`; reads images: positions on three axes",
     **_WHOLE,
 )
 QWEN3_5_MOE = dataclasses.replace(
@@ -82,7 +86,7 @@ QWEN3_5_MOE = dataclasses.replace(
     model_type="qwen3_5_moe",
     architecture="Qwen3_5MoeForConditionalGeneration",
     text_type="qwen3_5_moe_text",
-    models="Qwen3.5-35B-A3B, Qwen3.6-35B-A3B (texts only)",
-    differences="as `qwen3_5_moe_text`; its image encoder is left out",
+    models="Qwen3.5-35B-A3B, Qwen3.6-35B-A3B",
+    differences="as `qwen3_5_moe_text`; reads images: positions on three axes",
     **_WHOLE,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -126,12 +126,23 @@ def _kind(layer: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", layer)
 
 
-def checkpoint_layout(model: CausalLM) -> list[CheckpointPart]:
+def checkpoint_layout(model: CausalLM, stored: Mapping[str, Any] | None = None) -> list[CheckpointPart]:
     """All checkpoint tensors of the model, in the order of ``model.named_parameters()``.
 
-    A tied output head has no tensor of its own. The model may be on the meta device.
+    A tied output head has no tensor of its own. The model may be on the meta device. ``stored`` maps name -> open file:
+    transformers 5 saves stacks of experts in another layout than some publishers, and the shapes of ``stored`` decide.
     """
-    return decoder_layout(model, model.config)
+    parts = decoder_layout(model, model.config)
+    return parts if stored is None else [_as_stored(part, stored) for part in parts]
+
+
+def _as_stored(part: CheckpointPart, tensors: Mapping[str, Any]) -> CheckpointPart:
+    """``part``, not transposed if it is stored so."""
+    if part.stack == 1 or not part.transposed or part.name not in tensors:
+        return part
+    other = dataclasses.replace(part, transposed=False)
+    shape = tuple(tensors[part.name].get_slice(part.name).get_shape())
+    return other if shape == other.stored_shape != part.stored_shape else part
 
 
 def decoder_layout(

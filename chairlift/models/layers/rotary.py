@@ -30,7 +30,8 @@ class RotaryEmbedding(nn.Module):
         frequencies = torch.nn.functional.pad(found, (0, (head_dim - rotated) // 2))
         self._frequencies: dict[torch.device, Tensor] = {frequencies.device: frequencies}
         with torch.device("cpu"):
-            self._axes = torch.tensor(rope.axes) if rope.axes else None
+            still = (0,) * ((head_dim - rotated) // 2)
+            self._axes = torch.tensor(rope.axes + still) if rope.axes else None
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Radians by which each pair of dimensions is rotated per position, float32 [Dh/2]."""

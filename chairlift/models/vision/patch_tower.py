@@ -1,8 +1,8 @@
-"""The image encoders of Qwen2.5-VL and Qwen3-VL: a transformer over the patches of an image of any size.
+"""The image encoders of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: a transformer over the patches of an image.
 
-Rotary embeddings encode the row and column of a patch. Each square of neighbouring patches becomes one output row, and
-patches are ordered square by square. As in :mod:`chairlift.models.vision.vision_tower`, an image is computed in pieces
-of bounded size.
+Images may have any size. Rotary embeddings encode the row and column of a patch. Each square of neighbouring patches
+becomes one output row, and patches are ordered square by square. As in :mod:`chairlift.models.vision.vision_tower`, an
+image is computed in pieces of bounded size.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from chairlift.base.image_spans import ImageTile
 from chairlift.models.vision.vision_config import PatchConfig
-from chairlift.models.vision.vision_tower import PIECE, Product, Weights, in_pieces
+from chairlift.models.vision.vision_tower import PIECE, Product, Weights, activated, in_pieces
 
-__all__ = ["PatchTower"]
+__all__ = ["PatchTower", "rms_normed"]
 
 _EPS = 1e-6
 _SCORES = PIECE * 1024
@@ -36,6 +36,8 @@ class PatchTower:
     """
 
     rounds_floats = False
+    eps = _EPS
+    """Epsilon of the norms of the layers."""
 
     def __init__(self, config: PatchConfig, weights: Weights) -> None:
         self.config = config
@@ -53,7 +55,7 @@ class PatchTower:
             return weights.product(top + name, *shape)
 
         def norm(name: str, size: int = width) -> tuple[Tensor, ...]:
-            names = (f"{name}.weight", f"{name}.bias") if config.deep else (f"{name}.weight",)
+            names = (f"{name}.weight",) if config.gated else (f"{name}.weight", f"{name}.bias")
             return tuple(take(each, size) for each in names)
 
         # The encoder's weights are for `frames` frames per patch. An image repeats one frame, so the weights of the
@@ -62,12 +64,15 @@ class PatchTower:
         bias = take("patch_embed.proj.bias", width) if config.deep else None
         self._embedding = Product(embedding.float().sum(2).flatten(1).to(self.dtype), bias)
         self._positions = take("pos_embed.weight", config.side**2, width) if config.deep else None
+        self._first_norm: tuple[Tensor, ...] | None = None
         self._layers = []
         for index in range(config.num_hidden_layers):
             at = f"blocks.{index}."
-            mlp = ("linear_fc1",) if config.deep else ("gate_proj", "up_proj")
-            ups = [product(f"{at}mlp.{name}", inner, width) for name in mlp]
-            down = product(f"{at}mlp.{'linear_fc2' if config.deep else 'down_proj'}", width, inner)
+            *firsts, last = ("linear_fc1", "linear_fc2") if config.deep else ("fc1", "fc2")
+            if config.gated:
+                *firsts, last = ("gate_proj", "up_proj", "down_proj")
+            ups = [product(f"{at}mlp.{name}", inner, width) for name in firsts]
+            down = product(f"{at}mlp.{last}", width, inner)
             qkv = product(f"{at}attn.qkv", 3 * width, width)
             out = product(f"{at}attn.proj", width, width)
             self._layers.append((norm(f"{at}norm1"), qkv, out, norm(f"{at}norm2"), ups, down))
@@ -82,11 +87,15 @@ class PatchTower:
         self._mergers = {
             layer: merger(f"deepstack_merger_list.{index}", deep, merged) for index, layer in enumerate(config.levels)
         }
+        self._set_channels(weights)
+        size = width // config.num_attention_heads // 2
+        self._frequencies = 1.0 / config.rope_theta ** (torch.arange(0, size, 2).float() / size)
+
+    def _set_channels(self, weights: Weights) -> None:
+        """Keep the numbers that normalise pixels."""
         factor, mean, deviation = weights.normalise
         channels = [torch.tensor(values).view(3, 1, 1) for values in (mean, deviation)]
         self._factor, self._mean, self._deviation = factor, *channels
-        size = width // config.num_attention_heads // 2
-        self._frequencies = 1.0 / config.rope_theta ** (torch.arange(0, size, 2).float() / size)
 
     def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
         """Compute the embeddings of the image ``tile``, uint8 [3, height, width], in pieces. Yields None after each
@@ -99,6 +108,8 @@ class PatchTower:
         with torch.inference_mode():
             if self._positions is not None:
                 embedded = embedded + self._learned(self._positions, *tile.grid)
+            if self._first_norm is not None:
+                embedded = self._normed(embedded, self._first_norm)
             state = self._ordered(embedded, order)
         yield None
         levels = []
@@ -199,10 +210,9 @@ class PatchTower:
             yield None
             with torch.inference_mode():
                 if len(ups) == 2:
-                    inner = functional.silu(inner) * ups[1](normed)
+                    inner = activated(self.config.activation, inner) * ups[1](normed)
                 else:
-                    approximate = "tanh" if self.config.activation == "gelu_tanh" else "none"
-                    inner = functional.gelu(inner, approximate=approximate)
+                    inner = activated(self.config.activation, inner)
             if len(ups) == 2:
                 yield None
             with torch.inference_mode():
@@ -223,11 +233,16 @@ class PatchTower:
         return (yield from in_pieces(squares, merged, PIECE // self.config.merge_size**2))
 
     def _normed(self, rows: Tensor, norm: tuple[Tensor, ...]) -> Tensor:
-        if self.config.deep:
+        if not self.config.gated:
             weight, bias = norm
-            return functional.layer_norm(rows, rows.shape[1:], weight, bias, _EPS)
-        wide = rows.float()
-        return norm[0] * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + _EPS)).to(rows.dtype)
+            return functional.layer_norm(rows, rows.shape[1:], weight, bias, self.eps)
+        return rms_normed(rows, norm[0], self.eps)
+
+
+def rms_normed(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of ``rows`` [n, width], computed in float32."""
+    wide = rows.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(rows.dtype)
 
 
 def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

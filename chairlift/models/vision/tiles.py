@@ -1,4 +1,4 @@
-"""Images as square tiles, each encoded as the same number of rows (Idefics 3 and SmolVLM).
+"""Images as square tiles, each encoded as the same number of rows (Idefics 3, SmolVLM and InternVL).
 
 The pixels equal those of transformers' image processors for Pillow, with which the tests compare. The module does not
 import torch.
@@ -17,7 +17,7 @@ from chairlift.errors import ModelLoadError
 from chairlift.models.vision.decode import resize
 from chairlift.models.vision.processor import ImageProcessor, ImageSettings, PreparedImage, Tokens
 
-__all__ = ["TileProcessor", "TileSettings"]
+__all__ = ["AspectProcessor", "AspectSettings", "TileProcessor", "TileSettings"]
 
 _LARGEST_SIDE: Final = 4096
 """Maximum length in pixels of a side after the first resizing; transformers has the same limit."""
@@ -102,6 +102,72 @@ class TileProcessor(ImageProcessor):
         if len(ids) != 1:
             raise ModelLoadError(f"{self._where}: the tokenizer has no token {text!r}; download its files again")
         return ids[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AspectSettings(ImageSettings):
+    """Settings of InternVL, which cuts an image into the grid whose ratio of sides is nearest to the image's."""
+
+    tile_size: int
+    """Side of a tile in pixels."""
+    least: int
+    most: int
+    """Maximum number of tiles in the grid. ``least`` is the minimum."""
+    resample: int
+    """Pillow's number of the filter that resizes images."""
+    rows_per_tile: int
+    """Number of rows that the encoder makes of a tile: one for each prompt position of the tile."""
+    image_token_id: int
+
+    def cut(self, where: str, image: Any) -> tuple[int, int, list[Any]]:
+        size = self.tile_size
+        columns, rows = self._grid(image.size)
+        whole = resize(where, image, (columns * size, rows * size), self.resample)
+        if rows * columns == 1:
+            return 0, 0, [whole]
+        boxes = ((x * size, y * size, (x + 1) * size, (y + 1) * size) for y in range(rows) for x in range(columns))
+        return rows, columns, [*map(whole.crop, boxes), resize(where, image, (size, size), self.resample)]
+
+    def shapes(self, rows: int, columns: int) -> tuple[tuple[int, int], list[int]]:
+        return (0, 0), [3 * self.tile_size**2] * (rows * columns + 1)
+
+    def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Number of columns and rows. Of grids with equal ratios, a larger one is taken if it has less than twice the
+        image's pixels."""
+        width, height = size
+        sides = range(1, self.most + 1)
+        grids = [(x, y) for x in sides for y in sides if self.least <= x * y <= self.most]
+        best, nearest = (1, 1), math.inf
+        for x, y in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+            away = abs(width / height - x / y)
+            if away < nearest or (away == nearest and width * height > 0.5 * self.tile_size**2 * x * y):
+                best, nearest = (x, y), away
+        return best
+
+
+class AspectProcessor(ImageProcessor):
+    """Cuts images into tiles, whose rows follow each other between two tokens. Raises ModelLoadError if one of these
+    texts is more than one token."""
+
+    settings: AspectSettings
+
+    def __init__(self, settings: AspectSettings, tokens: Tokens, where: Path) -> None:
+        super().__init__("<IMG_CONTEXT>", settings.image_token_id, settings)
+        found = [tokens.encode(text, False) for text in (self.marker, "<img>", "</img>")]
+        if any(len(ids) != 1 for ids in found) or found[0] != [settings.image_token_id]:
+            raise ModelLoadError(
+                f"{where}: config.json says that image_token_id is {settings.image_token_id}, but the tokenizer reads"
+                f" '<IMG_CONTEXT>', '<img>' and '</img>' as {found}; download both files again"
+            )
+        (_,), (self._begin,), (self._end,) = found
+
+    def lay_out(self, image: PreparedImage, found: list[int], spans: list[ImageSpan]) -> None:
+        count = self.settings.rows_per_tile
+        found.append(self._begin)
+        for tile in image.tiles:
+            spans.append(ImageSpan(len(found), count, tile.key))
+            found.extend([self.image_token_id] * count)
+        found.append(self._end)
 
 
 def _first_size(size: tuple[int, int], longest: int) -> tuple[int, int]:

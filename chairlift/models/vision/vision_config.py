@@ -13,11 +13,15 @@ from chairlift.errors import ModelLoadError
 from chairlift.models.family import Fields
 
 __all__ = [
+    "InternConfig",
+    "LineConfig",
     "LlavaConfig",
     "PatchConfig",
     "PooledTowerConfig",
     "SquareConfig",
     "VisionConfig",
+    "aspect_settings",
+    "line_settings",
     "normalisation",
     "patch_settings",
     "read_vision",
@@ -66,6 +70,34 @@ _PATCHES = {
     "window_size": 112,
     "out_hidden_size": 3584,
     "fullatt_block_indexes": [7, 15, 23, 31],
+}
+_INTERN = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_channels": 3,
+    "image_size": 448,
+    "patch_size": 14,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-6,
+    "norm_type": "layer_norm",
+}
+_PIXTRAL = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_channels": 3,
+    "image_size": 1540,
+    "patch_size": 14,
+    "hidden_act": "gelu",
+}
+_PLAIN = {
+    **{key: value for key, value in _PATCHES.items() if key != "out_hidden_size"},
+    "embed_dim": 1280,
+    "hidden_act": "quick_gelu",
+    "mlp_ratio": 4,
 }
 _DEEP = {
     **_PATCHES,
@@ -123,6 +155,21 @@ class VisionConfig(SquareConfig):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InternConfig(VisionConfig):
+    """Shape of InternVL's encoder and projector."""
+
+    rms: bool
+    """Whether the norms of the layers are RMSNorm. Otherwise they are LayerNorm."""
+    attention_bias: bool
+    qk_norm: bool
+    """Whether q and k pass a norm over all heads."""
+    mean_pooling: bool
+    """Whether the encoder ends without a norm."""
+    projector_activation: str
+    """Activation between the projector's linear layers, with the same values as :attr:`activation`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LlavaConfig(SquareConfig):
     """Shape of CLIP with a projector of two linear layers (LLaVA)."""
 
@@ -157,11 +204,12 @@ class PatchConfig:
     rope_theta: float
     text_width: int
     image_token_id: int
+    gated: bool
+    """Whether the encoder has RMSNorm and SwiGLU (Qwen2.5-VL). Otherwise it has LayerNorm and an MLP without a gate."""
     deep: bool
-    """Whether the encoder is Qwen3-VL's, with LayerNorm, an MLP without a gate, and learned positions. Otherwise it has
-    RMSNorm and SwiGLU."""
+    """Whether the encoder has learned positions and the names of Qwen3-VL's tensors."""
     activation: str
-    """``silu``, ``gelu`` or ``gelu_tanh``."""
+    """``silu``, ``gelu``, ``gelu_tanh`` or ``quick_gelu``."""
     window: int = 0
     """Side of an attention window, in output rows; 0 if there are no windows."""
     full_layers: tuple[int, ...] = ()
@@ -171,6 +219,19 @@ class PatchConfig:
     the text model."""
     side: int = 0
     """Number of learned positions along one side of the square table of positions."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LineConfig(PatchConfig):
+    """Shape of Pixtral's encoder with the projector of Mistral 3."""
+
+    longest: int
+    """Maximum of an image's width and height, in pixels."""
+    norm_eps: float
+    """Epsilon of the projector's norm."""
+    projector_activation: str
+    """Activation between the projector's linear layers, with the same values as :attr:`activation`."""
+    projector_bias: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,46 +261,144 @@ def read_vision(encoder: str, raw: Mapping[str, Any], where: str, text_width: in
         return _read_clip(raw, where, text_width)
     if encoder == "pooled":
         return _read_pooled(raw, where, text_width)
-    return _read_patches(raw, where, text_width, encoder == "deep_patches")
+    if encoder == "aspect_tiles":
+        return _read_intern(raw, where, text_width)
+    if encoder == "lines":
+        return _read_lines(raw, where, text_width)
+    return _read_patches(raw, where, text_width, encoder)
 
 
-def _read_patches(raw: Mapping[str, Any], where: str, text_width: int, deep: bool) -> PatchConfig:
-    inner = raw.get("vision_config")
+def _read_intern(raw: Mapping[str, Any], where: str, text_width: int) -> InternConfig:
+    usual = {"projector_hidden_act": "gelu", "vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
+    whole = Fields(raw, where, usual)
+    inner = dict(raw.get("vision_config") or {})
+    for key in ("image_size", "patch_size"):
+        sides = inner.get(key)
+        if isinstance(sides, list) and len(sides) == 2 and sides[0] == sides[1]:
+            inner[key] = sides[0]
+    fields = Fields(inner, f"{where}: vision_config", _INTERN)
+    if fields.get("model_type") not in (None, "internvl_vision"):
+        fields.fail(f"model_type {fields.get('model_type')!r:.80} is not 'internvl_vision'")
+    for key in ("vision_feature_layer", "vision_feature_select_strategy"):
+        if whole.get(key) != usual[key]:
+            whole.fail(f"{key} {whole.get(key)!r:.80} is not {usual[key]!r}")
+    if fields.get("norm_type") not in ("layer_norm", "rms_norm"):
+        fields.fail(f"norm_type {fields.get('norm_type')!r:.80} is not 'layer_norm' or 'rms_norm'")
+    if not fields.boolean("use_absolute_position_embeddings", True):
+        fields.fail("use_absolute_position_embeddings is false")
+    activation = whole.get("projector_hidden_act")
+    if activation not in _ACTIVATIONS:
+        whole.fail(f"projector_hidden_act {activation!r:.80} is not one of {', '.join(_ACTIVATIONS)}")
+    ratio = whole.number("downsample_ratio", 0.0, 1.0, default=0.5)
+    found = InternConfig(
+        **_read_square(fields, _ACTIVATIONS),
+        scale_factor=int(1 / ratio),
+        text_width=text_width,
+        image_token_id=whole.integer("image_token_id", 0, 2**22, default=151_667),
+        rms=fields.get("norm_type") == "rms_norm",
+        attention_bias=fields.boolean("attention_bias", False),
+        qk_norm=fields.boolean("use_qk_norm", False),
+        mean_pooling=fields.boolean("use_mean_pooling", True),
+        projector_activation=_ACTIVATIONS[activation],
+    )
+    if not found.side or found.side % found.scale_factor:
+        fields.fail(f"an image has {found.side} patches a side, no multiple of {found.scale_factor}")
+    return found
+
+
+def _read_lines(raw: Mapping[str, Any], where: str, text_width: int) -> LineConfig:
+    whole = Fields(raw, where, {"projector_hidden_act": "gelu", "vision_feature_layer": -1})
+    fields = _vision_part(raw, where, _PIXTRAL)
+    if fields.get("model_type") not in (None, "pixtral"):
+        fields.fail(f"model_type {fields.get('model_type')!r:.80} is not 'pixtral'")
+    known = {**_ACTIVATIONS, "silu": "silu"}
+    named = fields.get("hidden_act"), whole.get("projector_hidden_act")
+    for activation in named:
+        if activation not in known:
+            fields.fail(f"the activation {activation!r:.80} is not one of {', '.join(known)}")
+    if whole.get("vision_feature_layer") != -1:
+        whole.fail(f"vision_feature_layer {whole.get('vision_feature_layer')!r:.80} is not -1")
+    if fields.integer("num_channels", 1, 16) != 3:
+        fields.fail(f"num_channels is {fields.get('num_channels')}, and images have 3")
+    rope = fields.get("rope_parameters")
+    rope = {"rope_theta": fields.get("rope_theta") or 10_000.0, **(rope if isinstance(rope, Mapping) else {})}
+    text = Fields(raw.get("text_config") or {}, f"{where}: text_config")
+    width = fields.integer("hidden_size", 1, 16_384)
+    heads = fields.integer("num_attention_heads", 1, 256)
+    if width % (4 * heads):
+        fields.fail(f"hidden_size {width} is not a multiple of four times num_attention_heads {heads}")
+    key = "image_token_id" if raw.get("image_token_id") is not None else "image_token_index"
+    return LineConfig(
+        hidden_size=width,
+        intermediate_size=fields.integer("intermediate_size", 1, 2**17),
+        num_hidden_layers=fields.integer("num_hidden_layers", 1, 256),
+        num_attention_heads=heads,
+        patch_size=fields.integer("patch_size", 1, 256),
+        frames=1,
+        merge_size=whole.integer("spatial_merge_size", 1, 16, default=2),
+        rope_theta=Fields(rope, f"{where}: vision_config").number("rope_theta", 1.0, 1e15),
+        text_width=text_width,
+        image_token_id=whole.integer(key, 0, 2**22, default=10),
+        gated=True,
+        deep=False,
+        activation=known[named[0]],
+        longest=fields.integer("image_size", 1, 2**16),
+        norm_eps=text.number("rms_norm_eps", 0.0, 1.0, default=1e-5),
+        projector_activation=known[named[1]],
+        projector_bias=whole.boolean("multimodal_projector_bias", False),
+    )
+
+
+def _read_patches(raw: Mapping[str, Any], where: str, text_width: int, encoder: str) -> PatchConfig:
+    deep, gated, plain = (
+        encoder in ("deep_patches", "learned_patches"),
+        encoder == "patches",
+        encoder == "plain_patches",
+    )
     whole = Fields(raw, where, {"image_token_id": 151_655})
-    fields = Fields(inner if isinstance(inner, Mapping) else {}, f"{where}: vision_config", _DEEP if deep else _PATCHES)
+    fields = _vision_part(raw, where, _PLAIN if plain else _DEEP if deep else _PATCHES)
     activation = fields.get("hidden_act")
-    known = _ACTIVATIONS if deep else {"silu": "silu"}
+    known = {"silu": "silu"} if gated else {**_ACTIVATIONS, "quick_gelu": "quick_gelu"}
     if activation not in known:
         fields.fail(f"hidden_act {activation!r:.80} is not one of {', '.join(known)}")
     if fields.integer("in_channels", 1, 16) != 3:
         fields.fail(f"in_channels is {fields.get('in_channels')}, and images have 3")
-    if fields.integer("out_hidden_size", 1, 65_536) != text_width:
-        fields.fail(f"out_hidden_size is {fields.get('out_hidden_size')}, but the text model has {text_width}")
+    out = "hidden_size" if plain else "out_hidden_size"
+    if fields.integer(out, 1, 65_536) != text_width:
+        fields.fail(f"{out} is {fields.get(out)}, but the text model has {text_width}")
     rope = fields.get("rope_parameters") or {}
     ropes = Fields(rope if isinstance(rope, Mapping) else {}, f"{where}: rope_parameters of vision_config")
     if ropes.get("rope_type") not in (None, "axial"):
         ropes.fail(f"rope_type {ropes.get('rope_type')!r:.80} is not 'axial'")
     layers = fields.integer("depth", 1, 256)
     heads = fields.integer("num_heads", 1, 256)
-    more: dict[str, Any]
+    more: dict[str, Any] = {}
     patch = fields.integer("patch_size", 1, 256)
     merge = fields.integer("spatial_merge_size", 1, 16)
     if deep:
         positions = fields.integer("num_position_embeddings", 1, 2**22)
-        more = {"side": math.isqrt(positions), "levels": _layers(fields, "deepstack_visual_indexes", layers)}
+        more = {"side": math.isqrt(positions)}
+        if encoder == "deep_patches":
+            more["levels"] = _layers(fields, "deepstack_visual_indexes", layers)
+        elif inner_levels := fields.raw.get("deepstack_visual_indexes"):
+            fields.fail(
+                f"deepstack_visual_indexes {inner_levels!r:.80} is not supported for this family; it must be []"
+            )
         if more["side"] ** 2 != positions:
             fields.fail(f"num_position_embeddings {positions} is not a square")
         inner_layers = Fields(raw.get("text_config") or {}, where).integer("num_hidden_layers", 1, 1_024, default=32)
-        if len(more["levels"]) >= inner_layers:
+        if len(more.get("levels", ())) >= inner_layers:
             fields.fail(f"deepstack_visual_indexes must be fewer than the text model's {inner_layers} layers")
-    else:
+    elif gated:
         window = fields.integer("window_size", 1, 65_536) // merge // patch
         more = {"window": window, "full_layers": _layers(fields, "fullatt_block_indexes", layers)}
         if not window:
             fields.fail("window_size is smaller than a square of patches")
+    width = fields.integer("embed_dim" if plain else "hidden_size", 1, 16_384)
+    inner = width * fields.integer("mlp_ratio", 1, 64) if plain else fields.integer("intermediate_size", 1, 2**17)
     found = PatchConfig(
-        hidden_size=fields.integer("hidden_size", 1, 16_384),
-        intermediate_size=fields.integer("intermediate_size", 1, 2**17),
+        hidden_size=width,
+        intermediate_size=inner,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         patch_size=patch,
@@ -248,12 +407,13 @@ def _read_patches(raw: Mapping[str, Any], where: str, text_width: int, deep: boo
         rope_theta=ropes.number("rope_theta", 1.0, 1e15, default=10_000.0),
         text_width=text_width,
         image_token_id=whole.integer("image_token_id", 0, 2**22),
+        gated=gated,
         deep=deep,
         activation=known[activation],
         **more,
     )
     if found.hidden_size % (4 * heads):
-        fields.fail(f"hidden_size {found.hidden_size} is not a multiple of four times num_heads {heads}")
+        fields.fail(f"the width {found.hidden_size} is not a multiple of four times num_heads {heads}")
     return found
 
 
@@ -430,6 +590,53 @@ def tile_settings(vision: VisionConfig, preprocessor: Mapping[str, Any], where: 
     }
 
 
+def aspect_settings(vision: InternConfig, preprocessor: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """Fields of :class:`~chairlift.models.vision.tiles.AspectSettings` from ``preprocessor_config.json``. transformers'
+    processor cuts images even if ``crop_to_patches`` there is false.
+
+    Raises :class:`~chairlift.errors.ModelLoadError` for settings that the encoder's shape does not allow.
+    """
+    fields = Fields(preprocessor, str(where))
+    for key in ("do_rescale", "do_normalize", "do_convert_rgb", "do_resize"):
+        if not fields.boolean(key, True):
+            fields.fail(f"{key} is false")
+    size = _sides(fields, "size")
+    if size != (vision.image_size,) * 2:
+        fields.fail(f"images become {size}, but the encoder takes {vision.image_size} pixels a side")
+    most = fields.integer("max_patches", 1, 64, default=12)
+    return {
+        "tile_size": vision.image_size,
+        "least": fields.integer("min_patches", 1, most, default=1),
+        "most": most,
+        "resample": fields.integer("resample", 0, 5, default=3),
+        "rows_per_tile": vision.rows_per_tile,
+        "image_token_id": vision.image_token_id,
+    }
+
+
+def line_settings(vision: LineConfig, preprocessor: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """Fields of :class:`~chairlift.models.vision.patches.LineSettings` from ``preprocessor_config.json``.
+
+    Raises :class:`~chairlift.errors.ModelLoadError` for settings that the encoder's shape does not allow.
+    """
+    fields = Fields(preprocessor, str(where))
+    for key in ("do_rescale", "do_normalize", "do_convert_rgb"):
+        if not fields.boolean(key, True):
+            fields.fail(f"{key} is false")
+    if fields.boolean("do_center_crop", False):
+        fields.fail("do_center_crop is true")
+    given = preprocessor.get("size") or {}
+    size = Fields(given if isinstance(given, Mapping) else {}, f"{where}: size")
+    return {
+        "patch_size": vision.patch_size,
+        "merge_size": vision.merge_size,
+        "longest": size.integer("longest_edge", 1, 2**16, default=vision.longest),
+        "resizes": fields.boolean("do_resize", True),
+        "resample": fields.integer("resample", 0, 5, default=3),
+        "image_token_id": vision.image_token_id,
+    }
+
+
 def patch_settings(vision: PatchConfig, preprocessor: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """Fields of :class:`~chairlift.models.vision.patches.PatchSettings` from ``preprocessor_config.json``.
 
@@ -467,7 +674,7 @@ def normalisation(
 ) -> tuple[float, list[float], list[float]]:
     """(factor, means, deviations), with one mean and one deviation for each of the three channels: a pixel p becomes
     (factor * p - mean) / deviation."""
-    usual = _CLIP_CHANNELS if isinstance(vision, LlavaConfig) else {}
+    usual = _CLIP_CHANNELS if isinstance(vision, (InternConfig, LineConfig, LlavaConfig)) else {}
     factor = Fields(preprocessor, str(where)).number("rescale_factor", 0.0, 1.0, default=1 / 255)
     found = []
     for key in ("image_mean", "image_std"):

@@ -14,15 +14,20 @@ from chairlift.models.formats.gguf_config import gguf_config
 from chairlift.models.formats.gguf_projector import NONE, open_projector, preprocessor_of
 from chairlift.models.hf_config import NetworkConfig, read_hf_config, read_hf_files, read_json
 from chairlift.models.registry import FAMILIES
-from chairlift.models.vision.patches import PatchProcessor, PatchSettings
+from chairlift.models.vision.patches import LineProcessor, LineSettings, PatchProcessor, PatchSettings
 from chairlift.models.vision.processor import ImageProcessor, Tokens
 from chairlift.models.vision.squares import FramedProcessor, SquareProcessor, SquareSettings
-from chairlift.models.vision.tiles import TileProcessor, TileSettings
+from chairlift.models.vision.tiles import AspectProcessor, AspectSettings, TileProcessor, TileSettings
 from chairlift.models.vision.vision_config import (
+    InternConfig,
+    LineConfig,
     LlavaConfig,
     PatchConfig,
     PooledTowerConfig,
+    SquareConfig,
     VisionConfig,
+    aspect_settings,
+    line_settings,
     normalisation,
     patch_settings,
     square_settings,
@@ -50,13 +55,17 @@ def read_processor(model_dir: Path, tokens: Tokens, mmproj: str = NONE) -> Image
     elif model_dir.is_dir():
         family = FAMILIES.get(str(read_hf_files(model_dir)[0].get("model_type")))
         vision = read_hf_config(model_dir).vision if family is not None and family.sees_images else None
-        preprocessor, where = ({} if vision is None else _preprocessor(model_dir)), model_dir / _FILE
+        preprocessor, where = ({} if vision is None else _preprocessor(model_dir, vision)), model_dir / _FILE
     else:
         return None
     if vision is None:
         return None
+    if isinstance(vision, LineConfig):
+        return LineProcessor(LineSettings(**line_settings(vision, preprocessor, where)), tokens, model_dir)
     if isinstance(vision, PatchConfig):
         return PatchProcessor(PatchSettings(**patch_settings(vision, preprocessor, where)), tokens, model_dir)
+    if isinstance(vision, InternConfig):
+        return AspectProcessor(AspectSettings(**aspect_settings(vision, preprocessor, where)), tokens, model_dir)
     if isinstance(vision, VisionConfig):
         return TileProcessor(TileSettings(**tile_settings(vision, preprocessor, where)), tokens, model_dir)
     settings = SquareSettings(**square_settings(vision, preprocessor, where))
@@ -72,6 +81,8 @@ def load_tower(model_dir: Path, config: NetworkConfig, dtype: torch.dtype, mmpro
     from chairlift.models.formats.gguf_projector_tensors import projector_tensors
     from chairlift.models.loader import open_tensors
     from chairlift.models.vision.clip_tower import ClipTower
+    from chairlift.models.vision.intern_tower import InternTower
+    from chairlift.models.vision.line_tower import LineTower
     from chairlift.models.vision.patch_tower import PatchTower
     from chairlift.models.vision.pooled_tower import PooledTower
     from chairlift.models.vision.vision_tower import VisionTower, Weights
@@ -80,7 +91,7 @@ def load_tower(model_dir: Path, config: NetworkConfig, dtype: torch.dtype, mmpro
     if vision is None:
         raise ModelLoadError(f"{model_dir}: model_type {config.model_type!r} has no image encoder")
     projector = open_projector(GGUFModel(model_dir), mmproj)[0] if is_gguf(model_dir) else None
-    preprocessor = _preprocessor(model_dir) if projector is None else preprocessor_of(projector)
+    preprocessor = _preprocessor(model_dir, vision) if projector is None else preprocessor_of(projector)
     where = model_dir / _FILE if projector is None else projector.path
     normalise = normalisation(preprocessor, where, vision)
     with contextlib.ExitStack() as stack:
@@ -88,8 +99,12 @@ def load_tower(model_dir: Path, config: NetworkConfig, dtype: torch.dtype, mmpro
         tensors = _Noted(stored)
         weights = Weights(tensors, model_dir if projector is None else projector.path, dtype, normalise)
         tower: Tower
-        if isinstance(vision, PatchConfig):
+        if isinstance(vision, LineConfig):
+            tower = LineTower(vision, weights)
+        elif isinstance(vision, PatchConfig):
             tower = PatchTower(vision, weights)
+        elif isinstance(vision, InternConfig):
+            tower = InternTower(vision, weights)
         elif isinstance(vision, VisionConfig):
             tower = VisionTower(vision, weights)
         elif isinstance(vision, LlavaConfig):
@@ -118,9 +133,17 @@ class _Noted(dict[str, Any]):
         return {str(self[name].get_slice(name).get_dtype()) for name in tuple(self._names)}
 
 
-def _preprocessor(model_dir: Path) -> dict[str, Any]:
+def _preprocessor(model_dir: Path, vision: SquareConfig | PatchConfig) -> dict[str, Any]:
+    """Settings of the image processor: in a file of their own, or as transformers 5 saves them. Files of Mistral may
+    have neither, and mean the defaults."""
     path = model_dir / _FILE
+    whole = model_dir / "processor_config.json"
     if not path.is_file():
+        inner = read_json(whole).get("image_processor") if whole.is_file() else None
+        if isinstance(inner, dict):
+            return inner
+        if isinstance(vision, LineConfig):
+            return {}
         raise ModelLoadError(f"{model_dir} has no {_FILE}, which says how images are cut; download the model again")
     content: dict[str, Any] = read_json(path)
     return content

@@ -95,7 +95,9 @@ class Weights:
     def stored(self, name: str, *shape: int) -> Tensor:
         """A tensor as it is stored."""
         if name not in self.tensors:
-            raise ModelLoadError(f"{self.where}: tensor {name} is missing; download the model again")
+            raise ModelLoadError(
+                f"{self.where}: tensor {name} is missing; download the model again, or set mmproj to none"
+            )
         tensor: Tensor = self.tensors[name].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise ModelLoadError(
@@ -118,7 +120,9 @@ class Weights:
 
 
 def activated(name: str, rows: Tensor) -> Tensor:
-    """``rows`` after the activation ``gelu``, ``gelu_tanh`` or ``quick_gelu``."""
+    """``rows`` after the activation ``gelu``, ``gelu_tanh``, ``quick_gelu`` or ``silu``."""
+    if name == "silu":
+        return functional.silu(rows)
     if name == "quick_gelu":
         return rows * torch.sigmoid(1.702 * rows)
     return functional.gelu(rows, approximate="tanh" if name == "gelu_tanh" else "none")

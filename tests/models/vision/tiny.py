@@ -12,6 +12,8 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
@@ -29,12 +31,16 @@ __all__ = [
     "SQUARE",
     "TEMPLATE",
     "GemmaReference",
+    "InternReference",
     "LlavaReference",
+    "MistralReference",
     "QwenReference",
     "Reference",
     "picture",
     "tiny_gemma",
+    "tiny_intern",
     "tiny_llava",
+    "tiny_mistral",
     "tiny_qwen",
     "tiny_vlm",
 ]
@@ -84,6 +90,29 @@ _QWEN_PREPROCESSOR = {
 }
 
 
+_QWEN_NETS = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 32,
+}
+_QWEN_EXPERTS = {
+    "moe_intermediate_size": 40,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "shared_expert_intermediate_size": 72,
+}
+_QWEN_VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2},
+    "qwen2_5_vl": {"window_size": 2 * SQUARE, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]},
+    "qwen3_5": {"num_position_embeddings": 36},
+}
+"""Family -> fields of the config of its tiny image encoder."""
+
+
 def tiny_tokenizer() -> Tokenizer:
     return byte_tokenizer(_SPECIAL, eos="<end_of_utterance>", chat_template=TEMPLATE)
 
@@ -92,7 +121,10 @@ def qwen_tokenizer() -> Tokenizer:
     return byte_tokenizer(_QWEN_SPECIAL, eos="<|im_end|>", chat_template=_QWEN_TEMPLATE)
 
 
-VISION_FAMILIES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl", "llava", "gemma3")
+VISION_FAMILIES = (
+    *("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("llava", "gemma3", "mistral3", "internvl"),
+)
 """Families that the functions of this module can create."""
 
 
@@ -129,9 +161,10 @@ def tiny_vlm(folder: Path, family: str = "smolvlm", **preprocessor: Any) -> Path
 
 
 def tiny_qwen(folder: Path, family: str = "qwen3_vl", **preprocessor: Any) -> Path:
-    """Write a random Qwen2.5-VL or Qwen3-VL with a byte tokenizer; see :func:`tiny_vlm`."""
-    deep = family == "qwen3_vl"
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+    """Write a random model of one of Qwen's families with a byte tokenizer; see :func:`tiny_vlm`."""
+    nets = family.startswith("qwen3_5")
+    sections = {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25} if nets else {"mrope_section": [2, 3, 3]}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, **sections}
     text = {
         "vocab_size": 256 + len(_QWEN_SPECIAL),
         "hidden_size": 64,
@@ -144,7 +177,8 @@ def tiny_qwen(folder: Path, family: str = "qwen3_vl", **preprocessor: Any) -> Pa
         "pad_token_id": None,
         "bos_token_id": None,
         "eos_token_id": 257,
-        **({"head_dim": 16} if deep else {}),
+        **({"head_dim": 16} if family.startswith("qwen3_vl") else _QWEN_NETS if nets else {}),
+        **(_QWEN_EXPERTS if family.endswith("_moe") else {}),
     }
     vision: dict[str, Any] = {
         "depth": 3,
@@ -153,9 +187,8 @@ def tiny_qwen(folder: Path, family: str = "qwen3_vl", **preprocessor: Any) -> Pa
         "num_heads": 3,
         "patch_size": SQUARE // 2,
         "out_hidden_size": 64,
+        **_QWEN_VISION[family.removesuffix("_moe")],
     }
-    own = {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]}
-    vision |= own if deep else {"window_size": 2 * SQUARE, "fullatt_block_indexes": [1]}
     marker = 256 + _QWEN_SPECIAL.index("<|image_pad|>")
     config = AutoConfig.for_model(family, text_config=text, vision_config=vision, image_token_id=marker)
     _write(folder, config, {**_QWEN_PREPROCESSOR, **preprocessor}, qwen_tokenizer(), _QWEN_TEMPLATE)
@@ -269,6 +302,115 @@ def tiny_gemma(folder: Path, **preprocessor: Any) -> Path:
     ids = {"boi_token_index": 258, "eoi_token_index": 259, "image_token_index": 260, "mm_tokens_per_image": GEMMA_ROWS}
     config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, eos_token_id=257, **ids)
     _write(folder, config, {**_GEMMA_PREPROCESSOR, **preprocessor}, gemma_tokenizer(), _GEMMA_TEMPLATE)
+    return folder
+
+
+_MISTRAL_SPECIAL = ("<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+_MISTRAL_TEMPLATE = (
+    "{{ '<s>' }}{% for message in messages %}{{ '[INST]' }}{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "{{ '[IMG]' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '[/INST]' }}{% endfor %}"
+)
+_MISTRAL_PREPROCESSOR = {
+    "image_processor_type": "PixtralImageProcessor",
+    "image_mean": [0.5, 0.4, 0.6],
+    "image_std": [0.5, 0.6, 0.4],
+    "patch_size": {"height": SQUARE, "width": SQUARE},
+    "resample": 3,
+    "size": {"longest_edge": 7 * SQUARE},
+}
+
+
+def mistral_tokenizer() -> Tokenizer:
+    return byte_tokenizer(_MISTRAL_SPECIAL, eos="</s>", chat_template=_MISTRAL_TEMPLATE)
+
+
+def tiny_mistral(
+    folder: Path, text_type: str = "mistral", preprocessor: dict[str, Any] | None = None, **more: Any
+) -> Path:
+    """Write a random Mistral 3 with a byte tokenizer; ``more`` are fields of its ``config.json``. See
+    :func:`tiny_vlm`."""
+    text = {
+        "model_type": text_type,
+        "vocab_size": 256 + len(_MISTRAL_SPECIAL),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "sliding_window": None,
+        "pad_token_id": None,
+        "eos_token_id": 257,
+    }
+    vision = {
+        "model_type": "pixtral",
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "image_size": 7 * SQUARE,
+        "patch_size": SQUARE // 2,
+        "hidden_act": "silu",
+    }
+    marker = 256 + _MISTRAL_SPECIAL.index("[IMG]")
+    config = AutoConfig.for_model("mistral3", text_config=text, vision_config=vision, image_token_index=marker, **more)
+    _write(folder, config, {**_MISTRAL_PREPROCESSOR, **(preprocessor or {})}, mistral_tokenizer(), _MISTRAL_TEMPLATE)
+    return folder
+
+
+_INTERN_SPECIAL = ("<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>")
+_INTERN_TEMPLATE = _QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n")
+_INTERN_PREPROCESSOR = {
+    "image_processor_type": "GotOcr2ImageProcessor",
+    "crop_to_patches": False,
+    "image_mean": [0.5, 0.4, 0.6],
+    "image_std": [0.5, 0.6, 0.4],
+    "max_patches": 4,
+    "min_patches": 1,
+    "resample": 3,
+    "size": {"height": LLAVA_SIZE, "width": LLAVA_SIZE},
+}
+INTERN_ROWS = 9
+"""Number of prompt positions of a tile of the tiny InternVL."""
+
+
+def intern_tokenizer() -> Tokenizer:
+    return byte_tokenizer(_INTERN_SPECIAL, eos="<|im_end|>", chat_template=_INTERN_TEMPLATE)
+
+
+def tiny_intern(folder: Path, text_type: str = "qwen2", vision: dict[str, Any] | None = None, **more: Any) -> Path:
+    """Write a random InternVL with a byte tokenizer. ``vision`` are fields of its encoder's config, and ``more`` of the
+    whole config. See :func:`tiny_vlm`."""
+    text = {
+        "model_type": text_type,
+        "vocab_size": 256 + len(_INTERN_SPECIAL),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": 257,
+    }
+    usual = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "image_size": [LLAVA_SIZE] * 2,
+        "patch_size": [4, 4],
+        "attention_bias": True,
+        **(vision or {}),
+    }
+    marker = 256 + _INTERN_SPECIAL.index("<IMG_CONTEXT>")
+    known = {"image_token_id": marker, "image_seq_length": INTERN_ROWS, "tie_word_embeddings": False}
+    config = AutoConfig.for_model("internvl", text_config=text, vision_config=usual, **{**known, **more})
+    _write(folder, config, _INTERN_PREPROCESSOR, intern_tokenizer(), _INTERN_TEMPLATE)
     return folder
 
 
@@ -419,3 +561,55 @@ class GemmaReference(Reference):
 
     def known(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return {**inputs, "token_type_ids": (inputs["input_ids"] == self.model.config.image_token_id).int()}
+
+
+class MistralReference(Reference):
+    """transformers' processing and model for Mistral 3."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.images = PixtralImageProcessorPil.from_pretrained(folder)
+        self.tokenizer = mistral_tokenizer()
+
+    def text_of(self, *parts: str | Image.Image) -> str:
+        inner = "".join(each if isinstance(each, str) else "[IMG]" for each in parts)
+        return f"<s>[INST]{inner}[/INST]"
+
+    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
+        """Token ids of a text that contains ``[IMG]``, and the pixels of the images."""
+        if not images:
+            return {"input_ids": torch.tensor([self.tokenizer.encode(text, False)])}
+        batch = self.images(images, return_tensors="pt")
+        head, *rest = text.split("[IMG]")
+        for (height, width), part in zip(batch["image_sizes"].tolist(), rest, strict=True):
+            lines = ["[IMG]" * (width // SQUARE)] * (height // SQUARE)
+            head += "[IMG_BREAK]".join(lines) + "[IMG_END]" + part
+        return {"input_ids": torch.tensor([self.tokenizer.encode(head, False)]), **batch}
+
+
+class InternReference(Reference):
+    """transformers' processing and model for InternVL."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.images = GotOcr2ImageProcessorPil.from_pretrained(folder, crop_to_patches=True)
+        self.tokenizer = intern_tokenizer()
+
+    def text_of(self, *parts: str | Image.Image) -> str:
+        inner = "".join(each if isinstance(each, str) else "<IMG_CONTEXT>\n" for each in parts)
+        return f"<|im_start|>user\n{inner}<|im_end|>\n<|im_start|>assistant\n"
+
+    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
+        """Token ids of a text that contains ``<IMG_CONTEXT>``, and the pixels of the images."""
+        if not images:
+            return {"input_ids": torch.tensor([self.tokenizer.encode(text, False)])}
+        batch = self.images(images, return_tensors="pt")
+        head, *rest = text.split("<IMG_CONTEXT>")
+        for count, part in zip(batch["num_patches"].tolist(), rest, strict=True):
+            head += f"<img>{'<IMG_CONTEXT>' * INTERN_ROWS * count}</img>{part}"
+        ids = torch.tensor([self.tokenizer.encode(head, False)])
+        return {"input_ids": ids, "pixel_values": batch["pixel_values"]}
