@@ -330,7 +330,7 @@ def test_every_family_of_transformers_is_served_or_refused_with_a_reason() -> No
         ("glm_moe_dsa", "by an index"),
         ("bitnet", "three values"),
         ("bart", "encoder"),
-        ("mllama", "it reads images in gemma3, idefics3, llava, qwen2_5_vl, qwen3_vl, smolvlm; use another"),
+        ("mllama", "its layers for images attend to them by cross attention"),
         ("minimax_m3_vl_text", "by an index"),
         ("no-such-model", "has not been seen right"),
     ],
