@@ -83,13 +83,14 @@ def compared(model_dir: Path, *flags: str) -> None:
     assert main(["check", str(model_dir), "--compare", "transformers", "--dtype", "float32", *sizes, *flags]) == 0
 
 
+ELSEWHERE = (FAMILIES.keys() & REFUSED.keys()) | INSIDE.keys() | {*VISION_FAMILIES}
+"""Types that ``test_recurrent_families.py``, ``test_whole_transformers.py`` or a test below compares."""
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "model_type", sorted((CAUSAL & SERVED) - (FAMILIES.keys() & REFUSED.keys()) - {*VISION_FAMILIES})
-)
+@pytest.mark.parametrize("model_type", sorted((CAUSAL & SERVED) - ELSEWHERE))
 def test_each_served_type_passes_the_check(model_type: str, tmp_path: Path) -> None:
-    """With a config of transformers' class, except for sizes. ``test_recurrent_families.py`` compares native families
-    with recurrent layers."""
+    """With a config of transformers' class, except for sizes."""
     compared(tiny_transformers_model(tmp_path, model_type), "--skip-tokenizer-init")
 
 
