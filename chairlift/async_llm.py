@@ -22,6 +22,7 @@ from chairlift.base.outputs import (
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine.async_engine import AsyncEngine
+from chairlift.engine.generation import PauseMode
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import Prompt
 from chairlift.engine.pooled.pooled_calls import PooledCall, PooledCalls, listed, one_or_more
@@ -194,6 +195,33 @@ class AsyncLLM:
         a new fingerprint. If the engine's process dies, the new process loads the newest weights.
         """
         return await self._started().update_weights(source, version, in_flight=in_flight)
+
+    async def pause_generation(self, mode: PauseMode = "keep") -> None:
+        """Compute no further step until :meth:`resume_generation`; returns when no step is running.
+
+        With ``keep``, running requests stay and later go on with the same tokens. With ``abort`` they end with the
+        tokens that they have. New requests wait. :meth:`update_weights` works meanwhile. A pause survives the death of
+        the engine's process; its requests do not. Raises ConfigError for another mode, and EngineDeadError.
+        """
+        await self._started().generation.pause(mode)
+
+    async def resume_generation(self) -> None:
+        """Go on after :meth:`pause_generation`; does nothing without a pause. Raises EngineDeadError."""
+        await self._started().generation.resume()
+
+    async def is_paused(self) -> bool:
+        """Whether the engine is paused."""
+        return self._started().generation.is_paused
+
+    async def abort_all(self) -> int:
+        """End all requests with the finish reason ABORT and the tokens that they have. Returns their number."""
+        return self._started().generation.abort()
+
+    async def reset_prefix_cache(self, *, recompute: bool = False) -> None:
+        """Let no later request share KV that was computed until now. Running requests keep theirs; with ``recompute``
+        they compute it again. :meth:`update_weights` needs no reset. Raises ConfigError for ``recompute`` in a static
+        batch, and EngineDeadError."""
+        await self._started().generation.reset_prefix_cache(recompute=recompute)
 
     def remove_lora(self, lora_int_id: int) -> bool:
         """Remove an adapter by its number; its running requests continue. Returns False for an unknown number."""

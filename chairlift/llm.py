@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, Literal, NoReturn, TypeVar
 
 from chairlift.base.lora_request import LoRARequest
 from chairlift.base.outputs import (
@@ -28,7 +28,7 @@ from chairlift.engine.input_processor import ModelLimits, Prompt
 from chairlift.engine.interrupt import held_interrupt
 from chairlift.engine.pooled.pooled_calls import PooledCall, PooledCalls, listed, one_or_more
 from chairlift.engine.pooled.pooling_inputs import PoolingInputs
-from chairlift.errors import EngineDeadError, RequestError, TemplateError
+from chairlift.errors import ConfigError, EngineDeadError, RequestError, TemplateError
 from chairlift.loading.kv_store import open_store
 from chairlift.loading.model import Progress, load_executor, read_images, read_tokenizer
 from chairlift.loading.pooled import is_pooling, load_pooling
@@ -58,6 +58,8 @@ __all__ = ["LLM"]
 ChatMessage = Mapping[str, Any]
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+_PAUSED_SECONDS: Final = 0.05
+"""Seconds between two looks at requests while generation is paused: they may be aborted, or the program interrupted."""
 
 
 class LLM:
@@ -80,7 +82,8 @@ class LLM:
         if model is not None:
             settings["model"] = str(model)
         self.config = EngineConfig.from_flat(settings)
-        self._turn = threading.RLock()
+        self._turn = threading.Condition(threading.RLock())
+        self._is_paused = False
         self._process = os.getpid()
         self._pooled: PooledCalls | None = None
         self._engine: Engine | None = None
@@ -545,6 +548,47 @@ class LLM:
             path = str(source) if isinstance(source, (str, Path)) else ""
             self.info = self._first_info.updated(path, version, self._approximations())
 
+    def pause_generation(self, mode: Literal["keep", "abort"] = "keep") -> None:
+        """Compute no further step until :meth:`resume_generation`; returns when no step is running.
+
+        For programs with several threads: a call of :meth:`generate` in another thread waits and later goes on with the
+        same tokens, or with ``abort`` returns the tokens that it has. :meth:`update_weights` works meanwhile. Raises
+        ConfigError for another mode.
+        """
+        self._check_process()
+        if mode not in ("keep", "abort"):
+            raise ConfigError(f"a pause may keep or abort the requests, got {mode!r:.40}; give one of keep, abort")
+        self._is_paused = True  # before the turn: a running call sees it after its step, and lends the turn
+        with self._turn:
+            self._running.land()
+            self._running.core.is_paused = True
+            if mode == "abort":
+                self.abort_all()
+
+    def resume_generation(self) -> None:
+        """Go on after :meth:`pause_generation`; does nothing without a pause."""
+        with self._turn:
+            self._is_paused = self._running.core.is_paused = False
+            self._turn.notify_all()
+
+    def is_paused(self) -> bool:
+        """Whether generation is paused."""
+        return self._is_paused
+
+    def abort_all(self) -> int:
+        """End all requests with the finish reason ABORT and the tokens that they have. Returns their number."""
+        self._check_process()
+        with self._turn:
+            return self._running.abort_all()
+
+    def reset_prefix_cache(self, *, recompute: bool = False) -> None:
+        """Let no later request share KV that was computed until now. Running requests keep theirs; with ``recompute``
+        they compute it again. :meth:`update_weights` needs no reset. Raises ConfigError for ``recompute`` in a static
+        batch."""
+        self._check_process()
+        with self._turn:
+            self._running.reset_prefix_cache(recompute=recompute)
+
     def _check_process(self) -> None:
         """Raise EngineDeadError in a forked process. A fork copies no threads: the child would wait for ever for the
         kernels' threads, or for the thread that held the lock."""
@@ -556,13 +600,17 @@ class LLM:
 
     def step_for(self, request_ids: Container[str]) -> list[RequestOutput]:
         """Compute one step. Returns the outputs of requests in ``request_ids`` that have ended; other outputs wait
-        for a later call.
+        for a later call. While generation is paused, it waits a moment instead, and other threads may use the LLM.
 
         This method serves requests that were added to ``engine`` directly; they may end during a call of
         :meth:`generate`.
         """
-        self._ended.update((output.request_id, output) for output in self._running.step() if output.finished)
-        return [self._ended.pop(each) for each in list(self._ended) if each in request_ids]
+        with self._turn:
+            self._ended.update((output.request_id, output) for output in self._running.step() if output.finished)
+            found = [self._ended.pop(each) for each in list(self._ended) if each in request_ids]
+            if self._is_paused and not found:
+                self._turn.wait(_PAUSED_SECONDS)
+            return found
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         unfinished = set(ids)

@@ -27,6 +27,7 @@ from chairlift.engine.adapters import AdapterState
 from chairlift.engine.calibration import Calibration
 from chairlift.engine.core_outputs import FinishedSequence
 from chairlift.engine.events import Events
+from chairlift.engine.generation import Generation
 from chairlift.engine.idle_settings import idle_settings
 from chairlift.engine.info import EngineInfo, check_update
 from chairlift.engine.input_processor import (
@@ -39,7 +40,7 @@ from chairlift.engine.input_processor import (
 )
 from chairlift.engine.intake import Intake, Place, counting_refusals
 from chairlift.engine.kv_store.report import StoreReport
-from chairlift.engine.output_processor import OutputProcessor
+from chairlift.engine.output_processor import OutputProcessor, RequestState
 from chairlift.engine.output_stream import OutputStream
 from chairlift.engine.pooled.pooling_inputs import PoolingInputs
 from chairlift.engine.process.messages import Refused, Step
@@ -70,6 +71,7 @@ _Limits = tuple[float | None, float | None]
 Connect = Callable[["AsyncEngine"], RemoteCore]
 """Function that makes the core of an engine. The core sends its events to that engine."""
 
+_CUT_OFF: Final = "the operator of the server has ended the request"
 _FIRST_PAUSE = 0.2
 _LONGEST_PAUSE = 30.0
 _SETTLED_SECONDS: Final = 60.0
@@ -141,6 +143,7 @@ class AsyncEngine:
         )
         self.adapters = ServedAdapters(lambda: self._client, self._ready, enabled=config.lora.enable_lora)
         self.replicas = ServedReplicas(lambda: self._client, self._ready, self.stats)
+        self.generation = Generation(lambda: self._client, self._ready, self.requests, self._cut_off)
         self._on_progress = on_progress
         self._restart = restart
         self._queue_timeout = queue_timeout
@@ -424,6 +427,16 @@ class AsyncEngine:
         if self._outputs is not None and self._client is not None and request_id in self._outputs:
             self._client.abort(self._outputs.remove(request_id, now, died=isinstance(error, EngineDeadError)))
 
+    def _cut_off(self, streams: Sequence[OutputStream]) -> None:
+        """End requests with the finish reason ABORT. Their readers get the tokens that have arrived."""
+        if self._outputs is None or self._client is None:
+            return
+        now = time.monotonic()
+        for stream in streams:
+            running = [each.sequence_id for each in stream.state.answers if each.finish_reason is None]
+            self._client.abort(running)
+            self._finish([FinishedSequence(name, FinishReason.ABORT, error=_CUT_OFF) for name in running], now)
+
     async def update_weights(self, source: str | Path, version: int, *, in_flight: str = "continue") -> EngineInfo:
         """Load weights from a directory into the running engine; see
         :meth:`chairlift.async_llm.AsyncLLM.update_weights`."""
@@ -540,20 +553,26 @@ class AsyncEngine:
             self._client.stop(stopped)
             if not holds_batch:  # in a static batch, requests that have ended wait until the core ends the batch
                 finished = finished + [FinishedSequence(sequence_id, FinishReason.STOP) for sequence_id in stopped]
-        growing = [] if holds_batch else outputs.touched(core.sequence_ids)
-        for state in outputs.finish(finished, now):
-            if state.finished:
-                self._settle(state.request_id, now)
-            elif not holds_batch:
-                growing.append(state)
-        for state in growing:
+        growing = outputs.touched(core.sequence_ids)
+        growing += self._finish(finished, now)
+        for state in [] if holds_batch else growing:
             stream = self._streams.get(state.request_id)
             if stream is not None and state.stream:
                 stream.wake()
-        for state, sequence_ids in outputs.take_broken():
+
+    def _finish(self, finished: Sequence[FinishedSequence], now: float) -> list[RequestState]:
+        """Close sequences that have ended, and settle their requests. Returns the requests that have other answers."""
+        if self._outputs is None:
+            return []
+        states = self._outputs.finish(finished, now)
+        for state in states:
+            if state.finished:
+                self._settle(state.request_id, now)
+        for state, sequence_ids in self._outputs.take_broken():
             if self._client is not None:
                 self._client.abort(sequence_ids)
             self._settle(state.request_id, now)
+        return [state for state in states if not state.finished]
 
     def _settle(self, request_id: str, now: float) -> None:
         """Remove a request whose answers have all ended. Its stream still delivers the remaining output."""
@@ -639,6 +658,7 @@ class AsyncEngine:
             info = await self._client.update_weights(self.info.weights, self.info.weight_version, "continue")
         if self._client is not None:
             self.adapters.load_again(self._client)
+            await self.generation.restored(self._client)
         if self.info is None:
             # The queue for tokenization has room for the maximum number of queued and running requests.
             await self.prompts.start(info, self.intake.max_requests + self.config.scheduler.max_num_seqs)

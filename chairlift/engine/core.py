@@ -128,6 +128,8 @@ class EngineCore(EngineClient):
         self.config = config
         self.executor = executor
         self.weight_version = 0
+        self.is_paused = False
+        """Whether :meth:`step` starts no step. Steps in flight still end, and requests may be added and ended."""
         setting = config.num_lookahead_steps
         self.num_lookahead_steps = executor.num_lookahead_steps if setting is None else setting
         counts = getattr(executor, "expert_counts", None)
@@ -179,8 +181,9 @@ class EngineCore(EngineClient):
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended, any step is in flight, or a preparer has work of its own."""
-        if self._flights or self.scheduler.has_unfinished:
+        """Whether any request has not ended, any step is in flight, or a preparer has work of its own. While the core
+        is paused, requests are no work."""
+        if self._flights or (self.scheduler.has_unfinished and not self.is_paused):
             return True
         return self.preparers.next_event(self.clock.now()) is not None
 
@@ -224,21 +227,10 @@ class EngineCore(EngineClient):
         """Schedule and launch a step, then wait for the oldest step in flight. None if no step was waited for."""
         self.preparers.before_step()
         now = self.clock.now()
-        if self.governor is not None:
+        if self.governor is not None and not self.is_paused:
             self.governor.govern(now)
         ended = self._take_ready(now)
-        out = self.scheduler.schedule(now)
-        self.causes.scheduled(out, now)
-        self.events.tell("scheduled", out, now)
-        for name in out.preempted_for:
-            if (request := self.scheduler.requests.get(name)) is not None:
-                self._progress.append(Progress(name, request.num_output_tokens, request.num_computed_tokens, True))
-        if out.num_tokens:
-            self._launch(out, now)
-        outputs = None
-        depth = 0 if self.scheduler.drafts is not None else self.num_lookahead_steps
-        if self._flights and (len(self._flights) > depth or not out.num_tokens):
-            outputs = self._land()
+        outputs = self.land() if self.is_paused else self._next(now)
         if self.scheduler.dropped:
             ended += self._finished(self.scheduler.dropped, self.clock.now(), _TOO_LATE)
             self.scheduler.dropped = []
@@ -250,6 +242,21 @@ class EngineCore(EngineClient):
         if outputs is not None and outputs.finished:
             self.preparers.requests_ended()
         return outputs
+
+    def _next(self, now: float) -> CoreOutputs | None:
+        """Schedule and launch a step, then wait for the oldest step in flight, if there are enough of them."""
+        out = self.scheduler.schedule(now)
+        self.causes.scheduled(out, now)
+        self.events.tell("scheduled", out, now)
+        for name in out.preempted_for:
+            if (request := self.scheduler.requests.get(name)) is not None:
+                self._progress.append(Progress(name, request.num_output_tokens, request.num_computed_tokens, True))
+        if out.num_tokens:
+            self._launch(out, now)
+        depth = 0 if self.scheduler.drafts is not None else self.num_lookahead_steps
+        if self._flights and (len(self._flights) > depth or not out.num_tokens):
+            return self._land()
+        return None
 
     def _take_ready(self, now: float) -> list[FinishedSequence]:
         """Queue the requests whose parts are all ready now. End the requests for which one of these failed. Returns
@@ -280,18 +287,30 @@ class EngineCore(EngineClient):
         """
         check_update(version, self.weight_version, in_flight)
         recompute = in_flight == "recompute"
-        if self._flights:
-            raise InvariantError(f"weights were to be replaced under {len(self._flights)} steps in flight")
+        self._check_forgetting(recompute)
         if not isinstance(self.executor, LiveWeights):
             raise ConfigError(f"{type(self.executor).__name__} cannot replace the weights of its model")
-        if recompute and self.scheduler.membership.held:
-            raise ConfigError(
-                "a static batch stays together to its end; use in_flight='continue', or batching='continuous'"
-            )
         self.executor.update_weights(source, progress)
-        self.scheduler.weights_changed(recompute=recompute)
+        self.scheduler.forget_kv(recompute=recompute)
         self.preparers.weights_changed()
         self.weight_version = version
+
+    def reset_prefix_cache(self, *, recompute: bool = False) -> None:
+        """Share none of the KV computed so far with later requests. No step may be in flight.
+
+        Running requests keep their KV; with ``recompute`` they compute it again. Raises ConfigError for ``recompute``
+        in a static batch.
+        """
+        self._check_forgetting(recompute)
+        self.scheduler.forget_kv(recompute=recompute)
+
+    def _check_forgetting(self, recompute: bool) -> None:
+        if self._flights:
+            raise InvariantError(f"KV was to be forgotten under {len(self._flights)} steps in flight")
+        if recompute and self.scheduler.membership.held:
+            raise ConfigError(
+                "a static batch stays together to its end; do not recompute its KV, or use batching='continuous'"
+            )
 
     @property
     def recorder(self) -> StepRecorder | None:
@@ -313,7 +332,8 @@ class EngineCore(EngineClient):
         """Time at which :meth:`step` next has work if no request arrives or leaves before; None if there is no such
         time."""
         now = self.clock.now()
-        times = [now if self._flights else self.scheduler.next_event(now), self.preparers.next_event(now)]
+        asleep = None if self.is_paused else self.scheduler.next_event(now)
+        times = [now if self._flights else asleep, self.preparers.next_event(now)]
         if self.scheduler.batch.unready or self.scheduler.batch.unready_rows:
             times.append(now + POLL_SECONDS)
         return min((time for time in times if time is not None), default=None)

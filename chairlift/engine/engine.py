@@ -6,7 +6,7 @@ import logging
 import uuid
 
 from chairlift.base.lora_request import LoRARequest
-from chairlift.base.outputs import RequestOutput
+from chairlift.base.outputs import FinishReason, RequestOutput
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import CacheConfig, SchedulerConfig
 from chairlift.core.kv_cache.manager import KVCacheManager
@@ -203,15 +203,36 @@ class Engine:
         self._dead = False
         return outputs
 
+    def land(self) -> None:
+        """Wait for the steps in flight; the next :meth:`step` returns their tokens."""
+        self._check_alive()
+        self._dead = True
+        while (step := self.core.land()) is not None:
+            self._ready += self._take(step)
+        self._dead = False
+
+    def reset_prefix_cache(self, *, recompute: bool = False) -> None:
+        """Forget KV; see :meth:`chairlift.llm.LLM.reset_prefix_cache`. First waits for the steps in flight."""
+        self.land()
+        self.core.reset_prefix_cache(recompute=recompute)
+
+    def abort_all(self) -> int:
+        """End all requests with the finish reason ABORT; the next :meth:`step` returns their outputs. Returns their
+        number."""
+        self._check_alive()
+        ids = self._outputs.ids()
+        running = self._outputs.sequence_ids()
+        finished = [FinishedSequence(name, FinishReason.ABORT) for name in running]
+        self._ready += self._finish([*finished, *self.core.abort(running)])
+        return len(ids)
+
     def update_weights(self, source: WeightSource, version: int, *, in_flight: str = "continue") -> None:
         """Use other weights from the next step on; see :meth:`chairlift.llm.LLM.update_weights`.
 
         First waits for the steps in flight; the next :meth:`step` returns their tokens.
         """
-        self._check_alive()
+        self.land()
         self._dead = True
-        while (step := self.core.land()) is not None:
-            self._ready += self._take(step)
         try:
             self.core.update_weights(source, version, in_flight)
         except (ConfigError, ModelLoadError):  # the weights are unchanged

@@ -350,6 +350,10 @@ class OutputProcessor:
         """Ids of the requests that have not ended."""
         return list(self._states)
 
+    def sequence_ids(self) -> list[str]:
+        """Ids of the sequences that have not ended."""
+        return list(self._answers)
+
     def state_of(self, sequence_id: str) -> RequestState | None:
         """The request of an unfinished sequence; None if the sequence has ended."""
         found = self._answers.get(sequence_id)

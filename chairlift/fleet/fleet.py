@@ -23,6 +23,7 @@ from chairlift.engine.adapters import AdapterLoad
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.kv_store.report import StoreReport
+from chairlift.engine.process.messages import Action
 from chairlift.engine.process.process_client import RemoteCore
 from chairlift.engine.replicas import Replicas
 from chairlift.fleet.door import Door
@@ -166,6 +167,11 @@ class Fleet(RemoteCore):
         cores = [member.core for member in self._replicas.everyone if member.alive and member.core is not None]
         found = await asyncio.gather(*(core.kv_store(clear) for core in cores), return_exceptions=True)
         return [report for reports in found if not isinstance(reports, BaseException) for report in reports]
+
+    async def control(self, action: Action) -> None:
+        """Pause or resume all replicas, or let them forget KV; see
+        :meth:`~chairlift.fleet.members.Members.control`."""
+        await self._replicas.control(action)
 
     async def died(self) -> str:
         """Wait until no replica is alive, then stop all processes. Returns a text that says how the last replica

@@ -13,7 +13,7 @@ from typing import Any, Final
 from chairlift.config import EngineConfig
 from chairlift.engine.adapters import AdapterState
 from chairlift.engine.info import EngineInfo
-from chairlift.engine.process.messages import Refused, Step
+from chairlift.engine.process.messages import Action, Refused, Step
 from chairlift.engine.process.process_client import EngineEvents
 from chairlift.engine.replicas import Replicas
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
@@ -116,6 +116,8 @@ class Members(Replicas):
         """Number of times that the weights were replaced."""
         self.watched = False
         """Whether processes that start report their steps."""
+        self.is_paused = False
+        """Whether the replicas compute no steps."""
         self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Text that says how the last replica ended. It is set when no replica is alive."""
         self.rolling = asyncio.Lock()
@@ -226,6 +228,10 @@ class Members(Replicas):
                 generation = self.generation
                 member.info = await member.core.update_weights(*weights, "continue")
                 member.generation = generation
+            paused = False
+            while paused is not self.is_paused:  # it may change while the replica answers
+                paused = self.is_paused
+                await member.core.control("pause" if paused else "resume")
         except BaseException:
             core = member.core
             member.core = None
@@ -374,7 +380,7 @@ class Members(Replicas):
             while (
                 behind := next((m for m in self.everyone if m.wanted and m.alive and m.generation < target), None)
             ) is not None:
-                if self.num_alive > 1:
+                if self.num_alive > 1 and not self.is_paused:  # paused requests would not end
                     await self.drain(behind, self._rules.drain_timeout)
                 core = behind.core
                 if core is None or not behind.alive:
@@ -402,6 +408,19 @@ class Members(Replicas):
                 raise EngineDeadError("the last replica died while its weights were being replaced")
             self.events.on_updated(updated)
             return updated
+
+    async def control(self, action: Action) -> None:
+        """Let all replicas follow ``action``. Replicas that start later are paused like the others. Raises ConfigError
+        if a replica refuses, and EngineDeadError if none has followed."""
+        if action in ("pause", "resume"):
+            self.is_paused = action == "pause"
+        cores = [member.core for member in self.everyone if member.alive and member.core is not None]
+        outcomes = await asyncio.gather(*(core.control(action) for core in cores), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineDeadError):
+                raise outcome
+        if all(isinstance(outcome, EngineDeadError) for outcome in outcomes):
+            raise EngineDeadError("no replica is alive")
 
     async def roll(self, patience: float) -> None:
         """Restart all replicas, one after another. Raises ConfigError unless at least two replicas are alive, and

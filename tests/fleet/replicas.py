@@ -20,7 +20,7 @@ from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.kv_moves import MoveOrder
 from chairlift.engine.preparers import Preparers
-from chairlift.engine.process.messages import Add, Move, Refused, Step, decode, encode
+from chairlift.engine.process.messages import Action, Add, Move, Refused, Step, decode, encode
 from chairlift.engine.process.process_client import EngineEvents, ProcessCore
 from chairlift.engine.replicas import SingleProcess
 from chairlift.errors import EngineDeadError, RequestError
@@ -134,6 +134,14 @@ class InProcess(ProcessCore):
     def load_adapter(self, load: AdapterLoad) -> None: ...
 
     def unload_adapter(self, adapter_id: int) -> None: ...
+
+    async def control(self, action: Action) -> None:
+        while (outputs := self.core.land()) is not None:
+            self._report(outputs)
+        if action in ("pause", "resume"):
+            self.core.is_paused = action == "pause"
+        else:
+            self.core.reset_prefix_cache(recompute=action == "recompute")
 
     async def update_weights(self, source: str, version: int, in_flight: str) -> EngineInfo:
         while (outputs := self.core.land()) is not None:

@@ -252,6 +252,9 @@ class _Replica(ProcessCore):
 
     def unload_adapter(self, adapter_id: int) -> None: ...
 
+    async def control(self, action: str) -> None:
+        raise AssertionError("no world pauses")
+
     async def update_weights(self, source: str, version: int, in_flight: str) -> EngineInfo:
         raise AssertionError("no world replaces weights")
 

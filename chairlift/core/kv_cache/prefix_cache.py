@@ -249,10 +249,11 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Remove all nodes. Requests that still have a ``last_node`` must not publish any more."""
-        for pool in self._pools:
+        for group, pool in enumerate(self._pools):
             for block, node in enumerate(pool.nodes):
                 if node is not None:
                     pool.detach(block)
+                    node.blocks[group] = None  # readers of ``published`` must not take what is written there later
         for group in range(len(self._pools)):
             for node in list(self._nodes.values()):
                 self.drop_copy(group, node)

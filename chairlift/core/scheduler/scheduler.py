@@ -602,7 +602,7 @@ class Scheduler:
         self.preemptor.preempt(request, None)
         return True
 
-    def weights_changed(self, *, recompute: bool) -> None:
+    def forget_kv(self, *, recompute: bool) -> None:
         """Stop sharing the KV computed so far. With ``recompute``, running requests compute their KV again.
 
         No step may be in flight. KV in host memory is always computed again.

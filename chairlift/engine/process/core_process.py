@@ -27,6 +27,8 @@ from chairlift.engine.process.messages import (
     AdapterLoaded,
     Add,
     AskKVStore,
+    Control,
+    Controlled,
     FrameReader,
     KVStoreReported,
     Leave,
@@ -225,6 +227,8 @@ class CoreProcess:
             self._core.preparers.adapters.unload(message.adapter_id)
         elif isinstance(message, AskKVStore):
             self._core.preparers.kv_blocks.ask(message.clear)
+        elif isinstance(message, Control):
+            self._control(message)
         else:
             self._connection.frames.num_bad += 1
 
@@ -245,6 +249,20 @@ class CoreProcess:
         if order.stage == "pause":
             self._land()
         self._core.preparers.kv_moves.follow(order)
+
+    def _control(self, message: Control) -> None:
+        """Pause or resume, or forget KV, after the steps in flight."""
+        self._land()
+        core = self._core
+        refusal = ""
+        if message.action in ("pause", "resume"):
+            core.is_paused = message.action == "pause"
+        else:
+            try:
+                core.reset_prefix_cache(recompute=message.action == "recompute")
+            except ConfigError as error:
+                refusal = str(error)
+        self._connection.send(Controlled(core.is_paused, refusal))
 
     def _update(self, message: UpdateWeights) -> None:
         """Replace the weights, after the steps in flight."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -27,8 +27,11 @@ from chairlift.errors import RequestError
 from chairlift.metrics.stats import EngineStats
 
 __all__ = [
+    "Action",
     "AdapterLoaded",
     "Add",
+    "Control",
+    "Controlled",
     "FrameError",
     "FrameReader",
     "Leave",
@@ -53,6 +56,9 @@ __all__ = [
 MAX_FRAME: Final = 256 * 1024 * 1024
 """Maximum length of a frame, in bytes. The longest real frame has the log-probabilities of a long prompt."""
 _LENGTH: Final = 4
+
+Action = Literal["pause", "resume", "reset", "recompute"]
+"""What a :class:`Control` message asks for."""
 
 
 class Start(msgspec.Struct, tag="start", forbid_unknown_fields=True):
@@ -213,6 +219,20 @@ class AskKVStore(msgspec.Struct, tag="ask_kv_store", forbid_unknown_fields=True)
     clear: str
 
 
+class Control(msgspec.Struct, tag="control", forbid_unknown_fields=True):
+    """Start no further step (``pause``), go on (``resume``), share no KV computed so far (``reset``), or compute the KV
+    of running requests again, too (``recompute``). The reply is Controlled."""
+
+    action: Action
+
+
+class Controlled(msgspec.Struct, tag="controlled", forbid_unknown_fields=True):
+    """A Control message was followed. With ``refusal``, it was not, for this reason."""
+
+    is_paused: bool
+    refusal: str = ""
+
+
 class KVStoreReported(msgspec.Struct, tag="kv_store_reported", forbid_unknown_fields=True):
     """Result of an AskKVStore message."""
 
@@ -244,6 +264,8 @@ Message = (
     | AdapterLoaded
     | AskKVStore
     | KVStoreReported
+    | Control
+    | Controlled
 )
 
 _PARAMS = [field.name for field in dataclasses.fields(SamplingParams)]

@@ -24,9 +24,12 @@ from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.kv_moves import MoveOrder
 from chairlift.engine.kv_store.report import StoreReport
 from chairlift.engine.process.messages import (
+    Action,
     AdapterLoaded,
     Add,
     AskKVStore,
+    Control,
+    Controlled,
     FrameReader,
     KVStoreReported,
     Leave,
@@ -105,6 +108,8 @@ class RemoteCore(EngineClient, Protocol):
     async def update_weights(self, source: str, version: int, in_flight: str) -> EngineInfo: ...
 
     async def kv_store(self, clear: str) -> list[StoreReport]: ...
+
+    async def control(self, action: Action) -> None: ...
 
     async def died(self) -> str: ...
 
@@ -201,6 +206,8 @@ class ProcessClient(ProcessCore):
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._reports: deque[asyncio.Future[StoreReport]] = deque()  # in the order of the replies
         self._updates: deque[asyncio.Future[EngineInfo]] = deque()  # in the order of the replies
+        self._controls: deque[asyncio.Future[None]] = deque()  # in the order of the replies
+        self._is_paused = False
         self._lost = asyncio.Event()
 
     @property
@@ -228,7 +235,8 @@ class ProcessClient(ProcessCore):
         return info
 
     def add(self, request: PreparedRequest) -> None:
-        self._ask(Add.of(request))
+        send = self._send if self._is_paused else self._ask
+        send(Add.of(request))
 
     def abort(self, sequence_ids: Sequence[str]) -> None:
         self._send(Leave(list(sequence_ids), stopped=False))
@@ -272,6 +280,17 @@ class ProcessClient(ProcessCore):
         self._reports.append(reported)
         self._send(AskKVStore(clear))
         return [await self._outcome(reported)]
+
+    async def control(self, action: Action) -> None:
+        """Pause or resume the engine, or forget KV; see :class:`~chairlift.engine.process.messages.Control`. Returns
+        when it has happened. A paused engine owes no reply to its requests.
+
+        Raises ConfigError if KV cannot be computed again, and EngineDeadError.
+        """
+        followed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._controls.append(followed)
+        self._ask(Control(action))
+        await self._outcome(followed)
 
     def kill(self) -> None:
         """Kill the process. :meth:`died` then returns."""
@@ -339,7 +358,8 @@ class ProcessClient(ProcessCore):
     def take(self, message: Message) -> None:
         """Handle one message from the engine."""
         self._hand_on(message)
-        self.silent_since = time.monotonic() if self._events.num_requests or self._updates else None
+        owes_steps = self._events.num_requests and not self._is_paused
+        self.silent_since = time.monotonic() if owes_steps or self._updates or self._controls else None
 
     def _hand_on(self, message: Message) -> None:
         if isinstance(message, Step):
@@ -352,6 +372,15 @@ class ProcessClient(ProcessCore):
             reported = self._reports.popleft()
             if not reported.done():
                 reported.set_result(message.report)
+        elif isinstance(message, Controlled) and self._controls:
+            self._is_paused = message.is_paused
+            followed = self._controls.popleft()
+            if followed.done():
+                return
+            if message.refusal:
+                followed.set_exception(ConfigError(message.refusal))
+            else:
+                followed.set_result(None)
         elif isinstance(message, Watched):
             self._events.on_watched(message.lines)
         elif isinstance(message, Log):

@@ -32,7 +32,15 @@ from chairlift.server.anthropic.messages_types import (
 from chairlift.server.http.errors import ApiError, messages_error_body
 from chairlift.server.http.limits import read_json, until_tokens
 from chairlift.server.http.state import ServerState
-from chairlift.server.http.streaming import Meter, StreamWriter, collect, in_pieces, json_response, start_stream
+from chairlift.server.http.streaming import (
+    Meter,
+    StreamWriter,
+    collect,
+    in_pieces,
+    json_response,
+    refuse_aborted,
+    start_stream,
+)
 from chairlift.server.openai.chat import ARGUMENTS
 from chairlift.server.openai.chat_reading import plan_prompt
 from chairlift.server.openai.chat_run import ChatRun, begin_chat, encode_messages
@@ -164,6 +172,7 @@ class _MessageBuilder:
         yield {"type": "message_stop"}
 
     def _end(self, answer: CompletionOutput) -> None:
+        refuse_aborted(answer)
         if answer.finish_reason is FinishReason.LENGTH:
             self.reply.stop_reason = "model_context_window_exceeded" if self._was_shortened else "max_tokens"
         elif self._reading.ids and not self._reading.is_cut:

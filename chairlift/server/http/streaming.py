@@ -58,6 +58,7 @@ __all__ = [
     "on_thread_if_long",
     "parts",
     "prompt_logprobs",
+    "refuse_aborted",
     "reply_head",
     "start_stream",
     "submit_all",
@@ -320,8 +321,12 @@ def _check_end(output: RequestOutput, answer: CompletionOutput) -> None:
         raise ApiError(status, f"the answer could not be generated: {reason}", code=code)
     if answer.finish_reason is FinishReason.DEADLINE:
         raise ApiError(503, output.error or "the deadline has passed", code="deadline_exceeded")
+
+
+def refuse_aborted(answer: CompletionOutput) -> None:
+    """Raise ApiError for an answer that the operator has ended. For interfaces that have no name for such an end."""
     if answer.finish_reason is FinishReason.ABORT:
-        raise EngineDeadError("the request was cut off before its answer was complete; send it again")
+        raise ApiError(503, "the server's operator has ended the request; send it again", code="aborted")
 
 
 # --- what replies are made of -----------------------------------------------------------------------------------------

@@ -503,7 +503,7 @@ class _TextChunks(ChunkWriter):
         self._begun: set[int] = set()
 
     def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
-        good = (None, FinishReason.STOP, FinishReason.LENGTH)
+        good = (None, FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
         failed = any(answer.finish_reason not in good for answer in output.outputs)
         return super().chunk(prompt, output if failed else _delivered(self._payload, output))
 

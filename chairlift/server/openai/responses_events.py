@@ -16,7 +16,7 @@ import msgspec
 
 from chairlift.base.outputs import CompletionOutput, FinishReason
 from chairlift.server.http.errors import ApiError
-from chairlift.server.http.streaming import Meter, Usage
+from chairlift.server.http.streaming import Meter, Usage, refuse_aborted
 from chairlift.server.openai.chat import ARGUMENTS, chosen_logprob
 from chairlift.server.openai.chat_reading import AnswerReading
 from chairlift.server.openai.chat_run import ChatRun
@@ -105,6 +105,7 @@ class ResponseBuilder:
             yield from self._read(event)
         if not ended:
             return
+        refuse_aborted(answer)
         cut = answer.finish_reason is FinishReason.LENGTH
         yield from self._close("incomplete" if cut else "completed")
         if self._counts:

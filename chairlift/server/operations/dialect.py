@@ -6,7 +6,17 @@ from typing import Any, Final
 
 from chairlift.server.http.api_docs import ErrorReply, get, operation, post, query, ref
 from chairlift.server.http.dialect import Dialect
-from chairlift.server.operations import adapters, health, kv_store, queue, replicas, traffic, weights
+from chairlift.server.operations import adapters, generation, health, kv_store, queue, replicas, traffic, weights
+from chairlift.server.operations.generation import (
+    AbortReply,
+    AbortRequest,
+    AbortsRequest,
+    DiskWeightsReply,
+    DiskWeightsRequest,
+    PausedReply,
+    PauseReply,
+    PauseRequest,
+)
 from chairlift.server.operations.health import LoadReply, StatusReply, VersionReply
 from chairlift.server.operations.kv_store import KVStoreReply
 from chairlift.server.operations.queue import QueueReply
@@ -39,6 +49,30 @@ def _traffic() -> dict[str, Any]:
     return found | {"parameters": list(_RECORDING_PARAMETERS)}
 
 
+def _generation() -> dict[str, dict[str, Any]]:
+    """OpenAPI entries of the endpoints for trainers."""
+    false = {"type": "boolean", "default": False}
+    mode = query("mode", "What becomes of the requests", {"enum": ["abort", "keep"], "default": "abort"})
+    clear = query("clear_cache", "With abort: forget cached prefixes", {"type": "boolean", "default": True})
+    recompute = query("reset_running_requests", "Compute the KV of running requests again", false)
+    external = query("reset_external", "Also remove the model's blocks from --kv-store", false)
+    reset = operation("Forget cached prefixes", ref(PauseReply), (403,)) | {"parameters": [recompute, external]}
+    pause = operation("Compute no further step", ref(PauseReply), (403,))
+    resume = operation("Go on after a pause", ref(PauseReply), (403,))
+    return {
+        "/pause": {"post": pause | {"parameters": [mode, clear]}},
+        "/resume": {"post": resume},
+        "/is_paused": get("Whether the server is paused", PausedReply, (403,)),
+        "/abort_requests": post("End requests", AbortsRequest, AbortReply, (403,)),
+        "/reset_prefix_cache": {"post": reset},
+        "/pause_generation": post("Compute no further step", PauseRequest, PauseReply, (403,)),
+        "/continue_generation": {"post": resume},
+        "/abort_request": post("End one request or all", AbortRequest, AbortReply, (403,)),
+        "/flush_cache": {"get": reset, "post": reset},
+        "/update_weights_from_disk": post("Replace the weights", DiskWeightsRequest, DiskWeightsReply, (403,)),
+    }
+
+
 def _status(summary: str) -> dict[str, Any]:
     """OpenAPI entry of a health probe. The responses 200 and 503 have the same body, because a probe reads only the
     status."""
@@ -51,11 +85,13 @@ def _status(summary: str) -> dict[str, Any]:
 OPERATIONS: Final = Dialect(
     routes=[
         *(*health.routes, *queue.routes, *traffic.routes, *weights.routes, *replicas.routes, *adapters.routes),
-        *kv_store.routes,
+        *(*kv_store.routes, *generation.routes),
     ],
     types=(
         *(StatusReply, VersionReply, LoadReply, QueueReply, RequestsReply, ReplicasReply, TrafficRecord),
         *(WeightsRequest, WeightsReply, KVStoreReply),
+        *(AbortReply, AbortRequest, AbortsRequest, DiskWeightsReply, DiskWeightsRequest),
+        *(PauseReply, PauseRequest, PausedReply),
     ),
     paths={
         "/v1/queue": get("Waiting requests and their expected starts", QueueReply, (404,), [_ID_PARAMETER]),
@@ -71,6 +107,7 @@ OPERATIONS: Final = Dialect(
         "/v1/requests": get("Waiting and running requests", RequestsReply, (), [_LIMIT_PARAMETER]),
         "/v1/traffic": {"get": _traffic()},
         "/update_weights": post("Replace the weights of the model", WeightsRequest, WeightsReply, (403,)),
+        **_generation(),
         "/health": _status("Whether requests make progress"),
         "/ping": _status("The same as /health"),
         "/ready": _status("Whether new requests are accepted"),

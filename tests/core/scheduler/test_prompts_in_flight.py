@@ -96,7 +96,7 @@ def test_a_follower_does_not_wait_for_a_leader_that_has_left(end: str) -> None:
         drive.scheduler.preempt("a")
     elif end == "update weights":
         drive.land()
-        drive.scheduler.weights_changed(recompute=True)
+        drive.scheduler.forget_kv(recompute=True)
     else:
         drive.scheduler.unready(leader)
     assert waits(drive) == []
