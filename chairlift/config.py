@@ -62,6 +62,7 @@ _CHOICES = {
     "cuda_graphs": ("lazy", "start", "off"),
     "quantization": ("int8", "int4", "fp8", "stored", "none"),
     "generation_config": ("auto", "vllm"),
+    "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
     "kv_cache_dtype": ("auto", "int8"),
     "kv_store_mode": ("rw", "ro"),
     "preset": tuple(PRESETS),
@@ -190,6 +191,10 @@ class ModelConfig:
     generation_config: str = "auto"
     """Defaults of sampling parameters, such as temperature. auto: those in the model's generation_config.json. vllm:
     none from that file."""
+    logprobs_mode: str = "raw_logprobs"
+    """Distribution of the log-probabilities of generated tokens. raw_logprobs: of the raw logits, before bias,
+    penalties, temperature and masks. processed_logprobs: the one from which tokens are drawn; ids that cannot be drawn
+    have -inf. It costs a second product with the output head for requests with logprobs."""
     runner: str = "auto"
     """Use of the model: auto (decided by its files), generate (texts) or pooling (embeddings, scores and classes)."""
     pooling_type: str | None = None

@@ -33,15 +33,20 @@ class Rollout:
     """[L] version of the weights that sampled each token."""
     error: str = ""
     """Reason why the rollout failed. Empty if it succeeded."""
+    kept: Sequence[Sequence[int]] = ()
+    """[L] ids from which each token was drawn, if top-k, top-p or min-p left out others. Empty: all ids."""
 
     def sequence(self, weight: float = 1.0) -> dict[str, Any]:
         """Prompt and answer as an item for :class:`~chairlift_train.stream.PackStream`, which has the tokens of both.
 
         ``loss_weight`` is 0 for the prompt and ``weight`` (such as an advantage or an importance weight) for the
-        answer. ``logprobs`` and ``versions`` are aligned with the tokens; they are 0 for the prompt.
+        answer. ``logprobs`` and ``versions`` are aligned with the tokens; they are 0 for the prompt. So is ``kept``, if
+        the rollout has it; it is empty for the prompt.
         """
         prompt = len(self.prompt)
+        kept: dict[str, Any] = {"kept": [[]] * prompt + [list(ids) for ids in self.kept]} if self.kept else {}
         return {
+            **kept,
             "input_ids": [*self.prompt, *self.tokens],
             "loss_weight": [0.0] * prompt + [weight] * len(self.tokens),
             "logprobs": [0.0] * prompt + list(self.logprobs),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -108,6 +109,34 @@ class NativeNetwork:
         """Log-probabilities float32 [R] of the tokens ``targets`` (int64 [R]) after the positions ``rows``."""
         logits = self.logits(batch, pack, rows).float()
         return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+    def sampled_logprobs(
+        self,
+        batch: Mapping[str, Tensor],
+        pack: Pack,
+        rows: Tensor,
+        targets: Tensor,
+        *,
+        temperature: float = 1.0,
+        kept: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Log-probabilities float32 [R] of the tokens ``targets`` (int64 [R]) in the distributions from which a rollout
+        drew them: the softmax of logits / ``temperature`` (above 0) over the ids ``kept`` [R, any] that top-k, top-p or
+        min-p left (None: all ids).
+
+        An LLM with ``logprobs_mode="processed_logprobs"`` computes the same numbers. All R rows of logits are in memory
+        at once.
+        """
+        logits = self.logits(batch, pack, rows).float()
+        if temperature != 1.0:
+            logits = logits / torch.tensor(temperature, dtype=torch.float32, device=logits.device)
+        if kept is not None:
+            places = [row for row, ids in enumerate(kept) for _ in ids]
+            left_out = torch.ones_like(logits, dtype=torch.bool)
+            left_out[places, [token for ids in kept for token in ids]] = False
+            logits = logits.masked_fill(left_out, -math.inf)
+        logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float64)
+        return logprobs.gather(1, targets[:, None])[:, 0].float()
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from chairlift.base.outputs import CompletionOutput, FinishReason, RequestOutput
-from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.sampling_params import SamplingLimits, SamplingParams
 from chairlift.errors import ConfigError, RequestError
 from chairlift.llm import LLM
 from chairlift_train.async_loop import Rollout
 
 __all__ = ["RolloutGenerator"]
+
+_KNOWN: Final = ("temperature", "top_k", "top_p", "min_p")
+"""Parameters whose effect a trainer computes again from a rollout."""
+_MOST_KEPT: Final = SamplingLimits().max_logprobs
 
 
 class RolloutGenerator:
@@ -25,10 +30,12 @@ class RolloutGenerator:
     apply to every rollout and must have ``n=1``; the rollout's ticket is added to the seed. ``in_flight`` is an
     argument of :meth:`~chairlift.llm.LLM.update_weights`.
 
-    Log-probabilities come from the raw logits. With ``logprobs="sampled"`` they must be those with which the tokens
-    were drawn, so parameters that change the distribution (temperature, top_p, penalties, masks, ...) raise
-    ConfigError. ``"raw"`` allows them: the trainer then takes the raw log-probabilities, too, so that ratios are still
-    1 at equal weights, but they are not those of the distribution that was sampled.
+    With ``logprobs="sampled"``, the log-probabilities must be those with which the tokens were drawn. An LLM with
+    ``logprobs_mode="processed_logprobs"`` reports them for temperature, top_k, top_p and min_p, and the rollouts have
+    the ids that were left (``kept``); top_k must then be at most 20. An LLM with raw log-probabilities takes none of
+    these. Parameters that change the distribution in other ways (penalties, masks, ...) raise ConfigError. ``"raw"``
+    allows all, but needs raw log-probabilities: the trainer then takes these, too, so that ratios are still 1 at equal
+    weights, but they are not those of the distribution that was sampled.
     """
 
     def __init__(
@@ -45,11 +52,24 @@ class RolloutGenerator:
             )
         if logprobs not in ("sampled", "raw"):
             raise ConfigError(f"logprobs must be sampled or raw, got {logprobs!r}")
-        if logprobs == "sampled" and (changed := _changed(sampling_params)):
+        processed = llm.config.model.logprobs_mode == "processed_logprobs"
+        if logprobs == "raw" and processed:
+            raise ConfigError("logprobs='raw' needs an LLM with logprobs_mode='raw_logprobs'")
+        if logprobs == "sampled" and (changed := _changed(sampling_params, _KNOWN if processed else ())):
             raise ConfigError(
-                f"rollouts are drawn with {', '.join(changed)}, but their log-probabilities are those of the raw"
-                " logits; leave these out, or take logprobs='raw' if the trainer uses raw log-probabilities, too"
+                f"rollouts are drawn with {', '.join(changed)}, but their log-probabilities"
+                f" ({llm.config.model.logprobs_mode}) do not tell a trainer about this; leave these out, or take"
+                " logprobs='raw' if the trainer uses raw log-probabilities, too. For temperature, top_k, top_p and"
+                " min_p, make the LLM with logprobs_mode='processed_logprobs'"
             )
+        self._cuts = processed and bool(_changed(sampling_params, ("temperature",)))
+        if self._cuts and not 0 < sampling_params.top_k <= _MOST_KEPT:
+            raise ConfigError(
+                f"a rollout names the ids from which its tokens were drawn, which are at most {_MOST_KEPT}; give top_k"
+                f" from 1 to {_MOST_KEPT} beside top_p or min_p, got {sampling_params.top_k}"
+            )
+        if self._cuts:
+            sampling_params = dataclasses.replace(sampling_params, logprobs=sampling_params.top_k)
         self._llm = llm
         self._params = sampling_params
         self._in_flight = in_flight
@@ -93,25 +113,29 @@ class RolloutGenerator:
             answer.token_ids,
             [entry[token].logprob for entry, token in zip(answer.logprobs or (), answer.token_ids, strict=True)],
             _versions(answer),
+            kept=_kept(answer) if self._cuts else (),
         )
 
 
-def _changed(params: SamplingParams) -> list[str]:
-    """Parameters, with their values, by which tokens are not drawn from the softmax of the raw logits."""
+def _changed(params: SamplingParams, known: Sequence[str] = ()) -> list[str]:
+    """Parameters, with their values, by which tokens are not drawn from the softmax of the raw logits; without those
+    that are ``known`` to the trainer."""
     plain = SamplingParams()
-    names: tuple[str, ...] = (
-        "temperature",
-        "top_p",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-    )
-    names += ("logit_bias", "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "thinking")
+    names: tuple[str, ...] = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+    names += ("repetition_penalty", "logit_bias", "min_tokens", "bad_words", "allowed_token_ids")
+    names += ("structured_outputs", "thinking")
     found = {name: getattr(params, name) for name in names if getattr(params, name) != getattr(plain, name)}
     if params.top_k > 0:
         found["top_k"] = params.top_k
-    return [f"{name}={value!r:.60}" for name, value in found.items()]
+    if params.greedy:
+        known = ()  # a greedy token has no distribution
+    return [f"{name}={value!r:.60}" for name, value in found.items() if name not in known]
+
+
+def _kept(answer: CompletionOutput) -> list[list[int]]:
+    """For each token of the answer: the ids from which it was drawn, in ascending order."""
+    entries = answer.logprobs or ()
+    return [sorted(token for token, each in entry.items() if each.logprob > -math.inf) for entry in entries]
 
 
 def _versions(answer: CompletionOutput) -> list[int]:

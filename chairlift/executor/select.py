@@ -75,6 +75,11 @@ def choose_backend(config: EngineConfig, network: NetworkConfig, dtype: torch.dt
             f"speculative_config is set, but {backend.kernel_words} verify no drafts yet; leave it out, or take"
             " kernels='torch'"
         )
+    if config.model.logprobs_mode != "raw_logprobs" and not backend.abilities.processed_logprobs:
+        raise ConfigError(
+            f"logprobs_mode is {config.model.logprobs_mode!r}, but {backend.kernel_words} report raw_logprobs only;"
+            " leave it out, or take kernels='torch'"
+        )
     kv_dtype = config.cache.kv_cache_dtype
     if kv_dtype != "auto" and not backend.abilities.int8_kv:
         reason = _why_not_int8_kv(backend, config, network, dtype, device)

@@ -37,7 +37,7 @@ _FORMAT: Final = 1
 _KNOWN_DIGESTS: Final = "digests.json"
 _SUFFIXES: Final = {".json", ".safetensors", ".gguf", ".bin", ".model", ".npz", ".py"}
 _WITHOUT_EFFECT: Final = {"model", "revision", "tokenizer", "skip_tokenizer_init", "plain_text_messages", "threads"}
-_WITHOUT_EFFECT_TOO: Final = {"generation_config", "runner", "seed", "cuda_graphs"}
+_WITHOUT_EFFECT_TOO: Final = {"generation_config", "runner", "seed", "cuda_graphs", "logprobs_mode"}
 """Settings of the model that do not change the KV of given tokens."""
 
 

@@ -49,7 +49,7 @@ _OF_GENERATION: Final = (
         "plain_text_messages",
         "seed",
     ),
-    *("generation_config", "kv_events_endpoint", "max_loras", "max_lora_rank", "max_cpu_loras"),
+    *("generation_config", "logprobs_mode", "kv_events_endpoint", "max_loras", "max_lora_rank", "max_cpu_loras"),
     *_OF_STEPS,
 )
 """Settings of the KV cache, of decode steps and of sampling. A model for embeddings, scores or classes does not use

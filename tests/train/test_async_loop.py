@@ -332,7 +332,7 @@ def test_a_seed_that_leaves_its_range_is_reported_like_other_refusals(model_dirs
 def test_every_rollout_has_a_seed_also_where_the_sum_would_be_none() -> None:
     asked: list[int | None] = []
     engine = SimpleNamespace(add_request=lambda prompt, params, stream: asked.append(params.seed))
-    generator = RolloutGenerator(cast(LLM, SimpleNamespace(engine=engine)), SamplingParams(seed=-4))
+    generator = RolloutGenerator(cast(LLM, fake_llm(engine=engine)), SamplingParams(seed=-4))
     for ticket in range(6):
         generator.submit(ticket, [5])
     assert asked == [-4, -3, -2, 0, 1, 2]
@@ -352,8 +352,30 @@ def test_a_rollout_is_one_answer(model_dirs: list[Path]) -> None:
 )
 def test_rollouts_of_another_distribution_than_their_log_probabilities_are_refused(given: dict[str, Any]) -> None:
     params = SamplingParams(**given)
-    llm = cast(LLM, None)
+    llm = cast(LLM, fake_llm())
     with pytest.raises(ConfigError, match=f"drawn with {next(iter(given))}="):
         RolloutGenerator(llm, params)
     RolloutGenerator(llm, params, logprobs="raw")
     RolloutGenerator(llm, SamplingParams(top_k=-1, max_tokens=3, stop_token_ids=[4]))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"temperature": 0.0}, "drawn with temperature=0.0"),
+        ({"temperature": 0.7, "presence_penalty": 0.5}, "drawn with presence_penalty=0.5, but"),
+        ({"top_p": 0.9}, "give top_k from 1 to 20"),
+        ({"top_k": 21}, "got 21"),
+    ],
+)
+def test_what_a_trainer_cannot_compute_again_is_refused(given: dict[str, Any], words: str) -> None:
+    llm = cast(LLM, fake_llm("processed_logprobs"))
+    with pytest.raises(ConfigError, match=words):
+        RolloutGenerator(llm, SamplingParams(**given))
+    RolloutGenerator(llm, SamplingParams(temperature=0.7, top_k=20, top_p=0.9))
+    with pytest.raises(ConfigError, match="raw_logprobs"):
+        RolloutGenerator(llm, SamplingParams(), logprobs="raw")
+
+
+def fake_llm(mode: str = "raw_logprobs", **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(logprobs_mode=mode)), **more)

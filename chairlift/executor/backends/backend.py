@@ -41,6 +41,8 @@ class Abilities:
     """K and V in 8 bits."""
     adapters: bool = False
     """LoRA adapters."""
+    processed_logprobs: bool = False
+    """Log-probabilities of the distribution from which tokens are drawn."""
     drafts: bool = False
     """Drafts are verified."""
     draft_models: bool = False

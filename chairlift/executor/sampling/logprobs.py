@@ -1,4 +1,4 @@
-"""Log-probabilities of the raw logits: before bias, penalties, temperature and masks."""
+"""Log-probabilities of logits. Those of the raw logits are before bias, penalties, temperature and masks."""
 
 from __future__ import annotations
 

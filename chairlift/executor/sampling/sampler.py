@@ -3,7 +3,7 @@
 It has no state and no random generator. A row's token depends only on its logits, its parameters and its tokens so far.
 The order of transforms is vLLM's: grammar mask, allowed ids, bias, bad words, ``min_tokens``; then repetition penalty,
 presence and frequency penalties; then, for rows that are not greedy, temperature, min-p, top-k, top-p and the random
-draw. Log-probabilities come from the raw logits.
+draw. Log-probabilities come from the raw logits, or from those after all of these (:func:`processed_logits`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chairlift.executor.sampling import logits as transforms
 from chairlift.executor.sampling.gumbel import gumbel_argmax
 from chairlift.executor.sampling.logprobs import TokenLogprobs, token_logprobs
 
-__all__ = ["Sampler", "SamplerOutput"]
+__all__ = ["Sampler", "SamplerOutput", "processed_logits"]
 
 _VALUES_PER_SLICE = 1 << 20  # 4 MiB of float32 at a time
 _Ids = npt.NDArray[np.int64]
@@ -43,7 +43,13 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Draws one token for each row of logits. It has no state, so several threads may use the same object."""
+    """Draws one token for each row of logits. It has no state, so several threads may use the same object.
+
+    ``logprobs_mode`` is the setting of this name: ``raw_logprobs`` or ``processed_logprobs``.
+    """
+
+    def __init__(self, logprobs_mode: str = "raw_logprobs") -> None:
+        self._processed = logprobs_mode == "processed_logprobs"
 
     def __call__(
         self,
@@ -78,7 +84,11 @@ class Sampler:
             output.errors[i] = raw_reason(value)
         if masks or not all(row.plain_greedy for row in rows):
             self._sample_shaped(logits, rows, tokens, masks or {}, output)
-            _report_logprobs(logits, rows, output)
+            reporting = [i for i, row in enumerate(rows) if row.params.logprobs is not None and i not in output.errors]
+            if reporting and self._processed:
+                _report_processed(logits, rows, tokens, masks, reporting, output)
+            elif reporting:
+                _report_logprobs(logits, rows, reporting, output)
         for i in output.errors:
             token_ids[i] = -1
         return output
@@ -225,19 +235,53 @@ class _Pairs:
         return torch.from_numpy(np.concatenate(self._values)).to(self._device)
 
 
-def _report_logprobs(logits: Tensor, rows: Sequence[SamplingRow], output: SamplerOutput) -> None:
-    """Add log-probabilities of the raw logits for the rows that asked for them and got a token."""
-    reporting = [
-        (i, row.params.logprobs)
-        for i, row in enumerate(rows)
-        if row.params.logprobs is not None and i not in output.errors
-    ]
-    if not reporting:
-        return
-    part = logits if len(reporting) == len(rows) else logits[_index(logits, reporting)]
-    found = token_logprobs(part, [output.token_ids[i] for i, _ in reporting], [count for _, count in reporting])
-    for (i, _), logprobs in zip(reporting, found, strict=True):
+def processed_logits(
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    tokens: Sequence[npt.NDArray[np.int32]],
+    masks: Masks | None = None,
+) -> Tensor:
+    """Logits float32 [R, V] whose softmax is the distribution from which :class:`Sampler` draws: after masks, bias,
+    penalties, temperature, min-p, top-k and top-p. Ids that cannot be drawn have -inf. A greedy row has no temperature.
+    The arguments are those of :class:`Sampler`; ``logits`` is not changed."""
+    scores = logits.to(torch.float32, copy=True)
+    masked = sorted(masks or ())
+    if masks and masked:
+        bits = torch.from_numpy(np.stack([masks[i] for i in masked]).view(np.int32)).to(logits.device)
+        transforms.apply_allowed_mask(scores, torch.tensor(masked, device=logits.device), bits)
+    _reshape(scores, rows, tokens)
+    _truncate(scores, rows)
+    return scores
+
+
+def _report_logprobs(logits: Tensor, rows: Sequence[SamplingRow], reporting: list[int], output: SamplerOutput) -> None:
+    """Add log-probabilities of the logits for the rows ``reporting``, which asked for them."""
+    part = logits if len(reporting) == len(rows) else logits[torch.tensor(reporting, device=logits.device)]
+    counts = [rows[i].params.logprobs or 0 for i in reporting]
+    found = token_logprobs(part, [output.token_ids[i] for i in reporting], counts)
+    for i, logprobs in zip(reporting, found, strict=True):
         output.logprobs[i] = logprobs
+
+
+def _report_processed(
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    tokens: Sequence[npt.NDArray[np.int32]],
+    masks: Masks | None,
+    reporting: list[int],
+    output: SamplerOutput,
+) -> None:
+    """Add log-probabilities of the processed logits for the rows ``reporting``, in slices of rows."""
+    step = max(1, _VALUES_PER_SLICE // logits.shape[1])
+    for start in range(0, len(reporting), step):
+        part = reporting[start : start + step]
+        own = {j: masks[i] for j, i in enumerate(part) if i in masks} if masks else None
+        index = torch.tensor(part, device=logits.device)
+        scores = processed_logits(logits[index], [rows[i] for i in part], [tokens[i] for i in part], own)
+        counts = [rows[i].params.logprobs or 0 for i in part]
+        found = token_logprobs(scores, [output.token_ids[i] for i in part], counts)
+        for i, logprobs in zip(part, found, strict=True):
+            output.logprobs[i] = logprobs
 
 
 def _index(like: Tensor, settings: Sequence[tuple[int, object]]) -> Tensor:

@@ -41,6 +41,7 @@ _ABILITIES: Final = Abilities(
     weights=frozenset({"int8", "int4", "stored"}),
     int8_kv=True,
     adapters=True,
+    processed_logprobs=True,
     drafts=True,
     draft_models=True,
     images=True,
@@ -121,6 +122,7 @@ class NativeBackend(Backend):
         sizes: dict[str, Any] = {"isa": self.kernels, "max_tokens": config.scheduler.max_num_batched_tokens}
         lora = config.lora.active
         pool = _pool(config)
+        sizes["logprobs_mode"] = config.model.logprobs_mode
         return NativeModelRunner(model, plan, dtype, pool, **sizes, drafts=drafts, lora=lora, images=images)
 
     def make_pooled_executor(

@@ -22,6 +22,8 @@ from chairlift.executor.executor import OnProgress, WeightSource
 from chairlift.executor.image_bank import ImageBank
 from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.sampling.apart import sample_rows
+from chairlift.executor.sampling.logprobs import token_logprobs
+from chairlift.executor.sampling.sampler import processed_logits
 from chairlift.kernels import ops
 from chairlift.kernels.cpu.library import Memory, ThreadPool
 from chairlift.kernels.cpu.packing import PANEL, PackedMatrix
@@ -68,6 +70,7 @@ class NativeModelRunner:
         lora: LoRAConfig | None = None,
         images: ImageBank | None = None,
         keeps_layers: bool = False,
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:
         self.reads_shared_once = True
         """Whether decode rows read the K and V of shared blocks together: the attention kernels group the rows."""
@@ -98,11 +101,12 @@ class NativeModelRunner:
         self.windows = {group: window for group, window in windows if window is not None}
         """Cache group -> its sliding window in positions, for the groups of this model's layers that have one."""
         how: dict[str, Any] = {"isa": isa, "max_tokens": max_tokens, "states": states, "adapters": table}
-        how |= {"taps": tapped, "others": self._layer_inputs}
+        how |= {"taps": tapped, "others": self._layer_inputs, "keeps_routing": keeps_layers}
         self.program = StepProgram(recorder, hidden, layers, pool, parts=self._kv.parts, **how)
         self.calls = self.program.plan.calls
         """Names of the operations without a native kernel, which PyTorch computes."""
         self._head_weight, self._cap = _head_of(model, recorder, hidden)
+        self._reports_processed = logprobs_mode == "processed_logprobs"
         self._templates = RowTemplates(self._head_weight.n)
         self._draft_templates = RowTemplates(self._head_weight.n)
         self._max_tokens = max_tokens
@@ -156,7 +160,10 @@ class NativeModelRunner:
             def draw(places: slice, part: StepBatch, masks: Masks | None) -> SampledTokens:
                 rows = self._templates.fill(part, masks)
                 self._head(hidden, hidden_rows[places], rows, adapters=_adapters_of(part))
-                return rows.sampled()
+                drawn = rows.sampled()
+                if self._reports_processed and drawn.logprobs is not None:
+                    self._report_processed(hidden, hidden_rows[places], part, masks, drawn)
+                return drawn
 
             tokens = sample_rows(batch, masks, draw)
         for row, first, known in batch.prompt_rows:
@@ -175,6 +182,32 @@ class NativeModelRunner:
                 report = PromptLogprobs(slot, first + 1, [], output_reason(error))
             tokens.prompt_logprobs.append(report)
         return tokens
+
+    def _report_processed(
+        self,
+        hidden: Tensor,
+        token_rows: npt.NDArray[np.int32],
+        batch: StepBatch,
+        masks: Masks | None,
+        drawn: SampledTokens,
+    ) -> None:
+        """Replace the log-probabilities of ``drawn`` by those of the distributions from which the tokens were drawn.
+        The kernels overwrite the logits that they store, so the rows are multiplied with the output head again."""
+        histories, adapters = batch.histories, _adapters_of(batch)
+        reports = drawn.logprobs or []
+        wanted = [i for i, report in enumerate(reports) if report is not None]
+        step = len(self._scratch())
+        for start in range(0, len(wanted), step):
+            part = wanted[start : start + step]
+            own = None if adapters is None else np.ascontiguousarray(adapters[part])
+            logits = torch.from_numpy(self._logits_of(hidden[token_rows[part]], self._head_weight, self._cap, own))
+            rows = [batch.sampling[batch.sample_rows[i]] for i in part]
+            allowed = {j: masks[i] for j, i in enumerate(part) if i in masks} if masks else None
+            scores = processed_logits(logits, rows, [histories[i] for i in part], allowed)
+            counts = [row.params.logprobs or 0 for row in rows]
+            found = token_logprobs(scores, [drawn.token_ids[i] for i in part], counts)
+            for i, report in zip(part, found, strict=True):
+                reports[i] = report
 
     def sample_places(self, batch: StepBatch) -> npt.NDArray[np.int32]:
         """[P] index of each sample position's hidden state in the result of :meth:`forward`."""
@@ -204,6 +237,11 @@ class NativeModelRunner:
         """Input [T, D] of each decoder layer in the newest step, which had ``count`` tokens, if layers are kept. The
         next step overwrites them."""
         return [self.program.rows_of(value, count) for value in self._layer_inputs]
+
+    @property
+    def chosen_experts(self) -> list[npt.NDArray[np.int32]]:
+        """int32 [T, k] for each layer of experts: what the tokens of the newest step chose, if layers are kept."""
+        return self.program.chosen
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits float32 [R, V] of the model's output head for hidden states [R, D], as the sampler sees them."""
@@ -271,14 +309,21 @@ class NativeModelRunner:
         self.program.sample(logits, vocab_size, rows.records)
         return rows.sampled().token_ids
 
-    def _logits_of(self, states: Tensor, head: PackedMatrix, cap: float | None = None) -> npt.NDArray[np.float32]:
+    def _logits_of(
+        self,
+        states: Tensor,
+        head: PackedMatrix,
+        cap: float | None = None,
+        adapters: npt.NDArray[np.int32] | None = None,
+    ) -> npt.NDArray[np.float32]:
         """Logits [R, n] of hidden states [R, D] in the model's dtype with an output head [n, D], with a ``cap`` as in
         :meth:`StepProgram.head`."""
         count = len(states)
         width = -(-head.n // PANEL) * PANEL
         rows = NativeRows.for_targets(np.zeros(count, dtype=np.int32), -1, head.n)  # such rows store their logits
         stored = Memory(4 * count * width).tensor(torch.float32, (count, width))
-        self.program.head(head, self._padded(states), np.arange(count, dtype=np.int32), rows.records, stored, cap)
+        places = np.arange(count, dtype=np.int32)
+        self.program.head(head, self._padded(states), places, rows.records, stored, cap, adapters)
         return stored.numpy()[:, : head.n]
 
     def _padded(self, states: Tensor) -> Tensor:

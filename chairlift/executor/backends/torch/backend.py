@@ -23,7 +23,7 @@ from chairlift.models.pooled_network import PooledNetwork
 
 __all__ = ["TorchBackend"]
 
-_ABILITIES: Final = Abilities(adapters=True, drafts=True, texts=True)
+_ABILITIES: Final = Abilities(adapters=True, processed_logprobs=True, drafts=True, texts=True)
 
 
 class TorchBackend(Backend):
@@ -64,7 +64,9 @@ class TorchBackend(Backend):
     ) -> ModelRunner:
         if config.model.threads is not None:
             torch.set_num_threads(config.model.threads)
-        return TorchModelRunner(model, plan, dtype, device, config.lora.active)
+        return TorchModelRunner(
+            model, plan, dtype, device, config.lora.active, logprobs_mode=config.model.logprobs_mode
+        )
 
     def make_pooled_executor(
         self, model: PooledNetwork, config: EngineConfig, dtype: torch.dtype, device: torch.device, max_tokens: int

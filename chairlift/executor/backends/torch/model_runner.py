@@ -44,6 +44,8 @@ class TorchModelRunner:
         dtype: torch.dtype,
         device: torch.device,
         lora: LoRAConfig | None = None,
+        *,
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:
         self.cache_groups = plan.groups
         self.block_bytes = plan.block_bytes
@@ -57,7 +59,7 @@ class TorchModelRunner:
         self._kv_caches = make_kv_caches(spec, plan, dtype, device)
         self._swap_space = make_swap_space(self._kv_caches, plan)
         self.blocks = self._swap_space if isinstance(self._swap_space, HostBlocks) else None
-        self._sampler = Sampler()
+        self._sampler = Sampler(logprobs_mode)
         self.adapters: TorchAdapters | None = None
         """Computes the adapters' low-rank matrices; None if no adapters are served."""
         if lora is not None and isinstance(model, CausalLM):
