@@ -29,11 +29,14 @@ from chairlift.executor.backends.native.backend import NativeBackend
 from chairlift.executor.backends.native.native_runner import NativeModelRunner
 from chairlift.executor.kv_tensors import plan_kv_cache
 from chairlift.kernels.cpu.library import ThreadPool
+from chairlift.kernels.cpu.program import ROUTED_TOKENS
+from chairlift.kernels.experts import forcing
 from chairlift.kernels.weights import NATIVE
 from chairlift.lora.trainable import TrainableAdapter
 from chairlift.lora.trainable_set import TrainableAdapters
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.formats.checkpoint import hf_state_dict
+from chairlift.models.layers.experts import MixtureOfExperts
 from chairlift.models.layers.linear import Linear
 from chairlift.models.loader import replace_weights
 from chairlift_train.layout import Pack
@@ -55,8 +58,9 @@ class ExactNetwork(NativeNetwork):
 
     Equality needs the same version, build and instruction set of Chairlift in both, the same dtype, and rollouts whose
     tokens all come from one version of the weights. With bfloat16, gradients are those of the float32 weights at the
-    rounded activations: rounding passes gradients on unchanged. A layer of experts chooses the experts again in the
-    backward pass, in float32. Raises ConfigError for a model that the native kernels do not run, and for dropout.
+    rounded activations: rounding passes gradients on unchanged. In the backward pass, each token passes through the
+    experts that the engine's step chose for it, and the experts' weights are computed again. Raises ConfigError for a
+    model that the native kernels do not run, and for dropout.
     """
 
     def __init__(
@@ -140,38 +144,51 @@ class ExactNetwork(NativeNetwork):
         """Result of the decoder [T, D] in float32 for a collated pack, with a graph."""
         ids, positions = batch["input_ids"][0], batch["position_ids"][0]
         context = VarlenContext(pack.layout.cu_seqlens)
-        values = [value.float() for value in self._computed(ids, positions, context)]
+        values, chosen = self._computed(ids, positions, context)
         decoder = self.model.model
         rotations = decoder.rotations(positions, torch.float32)
         outside = [p for name, p in decoder.named_parameters() if not name.startswith("layers.")]
         hidden = _given(values[0], lambda _: decoder.embed(ids, positions), None, outside)
         last = len(decoder.layers) - 1
+        routed = iter(chosen)
         for i, (layer, rotary) in enumerate(zip(decoder.layers, rotations, strict=True)):
-            run = functools.partial(_run_layer, decoder, layer, rotary, positions, context, closes=i == last)
+            found = _experts_of(layer)
+            how = {"closes": i == last, "experts": found, "chosen": [next(routed) for _ in found]}
+            run = functools.partial(_run_layer, decoder, layer, rotary, positions, context, **how)
             trained = [*layer.parameters(), *_matrices(layer), *(outside if i == last else ())]
             hidden = _given(values[i + 1], run, hidden, trained)
         return hidden
 
     # -- the engine's step ---------------------------------------------------------------------------------------------
 
-    def _computed(self, ids: Tensor, positions: Tensor, context: VarlenContext) -> list[Tensor]:
-        """Inputs of all layers and the decoder's result, each [T, D] in the engine's dtype, for whole sequences."""
+    def _computed(self, ids: Tensor, positions: Tensor, context: VarlenContext) -> tuple[list[Tensor], list[Tensor]]:
+        """(inputs of all layers and the decoder's result, each [T, D] in float32; int64 [T, k] experts that each layer
+        of experts chose) for whole sequences."""
         starts = context.layout.cu_seqlens
-        step, counts = _step(ids.numpy(), starts)
-        if not np.array_equal(step.positions, positions.numpy()):
-            raise ConfigError("an exact forward pass needs whole sequences, whose positions begin at 0")
         runner = self._refreshed(len(ids), len(starts) - 1)
-        if self._is_reference:
-            step.adapters = None
-        elif isinstance(self.adapter, TrainableAdapters):
+        places = _Places(runner, starts)
+        if not np.array_equal(places.positions, positions.numpy()):
+            raise ConfigError("an exact forward pass needs whole sequences, whose positions begin at 0")
+        most = ROUTED_TOKENS if any(_experts_of(layer) for layer in self.model.model.layers) else len(ids)
+        values: list[list[Tensor]] = []
+        chosen: list[list[Tensor]] = []
+        for first in range(0, len(ids), most):  # the engine divides prompts into chunks, too: no bit depends on it
+            step = places.step(ids.numpy(), first, min(first + most, len(ids)))
+            step.adapters = self._adapters_of(first, len(step.token_ids))
+            out = runner.forward(step)
+            # Copies, because the next step overwrites the buffers while the graph still needs their contents.
+            values.append([each.to(torch.float32, copy=True) for each in (*runner.layer_inputs(len(out)), out)])
+            chosen.append([torch.from_numpy(each).long() for each in runner.chosen_experts])
+        return _joined(values), _joined(chosen)
+
+    def _adapters_of(self, first: int, count: int) -> Any:
+        """Number of the adapter of ``count`` tokens of the pack, from ``first`` on; None without adapters."""
+        if self._is_reference or self.adapter is None:
+            return None
+        if isinstance(self.adapter, TrainableAdapters):
             numbers = np.arange(1, len(self.adapter.names) + 1, dtype=np.int32)
-            step.adapters = np.repeat(numbers, self.adapter.rows)
-        elif self.adapter is not None:
-            step.adapters = np.ones(len(ids), dtype=np.int32)
-        step.block_tables, step.slot_mapping = _places(runner, step, counts)
-        out = runner.forward(step)
-        # Copies, because the next step overwrites the buffers while the graph still needs their contents.
-        return [value.clone() for value in (*runner.layer_inputs(len(ids)), out)]
+            return np.repeat(numbers, self.adapter.rows)[first : first + count]
+        return np.ones(count, dtype=np.int32)
 
     @property
     def _current(self) -> NativeModelRunner:
@@ -255,10 +272,35 @@ def _count_steps(owner: object, steps: list[int]) -> None:
 
 
 def _run_layer(
-    decoder: Any, layer: nn.Module, rotary: Any, positions: Tensor, context: VarlenContext, hidden: Tensor, closes: bool
+    decoder: Any,
+    layer: nn.Module,
+    rotary: Any,
+    positions: Tensor,
+    context: VarlenContext,
+    hidden: Tensor,
+    *,
+    closes: bool,
+    experts: Sequence[MixtureOfExperts],
+    chosen: Sequence[Tensor],
 ) -> Tensor:
-    out: Tensor = layer(hidden, rotary, positions, context)
+    """The result of a layer in PyTorch, whose ``experts`` are those that the engine has ``chosen``."""
+    for each, ids in zip(experts, chosen, strict=True):
+        each.forced = forcing(ids, each.routing.num_experts)
+    try:
+        out: Tensor = layer(hidden, rotary, positions, context)
+    finally:
+        for each in experts:
+            each.forced = None
     return decoder.close(out) if closes else out
+
+
+def _experts_of(layer: nn.Module) -> list[MixtureOfExperts]:
+    return [each for each in layer.modules() if isinstance(each, MixtureOfExperts)]
+
+
+def _joined(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The tensors of all parts, each joined along the tokens."""
+    return [each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts, strict=True)]
 
 
 def _matrices(module: nn.Module) -> list[nn.Parameter]:
@@ -267,39 +309,52 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
     return [matrix for layer in layers for matrix in getattr(layer.adapted, "matrices", ())]
 
 
-def _step(ids: Any, starts: Sequence[int]) -> tuple[StepBatch, list[int]]:
-    """A step that computes whole sequences, without places in the cache; and the number of blocks of each sequence."""
-    lengths = np.diff(starts).astype(np.int32)
-    num_tokens = int(starts[-1])
-    step = StepBatch(
-        token_ids=ids.astype(np.int32),
-        positions=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
-        cu_seqlens=np.array(starts, dtype=np.int32),
-        seq_lens=lengths,
-        block_tables=np.zeros((0, 0, 0), dtype=np.int32),
-        slot_mapping=np.zeros((0, 0), dtype=np.int64),
-        slots=np.arange(len(lengths), dtype=np.int32),
-        sample_rows=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
-        sample_tokens=np.arange(num_tokens, dtype=np.int32),  # so the step computes the results of all tokens
-    )
-    return step, [math.ceil(length / _BLOCK) for length in lengths.tolist()]
+class _Places:
+    """Blocks of the cache for the sequences of a pack, whose first tokens are at ``starts``. Block 0 is never used; a
+    recurrent state takes a block per sequence."""
 
+    def __init__(self, runner: NativeModelRunner, starts: Sequence[int]) -> None:
+        self._starts = np.array(starts, dtype=np.int64)
+        lengths = np.diff(self._starts)
+        self.positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+        """int32 [T]: position of each token in its sequence."""
+        counts = [math.ceil(length / _BLOCK) for length in lengths.tolist()]
+        table = np.zeros((len(counts), max(counts)), dtype=np.int32)
+        first = 1
+        for row, count in enumerate(counts):
+            table[row, :count] = np.arange(first, first + count)
+            first += count
+        states = np.repeat(np.arange(1, len(counts) + 1, dtype=np.int32)[:, None], table.shape[1], axis=1)
+        self._spans = [group.state_span for group in runner.cache_groups]
+        self._tables = np.stack([table if span is None else states for span in self._spans])
 
-def _places(runner: NativeModelRunner, step: StepBatch, counts: Sequence[int]) -> tuple[Any, Any]:
-    """Block tables [G, N, M] and slot mapping [G, T]. Block 0 is never used; states take a block per sequence."""
-    table = np.zeros((len(counts), max(counts)), dtype=np.int32)
-    first = 1
-    for row, count in enumerate(counts):
-        table[row, :count] = np.arange(first, first + count)
-        first += count
-    rows = step.sample_rows
-    places = table[rows, step.positions // _BLOCK].astype(np.int64) * _BLOCK + step.positions % _BLOCK
-    states = np.zeros_like(table)
-    states[:, 0] = np.arange(1, len(counts) + 1)
-    groups = [
-        (table, places) if group.state_span is None else (states, states[rows, 0]) for group in runner.cache_groups
-    ]
-    return np.stack([group[0] for group in groups]), np.stack([group[1].astype(np.int64) for group in groups])
+    def step(self, ids: Any, first: int, end: int) -> StepBatch:
+        """The step that computes the tokens ``first`` to ``end`` (excluded) of the pack [T], and their results. Earlier
+        tokens must have been computed."""
+        low = np.clip(self._starts[:-1], first, end)
+        high = np.clip(self._starts[1:], first, end)
+        rows = np.flatnonzero(high > low)
+        counts = (high - low)[rows]
+        positions = self.positions[first:end]
+        row_of = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
+        tables = np.ascontiguousarray(self._tables[:, rows])
+        slots = [
+            blocks[row_of, positions // _BLOCK].astype(np.int64) * _BLOCK + positions % _BLOCK
+            if span is None
+            else blocks[row_of, 0].astype(np.int64)
+            for blocks, span in zip(tables, self._spans, strict=True)
+        ]
+        return StepBatch(
+            token_ids=ids[first:end].astype(np.int32),
+            positions=positions,
+            cu_seqlens=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            seq_lens=(high - self._starts[:-1])[rows].astype(np.int32),
+            block_tables=tables,
+            slot_mapping=np.stack(slots),
+            slots=np.arange(len(rows), dtype=np.int32),
+            sample_rows=row_of,
+            sample_tokens=np.arange(end - first, dtype=np.int32),  # so the step computes the results of all tokens
+        )
 
 
 # -- values with another program's gradient ----------------------------------------------------------------------------

@@ -24,14 +24,18 @@ if TYPE_CHECKING:
 
     Weight: TypeAlias = Tensor | PackedMatrix
 
-__all__ = ["ExpertChange", "changed_experts", "experts", "latent_experts", "route"]
+__all__ = ["ExpertChange", "changed_experts", "experts", "forcing", "latent_experts", "route"]
+
+
+_BEYOND = 1e9
+"""More than the difference of any two scores of a router."""
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Weights (float32) and indices (int64) of the experts that each token chooses, both [T, k], best first.
 
-    ``logits`` are [T, E]. ``correction`` [E] is added to the scores when experts are chosen, but not to the weights
-    (DeepSeek-V3 uses it to balance the load). Among equal scores the lower index is chosen.
+    ``logits`` are [T, E]. ``correction``, [E] or [T, E], is added to the scores when experts are chosen, but not to the
+    weights (DeepSeek-V3 uses it to balance the load). Among equal scores the lower index is chosen.
     """
     logits = logits.float()
     if routing.scoring == "softmax_chosen":
@@ -52,6 +56,15 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
             total = total + weights[:, column : column + 1]
         weights = weights / (total + routing.epsilon)
     return (weights if routing.scale == 1.0 else weights * routing.scale), chosen
+
+
+def forcing(chosen: Tensor, num_experts: int) -> Tensor:
+    """Correction float32 [T, ``num_experts``] with which :func:`route` chooses the experts ``chosen`` (int64 [T, k],
+    best first), whatever the scores are. Their weights are still those of the scores."""
+    top_k = chosen.shape[1]
+    bonus = torch.arange(top_k, 0, -1, dtype=torch.float32, device=chosen.device) * _BEYOND
+    forced = torch.zeros(len(chosen), num_experts, device=chosen.device)
+    return forced.scatter_(1, chosen, bonus.expand(len(chosen), top_k))
 
 
 def _within_groups(choice: Tensor, routing: Routing) -> Tensor:

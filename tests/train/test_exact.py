@@ -15,7 +15,9 @@ from torch import Tensor
 from chairlift.base.lora_request import LoRARequest
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.errors import ConfigError
+from chairlift.kernels import experts
 from chairlift.kernels.cpu.library import supported_isas
+from chairlift.kernels.experts import route
 from chairlift.kernels.weights import PLAIN
 from chairlift.llm import LLM
 from chairlift.lora.trainable import TrainableAdapter
@@ -23,14 +25,17 @@ from chairlift.lora.trainable_set import TrainableAdapters
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.formats.checkpoint import hf_state_dict
 from chairlift.models.hf_config import parse_config
+from chairlift.models.layers.experts import MixtureOfExperts
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
 from chairlift_train import exact
+from chairlift_train.async_loop import Rollout
 from chairlift_train.collate import PackCollator
 from chairlift_train.config import TrainConfig
 from chairlift_train.exact import ExactNetwork
 from chairlift_train.layout import Pack
 from chairlift_train.networks import NativeNetwork
+from chairlift_train.rollout import RolloutGenerator
 from chairlift_train.run import train
 from chairlift_train.stream import PackStream
 from chairlift_train.trainer import Trainer, TrainerConfig, TrainingStepResult
@@ -116,6 +121,95 @@ def test_log_probabilities_of_rollouts_are_the_trainers_bit_for_bit(family: str,
     assert max(differences(network, rollouts(llm)[::-1])) == 0.0  # in other company
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_a_pack_in_several_steps_has_the_same_bits(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(family, tmp_path)
+    items = rollouts(LLM(folder, dtype="float32", num_kv_blocks=64, skip_tokenizer_init=True))
+    monkeypatch.setattr(exact, "ROUTED_TOKENS", 21)  # not a multiple of a block
+    assert max(differences(ExactNetwork(policy_of(folder)), items)) == 0.0
+
+
+DRAWN = [{"temperature": 0.6}, {"temperature": 1.3, "top_k": 7, "top_p": 0.9, "min_p": 0.01}]
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "kernels"),
+    [
+        (DRAWN[0], "float32", "auto"),
+        (DRAWN[1], "bfloat16", "auto"),
+        *(pytest.param(DRAWN[i], dtype, "auto", marks=pytest.mark.nightly) for i, dtype in ((1, "float32"),)),
+    ],
+)
+def test_log_probabilities_of_the_sampled_distribution_are_the_trainers(
+    given: dict[str, Any], dtype: str, kernels: str, tmp_path: Path
+) -> None:
+    folder = saved("llama", tmp_path)
+    settings = {"num_kv_blocks": 64, "skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs"}
+    llm = LLM(folder, dtype=dtype, kernels=kernels, **settings)
+    generator = RolloutGenerator(llm, SamplingParams(max_tokens=20, ignore_eos=True, seed=3, **given))
+    for ticket, prompt in enumerate(PROMPTS):
+        generator.submit(ticket, prompt)
+    found: list[Rollout] = []
+    while len(found) < len(PROMPTS):
+        found += generator.poll(wait=True)
+    network = ExactNetwork(policy_of(folder), dtype=getattr(torch, dtype))
+    cuts = "top_k" in given
+    assert all(bool(rollout.kept) is cuts for rollout in found)
+    for pack in packs_of([rollout.sequence() for rollout in found]):
+        batch = PackCollator()(pack)
+        places = torch.from_numpy(pack.weights > 0).nonzero()[:, 0]
+        before = torch.tensor([value for meta in pack.meta for value in meta["logprobs"]])[places]
+        every = [ids for meta in pack.meta for ids in meta["kept"]] if cuts else None
+        kept = None if every is None else [every[place] for place in places]
+        wanted = batch, pack, places - 1, batch["input_ids"][0][places]
+        how = {"temperature": given["temperature"], "kept": kept}
+        now = network.sampled_logprobs(*wanted, **how)
+        assert torch.equal(now, before)
+        assert now.sum().backward() is None and network.model.lm_head.weight.grad is not None
+        if cuts:
+            assert kept is not None and {len(ids) for ids in kept} <= set(range(1, 8)) and min(map(len, kept)) < 7
+            assert not torch.equal(network.sampled_logprobs(*wanted, temperature=given["temperature"]), before)
+        assert not torch.equal(network.logprobs(*wanted), before)
+
+
+def test_experts_of_the_backward_pass_are_those_of_the_forward_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two experts have equal scores, and the plain pass decides ties in another way than the engine."""
+    policy = policy_of(saved("qwen3_moe", tmp_path))
+    layers = [each for each in policy.modules() if isinstance(each, MixtureOfExperts)]
+    with torch.no_grad():
+        for layer in layers:
+            layer.gate.weight[0] = layer.gate.weight[1]
+    seen: list[Tensor] = []
+
+    def tilted(logits: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+        weights, chosen = route(logits + 1e-6 * torch.arange(logits.shape[1]), *given)
+        seen.append(chosen)
+        return weights, chosen
+
+    monkeypatch.setattr(experts, "route", tilted)
+    network = ExactNetwork(policy)
+    (pack,) = packs_of(examples(3), 200)
+    batch = PackCollator()(pack)
+    rows = torch.arange(len(batch["input_ids"][0]) - 1)
+
+    def backward() -> bool:
+        """Whether all layers chose the engine's experts."""
+        seen.clear()
+        network.logprobs(batch, pack, rows, batch["input_ids"][0][rows + 1]).sum().backward()
+        computed = [torch.from_numpy(each).long() for each in network._current.chosen_experts]
+        assert len(seen) == len(layers) == len(computed)
+        return all(map(torch.equal, seen[::-1], computed))
+
+    assert backward()
+    assert all(layer.forced is None for layer in layers)
+    monkeypatch.setattr(exact, "forcing", lambda *_: None)
+    assert not backward()
+
+
 @pytest.mark.parametrize("change", ["in place", "fused optimiser"])
 def test_new_weights_are_followed_by_both(change: str, tmp_path: Path) -> None:
     folder = saved("llama", tmp_path)
@@ -149,8 +243,8 @@ def test_a_fault_of_the_forward_pass_would_be_seen(fault: str, tmp_path: Path, m
             bits[0, :8] ^= 1
     network = ExactNetwork(policy, dtype=torch.bfloat16 if fault == "another dtype" else torch.float32)
     if fault == "one layout":
-        step = exact._step
-        monkeypatch.setattr(exact, "_step", lambda ids, starts: step(ids, (0, starts[-1])))
+        places = exact._Places
+        monkeypatch.setattr(exact, "_Places", lambda runner, starts: places(runner, (0, starts[-1])))
         with pytest.raises(ConfigError, match="whole sequences"):
             differences(network, items)
         return

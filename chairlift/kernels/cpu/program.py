@@ -28,11 +28,14 @@ from chairlift.kernels.recording import Node, Recorder, Value, recurrence
 from chairlift.kernels.recurrent import plan_pieces, recur_paged
 from chairlift.kernels.routing import GROUP_SCORES, SCORINGS, Routing
 
-__all__ = ["SPARE_ROWS", "StepProgram"]
+__all__ = ["ROUTED_TOKENS", "SPARE_ROWS", "StepProgram"]
 
 SPARE_ROWS = 32
 """Number of additional rows in every buffer. Kernels work on tiles, and the last tile may extend past the largest
 step."""
+
+ROUTED_TOKENS = 512
+"""Number of tokens that a layer of experts routes together: ``CL_EXPERT_TOKENS`` of the kernels."""
 
 
 class StepProgram:
@@ -61,6 +64,7 @@ class StepProgram:
         adapters: LowRankTable | None = None,
         taps: Sequence[Value] = (),
         others: Sequence[Value] = (),
+        keeps_routing: bool = False,
     ) -> None:
         self._library = lib.require()
         self._adapters = adapters
@@ -103,6 +107,10 @@ class StepProgram:
             capacity=capacity,
             codes=self._codes(capacity),
         )
+        self.chosen: list[npt.NDArray[np.int32]] = []
+        """int32 [T, k] for each layer of experts: the experts that each token of the newest step chose, best first.
+        Only with ``keeps_routing``, and then steps have at most :data:`ROUTED_TOKENS` tokens."""
+        self._keeps_routing = keeps_routing
         self._expert_counts = self._expert_memory()
         if adapters is not None:
             adapters.point(self._program)
@@ -236,7 +244,30 @@ class StepProgram:
                 self._advance(step, at, tap)
                 into[: len(step.token_ids)] = source[: len(step.token_ids)]
                 at = tap
+        if self._keeps_routing:
+            at = self._keep_routing(step, at, end)
         self._advance(step, at, end)
+
+    def _keep_routing(self, step: StepBatch, at: int, end: int) -> int:
+        """Run the operations from ``at`` to the last layer of experts before ``end``, and copy what each layer chose
+        from the scratch memory, which the next layer overwrites. Returns the index of the next operation."""
+        count = len(step.token_ids)
+        if count > ROUTED_TOKENS and self._expert_counts is not None:
+            raise InvariantError(f"a step of {count} tokens keeps its routing for the last {ROUTED_TOKENS} only")
+        if at == 0:
+            self.chosen = []
+        for place in range(at, end):
+            op = self._ops[place]
+            if op.kind != OpKind.EXPERTS:
+                continue
+            self._advance(step, at, place + 1)
+            at = place + 1
+            experts = op.experts.contents
+            # As ExpertScratch in csrc/cpu/experts.h: the logits [T, E] come first, then the choices [T, k].
+            first = -(-4 * count * experts.num_experts // 64) * 64
+            chosen = self._expert_scratch[first : first + 4 * count * experts.top_k].view(np.int32)
+            self.chosen.append(chosen.reshape(count, experts.top_k).copy())
+        return at
 
     def _advance(self, step: StepBatch, at: int, end: int) -> None:
         """Run operations ``at`` to ``end`` (excluded) of the step to which ``_batch`` points."""
@@ -396,6 +427,7 @@ class StepProgram:
         if sizes:
             memory = lib.Memory(max(sizes))
             self._referenced.append(memory)
+            self._expert_scratch = memory.tensor(torch.uint8, (max(sizes),)).numpy()
             for op in ops:
                 op.experts.contents.scratch = memory.address
         layers = [op.experts.contents for op in self._ops if op.kind == OpKind.EXPERTS]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,10 @@ class MixtureOfExperts(nn.Module):
     adapted: AdaptedExperts | None = None
     """Changes by adapters. None if there are no adapters, or if step programs apply them."""
 
+    forced: Tensor | None = None
+    """Correction float32 [T, E] of :func:`~chairlift.kernels.experts.forcing`, which chooses the experts of each token
+    in place of the router's own correction; None: the router chooses."""
+
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
         if config.experts is None:
@@ -108,17 +112,21 @@ class MixtureOfExperts(nn.Module):
         gate = self.gate
         shared = None if self.shared_expert is None else self.shared_expert(x)
         shared_gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
+        correction = gate.e_score_correction_bias if self.forced is None else self.forced
         if self.latent_in is not None and self.latent_out is not None:
-            weights = (gate_up, down, gate.weight, self.routing, gate.e_score_correction_bias)
+            weights = (gate_up, down, gate.weight, self.routing)
             latent = self.latent_in(x)
-            inner = ops.latent_experts(latent, x, *weights, self.gated)
+            inner = ops.latent_experts(latent, x, *weights, correction, self.gated)
             for change, at in () if self.adapted is None else self.adapted.in_use():
-                inner[at] = changed_experts(change, latent[at], x[at], None, *weights, gated=self.gated)
+                own = correction if self.forced is None else self.forced[at]
+                inner[at] = changed_experts(change, latent[at], x[at], None, *weights, own, gated=self.gated)
             out: Tensor = self.latent_out(inner)
             return out if shared is None else out + shared
-        settings = (gate.weight, self.routing, gate.e_score_correction_bias, shared_gate, gate.bias)
-        given = (gate_up, down, *settings, self.experts.biases, self.clamp, self.gated)
-        out = ops.experts(x, shared, *given)
+        first = (gate_up, down, gate.weight, self.routing)
+        rest: tuple[Any, ...] = (shared_gate, gate.bias, self.experts.biases, self.clamp, self.gated)
+        out = ops.experts(x, shared, *first, correction, *rest)
         for change, at in () if self.adapted is None else self.adapted.in_use():
-            out[at] = changed_experts(change, x[at], x[at], None if shared is None else shared[at], *given)
+            own = correction if self.forced is None else self.forced[at]
+            of_all = None if shared is None else shared[at]
+            out[at] = changed_experts(change, x[at], x[at], of_all, *first, own, *rest)
         return out
