@@ -56,6 +56,8 @@ def encode_parts(backend: tokenizers.Tokenizer, text: str, borders: Iterable[int
     ``special``: whether the tokenizer adds its special tokens around the text.
     """
     whole = _tokens(backend.encode(text, add_special_tokens=special))
+    if len(whole.ids) > 1 and whole.added[0] and not whole.added[1] and whole.ids[0] == whole.ids[1]:
+        whole = _slice(whole, slice(1, None))  # the text begins with the token that the tokenizer adds: one is enough
     inner = sorted({border for border in borders if 0 < border < len(text)})
     cuts: set[int] = set()
     found = whole

@@ -15,7 +15,7 @@ from chairlift.text.tokenizer.chat_template import ChatTemplate
 from chairlift.text.tokenizer.messages import REASONING_KEYS, normalize_messages
 from chairlift_train.records import MESSAGE_KEYS, Chat
 
-__all__ = ["Answers", "Written", "write_chat", "write_whole"]
+__all__ = ["Answers", "Written", "text_after", "write_chat", "write_whole"]
 
 Answers = Literal["auto", "together", "apart"]
 """How a chat with several answers is divided into training examples.
@@ -44,6 +44,8 @@ class Written:
     text: str
     spans: tuple[tuple[int, int], ...]
     """(start, end) of the parts of the text that are targets, in characters."""
+    num_messages: int | None = None
+    """Number of messages of the chat in the text; None: all."""
 
 
 def write_chat(template: ChatTemplate, chat: Chat, answers: Answers, notes: list[str]) -> list[Written]:
@@ -64,6 +66,18 @@ def write_chat(template: ChatTemplate, chat: Chat, answers: Answers, notes: list
     )
     _check_printed(pages.messages, chat.learnt, written, notes)
     return written
+
+
+def text_after(template: ChatTemplate, chat: Chat, written: Written) -> str:
+    """Text that the template writes after an example if a message of the user follows; empty if this is unknown."""
+    pages = _pages(template, chat, [])
+    count = len(pages.messages) if written.num_messages is None else written.num_messages
+    asked = dataclasses.replace(pages, messages=[*pages.messages[:count], _PROBE])
+    with contextlib.suppress(ChairliftError):
+        text = asked.first(count + 1)
+        if text.startswith(written.text):
+            return text[len(written.text) :]
+    return ""
 
 
 def write_whole(template: ChatTemplate, chat: Chat, notes: list[str]) -> Written:
@@ -162,7 +176,7 @@ def _by_prefix(pages: _Pages, learnt: Sequence[bool], answers: Answers, notes: l
     while remaining:
         text = texts[remaining[-1]]
         here = [i for i in remaining if i == remaining[-1] or (answers != "apart" and text.startswith(texts[i]))]
-        written.append(Written(text, tuple((starts[i], len(texts[i])) for i in here)))
+        written.append(Written(text, tuple((starts[i], len(texts[i])) for i in here), remaining[-1] + 1))
         remaining = [index for index in remaining if index not in here]
         if remaining and answers == "together":
             raise ConfigError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +19,7 @@ from chairlift.errors import ConfigError
 from chairlift.text.tokenizer.chat_template import ChatTemplate
 from chairlift.text.tokenizer.tokenizer import Tokenizer
 from chairlift_train.borders import TextTokens, encode_parts, keep_spaces
-from chairlift_train.chats import Answers, write_chat, write_whole
+from chairlift_train.chats import Answers, text_after, write_chat, write_whole
 from chairlift_train.marks import PER_TOKEN, leaves_out, sequence_weight
 from chairlift_train.records import Chat, chat_of
 from chairlift_train.sequences import packed_lengths, read_sample
@@ -65,6 +67,8 @@ class _Text:
     endings: frozenset[int]
     """Tokens that may end an answer. Some tokenizers do not declare their end tokens as special ones."""
     vocab_size: int
+    stops: frozenset[int]
+    """Tokens at which an engine ends an answer: the tokenizer's, and those of ``generation_config.json``."""
 
 
 def fitting(encode: Encode, vocab_size: int | None, capacity: int | None) -> Encode:
@@ -154,7 +158,8 @@ class Encoder:
             keep_spaces(tokenizer.backend)
             specials = tokenizer.special_ids
             endings = specials | {*tokenizer.backend.get_added_tokens_decoder(), *tokenizer.eos_token_ids}
-            self._text = _Text(tokenizer.backend, template, eos, specials, endings, tokenizer.vocab_size)
+            stops = frozenset({*tokenizer.eos_token_ids, *_generation_stops(tokenizer_dir)})
+            self._text = _Text(tokenizer.backend, template, eos, specials, endings, tokenizer.vocab_size, stops)
 
     @property
     def vocab_size(self) -> int:
@@ -249,13 +254,29 @@ class Encoder:
             written = [write_whole(template, chat, notes)]
         else:
             written = write_chat(template, chat, self._answers, notes)
-        return [self._encode(example.text, example.spans, notes, special=False) for example in written]
+        return [
+            self._encode(
+                example.text,
+                example.spans,
+                notes,
+                special=False,
+                after=None if template.marks_answers else functools.partial(text_after, template, chat, example),
+            )
+            for example in written
+        ]
 
     def _encode(
-        self, text: str, spans: Sequence[tuple[int, int]] | None, notes: list[str], *, special: bool
+        self,
+        text: str,
+        spans: Sequence[tuple[int, int]] | None,
+        notes: list[str],
+        *,
+        special: bool,
+        after: Callable[[], str] | None = None,
     ) -> Mapping[str, Any]:
         """Encode a text. ``spans`` has the (start, end) of the characters that are targets; None: all are targets. No
-        token spans the border of a target. ``special``: whether to add special tokens."""
+        token spans the border of a target. ``special``: whether to add special tokens. ``after`` returns the text that
+        would follow in a longer chat; None if the template itself marks all that is learnt."""
         tools = self._tools()
         try:
             text.encode()
@@ -271,13 +292,47 @@ class Encoder:
         if spans is not None and not _says_something(text, tokens, weights, tools.specials):
             notes.append(_ONLY_END)
         elif spans and not special and self._train_on == "answers" and not _ends(text, tokens, spans, tools.endings):
-            notes.append(_NO_END)
+            has_ends = False
+            if after is not None:
+                ids, weights, has_ends = self._stopped(text, tokens, spans, weights, after)
+            notes += [] if has_ends else [_NO_END]
         if special and self._add_eos and tools.eos is not None and ids[-1:] != [tools.eos]:
             ids = [*ids, tools.eos]
             weights = np.append(weights, np.float32(1))
         if len(ids) < 2:
             raise ConfigError(f"the text {text[:40]!r} has only {len(ids)} tokens, so there is nothing to predict")
         return {"input_ids": np.array(ids, np.int32), "loss_weight": weights}
+
+    def _stopped(
+        self,
+        text: str,
+        tokens: TextTokens,
+        spans: Sequence[tuple[int, int]],
+        weights: npt.NDArray[np.float32],
+        after: Callable[[], str],
+    ) -> tuple[list[int], npt.NDArray[np.float32], bool]:
+        """Let answers without an end token learn the token with which the next message begins, if engines end answers
+        at it, as in GLM-4.5. Returns (token ids, weights, whether each answer has an end now)."""
+        tools = self._tools()
+        ids, weights, has_ends = tokens.ids, weights.copy(), True
+        for start, end in spans:
+            if _ends(text, tokens, [(start, end)], tools.endings):
+                continue
+            place = int(np.searchsorted(tokens.starts, end))
+            while place < len(ids) and text[tokens.starts[place] : tokens.ends[place]].isspace():
+                place += 1
+            if place < len(ids):
+                first, found = int(np.searchsorted(tokens.starts, end)), ids[place] in tools.stops
+                weights[first : place + 1] = 1 if found else weights[first : place + 1]
+                has_ends = has_ends and found
+                continue
+            following = tools.backend.encode(after().lstrip(), add_special_tokens=False).ids
+            if not following or following[0] not in tools.stops:
+                has_ends = False
+                continue
+            ids = [*ids, following[0]]
+            weights = np.append(weights, np.float32(1))
+        return ids, weights, has_ends
 
     def _tools(self) -> _Text:
         if self._text is None:
@@ -338,6 +393,18 @@ def _learn_closing_tokens(weights: npt.NDArray[np.float32], added: npt.NDArray[n
         last -= 1
     if last and weights[last - 1]:
         weights[last:] = 1
+
+
+def _generation_stops(tokenizer_dir: Path) -> list[int]:
+    """Stop tokens that ``generation_config.json`` beside the tokenizer names."""
+    file = tokenizer_dir / "generation_config.json"
+    if not file.is_file():
+        return []
+    try:
+        found = json.loads(file.read_bytes()).get("eos_token_id")
+    except (ValueError, AttributeError):
+        return []  # the loader of the model tells what is wrong with it
+    return [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int)]
 
 
 def _digest(content: bytes) -> str:

@@ -221,6 +221,39 @@ def test_a_template_without_an_end_token_is_noted(end: str, is_noted: bool, tmp_
     assert not any(NO_END in note for note in completion.notes)
 
 
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+"""Answers have no end of their own: the model ends them with the token that begins the next message."""
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_an_answer_without_an_end_learns_the_token_of_the_next_message(stops: bool, tmp_path: Path) -> None:
+    made = backend("byte_level").from_str(backend("byte_level").to_str())
+    made.add_special_tokens(["<|user|>", "<|assistant|>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    config = {"eos_token": "</s>", "chat_template": GLM}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    user = made.token_to_id("<|user|>")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, *([user] if stops else [])]}))
+    found = Encoder(tmp_path).examples({"messages": [U("a"), A("b"), U("c"), A("d")]})
+    (item,) = found.items
+    targets = [int(i) for i in np.asarray(item["input_ids"])[item["loss_weight"] != 0]]
+    assert any(NO_END in note for note in found.notes) is not stops
+    text = made.decode(targets, skip_special_tokens=False)
+    assert text == ("b<|user|>d<|user|>" if stops else "bd")
+    assert made.decode(item["input_ids"].tolist(), skip_special_tokens=False).count("<|user|>") == (3 if stops else 2)
+
+
+def test_a_text_that_begins_with_the_first_token_has_one(tmp_path: Path) -> None:
+    made = encoder(tmp_path)
+    bare, begun = (made.examples({"text": text}).items[0]["input_ids"].tolist() for text in ("abc", "<s>abc"))
+    assert bare == begun and bare.count(backend("byte_level").token_to_id("<s>")) == 1
+    answer = made.examples({"prompt": "<s>a", "completion": "b"}).items[0]
+    assert answer["input_ids"].tolist().count(backend("byte_level").token_to_id("<s>")) == 1
+
+
 CALLS = (
     "{% for m in messages %}{% if m.content %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}"
     "<call>{{ c.function.name }}ARGUMENTS</call>{% endfor %}</s>{% endfor %}"
