@@ -153,7 +153,7 @@ class ExactNetwork(NativeNetwork):
         routed = iter(chosen)
         for i, (layer, rotary) in enumerate(zip(decoder.layers, rotations, strict=True)):
             found = _experts_of(layer)
-            how = {"closes": i == last, "experts": found, "chosen": [next(routed) for _ in found]}
+            how: dict[str, Any] = {"closes": i == last, "experts": found, "chosen": [next(routed) for _ in found]}
             run = functools.partial(_run_layer, decoder, layer, rotary, positions, context, **how)
             trained = [*layer.parameters(), *_matrices(layer), *(outside if i == last else ())]
             hidden = _given(values[i + 1], run, hidden, trained)

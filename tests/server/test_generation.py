@@ -42,7 +42,7 @@ def asked(
 ) -> tuple[Core, Updating, Any]:
     """(core, engine, response) of one call of a server whose engine is fake."""
     core, engine = Core(), Updating()
-    engine.generation = Generation(lambda: core, lambda: None, lambda: [], lambda _: None)  # type: ignore[assignment]
+    engine.generation = Generation(lambda: core, lambda: None, lambda: [], lambda _: None)  # type: ignore[attr-defined]
     file = tmp_path / "keys"
     file.write_text("alice sk-alice\nadmin sk-admin\n")
     app = make_app(make_state(engine, api_key_file=str(file)))

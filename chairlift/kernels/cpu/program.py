@@ -107,11 +107,7 @@ class StepProgram:
             capacity=capacity,
             codes=self._codes(capacity),
         )
-        self.chosen: list[npt.NDArray[np.int32]] = []
-        """int32 [T, k] for each layer of experts: the experts that each token of the newest step chose, best first.
-        Only with ``keeps_routing``, and then steps have at most :data:`ROUTED_TOKENS` tokens."""
-        self._keeps_routing = keeps_routing
-        self._expert_counts = self._expert_memory()
+        self._expert_counts = self._expert_memory(keeps_routing)
         if adapters is not None:
             adapters.point(self._program)
         self._output = self._buffers[self.plan.buffer_of[output]][:, : output.width]
@@ -417,9 +413,13 @@ class StepProgram:
         this array. None without experts."""
         return self._expert_counts
 
-    def _expert_memory(self) -> npt.NDArray[np.int64] | None:
+    def _expert_memory(self, keeps_routing: bool) -> npt.NDArray[np.int64] | None:
         """Allocate scratch memory for layers of experts, and their counts. Layers run one at a time and share the
         scratch memory."""
+        self._keeps_routing = keeps_routing
+        self.chosen: list[npt.NDArray[np.int32]] = []
+        """int32 [T, k] for each layer of experts: the experts that each token of the newest step chose, best first.
+        Only with ``keeps_routing``, and then steps have at most :data:`ROUTED_TOKENS` tokens."""
         ops = [op for op in self._ops if op.kind == OpKind.EXPERTS]
         for op in ops:
             op.experts.contents.lora_stride = self._adapters.stride if self._adapters is not None and op.site else 0
