@@ -415,15 +415,15 @@ class SchedulerConfig:
         """Settings of speculative decoding; None if it is off. Raises ConfigError."""
         return SpeculativeConfig.parse(self.speculative_config) if self.speculative_config else None
 
-    def takes_drafts(self, num_lookahead_steps: int, has_states: bool = False) -> bool:
+    def takes_drafts(self, num_lookahead_steps: int) -> bool:
         """Whether steps can have drafts. They cannot if steps are scheduled ahead, because a step with drafts needs the
-        tokens of the previous step. They cannot with recurrent states, because a state cannot undo a rejected draft.
+        tokens of the previous step.
 
         ``num_lookahead_steps`` is the executor's preference; above 0 the newest tokens stay on the executor's device.
-        ``has_states`` says whether the model has recurrent states. Raises ConfigError for a bad ``speculative_config``.
+        Raises ConfigError for a bad ``speculative_config``.
         """
         ahead = num_lookahead_steps or (self.speculation is None and self.num_lookahead_steps)
-        return not ahead and not has_states
+        return not ahead
 
     @property
     def max_running(self) -> int:

@@ -45,8 +45,8 @@ def scheduler_from_config(
 ) -> Scheduler:
     """The scheduler for these settings. ``policy`` replaces the one from the settings. Raises ConfigError."""
     grammars = preparers.grammars
-    grammars.made_ahead = has_states = any(group.state_span is not None for group in executor.cache_groups)
-    drafting = executor.num_lookahead_steps, has_states, grammars, getattr(executor, "drafter", None)
+    grammars.made_ahead = any(group.state_span is not None for group in executor.cache_groups)
+    drafting = executor.num_lookahead_steps, grammars, getattr(executor, "drafter", None)
     return Scheduler(
         kv,
         max_num_seqs=config.max_num_seqs,

@@ -174,12 +174,7 @@ def choose_transformers(config: EngineConfig, network: TransformersConfig) -> Ba
 
 
 def refuse_for_states(config: EngineConfig, recurrent: bool) -> None:
-    """Raise ConfigError for settings that do not work with recurrent states, or that need recurrent states."""
-    if recurrent and config.scheduler.speculation is not None:
-        raise ConfigError(
-            "speculative_config is set, but this model keeps recurrent states, which a wrong draft would change and"
-            " nothing can change back; leave speculative_config out"
-        )
+    """Raise ConfigError for settings that need recurrent states, if the model has none."""
     if not recurrent and config.cache.state_snapshot_interval is not None:
         raise ConfigError(
             f"state_snapshot_interval is {config.cache.state_snapshot_interval}, but this model keeps no recurrent"

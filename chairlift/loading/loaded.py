@@ -102,8 +102,7 @@ def identified(info: EngineInfo, config: EngineConfig, *, equal_bits: bool) -> E
 
 def _speculation(config: EngineConfig, executor: Executor) -> dict[str, Any]:
     """Name -> value, for the fields of :class:`EngineInfo` about speculative decoding."""
-    has_states = any(group.state_span is not None for group in executor.cache_groups)
-    verifies = config.scheduler.takes_drafts(executor.num_lookahead_steps, has_states)
+    verifies = config.scheduler.takes_drafts(executor.num_lookahead_steps)
     speculation = config.scheduler.speculation if verifies else None
     method = {} if speculation is None else {"speculative_method": speculation.method}
     num_tokens = 0 if speculation is None else speculation.num_speculative_tokens

@@ -42,6 +42,8 @@ class MtpFamily:
 
     prefix: str
     """Prefix of its tensors; ``*`` is the number of the model's decoder layers."""
+    layer: str
+    """What the tensors of its decoder layer have behind the prefix."""
     embedding_norm: str
     hidden_norm: str
     projection: str
@@ -52,11 +54,15 @@ class MtpFamily:
     """Whether the feature of the next position is the result behind the last norm, or the result itself."""
 
 
+_QWEN: Final = MtpFamily(
+    *("mtp.", "layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), False, True
+)
 MTP_FAMILIES: Final[Mapping[str, MtpFamily]] = {
-    "glm4_moe": MtpFamily("model.layers.*.", "enorm", "hnorm", "eh_proj", "shared_head.norm", False, False),
+    "glm4_moe": MtpFamily("model.layers.*.", "", "enorm", "hnorm", "eh_proj", "shared_head.norm", False, False),
     "mimo": MtpFamily(
-        *("model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), True, True
+        *("model.mtp_layers.0.", "", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), True, True
     ),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _QWEN),
 }
 """Value of ``model_type`` -> the layer of this family."""
 
@@ -142,6 +148,8 @@ def mtp_config(target: NetworkConfig) -> MtpConfig:
         name: getattr(target, name)[-1:]
         for name in ("layer_windows", "layer_scales", "rope_layers", "attention_layers", "mlp_layers")
     }
+    if target.mixers:  # the layer has attention even where the model's last layer has a recurrent state
+        last |= {"mixers": (), "layer_windows": (None,), "rope_layers": (True,)}
     if target.experts is not None:
         last["experts"] = dataclasses.replace(target.experts, layers=target.experts.layers[-1:])
     layer = dataclasses.replace(target, num_hidden_layers=1, tie_word_embeddings=False, **last)
@@ -200,7 +208,7 @@ def _parts(network: Mtp, prefix: str) -> list[CheckpointPart]:
         layer, _, attribute = part.parameter.rpartition(".")
         if layer in ("embedding_proj", "hidden_proj"):
             continue
-        name = part.name.replace("model.layers.0.", prefix, 1)
+        name = part.name.replace("model.layers.0.", prefix + family.layer, 1)
         if layer in names:
             name = f"{prefix}{names[layer]}.{attribute}"
         found.append(dataclasses.replace(part, name=name))

@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Family, and what differs from the tiny model of that name."""
 WITHOUT_STATES = [name for name, (family, _) in MODELS.items() if family not in RECURRENT_FAMILIES]
-"""Models that can take drafts."""
+"""Models without recurrent states."""
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0},

@@ -377,7 +377,6 @@ def test_steps_of_nemotron_h_have_the_least_time_of_transformers(key: str, tmp_p
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"speculative_config": {"method": "ngram"}}, "recurrent states, which a wrong draft would change"),
         ({"state_snapshot_interval": 24}, "must be a multiple of block_size 16, got 24"),
         ({"kv_cache_memory_bytes": 3000}, "keeps a recurrent state of 1,536 bytes"),
         ({"model_impl": "transformers"}, "recurrent state"),

@@ -41,6 +41,9 @@ class BlockTables:
         """One entry per release that must wait: (index of the last step that uses the blocks, cache group, blocks). The
         blocks are released when that step has ended."""
         self.num_deferred = [0] * len(self.pools)
+        self.spares: dict[str, list[tuple[int, int, int]]] = {}
+        """Request id -> (cache group, table entry, spare block) of requests whose drafts a step computes; see
+        :class:`~chairlift.core.kv_cache.state_backups.StateBackups`."""
         self.done_step = 0  # steps count from 1
         self.journal: list[TableChange] | None = None
         """Changes of block tables, oldest first; None while no code reads them."""
@@ -152,6 +155,10 @@ class BlockTables:
                 return False
         return True
 
+    def num_positions_in(self, request: Request) -> int:
+        """Number of leading positions for which the request has blocks."""
+        return min(len(table) * span for table, span in zip(request.block_ids, self._spans, strict=True))
+
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Number of blocks that :meth:`extend` will lack after all deferred releases. The result is the number for the
         pool that lacks most; 0 if no pool lacks blocks."""
@@ -256,6 +263,21 @@ class BlockTables:
                 self._evicted(group, block, node)
             blocks.append(block)
         return blocks
+
+    def replace(self, group: int, request: Request, entry: int, block: int) -> None:
+        """Put ``block`` into the request's table in place of the block at ``entry``, which is released. No step in
+        flight may use that block."""
+        table = request.block_ids[group]
+        before = list(table[entry:])
+        table[entry] = block
+        if self.journal is not None:
+            self.journal.append((request.request_id, group, entry, [], before))
+            self.journal.append((request.request_id, group, entry, table[entry:], []))
+        self.release(group, before[0])
+
+    def release(self, group: int, block: int) -> None:
+        """Release a block that no step in flight uses."""
+        self._release(group, [block], self.done_step)
 
     def _release_passed(self, group: int, request: Request, in_flight: int) -> None:
         """Release the blocks of the request's table that the group's sliding window has passed."""

@@ -36,6 +36,9 @@ def check_manager(kv: KVCacheManager, requests: Iterable[Request]) -> None:
     for _, group, blocks in kv.tables.deferred:
         for block in blocks:
             references[group][block] = references[group].get(block, 0) + 1
+    for spares in kv.tables.spares.values():
+        for group, _, block in spares:
+            references[group][block] = references[group].get(block, 0) + 1
     for pool, named in zip(kv.pools, references, strict=True):
         pool.check_invariants(named)
     kv.swap_pool.check_invariants(kv.swapped.values())

@@ -5,6 +5,9 @@ Sampling has no state: the token at a position depends only on the logits there 
 draft is accepted if and only if it equals the token that is sampled at its position. If they differ, the sampled token
 is already the right one. With drafts, a request gets the same tokens as without them, greedy or sampled. (Rejection
 sampling, by Leviathan et al., 2023, and Chen et al., 2023, only keeps the distribution.)
+
+K and V of wrong drafts are overwritten later. A recurrent state of wrong drafts is replaced by a copy of the state
+before the step, and the row computes the tokens that were right once more.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from chairlift.core.kv_cache.state_backups import StateBackups
+from chairlift.core.kv_cache.tables import NewBlocks
 from chairlift.core.request import Request
 from chairlift.core.scheduler.batch import Batch
 from chairlift.core.scheduler.cost_model import StepFeatures
@@ -92,6 +97,9 @@ class Drafts:
         """Requests with a ``prediction`` whose drafts were checked since the caller last emptied the list."""
         self._known: dict[str, Request] = {}
         """Request id -> request that has a ``prediction`` or follows a grammar."""
+        self._states = StateBackups(batch.kv.tables)
+        self._restored: list[tuple[Request, NewBlocks]] = []
+        """Table entries that went back to their state before the drafts, and of which no step has told the executor."""
 
     def added(self, request: Request) -> None:
         """Note that a request was added to the scheduler."""
@@ -101,6 +109,7 @@ class Drafts:
     def left(self, request: Request) -> None:
         """Forget a request that has ended."""
         self._known.pop(request.request_id, None)
+        self._restored = [each for each in self._restored if each[0] is not request]
         self.speculator.forget(request)
 
     def add(self, step: ScheduledStep) -> None:
@@ -113,6 +122,8 @@ class Drafts:
         """
         out = step.out
         if not step.runs_decodes or out.preempted:
+            return
+        if self._states and self._batch.membership.held:  # the rows of a static batch never compute tokens again
             return
         only_known = self.speculator.only_known
         if only_known and not self._known:
@@ -142,7 +153,8 @@ class Drafts:
             if not chosen:
                 continue
             chunk = Chunk(request.slot, len(request.token_ids) - 1, 1 + len(chosen), 1 + len(chosen), "verify", chosen)
-            if self._make_room(request, chunk, step):
+            if self._states.has_room(request) and self._make_room(request, chunk, step):
+                out.copies += self._states.save(request, chunk.start)
                 budget -= len(chosen)
                 out.chunks.append(chunk)
                 step.chunks.append((request, chunk))
@@ -154,9 +166,10 @@ class Drafts:
         known = len(request.token_ids)
         if request.num_computed_tokens != known or request.finish_reason is not None:
             return 0
-        if not request.may_draft or (request.is_guided and self.guide is None):
+        if not request.may_draft or (request.is_guided and (self.guide is None or self._states)):
             return 0
-        return min(request.max_total_tokens - known - 1, request.limit - known)
+        most = min(request.max_total_tokens - known - 1, request.limit - known)
+        return min(most, self._states.num_positions(known - 1) - 1) if self._states else most
 
     def _num_fitting(self, request: Request, count: int) -> int:
         """Number of drafts, at most ``count``, for which the request gets blocks. It takes a new block only if every
@@ -164,7 +177,7 @@ class Drafts:
         kv = self._kv
         known = len(request.token_ids)
         count = min(count, self._max_drafts(request))
-        room = min(len(table) for table in request.block_ids) * kv.block_size - known
+        room = kv.tables.num_positions_in(request) - known
         scarce = min(pool.num_free for pool in kv.pools) <= len(self._batch.running)
         if count > room and (scarce or not kv.tables.has_room(request, known + count)):
             return room
@@ -200,8 +213,37 @@ class Drafts:
                 if len(request.token_ids) == request.max_total_tokens:
                     flight.finals.append(request)
                 self._count(request, chunk.drafts, accepted)
+                if accepted < len(chunk.drafts):
+                    self._go_back(request, chunk)
+            self._states.drop(request)
             position += chunk.samples
         return found
+
+    def failed(self, flight: ScheduledStep) -> None:
+        """Note that a step has failed."""
+        for request, _ in flight.verifies:
+            self._states.drop(request)
+
+    def _go_back(self, request: Request, chunk: Chunk) -> None:
+        """Let a row with recurrent states compute the chunk's tokens again, except the wrong drafts."""
+        changed = self._states.restore(request)
+        if not changed:
+            return
+        self._restored += [(request, blocks) for blocks in changed]
+        self._batch.num_computed_tokens -= request.num_computed_tokens - chunk.start
+        request.num_computed_tokens = chunk.start
+        self._batch.catching_up.append(request)
+
+    def take_restored(self) -> list[tuple[int, NewBlocks]]:
+        """(slot, table entries) that went back, for the step that is executed next."""
+        restored = self._restored
+        self._restored = []
+        return [
+            (request.slot, blocks)
+            for request, blocks in restored
+            if request.slot >= 0
+            and request.block_ids[blocks.group][blocks.first : blocks.first + 1] == blocks.block_ids
+        ]
 
     def _take(self, request: Request, right: Sequence[int], sampled: list[Request | None], position: int) -> None:
         """Append ``right`` tokens to the request, up to the first token that ends it."""
@@ -232,12 +274,12 @@ class Drafts:
         return found
 
     def rejoin(self, flight: ScheduledStep) -> None:
-        """Let rows whose drafts were checked compute one token per step again, unless they have ended. Rows of a static
-        batch do so even after their end."""
+        """Let rows whose drafts were checked compute one token per step again, unless they have ended or went back.
+        Rows of a static batch do so even after their end."""
         is_static = self._batch.membership.held
         rows = [r for r, _ in flight.verifies if r.slot >= 0 and (is_static or r.finish_reason is None)]
         rows = [r for r in rows if r.resumed_at_step <= flight.out.step and r.num_computed_tokens < r.limit]
-        rows = [r for r in rows if r not in flight.withdrawn]
+        rows = [r for r in rows if r not in flight.withdrawn and r not in self._batch.catching_up]
         if rows:
             self._decodes.start(rows)
 

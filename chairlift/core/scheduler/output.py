@@ -63,7 +63,7 @@ class Chunk:
     none."""
     why: str
     """Reason for the chunk: ``prefill``, ``recompute`` (after a preemption), ``stalled`` (a decode that had to wait for
-    a block), or ``verify`` (a decode with drafts)."""
+    a block, or whose recurrent state went back), or ``verify`` (a decode with drafts)."""
     drafts: tuple[int, ...] = ()
     """Proposed tokens at the end of the chunk. The token before the drafts, and each draft, is a sample position."""
 

@@ -362,6 +362,8 @@ class Scheduler:
         self.batch.step = out.step
         out.left = self.batch.left
         self.batch.left = []
+        if self.drafts is not None:
+            out.new_blocks += self.drafts.take_restored()
         out.swap_out = self.preemptor.swap_out + self.kv.scheduled(out.step)
         self.preemptor.swap_out = []
         if decodes.slots is not self._sent_slots:
@@ -456,6 +458,8 @@ class Scheduler:
         self.kv.step_done(out.step)
         rows = [*(r for r in flight.sampled if r is not None), *(request for request, _ in flight.chunks)]
         finished: list[Request] = []
+        if self.drafts is not None:
+            self.drafts.failed(flight)
         self.kv.copies_lost(out.step)
         for request_id in self.kv.swapped_since(out.step):
             self._lose_saved(self.requests[request_id])

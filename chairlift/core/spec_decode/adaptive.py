@@ -485,7 +485,6 @@ def speculator_from_config(
     config: SchedulerConfig,
     costs: Costs,
     num_lookahead_steps: int,
-    has_states: bool = False,
     guide: Guide | None = None,
     drafter: BoundedProposer | None = None,
 ) -> AdaptiveSpeculator | None:
@@ -493,7 +492,7 @@ def speculator_from_config(
     method is set, only requests with a ``prediction`` or a grammar get drafts. ``drafter`` is the small model or the
     heads, if loaded. Raises ConfigError."""
     speculation = config.speculation
-    if not config.takes_drafts(num_lookahead_steps, has_states):
+    if not config.takes_drafts(num_lookahead_steps):
         return None
     if speculation is None:
         return AdaptiveSpeculator(costs.decode_seconds, _MAX_KNOWN, guide=guide)

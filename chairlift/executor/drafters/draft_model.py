@@ -153,7 +153,8 @@ class DraftModel:
         room = min(self._max_tokens, len(rows) + _MAX_CATCH_UP)
         for index, (request, requested) in enumerate(rows):
             known = len(request.token_ids)
-            positions = min(len(table) for table in request.block_ids) * self._block_size
+            # A table of recurrent states has at most as many entries as one of K and V.
+            positions = max(len(table) for table in request.block_ids) * self._block_size
             limits[index] = min(requested, min(positions, self._most_positions) - known + 1)
             start = self._begin(request)
             end = min(known, start + room)

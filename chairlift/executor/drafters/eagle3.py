@@ -243,7 +243,8 @@ class Eagle3Drafter:
         for index, (request, requested) in enumerate(rows):
             slot = request.slot
             known = len(request.token_ids)
-            positions = min(len(table) for table in request.block_ids) * self._block_size
+            # A table of recurrent states has at most as many entries as one of K and V.
+            positions = max(len(table) for table in request.block_ids) * self._block_size
             limits[index] = min(requested, min(positions, self._most_positions) - known + 2)
             is_ready = self._owners[slot] == request.request_id and self._ends[slot] == known - 1 > 0
             if limits[index] > 0 and is_ready:

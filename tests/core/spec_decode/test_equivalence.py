@@ -19,6 +19,8 @@ import pytest
 import tokenizers
 
 from chairlift import LLM, RequestOutput, SamplingParams
+from chairlift.core.kv_cache.state_backups import StateBackups
+from chairlift.core.kv_cache.tables import NewBlocks
 from chairlift.core.request import Request
 from chairlift.core.scheduler.drafts import Drafts, Speculator
 from chairlift.core.scheduler.output import Chunk
@@ -32,10 +34,16 @@ from chairlift_lab.sim.drafts import ScriptedDrafts
 from tests.equivalence.cases import EOS, Job, longest, run
 from tests.equivalence.test_determinism import MODELS, SAMPLING, WITHOUT_STATES, facts, first_difference
 from tests.kernels.cpu.models import VOCAB, tiny_model
+from tests.models.tiny import RECURRENT_FAMILIES
 from tests.native import needs_kernels
 from tests.sweep import sweep
 
 MOST_TOKENS = 400
+STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (name, {"hidden_size": 64, **RECURRENT_FAMILIES[name]}) for name in ("falcon_h1", "mamba2", "qwen3_5_text")
+}
+"""Models with recurrent states, beside ``lfm2``."""
+WITH_STATES = ["lfm2", *STATEFUL]
 ASKED: list[dict[str, Any]] = [
     *SAMPLING,
     {"temperature": 1.5, "stop": ["w7", "w12 w"], "include_stop_str_in_output": True},
@@ -98,7 +106,7 @@ class Models:
         self.alone = functools.cache(self._alone)
 
     def _model_dir(self, model: str) -> Path:
-        family, more = MODELS[model]
+        family, more = {**MODELS, **STATEFUL}[model]
         where = tiny_model(self._folder / model, family, max_position_embeddings=MOST_TOKENS, **more)
         vocabulary = {f"w{index}": index for index in range(VOCAB)}
         words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
@@ -184,9 +192,18 @@ def expecting(job: Job, output: RequestOutput, rng: random.Random) -> Job:
     return Job(job.prompt, dataclasses.replace(job.params, prediction=text or None))
 
 
-def check(models: Models, kernels: str, dtypes: Sequence[str], seed: int, kind: str) -> collections.Counter[str]:
+def check(
+    models: Models,
+    kernels: str,
+    dtypes: Sequence[str],
+    seed: int,
+    kind: str,
+    names: Sequence[str] = WITHOUT_STATES,
+    **further: Any,
+) -> collections.Counter[str]:
+    """``further`` are settings that are not drawn."""
     rng = random.Random(seed)
-    model, dtype, settings = rng.choice(WITHOUT_STATES), rng.choice(dtypes), draw_settings(rng)
+    model, dtype, settings = rng.choice(names), rng.choice(dtypes), draw_settings(rng) | further
     jobs = draw_jobs(rng, repetitive=kind != "scripted")
     alone = models.alone(model, kernels, dtype)
     expected = [run(alone, [job])[0] for job in jobs]
@@ -256,6 +273,24 @@ def test_drafts_change_no_bit_on_the_native_kernels(
     check_all(models, isa, ("bfloat16", "float32"), count, kind, request)
 
 
+@needs_kernels
+@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.nightly)])
+def test_wrong_drafts_change_no_bit_of_recurrent_states(
+    count: int, models: Models, request: pytest.FixtureRequest
+) -> None:
+    """States go back to their copies. Snapshots are taken often, so that drafts reach their borders."""
+    seen: collections.Counter[str] = collections.Counter()
+    further = {"batching": "continuous", "block_size": 16, "max_num_seqs": 8}
+
+    def one(seed: int) -> None:
+        spans = random.Random(seed).choice((16, 32, None))
+        more = {**further, "state_snapshot_interval": spans}
+        seen.update(check(models, supported_isas()[-1], ("bfloat16", "float32"), seed, "scripted", WITH_STATES, **more))
+
+    sweep(request, count, one)
+    assert seen["accepted"] > count and seen["rejected"] > count, seen
+
+
 @pytest.mark.parametrize("count", [4, pytest.param(100, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_change_no_token_on_pytorch(
@@ -292,6 +327,36 @@ def goes_on_behind_a_stop(patch: pytest.MonkeyPatch) -> None:
         self._batch.num_computed_tokens += len(right) - 1
 
     patch.setattr(Drafts, "_take", wrong)
+
+
+def keeps_the_state_of_wrong_drafts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Drafts, "_go_back", lambda self, request, chunk: None)
+
+
+def goes_back_to_the_wrong_state(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StateBackups, "restore", lambda self, request: [NewBlocks(0, 0, [])] * len(self._spans))
+
+
+def tells_nobody_of_the_state(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Drafts, "take_restored", lambda self: [])
+
+
+@pytest.mark.planted("test_wrong_drafts_change_no_bit_of_recurrent_states")
+@needs_kernels
+@pytest.mark.parametrize(
+    "plant", [keeps_the_state_of_wrong_drafts, goes_back_to_the_wrong_state, tells_nobody_of_the_state]
+)
+def test_a_planted_bug_of_states_is_noticed(
+    plant: Callable[[pytest.MonkeyPatch], None], models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+
+    def search() -> None:
+        for seed in range(6):
+            check(models, supported_isas()[-1], ("float32",), seed, "scripted", WITH_STATES, batching="continuous")
+
+    with pytest.raises((AssertionError, InvariantError)):
+        search()
 
 
 @pytest.mark.planted("test_drafts_change_no_bit_on_the_native_kernels")

@@ -1,4 +1,5 @@
 """Layers for a further token (MTP): answers are those without, and each draft is that of transformers' own layer.
+A layer that knows each next token is always right, also beside recurrent states.
 
 Changes that must make these fail: the halves of the projection exchanged; the model's last norm left out; the feature
 of the next position from the other side of the layer's norm; the token of another place.
@@ -18,6 +19,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 
 from chairlift import LLM, SamplingParams
 from chairlift.errors import ConfigError, ModelLoadError
@@ -32,6 +35,13 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "nu
 NAMES = {
     "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
     "glm4_moe": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_next"), ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
+}
+LAYERS: dict[str, Any] = {
+    "mimo": Qwen2DecoderLayer,
+    "glm4_moe": Glm4MoeDecoderLayer,
+    "qwen3_5_text": Qwen3_5DecoderLayer,
+    "qwen3_next": Qwen3NextDecoderLayer,
 }
 
 
@@ -41,12 +51,14 @@ class Reference:
 
     def __init__(self, where: Path, family: str) -> None:
         self.family = family
+        self.is_qwen = family.startswith("qwen")
+        """Whether norms multiply by 1 + their weights, and the layer's tensors have a prefix of their own."""
         self.where = where
         self.target: Any = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
         config = AutoConfig.from_pretrained(where)
         config._attn_implementation = "sdpa"
-        kind: Any = Qwen2DecoderLayer if family == "mimo" else Glm4MoeDecoderLayer
-        self.layer = kind(config, config.num_hidden_layers - 1).eval()
+        attends = config.layer_types.index("full_attention") if self.is_qwen else config.num_hidden_layers - 1
+        self.layer = LAYERS[family](config, attends).eval()
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for name, value in [*self.layer.named_parameters(), *self.layer.named_buffers()]:
@@ -59,16 +71,21 @@ class Reference:
         }
         self.own[f"{projection}.weight"] = torch.randn(width, 2 * width, generator=generator) / 8
         self.prefix = "model.mtp_layers.0." if family == "mimo" else f"model.layers.{config.num_hidden_layers}."
+        if self.is_qwen:
+            self.prefix = "mtp."
 
     def write(self) -> None:
         stored = {**self.own}
-        for name, value in self.layer.state_dict().items():
+        for last, value in self.layer.state_dict().items():
+            name = f"layers.0.{last}" if self.is_qwen else last
             if name.endswith("experts.gate_up_proj"):
                 for expert, both in enumerate(value):
                     for part, rows in zip(("gate", "up"), both.chunk(2), strict=True):
-                        stored[f"mlp.experts.{expert}.{part}_proj.weight"] = rows
+                        stored[name.replace("gate_up_proj", f"{expert}.{part}_proj.weight")] = rows
             elif name.endswith("experts.down_proj"):
-                stored |= {f"mlp.experts.{expert}.down_proj.weight": rows for expert, rows in enumerate(value)}
+                stored |= {
+                    name.replace("down_proj", f"{expert}.down_proj.weight"): rows for expert, rows in enumerate(value)
+                }
             else:
                 stored[name] = value
         path = self.where / "model.safetensors"
@@ -82,7 +99,8 @@ class Reference:
 
     def _norm(self, rows: Tensor, name: str) -> Tensor:
         eps = self.target.config.rms_norm_eps
-        return rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps) * self.own[f"{name}.weight"]
+        weight = self.own[f"{name}.weight"] + self.is_qwen
+        return rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps) * weight
 
     def drafts(self, tokens: list[int], count: int) -> list[int]:
         """``count`` greedy drafts after ``tokens``."""
@@ -101,21 +119,24 @@ class Reference:
                 found = (found[0] if isinstance(found, tuple) else found)[0]
                 out = self._norm(found[-1], last)
                 given.append(int(self.target.lm_head(out).argmax()))
-                following = out if self.family == "mimo" else found[-1]
+                following = found[-1] if self.family == "glm4_moe" else out
                 features = torch.cat((features, following[None]))
         return given[len(tokens) :]
 
 
 def tiny(folder: Path, family: str) -> tuple[Path, Reference]:
     """A model with its layer. GLM-4.5-Air has 46 decoder layers, by which its files are known."""
-    shape: dict[str, Any] = {"num_hidden_layers": 3} if family == "mimo" else {"num_hidden_layers": 46, "std": 0.1}
+    shape: dict[str, Any] = {"num_hidden_layers": 46, "std": 0.1} if family == "glm4_moe" else {"num_hidden_layers": 3}
     where = tiny_hf_model(folder, "qwen2" if family == "mimo" else family, tie_word_embeddings=False, **shape)
     reference = Reference(where, family)
     reference.write()
     return where, reference
 
 
-@pytest.mark.parametrize("family", ["mimo", pytest.param("glm4_moe", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "family",
+    ["mimo", "qwen3_5_text", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("glm4_moe", "qwen3_next"))],
+)
 def test_drafts_are_those_of_transformers_and_answers_those_without(family: str, tmp_path: Path) -> None:
     where, reference = tiny(tmp_path, family)
     prompts = [[random.Random(i).randrange(2, 100) for _ in range(20 + 17 * i)] for i in range(4)]
@@ -146,9 +167,32 @@ def test_drafts_are_those_of_transformers_and_answers_those_without(family: str,
     assert [each.outputs[0].token_ids for each in llm.generate(prompts, sampled)] == expected
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text"])
+def test_a_layer_that_knows_the_next_token_is_always_right(family: str, tmp_path: Path) -> None:
+    """No layer of the model adds anything, so the next token follows from the newest one alone. The layer for a further
+    token passes its embedding on."""
+    where, reference = tiny(tmp_path, family)
+    tensors = load_file(where / "model.safetensors")
+    adding = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
+    tensors |= {name: torch.zeros_like(each) for name, each in tensors.items() if name.endswith(adding)}
+    width = reference.target.config.hidden_size
+    tensors["mtp.fc.weight"] = torch.cat((torch.eye(width), torch.zeros(width, width)), 1)
+    tensors |= {f"mtp.{name}.weight": torch.zeros(width) for name in ("pre_fc_norm_embedding", "norm")}
+    tensors["mtp.norm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, where / "model.safetensors", {"format": "pt"})
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    prompts = [[5, 9, 33], [7, 8]]
+    plain = [each.outputs[0].token_ids for each in LLM(where, **SETTINGS).generate(prompts, params)]
+    llm = LLM(where, speculative_config=ASKED, **SETTINGS)
+    drafts_are_free(llm)
+    assert [each.outputs[0].token_ids for each in llm.generate(prompts, params)] == plain
+    drafts = llm.engine.scheduler.drafts
+    assert drafts is not None and drafts.num_accepted == drafts.num_drafts > 20
+
+
 def test_models_without_the_layer_are_refused(tmp_path: Path) -> None:
     where = tiny_hf_model(tmp_path, "qwen2", num_hidden_layers=2)
-    with pytest.raises(ConfigError, match="mtp is for models of the types glm4_moe, mimo, and this one is qwen2"):
+    with pytest.raises(ConfigError, match=r"mtp is for models of the types glm4_moe, mimo, .* this one is qwen2"):
         LLM(where, speculative_config=ASKED, **SETTINGS)
     with pytest.raises(ConfigError, match="leave model out"):
         LLM(where, speculative_config={**ASKED, "model": "x"}, **SETTINGS)
