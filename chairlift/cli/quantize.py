@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
-SUMMARY: Final = "write a model with its weights in 4 or 8 bits"
-DESCRIPTION: Final = """Write a directory with the weights of a model in 4 or 8 bits.
+SUMMARY: Final = "write a model with its weights in 4 to 8 bits"
+DESCRIPTION: Final = """Write a directory with the weights of a model in 4 to 8 bits.
 
 MODEL is a directory, a Hub id, a GGUF file, or "bundled". OUT has the format of compressed-tensors (pack-quantized).
 A quantised model is dequantised first.
@@ -39,6 +39,7 @@ _FORMATS: Final = {
     "int4-small": "4 bits in groups of 32; 8 bits for embedding and head",
     "int4-g32": "4 bits in groups of 32; 16 bits for embedding and head",
     "int4-g128": "4 bits in groups of 128; 16 bits for embedding and head",
+    "int5": "5 bits with zero points in groups of 32; 6 bits for what loses most, embedding and head; 8 bits in memory",
     "int8": "8 bits in groups of 32; 16 bits for embedding and head",
 }
 """Names of the recipes in :mod:`chairlift.models.formats.quantize.recipes`, and what they are. They are repeated here,

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationConfig
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -16,7 +17,6 @@ from chairlift.models.formats.quantize.writing import (
     packed_words,
     quantization_config,
 )
-from tests.models.quantized import make
 
 TENSORS = {
     "a.weight": torch.randn(6, 4).bfloat16(),
@@ -61,9 +61,11 @@ def test_several_files_have_an_index(tmp_path: Path) -> None:
 
 
 def test_words_are_as_the_format_has_them() -> None:
-    for bits in (4, 8):
+    for bits in (4, 5, 6, 8):
         codes = torch.randint(0, 1 << bits, (3, 64), dtype=torch.uint8)
-        assert torch.equal(packed_words(codes, bits), make.packed_words(codes, bits))
+        assert torch.equal(
+            packed_words(codes, bits), pack_to_int32((codes.int() - (1 << (bits - 1))).to(torch.int8), bits)
+        )
 
 
 def test_zero_points_of_several_rows_share_a_word() -> None:
@@ -72,6 +74,9 @@ def test_zero_points_of_several_rows_share_a_word() -> None:
     assert words.shape == (3, 3)
     for row in range(21):
         assert torch.equal(words[row // 8] >> 4 * (row % 8) & 15, zeros[row].int())
+    for bits in (5, 6):
+        signed = (zeros.int() - (1 << (bits - 1))).to(torch.int8)
+        assert torch.equal(packed_by_output(zeros, bits), pack_to_int32(signed, bits, packed_dim=0))
 
 
 def test_the_public_package_reads_the_settings() -> None:

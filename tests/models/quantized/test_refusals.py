@@ -86,7 +86,7 @@ SETTINGS: list[tuple[Any, list[str]]] = [
         ["'sparse-24-bitmask'", "dense"],
     ),
     (compressed("int-quantized", {**INT, "num_bits": 2}), ["weights: num_bits = 2 is not supported; supported: 4, 8"]),
-    (compressed("pack-quantized", {**INT, "num_bits": 3}), ["num_bits = 3 is not supported; supported: 4, 8"]),
+    (compressed("pack-quantized", {**INT, "num_bits": 9}), ["num_bits = 9 is not supported; supported: 2, 3, 4, 5"]),
     (
         compressed("pack-quantized", {**INT, "actorder": "rows"}),
         ["actorder = 'rows'", "null, group, weight and static"],

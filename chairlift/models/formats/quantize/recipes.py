@@ -16,8 +16,6 @@ from chairlift.kernels.grouped import GroupKind
 __all__ = ["DEFAULT_RECIPE", "RECIPES", "Recipe"]
 
 _WIDE: Final = GroupKind(8, 32)
-_EDGE: Final = 8
-"""The first and the last eighth of the layers are edges, and every third layer between them counts with them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,27 +29,15 @@ class Recipe:
     ends: GroupKind | None = None
     """Kind of the embedding and of the output head; None: they keep 16 bits."""
     wide: str = ""
-    """Regular expression for the last part of the names of layers whose matrices get 8 bits in every decoder layer."""
-    wide_at_edges: str = ""
-    """The same for matrices that get 8 bits only in the layers that lose most: the first and the last eighth, and every
-    third layer between them. This choice is that of llama.cpp's Q4_K_M."""
+    """Regular expression for the last part of the names of layers whose matrices have the kind ``wide_kind``."""
+    wide_kind: GroupKind = _WIDE
 
-    def kind(self, parameter: str, layers: int) -> GroupKind | None:
-        """Kind of a matrix by its name in our model, for a model of ``layers`` decoder layers. None: 16 bits."""
-        found = re.fullmatch(r"model\.layers\.(\d+)\.(.*)\.weight", parameter)
+    def kind(self, parameter: str) -> GroupKind | None:
+        """Kind of a matrix by its name in our model. None: 16 bits."""
+        found = re.fullmatch(r"model\.layers\.\d+\.(.*)\.weight", parameter)
         if found is None:
             return self.ends
-        name = found[2].rpartition(".")[2]
-        if re.fullmatch(self.wide, name):
-            return _WIDE
-        if re.fullmatch(self.wide_at_edges, name) and _is_edge(int(found[1]), layers):
-            return _WIDE
-        return self.layers
-
-
-def _is_edge(number: int, layers: int) -> bool:
-    edge = layers // _EDGE
-    return number < edge or number >= layers - edge or (number - edge) % 3 == 2
+        return self.wide_kind if re.fullmatch(self.wide, found[1].rpartition(".")[2]) else self.layers
 
 
 DEFAULT_RECIPE: Final = "int4"
@@ -65,6 +51,13 @@ RECIPES: Final[dict[str, Recipe]] = {
     "int4-small": Recipe("4 bits in groups of 32; 8 bits for embedding and head", layers=GroupKind(4, 32), ends=_WIDE),
     "int4-g32": Recipe("4 bits in groups of 32; 16 bits for embedding and head", layers=GroupKind(4, 32)),
     "int4-g128": Recipe("4 bits in groups of 128; 16 bits for embedding and head", layers=GroupKind(4, 128)),
+    "int5": Recipe(
+        "5 bits with zero points in groups of 32; 6 bits for what loses most, embedding and head; 8 bits in memory",
+        layers=GroupKind(5, 32, minimum=True),
+        ends=GroupKind(6, 32),
+        wide="down_proj",
+        wide_kind=GroupKind(6, 32),
+    ),
     "int8": Recipe("8 bits in groups of 32; 16 bits for embedding and head", layers=_WIDE),
 }
 """Name in the command line -> recipe."""

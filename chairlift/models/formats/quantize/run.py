@@ -142,11 +142,10 @@ def _packs(
 def _kinds(checkpoint: Checkpoint, recipe: Recipe, model_dir: Path) -> Kinds:
     """Weights to quantise, with their kinds. Raises ModelLoadError for a weight that cannot be quantised."""
     found: Kinds = {}
-    layers = checkpoint.model.config.num_hidden_layers
     for part in checkpoint.parts:
         layer, _, attribute = part.parameter.rpartition(".")
         matrix = isinstance(checkpoint.model.get_submodule(layer), Matrix)
-        kind = recipe.kind(part.parameter, layers) if matrix and attribute == "weight" else None
+        kind = recipe.kind(part.parameter) if matrix and attribute == "weight" else None
         if kind is None:
             continue
         if part.transposed and part.stack == 1:

@@ -132,18 +132,21 @@ class ShardWriter:
 
 
 def packed_words(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes [R, K] of 4 or 8 bits into words along the columns, lowest bits first: int32 [R, K * bits /
-    32]."""
+    """Pack uint8 codes [R, K] of at most 8 bits into words along the columns, lowest bits first and without gaps: int32
+    [R, K * bits / 32]. K is a multiple of 32."""
     if bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
+    elif bits != 8:
+        places = torch.arange(8, dtype=torch.uint8)
+        single = (codes.unsqueeze(-1) >> places[:bits] & 1).view(len(codes), -1, 8)
+        codes = (single << places).sum(-1, dtype=torch.uint8)
     return codes.contiguous().view(torch.int32)  # torch runs on little-endian machines, and the format is little-endian
 
 
 def packed_by_output(zeros: Tensor, bits: int) -> Tensor:
     """Pack uint8 zero points [R, G] into words along the rows, lowest bits first: int32 [ceil(R * bits / 32), G]."""
-    rows = -(-len(zeros) * bits // 32) * 32 // bits
-    whole = torch.nn.functional.pad(zeros, (0, 0, 0, rows - len(zeros)))
-    return packed_words(whole.t().contiguous(), bits).t().contiguous()
+    whole = torch.nn.functional.pad(zeros, (0, 0, 0, -len(zeros) % 32))
+    return packed_words(whole.t().contiguous(), bits).t()[: -(-len(zeros) * bits // 32)].contiguous()
 
 
 def quantization_config(groups: Mapping[GroupKind, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:

@@ -96,34 +96,37 @@ class _PackQuantized(Method):
         whole = self._whole_shape(layer, packed)
         k = whole[1]
         scales, (_, *groups) = _scales(self.weights, layer, n, k)
+        kind = _kind(self.weights, k)
         zeros = None
         if _has_zeros(self.weights, layer):
             words = layer.take("weight_zero_point", ("I32",), (-(-n * bits // 32), *groups))
             zeros = lambda first, last: _packed_by_output(words, bits, first, last)  # noqa: E731
+        shift = kind.zero - (1 << (bits - 1)) if self.weights.symmetric else 0  # to the zero point of the kernels
 
         def codes(first: int, last: int) -> Tensor:
-            return unpacked(packed.rows(first, last), bits)[:, :k].contiguous()
+            found = unpacked(packed.rows(first, last), bits)[:, :k].contiguous()
+            return found.add_(shift) if shift else found
 
         if len(whole) > 2:
-            return IntegerStack((n, k), whole[2:], _kind(self.weights, k), codes, scales, zeros)
+            return IntegerStack((n, k), whole[2:], kind, codes, scales, zeros)
         return _in_order(self.weights, layer, (n, k), codes, scales, zeros)
 
     def _whole_shape(self, layer: StoredLayer, packed: StoredTensor) -> tuple[int, ...]:
         """(rows, columns) of the layer's weight, and for a stack of experts then the shape of the original tensor. The
         last word of a packed row may be only partly used."""
-        per_word = 32 // self.weights.bits
+        bits = self.weights.bits
         n, words = packed.shape
+        columns = words * 32 // bits
         if "weight_shape" not in layer:
-            return (n, words * per_word)
+            return (n, columns)
         shape = layer.take("weight_shape", ("I64", "I32"), (2,), (3,)).read().tolist()
         if len(shape) == 3:  # [experts, outputs, inputs] or [experts, inputs, outputs]
             count, first, second = shape
-            columns = words * per_word
             if (count * first, second) != (n, columns) and (count * second, first) != (n, columns):
                 layer.fail("weight_shape", f"says {shape}, but weight_packed has room for {[n, columns]}")
             return (n, columns, *shape)
-        if shape[0] != n or not words - 1 < shape[1] / per_word <= words:
-            layer.fail("weight_shape", f"says {shape}, but weight_packed has room for {[n, words * per_word]}")
+        if shape[0] != n or -(-shape[1] * bits // 32) != words:
+            layer.fail("weight_shape", f"says {shape}, but weight_packed has room for {[n, columns]}")
         return (n, int(shape[1]))
 
 
@@ -180,7 +183,7 @@ def _in_order(
         layer.fail(_ORDER, f"has numbers from {low} to {high}, but there are {groups} groups")
     if weights.strategy != "group" or torch.equal(order, torch.arange(k) // weights.group):
         return IntegerRows(shape, _kind(weights, k), codes, scales, zeros)
-    middle = float(1 << (weights.bits - 1))
+    middle = float(GroupKind(_kind(weights, k).bits, weights.group).zero)
 
     def read(first: int, last: int) -> Tensor:
         zero = middle if zeros is None else zeros(first, last).float()[:, order]
@@ -190,7 +193,9 @@ def _in_order(
 
 
 def _kind(weights: _Weights, k: int) -> GroupKind:
-    return GroupKind(weights.bits, group_of_rows(k) if weights.group == -1 else weights.group, not weights.symmetric)
+    """The kind of the kernels: codes of 4 or 8 bits."""
+    group = group_of_rows(k) if weights.group == -1 else weights.group
+    return GroupKind(4 if weights.bits <= 4 else 8, group, not weights.symmetric)
 
 
 def _scales(weights: _Weights, layer: StoredLayer, n: int, k: int) -> tuple[_Read, tuple[int, ...]]:
@@ -223,11 +228,9 @@ def _has_zeros(weights: _Weights, layer: StoredLayer) -> bool:
 def _packed_by_output(words: StoredTensor, bits: int, first: int, last: int) -> Tensor:
     """Unpack codes along the outputs: ``words`` [outputs * bits / 32, groups] -> uint8 [outputs, groups] for outputs
     ``first`` to ``last`` (excluded)."""
-    per_word = 32 // bits
-    begin, end = first // per_word, -(-last // per_word)
-    packed = words.rows(begin, end)
-    codes = unpacked(packed.view(-1, 1), bits).view(*packed.shape, per_word)
-    return codes.transpose(1, 2).flatten(0, 1)[first - per_word * begin : last - per_word * begin]
+    begin, end = first // 32, -(-last // 32)  # 32 outputs fill whole words
+    packed = words.rows(bits * begin, min(bits * end, words.shape[0]))
+    return unpacked(packed.t().contiguous(), bits).t()[first - 32 * begin : last - 32 * begin]
 
 
 _FLOATS_IN_GROUPS: Final = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32, "mxfp8-quantized": 32}
@@ -238,7 +241,7 @@ _FORMATS: Final[Mapping[str, tuple[type[Any], str, tuple[int, ...], tuple[str, .
     "mxfp4-pack-quantized": (_Mxfp4, "float", (4,), ("group",)),
     "mxfp8-quantized": (_Mxfp8, "float", (8,), ("group",)),
     "nvfp4-pack-quantized": (_Nvfp4, "float", (4,), ("tensor_group",)),
-    "pack-quantized": (_PackQuantized, "int", (4, 8), ("tensor", "channel", "group")),
+    "pack-quantized": (_PackQuantized, "int", (2, 3, 4, 5, 6, 7, 8), ("tensor", "channel", "group")),
 }
 """Name of a format -> (class that reads it, supported type of numbers, supported numbers of bits, supported
 strategies)."""
