@@ -29,7 +29,7 @@ from chairlift.models.formats.gguf.files import is_gguf
 from chairlift.models.formats.gguf.reader import GGUFModel
 from chairlift.models.formats.gguf_config import gguf_config
 from chairlift.models.formats.gguf_encoders import (
-    ENCODER_ARCHITECTURE,
+    GGUF_ENCODERS,
     gguf_encoder_config,
     gguf_labels,
     gguf_pooling,
@@ -155,7 +155,7 @@ def pools(path: Path, runner: str = "auto", reranker: str | None = None) -> bool
 
 
 def _pools_gguf(model: GGUFModel, runner: str, reranker: str | None) -> bool:
-    only = model.metadata.get("general.architecture") == ENCODER_ARCHITECTURE
+    only = model.metadata.get("general.architecture") in GGUF_ENCODERS
     if only and runner == "generate":
         raise ConfigError(f"runner is 'generate', but {model.path} is a model for embeddings; use 'auto' or 'pooling'")
     if only and reranker is not None:
@@ -223,7 +223,7 @@ def _read_gguf(
 ) -> PooledConfig:
     """Pooling of a GGUF file. The file does not say whether embeddings have length 1; llama.cpp gives them this
     length."""
-    encoder = model.metadata.get("general.architecture") == ENCODER_ARCHITECTURE
+    encoder = model.metadata.get("general.architecture") in GGUF_ENCODERS
     network = gguf_encoder_config(model) if encoder else gguf_config(model)
     if is_reranker(model) and pooling_type is None:
         if not encoder:

@@ -15,7 +15,7 @@ import numpy as np
 from chairlift.errors import ModelLoadError
 from chairlift.models.formats.gguf.reader import GGUFModel
 from chairlift.models.formats.gguf.special_tokens import end_tokens, special_ids
-from chairlift.models.formats.gguf_encoders import ENCODER_ARCHITECTURE, OTHER_ENCODERS
+from chairlift.models.formats.gguf_encoders import GGUF_ENCODERS, OTHER_ENCODERS
 from chairlift.models.formats.gguf_families import EXPERT_ARCHITECTURES, GGUF_FAMILIES, ROPE_FACTORS
 from chairlift.models.formats.gguf_metadata import GGUFMetadata
 from chairlift.models.formats.gguf_projector import Projector, with_images
@@ -64,14 +64,14 @@ def gguf_config(model: GGUFModel, projector: Projector | None = None) -> Network
 
 def _unknown(model: GGUFModel, architecture: object) -> str:
     """Message about an architecture that is not read, with what else can be done."""
-    if architecture == ENCODER_ARCHITECTURE:
+    if architecture in GGUF_ENCODERS:
         return (
             f"{model.path}: architecture {architecture!r} is an encoder, which generates no text; use runner 'pooling'"
         )
     if architecture in OTHER_ENCODERS:
         return (
             f"{model.path}: architecture {architecture!r} is an encoder that is not supported in GGUF files; use the"
-            f" original model's safetensors, or a file of the architecture {ENCODER_ARCHITECTURE!r} (bge, e5, MiniLM)"
+            " original model's safetensors, or a file of the architecture 'bert' (bge, e5, MiniLM) or 'nomic-bert'"
         )
     kind = model.metadata.get("general.type")
     if architecture == "clip" or kind == "mmproj":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from chairlift.errors import ModelLoadError
@@ -10,8 +11,7 @@ from chairlift.models.formats.gguf.reader import GGUFModel
 from chairlift.models.formats.gguf_metadata import GGUFMetadata
 
 __all__ = [
-    "ENCODER_ARCHITECTURE",
-    "ENCODER_NAMES",
+    "GGUF_ENCODERS",
     "HEAD_ROWS",
     "OTHER_ENCODERS",
     "gguf_encoder_config",
@@ -20,8 +20,6 @@ __all__ = [
     "is_reranker",
 ]
 
-ENCODER_ARCHITECTURE: Final = "bert"
-"""``general.architecture`` of files of BERT, RoBERTa and XLM-RoBERTa."""
 _POOLING: Final = {1: "MEAN", 2: "CLS", 3: "LAST"}
 """Value of ``pooling_type`` -> name of the pooling."""
 _RANK: Final = 4
@@ -29,12 +27,12 @@ HEAD_ROWS: Final = "cls.output.weight"
 """Name of a tensor with one row per class."""
 _DENSE: Final = "cls.weight"
 OTHER_ENCODERS: Final = (
-    *("eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "nomic-bert"),
-    *("nomic-bert-moe", "t5encoder"),
+    *("eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "nomic-bert-moe"),
+    "t5encoder",
 )
 """Values of ``general.architecture`` of encoders that are not read."""
 _TYPE_COUNT: Final = "tokenizer.ggml.token_type_count"
-ENCODER_NAMES: Final = {
+_BERT_NAMES: Final = {
     "embeddings.words": ("token_embd",),
     "embeddings.positions": ("position_embd",),
     "embeddings.types": ("token_types",),
@@ -48,14 +46,21 @@ ENCODER_NAMES: Final = {
     "head.dense": ("cls",),
     "head.out": ("cls.output",),
 }
-"""Layer name in this package (``*`` is a layer number) -> tensors in files that together fill its rows."""
+_NOMIC_NAMES: Final = {
+    **{layer: names for layer, names in _BERT_NAMES.items() if layer != "embeddings.positions"},
+    "layers.*.qkv": ("blk.*.attn_qkv",),
+    "layers.*.up": ("blk.*.ffn_gate", "blk.*.ffn_up"),
+}
+GGUF_ENCODERS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {"bert": _BERT_NAMES, "nomic-bert": _NOMIC_NAMES}
+"""``general.architecture`` -> layer name in this package (``*`` is a layer number) -> tensors in files that together
+fill its rows. ``bert`` is BERT, RoBERTa and XLM-RoBERTa; ``nomic-bert`` is Nomic Embed 1 and 1.5."""
 
 
 def gguf_encoder_config(model: GGUFModel) -> EncoderConfig:
     """Read an encoder's shape from GGUF metadata. Raises :class:`~chairlift.errors.ModelLoadError`.
 
-    The first token of a text has the first row of the table of positions: llama.cpp's converter leaves out the rows
-    before it, which RoBERTa does not use.
+    In BERT, the first token of a text has the first row of the table of positions: llama.cpp's converter leaves out the
+    rows before it, which RoBERTa does not use.
     """
     metadata = GGUFMetadata(model)
     hidden = _size(metadata, "embedding_length")
@@ -63,19 +68,27 @@ def gguf_encoder_config(model: GGUFModel) -> EncoderConfig:
     if hidden % heads or hidden // heads % 2:
         metadata.fail("attention.head_count", f"is {heads}, of which embedding_length {hidden} is no even multiple")
     layers = metadata.layers()
-    positions = metadata.shape("position_embd.weight")[0]
-    if metadata.has("blk.0.ffn_gate.weight") or metadata.has("blk.0.attn_q_norm.weight"):
-        metadata.fail("block_count", "layers have tensors that BERT does not have, such as gates")
+    length = _size(metadata, "context_length")
+    fields: dict[str, Any]
+    if model.metadata["general.architecture"] == "nomic-bert":
+        if model.metadata.get("nomic-bert.rope.scaling.type", "none") != "none":
+            metadata.fail("rope.scaling.type", "must be none")
+        theta = float(metadata.need("rope.freq_base"))
+        fields = {"model_type": "nomic_bert", "max_model_len": length, "layer_thetas": (theta,) * layers}
+        fields |= {"gated": True, "activation": "silu", "attention_bias": False, "mlp_bias": False}
+    else:
+        positions = metadata.shape("position_embd.weight")[0]
+        fields = {"model_type": "bert", "max_model_len": min(positions, length), "num_positions": positions}
+        if metadata.has("blk.0.ffn_gate.weight") or metadata.has("blk.0.attn_q_norm.weight"):
+            metadata.fail("block_count", "layers have tensors that BERT does not have, such as gates")
     return EncoderConfig(
-        model_type="bert",
+        **fields,
         vocab_size=metadata.shape("token_embd.weight")[0],
         hidden_size=hidden,
         intermediate_size=_size(metadata, "feed_forward_length"),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         norm_eps=float(metadata.need("attention.layer_norm_epsilon")),
-        max_model_len=min(positions, _size(metadata, "context_length")),
-        num_positions=positions,
         num_token_types=metadata.shape("token_types.weight")[0] if metadata.has("token_types.weight") else 0,
         layer_windows=(None,) * layers,
         dtype="float32" if all(model.info(name).type.name == "F32" for name in model) else "bfloat16",
@@ -109,7 +122,7 @@ def gguf_labels(model: GGUFModel) -> tuple[str, ...]:
             " converter leaves a part of BERT's classifier out); use the original model's safetensors"
         )
     count = model.info(HEAD_ROWS).shape[0] if len(model.info(HEAD_ROWS).shape) > 1 else 1
-    named = model.metadata.get(f"{ENCODER_ARCHITECTURE}.classifier.output_labels")
+    named = model.metadata.get(f"{model.metadata['general.architecture']}.classifier.output_labels")
     if isinstance(named, list) and len(named) == count:
         return tuple(map(str, named))
     return tuple(f"LABEL_{index}" for index in range(count))

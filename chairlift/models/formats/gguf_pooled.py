@@ -14,7 +14,7 @@ from chairlift.kernels.grouped import dequantized
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.formats.checkpoint import CheckpointPart
 from chairlift.models.formats.gguf.reader import GGUFModel
-from chairlift.models.formats.gguf_encoders import ENCODER_NAMES, HEAD_ROWS
+from chairlift.models.formats.gguf_encoders import GGUF_ENCODERS, HEAD_ROWS
 from chairlift.models.formats.gguf_tensors import GGUFTensor, GGUFTensors
 from chairlift.models.pooled_network import PooledNetwork
 
@@ -33,13 +33,13 @@ def gguf_pooled_parts(model: PooledNetwork, file: GGUFModel) -> tuple[Mapping[st
         rows = _Answers(file, tensors, model.config.answers)
         unread = rf"^(output|{re.escape(HEAD_ROWS.rpartition('.')[0])})\."
         return {**tensors, "head.out.weight": rows}, head, unread
+    known = GGUF_ENCODERS[file.metadata["general.architecture"]]
     parts: list[CheckpointPart] = []
     for parameter, values in model.named_parameters():
         layer, _, attribute = parameter.removeprefix("model.").rpartition(".")
         number = re.search(r"\d+", layer)
         names = [
-            name.replace("*", number.group() if number else "")
-            for name in ENCODER_NAMES[re.sub(r"\.\d+\.", ".*.", layer)]
+            name.replace("*", number.group() if number else "") for name in known[re.sub(r"\.\d+\.", ".*.", layer)]
         ]
         count = values.shape[0] // len(names)
         for index, name in enumerate(names):

@@ -1,7 +1,8 @@
-"""Embedding models in GGUF files: encoders (BERT, RoBERTa, XLM-RoBERTa) and decoders give transformers' embeddings.
+"""Embedding models in GGUF files: encoders (BERT, RoBERTa, XLM-RoBERTa, Nomic) and decoders give transformers'
+embeddings.
 
 Changes that must make these fail: positions that begin with RoBERTa's unused rows; pooling of another kind than the
-file's; the embedding of token types left out.
+file's; the embedding of token types left out; the gate and the other half of an MLP exchanged.
 """
 
 from __future__ import annotations
@@ -35,28 +36,33 @@ def named(architecture: str, number: int) -> dict[str, Any]:
 
 
 def encoder_file(model_dir: Path, path: Path, kind: str = "F32", **more: Any) -> Path:
-    """Convert a directory of BERT, RoBERTa or XLM-RoBERTa as llama.cpp does."""
+    """Convert a directory of BERT, RoBERTa, XLM-RoBERTa or Nomic as llama.cpp does."""
     config = read_json(model_dir / "config.json")
-    offset = 0 if config["model_type"] == "bert" else config["pad_token_id"] + 1
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, config["num_hidden_layers"])
+    nomic = config["model_type"] == "nomic_bert"
+    offset = 0 if config["model_type"] in ("bert", "nomic_bert") else config["pad_token_id"] + 1
+    architecture = gguf.MODEL_ARCH.NOMIC_BERT if nomic else gguf.MODEL_ARCH.BERT
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     tensors = {}
     for name, values in load_file(model_dir / "model.safetensors").items():
         if name.startswith("pooler.") or name.endswith("position_ids"):
             continue
-        stored = names.get_name(name.removeprefix("roberta."), try_suffixes=(".weight", ".bias"))
+        own = name.removeprefix("roberta.").removeprefix("bert.")
+        stored = names.get_name(own, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         values = values[offset:] if stored == "position_embd.weight" else values
         large = values.ndim > 1 and values.shape[-1] % 32 == 0 and stored.startswith("blk.")
         tensors[stored] = (np.ascontiguousarray(values), gguf.GGMLQuantizationType[kind if large else "F32"])
+    arch = "nomic-bert" if nomic else "bert"
     metadata: dict[str, Any] = {
-        "general.architecture": "bert",
-        "bert.block_count": config["num_hidden_layers"],
-        "bert.context_length": config["max_position_embeddings"] - offset,
-        "bert.embedding_length": config["hidden_size"],
-        "bert.feed_forward_length": config["intermediate_size"],
-        "bert.attention.head_count": config["num_attention_heads"],
-        "bert.attention.layer_norm_epsilon": float(config["layer_norm_eps"]),
-        "bert.attention.causal": False,
+        "general.architecture": arch,
+        f"{arch}.block_count": config["num_hidden_layers"],
+        f"{arch}.context_length": config["max_position_embeddings"] - offset,
+        f"{arch}.embedding_length": config["hidden_size"],
+        f"{arch}.feed_forward_length": config["intermediate_size"],
+        f"{arch}.attention.head_count": config["num_attention_heads"],
+        f"{arch}.attention.layer_norm_epsilon": float(config["layer_norm_eps"]),
+        f"{arch}.attention.causal": False,
+        f"{arch}.rope.freq_base": config["rope_parameters"]["rope_theta"] if nomic else None,
         "tokenizer.ggml.token_type_count": config["type_vocab_size"],
         **more,
     }
@@ -72,11 +78,12 @@ def embeddings(path: Path, **settings: Any) -> Any:
     return np.array([each.outputs.embedding for each in llm.embed(TEXTS)], dtype=np.float32)
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta", "nomic_bert"])
 def test_encoders_give_the_embeddings_of_transformers(tmp_path: Path, family: str) -> None:
     model_dir, theirs = pooled_model(tmp_path, family)
     for pooling, number in POOLING.items():
-        path = encoder_file(model_dir, tmp_path / f"{pooling}.gguf", **named("bert", number))
+        architecture = "nomic-bert" if family == "nomic_bert" else "bert"
+        path = encoder_file(model_dir, tmp_path / f"{pooling}.gguf", **named(architecture, number))
         assert pools(path) and read_pooled_config(path).pooling == pooling
         found = embeddings(path)
         assert np.abs(found - expected_embeddings(theirs, TEXTS, pooling).numpy()).max() < 1e-5
@@ -128,7 +135,7 @@ def test_what_is_not_read_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({"general.architecture": "nomic-bert"}, "'nomic-bert' is an encoder that is not supported.*safetensors"),
+        ({"general.architecture": "jina-bert-v2"}, "'jina-bert-v2' is an encoder that is not supported.*safetensors"),
         ({"general.architecture": "clip", "general.type": "mmproj"}, "is the image encoder of another GGUF file"),
         ({"general.architecture": "llama", "general.type": "adapter"}, "LoRA adapter, not a model"),
     ],
