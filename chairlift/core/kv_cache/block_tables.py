@@ -42,7 +42,7 @@ class BlockTables:
         blocks are released when that step has ended."""
         self.num_deferred = [0] * len(self.pools)
         self.spares: dict[str, list[tuple[int, int, int]]] = {}
-        """Request id -> (cache group, table entry, spare block) of requests whose drafts a step computes; see
+        """Request id -> (cache group, table entry, spare block) of requests whose states a step saves; see
         :class:`~chairlift.core.kv_cache.state_backups.StateBackups`."""
         self.done_step = 0  # steps count from 1
         self.journal: list[TableChange] | None = None

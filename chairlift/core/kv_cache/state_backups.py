@@ -1,8 +1,8 @@
-"""Copies of recurrent states, so that a row can go back to the state before its drafts.
+"""Copies of recurrent states, so that a row can go back to the state before a step.
 
-A step with drafts overwrites the row's newest state. Before it does, it copies this state to a spare block. If a draft
-is wrong, the spare block replaces the overwritten one in the row's table, and the tokens of the step that were right
-are computed again.
+A step that computes guessed tokens overwrites the row's newest state. Before it does, it copies this state to a spare
+block. If a token was wrong, the spare block replaces the overwritten one in the row's table, and the tokens of the step
+that were right are computed again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["StateBackups"]
 
 
 class StateBackups:
-    """Spare blocks of the rows whose drafts are being computed. A spare block is used for one step only."""
+    """Spare blocks of the rows whose guessed tokens are being computed. A spare block is used for one step only."""
 
     def __init__(self, tables: BlockTables) -> None:
         self._tables = tables
@@ -27,7 +27,7 @@ class StateBackups:
         return bool(self._spans)
 
     def num_positions(self, start: int) -> int:
-        """Maximum number of positions from ``start`` on that a row with drafts computes in a step. All of them write
+        """Maximum number of positions from ``start`` on that a row may compute and take back. All of them write
         one state, which position ``start`` reads: a complete state is a snapshot that others may share."""
         return min([-start % span for span in self._spans.values()])
 
@@ -37,7 +37,7 @@ class StateBackups:
         return all(tables.pools[g].num_free > tables.reservations.withheld(g, request) for g in self._spans)
 
     def save(self, request: Request, start: int) -> list[tuple[int, int, int]]:
-        """Take spare blocks for a row that computes drafts behind position ``start``. Returns (group, block, spare
+        """Take spare blocks for a row whose step computes positions from ``start`` on. Returns (group, block, spare
         block) for the copies that the step must make before it writes anything."""
         copies = []
         for group, span in self._spans.items():
@@ -47,7 +47,7 @@ class StateBackups:
         return copies
 
     def drop(self, request: Request) -> None:
-        """Release the request's spare blocks, because its drafts were right, or because it has ended."""
+        """Release the request's spare blocks, because its tokens were right, or because it has ended."""
         for group, _, spare in self._tables.spares.pop(request.request_id, ()):
             self._tables.release(group, spare)
 
