@@ -68,7 +68,7 @@ def test_the_default_mixes_widths_and_the_model_writes_its_own_texts(chairlift: 
     ("argv", "message"),
     [
         (["bundled"], "the following arguments are required: OUT"),
-        (["bundled", "OUT", "--format", "int5"], "invalid choice: 'int5'"),
+        (["bundled", "OUT", "--format", "int3"], "invalid choice: 'int3'"),
         (["/no/such/model", "OUT", "--format", "int8"], "'/no/such/model' is not a directory"),
         (
             ["bundled", "OUT", "--format", "int8", "--calibrate", "/none.txt"],
