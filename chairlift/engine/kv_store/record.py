@@ -12,6 +12,8 @@ import struct
 import zlib
 from collections.abc import Iterator
 
+import numpy as np
+
 __all__ = ["KEY_BYTES", "Record", "generations", "payload_checksum", "record_bytes"]
 
 KEY_BYTES = 32
@@ -20,7 +22,9 @@ KEY_BYTES = 32
 _HEADER = struct.Struct("<4sHHIQQ16s32s32s")
 _CHECK = struct.Struct("<I")
 _GENERATION_AT = struct.calcsize("<4sHHI")
-_MAGIC = b"CLKV"
+_SEEDS = struct.Struct("<QI")
+_PAYLOAD_SUMS = struct.Struct("<IIQ")
+_MAGIC = b"CLK2"
 _UNIT = 256
 _ROOM_FOR_MARKS = 128
 
@@ -32,10 +36,17 @@ def record_bytes(block_size: int) -> int:
 
 
 def payload_checksum(payload: bytes | bytearray | memoryview, key: bytes, slot: int, generation: int) -> bytes:
-    """16 bytes that say that a payload was written for this key, slot and generation."""
-    digest = hashlib.blake2b(digest_size=16, key=key[:KEY_BYTES], salt=struct.pack("<QQ", slot, generation))
-    digest.update(payload)
-    return digest.digest()
+    """16 bytes that say that a payload was written for this key, slot and generation.
+
+    They are the payload's length, CRC-32 and sum of 64-bit words. CRC and sum begin with a digest of the other
+    arguments. Damage of one kind that leaves one of the two as it was changes the other: a CRC knows the order of the
+    words, and a sum is no remainder. Neither resists an attacker, who could write records as well.
+    """
+    digest = hashlib.sha256(struct.pack("<QQ", slot, generation) + key).digest()
+    sum_seed, crc_seed = _SEEDS.unpack_from(digest)
+    words = np.frombuffer(payload, "<u8", len(payload) // 8)
+    total = (int(words.sum(dtype=np.uint64)) + sum_seed) % (1 << 64)
+    return _PAYLOAD_SUMS.pack(len(payload), zlib.crc32(payload, crc_seed), total)
 
 
 def generations(data: bytes, size: int) -> Iterator[tuple[int, int]]:
