@@ -215,13 +215,24 @@ def _gauges(now: Snapshot, before: Snapshot | None, width: int) -> list[Line]:
         _machine(metrics.value("floor_share"), metrics.maximum("expert_imbalance")),
     ]
     if _MIN_WIDTH <= width < _TWO_COLUMNS:
-        return [*left, *([(more, "")] for more in right if more)]
+        return [*left, *([(more, "")] for more in right if more), *_sources(metrics)]
     lines = []
     for line, more in zip(left, right, strict=True):
         gap = max(2, 46 - len(text_of(line)))
         fits = len(text_of(line)) + gap + len(more) <= width or width < _MIN_WIDTH
         lines += [[*line, (" " * gap + more, "")]] if fits else [line, [(more, "")]]
-    return lines
+    return [*lines, *_sources(metrics)]
+
+
+def _sources(metrics: Metrics) -> list[Line]:
+    """A line with the sources of all prompt tokens, if any came from host memory or disk."""
+    names = {"computed": "local_compute", "memory": "local_cache_hit", "host memory": "host", "disk": "disk"}
+    counts = {name: metrics.value("prompt_tokens_by_source_total", source=of) or 0.0 for name, of in names.items()}
+    if not counts["host memory"] and not counts["disk"]:
+        return []
+    total = sum(counts.values())
+    shares = ", ".join(f"{name} {count / total:.0%}" for name, count in counts.items() if count)
+    return [[("prompts   ", ""), (shares, "")]]
 
 
 def _replicas(metrics: Metrics | None) -> list[Line]:

@@ -121,7 +121,9 @@ class Request:
         "num_accepted_predicted",
         "num_cached_tokens",
         "num_charged_tokens",
+        "num_disk_tokens",
         "num_ever_computed",
+        "num_host_tokens",
         "num_out_of_reach",
         "num_preemptions",
         "num_prompt_tokens",
@@ -239,7 +241,10 @@ class Request:
         """Rank of the request's blocks in the prefix cache after the request has left the batch: 0, 1 or 2. Blocks of a
         higher rank are evicted later."""
         self.num_cached_tokens = 0
-        """Prompt tokens read from the prefix cache at first admission."""
+        """Prompt tokens read from the prefix cache at first admission. The next fields: those of them whose KV came
+        back from host memory, and from disk."""
+        self.num_host_tokens = 0
+        self.num_disk_tokens = 0
 
     def _begin_books(self) -> None:
         """Initialise the fields that the engine maintains."""

@@ -52,6 +52,8 @@ class AdapterState:
 
     adapter_id: int
     error: str = ""
+    digest: str = ""
+    """Digest of the adapter's content, if it was loaded."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -252,7 +254,7 @@ class Adapters:
                 known.retired = True
         else:
             if first:
-                self._states.append(AdapterState(known.load.adapter_id))
+                self._states.append(AdapterState(known.load.adapter_id, digest=known.digest))
         self._let_go(known)
 
     def _arrived(self, known: _Known, adapter: Any) -> None:

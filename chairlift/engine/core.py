@@ -160,6 +160,7 @@ class EngineCore(EngineClient):
         """Called before a step is computed, with the sequences that join in it; None: :meth:`step` returns them with
         the results of the step. For models whose requests live for one long step only."""
         self._joined: list[tuple[str, int, float]] = []
+        self._fetched: list[tuple[str, int, int]] = []
         self._progress: list[Progress] = []
         self._flights: deque[Flight] = deque()
         self.masks = StepMasks(self.preparers, self.scheduler, self.costs, self.clock, self._flights)
@@ -236,8 +237,7 @@ class EngineCore(EngineClient):
             self.scheduler.dropped = []
         if ended:
             if outputs is None:  # no step has ended, so make an empty result for the ended requests
-                outputs = CoreOutputs(joined=self._joined)
-                self._joined = []
+                outputs = self._take_joined()
             outputs.finished += ended
         if outputs is not None and outputs.finished:
             self.preparers.requests_ended()
@@ -366,11 +366,11 @@ class EngineCore(EngineClient):
             request = self.scheduler.running[row.request_id]
             if not request.was_preempted:
                 self._joined.append((row.request_id, request.num_cached_tokens, now))
+                if request.num_host_tokens or request.num_disk_tokens:
+                    self._fetched.append((row.request_id, request.num_host_tokens, request.num_disk_tokens))
                 self._statistics.joined(request)
         if self.on_joined is not None and self._joined:
-            joined = self._joined
-            self._joined = []
-            self.on_joined(CoreOutputs(joined=joined))
+            self.on_joined(self._take_joined())
         if not self._flights:
             self.causes.began(out, self.clock.now())
         flight = Flight(out, now)
@@ -386,12 +386,18 @@ class EngineCore(EngineClient):
             flight.pending = error
         self._flights.append(flight)
 
+    def _take_joined(self) -> CoreOutputs:
+        """Results that have only the sequences that have joined since the last call."""
+        outputs = CoreOutputs(joined=self._joined, fetched=self._fetched)
+        self._joined = []
+        self._fetched = []
+        return outputs
+
     def _land(self) -> CoreOutputs:
         """Wait for the oldest step in flight and return its results."""
         flight = self._flights.popleft()
         out = flight.out
-        outputs = CoreOutputs(joined=self._joined)
-        self._joined = []
+        outputs = self._take_joined()
         try:
             tokens = flight.tokens()
         except Exception as failure:

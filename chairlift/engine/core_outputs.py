@@ -8,6 +8,7 @@ from typing import Any
 
 from chairlift.base.outputs import FinishReason
 from chairlift.engine.causes import DecodeSeconds
+from chairlift.engine.kv_store.report import StoreNews
 
 __all__ = ["CoreOutputs", "FinishedSequence", "MoveReport", "Progress", "TokenRecord", "renamed"]
 
@@ -108,6 +109,12 @@ class CoreOutputs:
     moves: list[MoveReport] = dataclasses.field(default_factory=list)
     """Reports about sequences that move to another engine. All tokens of this object come before them."""
 
+    stored: list[StoreNews] = dataclasses.field(default_factory=list)
+    """What the engine can load from its store, or no longer."""
+    fetched: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
+    """(sequence, prompt tokens whose KV came back from host memory, from disk) of each entry of ``joined`` that has
+    such tokens."""
+
     def merge(self, later: CoreOutputs) -> None:
         """Append the results of later steps to this object, because this object could not be sent yet."""
         if self.logprobs is not None or later.logprobs is not None:
@@ -116,6 +123,7 @@ class CoreOutputs:
         self.sequence_ids += later.sequence_ids
         self.token_ids += later.token_ids
         self.joined += later.joined
+        self.fetched += later.fetched
         self.prompt_logprobs += later.prompt_logprobs
         self.finished += later.finished
         self.decoding += later.decoding
@@ -123,6 +131,7 @@ class CoreOutputs:
         self.predicted += later.predicted
         self.vectors += later.vectors
         self.moves += later.moves
+        self.stored += later.stored
         self.decode_seconds = max(self.decode_seconds, later.decode_seconds)
 
 
@@ -146,6 +155,7 @@ def renamed(outputs: CoreOutputs, names: Mapping[str, str | None]) -> CoreOutput
         token_ids=[outputs.token_ids[row] for row in rows],
         logprobs=None if outputs.logprobs is None else [outputs.logprobs[row] for row in rows],
         joined=pairs(outputs.joined),
+        fetched=pairs(outputs.fetched),
         prompt_logprobs=pairs(outputs.prompt_logprobs),
         finished=[fields(each) for each in outputs.finished if name(each.sequence_id) is not None],
         decoding=pairs(outputs.decoding),

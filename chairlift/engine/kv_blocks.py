@@ -19,7 +19,7 @@ from chairlift.core.kv_cache.stored import Missing, find_missing, restore_blocks
 from chairlift.core.request import Request
 from chairlift.core.scheduler.batch import Batch
 from chairlift.engine.clock import POLL_SECONDS, Clock
-from chairlift.engine.kv_store.report import StoreReport
+from chairlift.engine.kv_store.report import SHORT_KEY_BYTES, StoreNews, StoreReport
 from chairlift.engine.kv_store.store import BlockLoad, KVStore
 from chairlift.executor.executor import BlockBytes
 
@@ -32,6 +32,10 @@ StoreSource = Callable[[], KVStore | None]
 
 _MOST_NEW: Final = 8192
 """Number of completed blocks that may wait for the write rate. The oldest are dropped."""
+_OPENING_SECONDS: Final = 0.05
+"""Seconds between two looks at a store that is being opened."""
+_NEW_RATE: Final = 1.25
+"""Ratio of two speeds of loads from which on the change is news."""
 _SLACK: Final = 0.02
 """Seconds for which a load may be late before it is given up: a look at its result is that late."""
 
@@ -48,6 +52,8 @@ class BlockWait:
     """Time at which computing the tokens would have ended."""
     num_tokens: int
     """Number of leading tokens that need not be computed with these blocks."""
+    since: float = 0.0
+    """Time at which the wait began."""
 
 
 class KVBlocks:
@@ -84,8 +90,15 @@ class KVBlocks:
         self.num_dropped = 0
         """Number of completed blocks that were not written, because the store was too slow."""
         self.num_loads = 0
+        self.load_seconds = 0.0
+        """Seconds for which requests waited for their blocks."""
         self.num_given_up = 0
         """Number of loads that computing would have overtaken."""
+        spans = [] if self._kv is None else [kind.span for kind in self._kv.layout.kinds]
+        self._finest = spans.index(min(spans)) if spans else 0
+        """Cache group whose blocks have the fewest tokens."""
+        self._told_rate = 1.0
+        """Speed of loads, in bytes per second, that the newest news had."""
         self._num_asked = 0
         """Number of questions for a report whose answer does not need the store."""
         if source is not None and self._kv is not None and self._kv.prefix_cache is not None:
@@ -136,8 +149,9 @@ class KVBlocks:
         if (nbytes + self._loading_bytes()) / store.bytes_per_second >= seconds:
             return False
         self.num_loads += 1
-        until = self._clock.now() + seconds + _SLACK
-        self._waiting[request.request_id] = self._load(store, request, missing, until)
+        now = self._clock.now()
+        wait = self._waiting[request.request_id] = self._load(store, request, missing, now + seconds + _SLACK)
+        wait.since = now
         return True
 
     @staticmethod
@@ -235,6 +249,7 @@ class KVBlocks:
             late = now >= each.until
             if each.load.is_done or late:
                 del self._waiting[name]
+                self.load_seconds += now - each.since
                 self.num_given_up += late and not each.load.is_done
                 self.restore(each)
                 each.request.waits_for = ""
@@ -251,7 +266,9 @@ class KVBlocks:
             return
         before = self._kv.num_shared(each.request)
         restore_blocks(self._kv, each.request, dict(zip(each.places, blocks, strict=False)), self._blocks.put)
-        self.num_tokens += self._kv.num_shared(each.request) - before
+        gained = self._kv.num_shared(each.request) - before
+        self.num_tokens += gained
+        each.request.num_disk_tokens += gained
 
     def waits(self, request: Request) -> bool:
         return request.request_id in self._waiting
@@ -260,6 +277,8 @@ class KVBlocks:
         """Time at which completed blocks may be written; None if there are none. (The loop looks at requests that wait
         by itself.)"""
         store = self._store
+        if store is None and self._source is not None and not getattr(self._source, "failed", False):
+            return now + _OPENING_SECONDS  # others want to know what it has as soon as it is open
         if self._num_asked or (store is not None and store.is_surveying):
             return now + POLL_SECONDS
         if store is None or store.stopped or not (self._new or store.queued_bytes):
@@ -323,6 +342,22 @@ class KVBlocks:
         """Reason -> number of blocks that were not written or not used."""
         return {**store.rejected, "too_fast": self.num_dropped} if self.num_dropped else dict(store.rejected)
 
+    def take_news(self) -> StoreNews | None:
+        """What can be loaded since the last call, or no longer; None if nothing has changed. The first news has all
+        blocks."""
+        store = self.store
+        if store is None or self._kv is None:
+            return None
+        added, removed = store.changes(self._finest)
+        rate = store.bytes_per_second
+        if not added and not removed and rate < _NEW_RATE * self._told_rate and self._told_rate < _NEW_RATE * rate:
+            return None
+        self._told_rate = rate
+        spans = [kind.span for kind in self._kv.layout.kinds]
+        short = [b"".join(key[:SHORT_KEY_BYTES] for key in keys) for keys in (added, removed)]
+        per_token = sum(size / span for size, span in zip(self._block_bytes, spans, strict=True))
+        return StoreNews(short[0], short[1], per_token / rate)
+
     def counts(self) -> dict[str, Any]:
         store = self._store
         if store is None:
@@ -330,6 +365,8 @@ class KVBlocks:
         return {
             "kv_store_blocks": store.num_blocks,
             "num_kv_loaded_tokens": self.num_tokens,
+            "num_kv_loads": self.num_loads,
+            "num_kv_load_seconds": self.load_seconds,
             "num_kv_bytes_read": store.num_read,
             "num_kv_bytes_written": store.num_written,
             "kv_blocks_rejected": self._rejected(store),

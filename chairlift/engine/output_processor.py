@@ -196,6 +196,9 @@ class RequestState:
         ]
         self.metrics = RequestMetrics(prepared.arrival_time)
         self.num_cached_tokens = 0
+        self.num_host_tokens = 0
+        """Prompt tokens whose KV came back from host memory. The next field: from disk."""
+        self.num_disk_tokens = 0
         self.prompt_logprobs = None if prepared.params.prompt_logprobs is None else _flat(tokenizer)
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.append((), (), 0)  # the first token has no log-probability
@@ -283,6 +286,8 @@ class RequestState:
             reason=self.failure or ended or FinishReason.ABORT,
             prompt_tokens=len(self.prepared.prompt_token_ids),
             cached_tokens=self.num_cached_tokens,
+            host_tokens=self.num_host_tokens,
+            disk_tokens=self.num_disk_tokens,
             generation_tokens=sum(len(answer.token_ids[: answer.num_tokens]) for answer in self.answers),
             longest_answer=max(len(answer.token_ids[: answer.num_tokens]) for answer in self.answers),
             n=len(self.answers),
@@ -408,11 +413,13 @@ class OutputProcessor:
 
     def take(self, step: CoreOutputs, now: float) -> list[str]:
         """Process the results of a step. Returns the ids of sequences that a stop string has ended."""
+        fetched = {sequence_id: (host, disk) for sequence_id, host, disk in step.fetched}
         for sequence_id, num_cached, when in step.joined:
             found = self._answers.get(sequence_id)
             if found is not None and found[0].metrics.first_scheduled_time is None:
                 found[0].metrics.first_scheduled_time = when
                 found[0].num_cached_tokens = num_cached
+                found[0].num_host_tokens, found[0].num_disk_tokens = fetched.get(sequence_id, (0, 0))
         for sequence_id, first, records in step.prompt_logprobs:
             found = self._answers.get(sequence_id)
             if found is not None and found[0].prompt_logprobs is not None:
@@ -536,7 +543,8 @@ class OutputProcessor:
         else:
             stats.first_token(now - state.metrics.arrival_time, now)
         if state.metrics.first_token_time is None:
-            stats.prompt_computed(len(state.prepared.prompt_token_ids), state.num_cached_tokens)
+            known = state.num_cached_tokens, state.num_host_tokens, state.num_disk_tokens
+            stats.prompt_computed(len(state.prepared.prompt_token_ids), *known)
         answer.last_token_time = now
 
 

@@ -58,6 +58,11 @@ class StepRecord:
     """Number of additional tokens that an engine with padding would have computed."""
     accepted: dict[str, int]
     """Request id -> number of tokens from a row with drafts: accepted drafts plus one."""
+    num_cached_tokens: int = 0
+    """Number of prompt tokens that the requests that joined found in the prefix cache. The next fields: those of them
+    whose KV came back from host memory, and from disk."""
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
     adapter_bytes: int = 0
     """Bytes of the adapters of all rows, each adapter counted once."""
     num_tiles_encoded: int = 0
@@ -98,6 +103,9 @@ class StepRecord:
             unused_slots=out.unused_slots,
             padding_avoided=out.padding_avoided,
             accepted=_accepted(out, result),
+            num_cached_tokens=out.num_cached_tokens,
+            num_host_tokens=out.num_host_tokens,
+            num_disk_tokens=out.num_disk_tokens,
             adapter_bytes=out.kind_bytes,
             num_tiles_encoded=encoded,
             num_tiles_given_up=given_up,

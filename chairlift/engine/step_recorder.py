@@ -132,7 +132,10 @@ class StepRecorder:
             number = self._number(row.request_id)
             self._started.setdefault(row.request_id, now)
             again = request.was_preempted
-            self._changes.append(["join", number, now, row.slot, row.num_computed_tokens, again])
+            fetched = [] if again else [request.num_host_tokens, request.num_disk_tokens]
+            self._changes.append(
+                ["join", number, now, row.slot, row.num_computed_tokens, again, *(fetched if any(fetched) else ())]
+            )
         if out.num_held > len(self._held):
             done = {name for name, _ in out.decode_rows if requests[name].finish_reason is not None} - self._held
             self._held |= done

@@ -13,7 +13,7 @@ from typing import Final
 from chairlift.core.request import Request
 from chairlift.core.scheduler.admission import WaitingQueue
 from chairlift.core.scheduler.policy import Policy
-from chairlift.fleet.routing import PREFIX_BLOCK, Replica, Router
+from chairlift.fleet.routing import Replica, Router
 
 __all__ = ["Door"]
 
@@ -74,8 +74,8 @@ class Door:
         self._num_seen += 1
         self._requests[request.request_id], self._keys[request.request_id] = request, keys
         self._policy.queued(request, now)
-        cached = max((each.prefixes.matched(keys) for each in self.replicas), default=0)
-        request.size = request.num_prompt_tokens - PREFIX_BLOCK * cached
+        num_tokens = request.num_prompt_tokens
+        request.size = min((each.expect(keys, num_tokens)[0] for each in self.replicas), default=num_tokens)
         self._waiting.add(request)
 
     def send(self, now: float) -> list[tuple[Request, Replica]]:
@@ -167,7 +167,7 @@ class Door:
         keys = self._keys[request.request_id]
         self._waiting.remove(request, now)
         self._policy.joined(request)
-        uncached = request.num_prompt_tokens - PREFIX_BLOCK * replica.prefixes.matched(keys)
+        uncached, _ = replica.expect(keys, request.num_prompt_tokens)
         replica.sent(request.request_id, max(1, uncached), keys, small)
         self._at[request.request_id] = replica
         if keys and any(each.version != replica.version for each in self.replicas):

@@ -33,6 +33,7 @@ from chairlift.fleet.fleet_scaling import FleetScaling, ScaleLimits
 from chairlift.fleet.jobs import Jobs
 from chairlift.fleet.member import ConnectReplica, FleetEvents, Member, live_cores
 from chairlift.fleet.members import Members, RestartRules, Sleep
+from chairlift.fleet.prompt_keys import PromptKeys
 from chairlift.fleet.routing import MeasuredPace, Replica, router_from_name
 from chairlift.fleet.scaler import Scaler
 
@@ -92,8 +93,11 @@ class Fleet(RemoteCore):
         classes = scheduler.promises
         priorities = {name: each.priority for name, each in (classes or {}).items()}
         forecast = DoorForecast(priorities or {DEFAULT_CLASS: 0})
-        self._jobs = Jobs(config, events, self._members, door=self.door, pace=measured, forecast=forecast, now=now)
         self._adapters = FleetAdapters(self._members, events)
+        keys = PromptKeys(config.cache, self._adapters.digests)
+        self._jobs = Jobs(
+            config, events, self._members, door=self.door, keys=keys, pace=measured, forecast=forecast, now=now
+        )
         decisions = None if scaling is None else FleetScaling(scaling, now)
         self._replicas = Members(
             config,
@@ -103,6 +107,7 @@ class Fleet(RemoteCore):
             jobs=self._jobs,
             door=self.door,
             adapters=self._adapters,
+            keys=keys,
             scaling=decisions,
             rules=RestartRules(restart=restart, health_timeout=health_timeout, drain_timeout=drain_timeout),
             now=now,

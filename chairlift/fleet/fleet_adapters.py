@@ -21,6 +21,8 @@ class FleetAdapters:
         self._loads: dict[int, AdapterLoad] = {}
         self._loading: dict[int, tuple[set[int], str]] = {}
         """Id of an adapter that is being loaded -> (replicas that have not reported a result, first error)."""
+        self.digests: dict[int, str] = {}
+        """Id of an adapter that was loaded -> digest of its content."""
 
     def load(self, load: AdapterLoad) -> None:
         """Load an adapter in every replica. ``on_adapter`` is called once, when all replicas have reported a result."""
@@ -31,6 +33,7 @@ class FleetAdapters:
 
     def unload(self, adapter_id: int) -> None:
         self._loads.pop(adapter_id, None)
+        self.digests.pop(adapter_id, None)
         for core in live_cores(self._members):
             core.unload_adapter(adapter_id)
 
@@ -41,6 +44,8 @@ class FleetAdapters:
 
     def reported(self, member: Member, state: AdapterState) -> None:
         """Handle the result of loading an adapter in a replica: success, an error, or the death of the replica."""
+        if state.digest and state.adapter_id in self._loads:
+            self.digests[state.adapter_id] = state.digest
         waiting = self._loading.get(state.adapter_id)
         if waiting is None:
             if member.alive:

@@ -19,7 +19,8 @@ from chairlift.fleet.door_forecast import DoorForecast
 from chairlift.fleet.job import FleetJob
 from chairlift.fleet.member import FleetEvents, Member
 from chairlift.fleet.moves import Moves
-from chairlift.fleet.routing import MeasuredPace, prefix_keys
+from chairlift.fleet.prompt_keys import PromptKeys
+from chairlift.fleet.routing import MeasuredPace
 from chairlift.metrics.stats import merge_stats
 
 __all__ = ["Jobs"]
@@ -31,7 +32,8 @@ class Jobs:
     """The requests of a fleet that have not ended. Sends them from the ``door`` to ``members``, passes their results to
     ``events``, and moves them when a replica dies.
 
-    ``pace`` learns from the steps, ``forecast`` describes the queue, and ``now`` is the fleet's clock.
+    ``keys`` makes the prefix keys of requests, ``pace`` learns from the steps, ``forecast`` describes the queue, and
+    ``now`` is the fleet's clock.
     """
 
     def __init__(
@@ -41,13 +43,14 @@ class Jobs:
         members: Sequence[Member],
         *,
         door: Door,
+        keys: PromptKeys,
         pace: MeasuredPace,
         forecast: DoorForecast,
         now: Callable[[], float],
     ) -> None:
         self.movable = False
         """Whether an answer may continue on another replica: all replicas of a weight version compute the same bits."""
-        self._shares_prefixes = config.cache.enable_prefix_caching
+        self._keys = keys
         self._events = events
         self._members = members
         self._door = door
@@ -108,12 +111,9 @@ class Jobs:
     def _queue(self, job: FleetJob) -> None:
         """Add a request to the queue of the router (the door)."""
         prepared = job.prepared
-        known = [*prepared.prompt_token_ids, *prepared.answer_token_ids]
-        whose = prepared.cache_salt, prepared.adapter_id
-        keys = prefix_keys(known, *whose) if self._shares_prefixes else []
         job.member = None
         version = job.version if prepared.answer_token_ids else None
-        self._door.add(prepared.make_sequences()[0], keys, self._now(), version)
+        self._door.add(prepared.make_sequences()[0], self._keys.of(prepared), self._now(), version)
 
     def _ended(self, name: str) -> None:
         """Record that an answer has ended. Ignores unknown answers."""
@@ -172,6 +172,8 @@ class Jobs:
 
     def stepped(self, member: Member, step: Step) -> None:
         """Handle the results of a step of a replica."""
+        for news in step.outputs.stored:  # the process may report them before the fleet uses it
+            member.view.store_changed(news)
         if not member.alive:
             return
         outputs = self.moves.arrived(member, step.outputs)

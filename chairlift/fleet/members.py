@@ -22,6 +22,7 @@ from chairlift.fleet.fleet_adapters import FleetAdapters
 from chairlift.fleet.fleet_scaling import FleetScaling
 from chairlift.fleet.jobs import Jobs
 from chairlift.fleet.member import ConnectReplica, FleetEvents, Member
+from chairlift.fleet.prompt_keys import PromptKeys
 from chairlift.metrics.stats import AutoscalingStats, EngineStats, ReplicaStats, merge_stats
 
 __all__ = ["Members", "RestartRules", "Sleep"]
@@ -88,7 +89,8 @@ class Members(Replicas):
     """The replicas of a fleet, from the start of their processes to their end.
 
     ``everyone`` are the replicas that there may be; those that are ``wanted`` are started. ``connect`` makes the core
-    of a replica. ``scaling`` records how long starts take; None: the number of replicas is fixed.
+    of a replica. ``keys`` is told of each replica that has started. ``scaling`` records how long starts take; None: the
+    number of replicas is fixed.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Members(Replicas):
         jobs: Jobs,
         door: Door,
         adapters: FleetAdapters,
+        keys: PromptKeys,
         scaling: FleetScaling | None,
         rules: RestartRules,
         now: Callable[[], float],
@@ -110,6 +113,7 @@ class Members(Replicas):
         self.everyone = everyone
         self.jobs = jobs
         self.adapters = adapters
+        self.keys = keys
         self.info: EngineInfo | None = None
         """Facts about the fleet as if it were one engine. None before :meth:`start`."""
         self.generation = 0
@@ -258,6 +262,7 @@ class Members(Replicas):
         self._door.add_replica(member.view)
         cached = info.pool_tokens if self._config.cache.enable_prefix_caching else 0
         member.view.opened(cached)
+        self.keys.opened(info)
         member.view.version = info.weight_version
         scheduler = self._config.scheduler  # used until the process reports its first step
         member.stats = EngineStats(

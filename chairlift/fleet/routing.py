@@ -13,12 +13,16 @@ A router gets the known state of each replica (:class:`Replica`), and returns on
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import random
+import struct
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
-from chairlift.base.cache_key import cache_key
+from chairlift.base.prefix_keys import TOKEN_BYTES, block_content, block_tokens, chain, root_content
+from chairlift.engine.kv_store.report import SHORT_KEY_BYTES, StoreNews
 from chairlift.errors import ConfigError
 
 __all__ = [
@@ -44,17 +48,41 @@ _LONGEST_STEP: Final = 60.0
 """Maximum duration of a step in seconds. A longer time is ignored: the process was stopped for a while."""
 
 
-def prefix_keys(token_ids: Sequence[int], salt: str = "", adapter_id: int = 0) -> list[int]:
-    """One key for each whole block of :data:`PREFIX_BLOCK` tokens. A key is a hash of all tokens up to its block.
+def prefix_keys(
+    token_ids: Sequence[int],
+    salt: str = "",
+    adapter: bytes = b"",
+    *,
+    secret: bytes = b"",
+    block_size: int = PREFIX_BLOCK,
+    marks: Callable[[int, int], bytes] | None = None,
+) -> list[int]:
+    """One key for each :data:`PREFIX_BLOCK` tokens: the short key that a replica's prefix cache and its store have for
+    the block that ends there.
 
-    Keys of different prompts can collide. A router then expects a cache hit that does not happen; answers stay correct.
+    ``secret`` and ``block_size``, a power of two, are those of the cache. If its blocks are larger, some keys are
+    repeated. ``adapter`` is the key of the prompt's adapter, and ``marks`` gives those of its images between two
+    positions. Short keys of different prompts can collide. A router then expects a cache hit that does not happen;
+    answers stay correct.
     """
-    keys = []
-    key = hash(cache_key("route", salt, str(adapter_id).encode()))
-    for begin in range(0, len(token_ids) - PREFIX_BLOCK + 1, PREFIX_BLOCK):
-        key = hash((key, tuple(token_ids[begin : begin + PREFIX_BLOCK])))
-        keys.append(key)
-    return keys
+    unit = max(PREFIX_BLOCK, block_size)
+    starts = range(0, len(token_ids) // unit * unit, block_size)
+    packed = block_tokens(token_ids[: len(starts) * block_size])
+    width = TOKEN_BYTES * block_size
+
+    def content(start: int) -> bytes:
+        found = b"" if marks is None else marks(start, start + block_size)
+        tokens = packed[start * TOKEN_BYTES : start * TOKEN_BYTES + width]
+        return block_content(tokens, [("image", found)]) if found else tokens
+
+    root = root_content(salt, [("adapter", adapter)] if adapter else [], secret)
+    per_unit = unit // block_size
+    ends = itertools.islice(chain(root, map(content, starts)), per_unit - 1, None, per_unit)
+    return [int.from_bytes(key[:SHORT_KEY_BYTES], "little") for key in ends for _ in range(unit // PREFIX_BLOCK)]
+
+
+def _short_keys(packed: bytes) -> Iterator[int]:
+    return (key for (key,) in struct.iter_unpack("<Q", packed))
 
 
 class PrefixIndex:
@@ -157,6 +185,9 @@ class Replica:
         self.started: set[str] = set()
         """Ids of the replica's requests that have an output token and have not ended."""
         self.prefixes = PrefixIndex(max(1, cache_tokens // PREFIX_BLOCK))
+        self.stored: set[int] = set()
+        """Keys of the blocks that the replica can load from its store. The next field: seconds per loaded token."""
+        self.load_token_seconds = math.inf
         self.version = 0
         """Version of the replica's weights."""
         self.small: dict[str, int] = {}
@@ -193,15 +224,36 @@ class Replica:
 
     def opened(self, cache_tokens: int) -> None:
         """Record that the replica's process has started and accepts requests. Its prefix cache is empty and has room
-        for ``cache_tokens`` tokens."""
+        for ``cache_tokens`` tokens. Its process reports what its store has, perhaps before this call."""
         self.accepting = True
         self.prefixes = PrefixIndex(max(1, cache_tokens // PREFIX_BLOCK))
 
-    def first_token_seconds(self, uncached: int) -> float:
-        """Predicted time in seconds to the first token of a new prompt with ``uncached`` tokens to compute."""
+    def store_changed(self, news: StoreNews) -> None:
+        """Record what the replica can load from its store, or no longer."""
+        self.stored.update(_short_keys(news.added))
+        self.stored.difference_update(_short_keys(news.removed))
+        self.load_token_seconds = news.token_seconds
+
+    def expect(self, keys: Sequence[int], num_tokens: int) -> tuple[int, float]:
+        """(number of tokens that the replica computes for a prompt of ``num_tokens``, seconds for which it loads others
+        from its store). It loads them only if that is faster."""
+        known = self.prefixes.matched(keys)
+        uncached = num_tokens - PREFIX_BLOCK * known
+        end = len(keys)
+        while end > known and keys[end - 1] not in self.stored:
+            end -= 1
+        tokens = PREFIX_BLOCK * (end - known)
+        if not tokens or (seconds := tokens * self.load_token_seconds) >= self.pace.prefill_seconds(tokens):
+            return uncached, 0.0
+        return uncached - tokens, seconds
+
+    def first_token_seconds(self, uncached: int, loading: float = 0.0) -> float:
+        """Predicted time in seconds to the first token of a new prompt with ``uncached`` tokens to compute. Other
+        prompts are computed while the rest of its tokens is loaded, which takes ``loading`` seconds."""
         tokens = self._unstarted_tokens + uncached
         steps = -(-tokens // self.pace.step_tokens)
-        return self.pace.prefill_seconds(max(1, tokens)) + steps * self.pace.decode_seconds(len(self.started))
+        busy = self.pace.prefill_seconds(max(1, tokens)) + steps * self.pace.decode_seconds(len(self.started))
+        return max(busy, loading + self.pace.prefill_seconds(max(1, uncached))) if loading else busy
 
     def sent(self, request_id: str, uncached: int, keys: Sequence[int], small: bool = False) -> None:
         """Record a request with ``uncached`` tokens to compute. ``small``: it was sent out of turn, as the smallest."""
@@ -246,6 +298,7 @@ class Replica:
         self.started.clear()
         self._unstarted_tokens = self._small_tokens = 0
         self.prefixes.clear()
+        self.stored.clear()
         return lost
 
 
@@ -297,7 +350,7 @@ class _Prefix:
 
     def choose(self, keys: Sequence[int], num_tokens: int, replicas: Sequence[Replica]) -> Replica:
         def order(each: Replica) -> tuple[float, ...]:
-            return -each.prefixes.matched(keys), each.unstarted_tokens, each.num_requests, each.index
+            return *each.expect(keys, num_tokens), each.unstarted_tokens, each.num_requests, each.index
 
         return min(_not_overloaded(replicas), key=order)
 
@@ -307,8 +360,8 @@ class _Forecast:
 
     def choose(self, keys: Sequence[int], num_tokens: int, replicas: Sequence[Replica]) -> Replica:
         def order(each: Replica) -> tuple[float, ...]:
-            uncached = num_tokens - PREFIX_BLOCK * each.prefixes.matched(keys)
-            return each.first_token_seconds(uncached), each.num_requests, each.index
+            uncached, loading = each.expect(keys, num_tokens)
+            return each.first_token_seconds(uncached, loading), loading, each.num_requests, each.index
 
         return min(_not_overloaded(replicas), key=order)
 

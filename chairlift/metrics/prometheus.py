@@ -289,6 +289,17 @@ def _gauges(
             yield names.constants("speculative_config_info", "Method of speculative decoding.", drafts)
 
 
+_SOURCES: Final[dict[str, Callable[[RequestStats | ReplicaCounts], float]]] = {
+    "local_compute": lambda each: each.prompt_tokens - each.cached_tokens,
+    "local_cache_hit": lambda each: each.cached_tokens - each.host_tokens - each.disk_tokens,
+    "host": operator.attrgetter("host_tokens"),
+    "disk": operator.attrgetter("disk_tokens"),
+    "external_kv_transfer": lambda each: 0,
+}
+"""Where the KV of a prompt token came from -> function that returns the number of such tokens. The first two and the
+last have vLLM's names."""
+
+
 def _counters(names: _Names, stats: RequestStats) -> Iterator[CounterMetricFamily]:
     engine = stats.engine
     for field, name, text in (
@@ -306,15 +317,10 @@ def _counters(names: _Names, stats: RequestStats) -> Iterator[CounterMetricFamil
     text = "Sequences that waited while another one computed the beginning of their prompt."
     yield names.counter("prefix_waits", text, engine.num_prefix_waits)
     text = "Prompt tokens of requests that have their first token, by where their KV came from."
-    sources = {"local_compute": stats.prompt_tokens - stats.cached_tokens, "local_cache_hit": stats.cached_tokens}
-    by_source = {(source,): float(count) for source, count in {**sources, "external_kv_transfer": 0}.items()}
+    by_source = {(source,): float(of(stats)) for source, of in _SOURCES.items()}
 
     def from_source(key: tuple[str, ...]) -> _Of:
-        local: dict[str, _Of] = {
-            "local_compute": lambda each: each.prompt_tokens - each.cached_tokens,
-            "local_cache_hit": lambda each: each.cached_tokens,
-        }
-        return local.get(key[0], lambda each: 0)
+        return _SOURCES[key[0]]
 
     yield names.counter_of("prompt_tokens_by_source", text, ("source",), by_source.items(), from_source)
     text = "Requests that have ended, by how."
@@ -340,8 +346,10 @@ def _vllm_only(names: _Names, stats: RequestStats, info: CacheInfo | None) -> It
     """
     engine = stats.engine
     yield names.histogram("time_per_output_token_seconds", "Former name of inter_token_latency.", stats.inter_token)
-    text = "Prompt tokens from the prefix cache, also those whose blocks came back from host memory."
-    yield names.counter_of("prompt_tokens_cached_by_source", text, ("source",), [(("device",), stats.cached_tokens)])
+    text = "Prompt tokens from the prefix cache, by where their KV was kept."
+    cached = {("device",): _SOURCES["local_cache_hit"](stats)}
+    cached |= {("host",): stats.host_tokens, ("disk",): stats.disk_tokens}
+    yield names.counter_of("prompt_tokens_cached_by_source", text, ("source",), cached.items())
     for what, tiles in (("queries", engine.num_tile_hits + engine.num_tiles_encoded), ("hits", engine.num_tile_hits)):
         yield names.counter(f"mm_cache_{what}", "Image tiles that were looked up, and found encoded.", tiles)
         yield names.counter(f"external_prefix_cache_{what}", "Always 0: no cache is shared with other servers.", 0)
@@ -489,6 +497,9 @@ def _memory_pressure(names: _Names, stats: RequestStats, info: CacheInfo | None)
     yield names.counter_by("kv_store_rejected_blocks", text, "reason", _KV_REJECTED, engine.kv_blocks_rejected)
     text = "Prompt tokens whose KV was read from disk."
     yield names.counter("kv_store_loaded_tokens", text, engine.num_kv_loaded_tokens)
+    yield names.counter("kv_store_loads", "Requests that waited for KV from disk.", engine.num_kv_loads)
+    text = "Seconds for which requests waited for KV from disk."
+    yield names.counter("kv_store_load_seconds", text, engine.num_kv_load_seconds)
 
 
 def _drafts(names: _Names, stats: RequestStats) -> Iterator[Metric]:

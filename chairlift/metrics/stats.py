@@ -160,9 +160,11 @@ class EngineStats:
     """Number of bytes of the encoded rows in memory. The next field: the maximum; 0 if the model reads no images."""
     max_image_bytes: int = 0
     kv_store_blocks: int = 0
-    """Number of blocks on disk that can be found. The next fields: prompt tokens whose KV was loaded from there, and
-    bytes that were read and written."""
+    """Number of blocks on disk that can be found. The next fields: prompt tokens whose KV was loaded from there,
+    requests that waited for it, and the seconds for which they waited; bytes that were read and written."""
     num_kv_loaded_tokens: int = 0
+    num_kv_loads: int = 0
+    num_kv_load_seconds: float = 0.0
     num_kv_bytes_read: int = 0
     num_kv_bytes_written: int = 0
     kv_blocks_rejected: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -243,6 +245,9 @@ class ReplicaCounts:
     """Prompt tokens of requests whose first token came from the replica. The next field: those of them that came from
     the prefix cache."""
     cached_tokens: int = 0
+    host_tokens: int = 0
+    """Those of the cached tokens whose KV came back from host memory. The next field: from disk."""
+    disk_tokens: int = 0
     generation_tokens: int = 0
     """Delivered tokens that the replica computed."""
 
@@ -281,6 +286,9 @@ class FinishedRequest:
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens read from the prefix cache."""
+    host_tokens: int = 0
+    """Those of the cached tokens whose KV came back from host memory. The next field: from disk."""
+    disk_tokens: int = 0
     generation_tokens: int
     """Number of delivered tokens, summed over the ``n`` outputs."""
     n: int
@@ -328,6 +336,9 @@ class RequestStats:
         """Time of the last delivered token, from ``time.monotonic()``."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.host_tokens = 0
+        """Those of the cached tokens whose KV came back from host memory. The next field: from disk."""
+        self.disk_tokens = 0
         self.generation_tokens = 0
         self.overrun_tokens = 0
         """Number of tokens that were computed after a stop string or a cancellation, and dropped."""
@@ -401,18 +412,17 @@ class RequestStats:
         self._base = self.engine.only_counters()
         self.engine = self._base
 
-    def tokens_counted(self) -> tuple[int, int, int]:
-        """Numbers of prompt tokens, of those from the prefix cache, and of delivered tokens, for :meth:`credit`."""
-        return self.prompt_tokens, self.cached_tokens, self.generation_tokens
+    def tokens_counted(self) -> tuple[int, ...]:
+        """Numbers of prompt tokens by their source, and of delivered tokens, for :meth:`credit`."""
+        return tuple(getattr(self, name) for name in _TOKENS)
 
-    def credit(self, replica: int, before: tuple[int, int, int]) -> None:
+    def credit(self, replica: int, before: tuple[int, ...]) -> None:
         """Count the tokens that were counted since ``before`` for a replica too, which computed all of them."""
         counts = self._replicas.get(replica)
         if counts is None:
             counts = self._replicas[replica] = ReplicaCounts()
-        counts.prompt_tokens += self.prompt_tokens - before[0]
-        counts.cached_tokens += self.cached_tokens - before[1]
-        counts.generation_tokens += self.generation_tokens - before[2]
+        for name, earlier in zip(_TOKENS, before, strict=True):
+            setattr(counts, name, getattr(counts, name) + getattr(self, name) - earlier)
 
     def of_replicas(self, engines: Mapping[int, EngineStats]) -> dict[int, ReplicaCounts]:
         """Index -> state and counters of each replica of this server, also of fleets that have ended. ``engines`` are
@@ -424,11 +434,13 @@ class RequestStats:
             found[index] = dataclasses.replace(counts, engine=engine)
         return found
 
-    def prompt_computed(self, num_tokens: int, num_cached: int) -> None:
+    def prompt_computed(self, num_tokens: int, num_cached: int, num_host: int = 0, num_disk: int = 0) -> None:
         """Count the prompt tokens of a request when its first token arrives. So the rate of prompt tokens changes
         smoothly."""
         self.prompt_tokens += num_tokens
         self.cached_tokens += num_cached
+        self.host_tokens += num_host
+        self.disk_tokens += num_disk
 
     def first_token(self, seconds: float, now: float) -> None:
         """Count the first token of an output, ``seconds`` after the request arrived."""
@@ -486,6 +498,7 @@ _SUMMED = (
     *("running_limit", "token_budget"),
     *("image_bytes", "max_image_bytes", "kv_store_blocks"),
 )
+_TOKENS = ("prompt_tokens", "cached_tokens", "host_tokens", "disk_tokens", "generation_tokens")
 _summed_of = operator.attrgetter(*_SUMMED)
 
 

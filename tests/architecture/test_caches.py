@@ -16,7 +16,7 @@ PACKAGES = (
     *("base.workers", "core.kv_cache", "core.spec_decode", "engine", "executor", "fleet", "models.vision", "server"),
     "text",
 )
-_DICTS = {"OrderedDict", "WeakKeyDictionary", "WeakValueDictionary", "defaultdict", "dict"}
+_DICTS = {"BlockIndex", "OrderedDict", "WeakKeyDictionary", "WeakValueDictionary", "defaultdict", "dict"}
 _DECORATORS = {"cache", "cached_property", "lru_cache"}
 
 KEYED = {
@@ -86,6 +86,7 @@ OF_REQUESTS = {
 OF_ADAPTERS = {
     "engine.adapter_names": "_by_name _by_int_id",
     "engine.adapters": "_content _digests _known _resident sizes",
+    "fleet.fleet_adapters": "digests",
 }
 """Adapters that the operator has loaded, by name. All callers use the same adapters."""
 
@@ -181,12 +182,13 @@ def test_no_decision_is_about_a_cache_that_is_gone() -> None:
     "module",
     [
         *("engine.grammars", "text.grammar.checker", "core.kv_cache.prefix_cache", "models.vision.processor"),
+        "base.prefix_keys",
         *("core.spec_decode.suffix", "fleet.routing", "server.http.auth"),
     ],
 )
 def test_keys_are_made_by_one_function(module: str) -> None:
     calls = {_name(node) for node in ast.walk(tree(f"chairlift.{module}")) if isinstance(node, ast.Call)}
-    assert calls & {"cache_key", "key_material"}
+    assert calls & {"cache_key", "key_material", "root_content"}
 
 
 @pytest.mark.parametrize(

@@ -46,12 +46,12 @@ REQUESTS = [
 REQUESTS[1]["first_token_seconds"] = REQUESTS[3]["first_token_seconds"] = None
 
 
-def measured(rounds: int, rate: float = 0.031) -> str:
+def measured(rounds: int, rate: float = 0.031, disk: int = 0) -> str:
     """What a server measures that has answered so many rounds of the same requests."""
     stats = RequestStats()
     stats.step(EngineStats(num_running=3, running_limit=8, used_blocks=25, free_blocks=75, preemption_rate=rate))
     for _ in range(rounds):
-        stats.prompt_computed(1000, 0)
+        stats.prompt_computed(1000, disk, 0, disk)
         for seconds in (0.05, 0.5, 0.5, 6.0):
             stats.first_token(seconds, 0.0)
         stats.next_tokens(0.03 * 96, 96, 0.0)
@@ -91,6 +91,13 @@ def test_the_share_of_the_machines_floor_is_shown_where_it_is_known() -> None:
     text = shown(view(Snapshot(0.0, "http://here", metrics=known), None, width=100, height=24))
     assert "machine   78% of its floor" in text
     assert "floor" not in shown(view(at(0.0, 1), None, width=100, height=24))
+
+
+def test_the_sources_of_prompts_are_shown_if_a_disk_had_some() -> None:
+    known = Metrics(measured(1, disk=250))
+    text = shown(view(Snapshot(0.0, "http://here", metrics=known), None, width=100, height=24))
+    assert "prompts   computed 75%, disk 25%" in text
+    assert "prompts " not in shown(view(at(0.0, 1), None, width=100, height=24))
 
 
 def test_the_busiest_expert_of_all_layers_is_shown_for_models_with_experts() -> None:

@@ -67,9 +67,11 @@ def test_the_next_engine_goes_on_with_the_same_bits(
     first.engine.shutdown()
     second = opened(make(model, tmp_path / "store", **settings))
     loaded = answer(second)
+    sources = [(each.num_cached_tokens, each.num_disk_tokens) for each in second.engine.core.step_log if each.chunks]
     second.engine.shutdown()
     assert cold[2] == 0
     assert loaded[2] == warm[2] >= 64
+    assert sources[0] == (loaded[2], loaded[2]), "the record of the step tells where the tokens came from"
     assert loaded[:2] == warm[:2]
 
 

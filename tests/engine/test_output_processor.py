@@ -55,6 +55,16 @@ def test_the_first_running_answer_tells_the_progress_of_a_request() -> None:
     assert state.finished and state.progress() == RequestProgress(RequestPhase.PREEMPTED, 1)
 
 
+def test_the_sources_of_a_prompt_are_those_of_its_first_step() -> None:
+    stats = RequestStats()
+    outputs = OutputProcessor(None, (), stats)
+    state = outputs.add(PreparedRequest("r", None, PROMPT, SamplingParams(), 0, 10, arrival_time=100.0), stream=True)
+    outputs.take(CoreOutputs(joined=[("r", 3, 102.0)], fetched=[("r", 1, 2)]), 102.5)
+    outputs.take(CoreOutputs(["r"], [7], joined=[("r", 5, 103.0)], fetched=[("r", 0, 5)]), 103.5)  # it has moved
+    assert (state.num_cached_tokens, state.num_host_tokens, state.num_disk_tokens) == (3, 1, 2)
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.host_tokens, stats.disk_tokens) == (3, 3, 1, 2)
+
+
 @pytest.mark.parametrize("by_the_core", [False, True])
 def test_only_answers_ended_by_a_stop_string_are_charged_by_the_last_frame(by_the_core: bool) -> None:
     outputs, state = begun(RequestStats())

@@ -77,6 +77,8 @@ class InProcess(ProcessCore):
                 continue
             left, self._left = self._left, []
             self._report(CoreOutputs(finished=left))
+            if (news := self.core.preparers.kv_blocks.take_news()) is not None:
+                self._report(CoreOutputs(stored=[news]))
             if self.core.has_work:
                 self._report(self.core.step())
                 self._report(CoreOutputs(moves=self.core.preparers.kv_moves.take_reports()))

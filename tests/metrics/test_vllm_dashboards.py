@@ -37,8 +37,11 @@ SERIES = (
 LABELLED = {
     "request_success_total": ("finished_reason", ("stop", "length", "abort", "error")),
     "num_requests_waiting_by_reason": ("reason", ("capacity", "deferred")),
-    "prompt_tokens_by_source_total": ("source", ("local_compute", "local_cache_hit", "external_kv_transfer")),
-    "prompt_tokens_cached_by_source_total": ("source", ("device",)),
+    "prompt_tokens_by_source_total": (
+        "source",
+        ("local_compute", "local_cache_hit", "host", "disk", "external_kv_transfer"),
+    ),
+    "prompt_tokens_cached_by_source_total": ("source", ("device", "host", "disk")),
     "spec_decode_num_accepted_tokens_per_pos_total": ("position", ("0", "1")),
     "engine_sleep_state": ("sleep_state", ("awake", "weights_offloaded", "discard_all")),
     "cache_config_info": ("block_size", ("16",)),
@@ -158,9 +161,11 @@ def test_histograms_of_requests_have_values() -> None:
 
 
 def test_prompt_tokens_by_source_are_all_prompt_tokens() -> None:
-    found = exposed(served())
+    stats = served()
+    stats.host_tokens, stats.disk_tokens = 1, 5
+    found = exposed(stats)
     by_source = {labels["source"]: value for labels, value in found["vllm:prompt_tokens_by_source_total"]}
-    assert by_source == {"local_compute": 12, "local_cache_hit": 8, "external_kv_transfer": 0}
+    assert by_source == {"local_compute": 12, "local_cache_hit": 2, "host": 1, "disk": 5, "external_kv_transfer": 0}
     assert sum(by_source.values()) == found["vllm:prompt_tokens_total"][0][1]
 
 

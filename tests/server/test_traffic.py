@@ -181,7 +181,15 @@ async def test_each_phase_of_a_request_is_listed() -> None:
         await server.ask("a" * 100, "X-Request-Id: mine", max_tokens=20)
         (one,) = (await server.listed())["requests"]
         wanted = {"id": "mine", "status": "waiting", "service_tier": "default", "priority": 0, "tenant": "", "n": 1}
-        wanted |= {"prompt_tokens": 100, "cached_tokens": 0, "computed_tokens": 0, "output_tokens": 0, "max_tokens": 20}
+        wanted |= {
+            "prompt_tokens": 100,
+            "cached_tokens": 0,
+            "host_tokens": 0,
+            "disk_tokens": 0,
+            "computed_tokens": 0,
+            "output_tokens": 0,
+            "max_tokens": 20,
+        }
         wanted |= dict.fromkeys(("first_token_seconds", "expected_start_seconds", "expected_token_seconds"))
         times = {name: one.pop(name) for name in ("age_seconds", "queue_seconds")}
         assert one == wanted and 0 <= times["queue_seconds"] == times["age_seconds"] < PATIENCE

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from chairlift.base.prefix_keys import block_tokens
 from chairlift.base.step_batch import SampledTokens, StepBatch
 from chairlift.core.kv_cache import prefix_cache
 from chairlift.core.kv_cache.block_pool import BlockPool
@@ -289,7 +290,7 @@ def hash_hit_trusted_without_comparing_tokens(patch: Patch) -> None:
         while node is not None and len(path) < max_blocks:
             start = len(path) * self.block_size
             child = self._nodes.get(
-                self._child_key(node, prefix_cache.block_tokens(request.token_ids[start : start + self.block_size]))
+                self._child_key(node, block_tokens(request.token_ids[start : start + self.block_size]))
             )
             if child is None or child.parent is None:
                 break

@@ -6,12 +6,10 @@ compared along its whole path in the tree, so a hash collision can never return 
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from chairlift.base.cache_key import key_material
+from chairlift.base.prefix_keys import TOKEN_BYTES, block_content, block_tokens, chain, root_content, sha256
 from chairlift.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from chairlift.core.kv_cache.cache_kind import CacheKind
 from chairlift.core.kv_cache.prefix_node import PrefixNode
@@ -19,23 +17,10 @@ from chairlift.core.kv_cache.swap import SwapPool
 from chairlift.core.request import Request
 from chairlift.errors import InvariantError
 
-__all__ = ["NEVER", "PrefixCache", "block_tokens"]
+__all__ = ["NEVER", "PrefixCache"]
 
 NEVER = 1 << 60
 """Value of ``num_published`` for a request whose blocks are never published again."""
-
-
-def _sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
-
-
-_TOKEN_BYTES = 8
-
-
-def block_tokens(token_ids: list[int]) -> bytes:
-    """Token ids as bytes: eight bytes per id, in the machine's byte order. Prefix-cache nodes compare and hash these
-    bytes."""
-    return struct.pack(f"{len(token_ids)}q", *token_ids)
 
 
 class PrefixCache:
@@ -52,7 +37,7 @@ class PrefixCache:
         block_size: int,
         pools: Sequence[BlockPool],
         secret: bytes = b"",
-        hash_function: Callable[[bytes], bytes] = _sha256,
+        hash_function: Callable[[bytes], bytes] = sha256,
         host_pool: SwapPool | None = None,
         kinds: Sequence[CacheKind] | None = None,
     ) -> None:
@@ -129,10 +114,8 @@ class PrefixCache:
 
     def keys(self, request: Request, num_blocks: int) -> Iterator[bytes]:
         """The keys of the nodes of the request's first ``num_blocks`` full blocks, whether the nodes exist or not."""
-        key = self._root_key(request)
-        for index in range(num_blocks):
-            key = self._hash(key + self._content(request, index))
-            yield key
+        contents = (self._content(request, index) for index in range(num_blocks))
+        return chain(self._owner(request), contents, self._hash)
 
     def outlives(self, request: Request) -> bool:
         """Whether the keys of the request's blocks mean the same in another process."""
@@ -271,9 +254,9 @@ class PrefixCache:
                 children[id(node.parent)] = children.get(id(node.parent), 0) + 1
                 if self._nodes.get(node.parent.key) is not node.parent:
                     raise InvariantError("a prefix-cache node has lost its parent")
-                size = len(node.tokens) - self.block_size * _TOKEN_BYTES
+                size = len(node.tokens) - self.block_size * TOKEN_BYTES
                 if size < 0:
-                    count = len(node.tokens) // _TOKEN_BYTES
+                    count = len(node.tokens) // TOKEN_BYTES
                     raise InvariantError(f"a cached block has {count} tokens instead of {self.block_size}")
             for pool, block in zip(self._pools, node.blocks, strict=True):
                 if block is not None and pool.nodes[block] is not node:
@@ -291,11 +274,12 @@ class PrefixCache:
     def _content(self, request: Request, index: int) -> bytes:
         """Content of a full block as bytes: its tokens, then the marks of the request's kinds."""
         start, end = index * self.block_size, (index + 1) * self.block_size
-        content = block_tokens(request.token_ids[start:end])
-        for kind in request.kinds:
-            if marks := kind.marks(request, start, end):
-                content += key_material(kind.name, "", marks)
-        return content
+        tokens = block_tokens(request.token_ids[start:end])
+        if not request.kinds:
+            return tokens
+        return block_content(
+            tokens, [(kind.name, marks) for kind in request.kinds if (marks := kind.marks(request, start, end))]
+        )
 
     def _attach(self, node: PrefixNode, request: Request, index: int) -> None:
         for group, (pool, kind) in enumerate(zip(self._pools, self._kinds, strict=True)):
@@ -337,8 +321,8 @@ class PrefixCache:
 
     def _owner(self, request: Request) -> bytes:
         """What distinguishes the request's root node from others: the salt and the keys of the request's kinds."""
-        parts = [part for kind in request.kinds if (key := kind.key(request)) for part in (kind.name.encode(), key)]
-        return key_material("prefix", request.cache_salt, *parts, self._secret)
+        kinds = [(kind.name, key) for kind in request.kinds if (key := kind.key(request))]
+        return root_content(request.cache_salt, kinds, self._secret)
 
     def _child_key(self, parent: PrefixNode, tokens: bytes) -> bytes:
         return self._hash(parent.key + tokens)

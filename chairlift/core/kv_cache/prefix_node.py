@@ -16,7 +16,7 @@ class PrefixNode:
         self.key = key
         self.parent = parent
         self.tokens = tokens
-        """Token ids packed by :func:`~chairlift.core.kv_cache.prefix_cache.block_tokens`, then marks of
+        """Token ids packed by :func:`~chairlift.base.prefix_keys.block_tokens`, then marks of
         kinds. Bytes are used because, unlike tuples, they cost the garbage collector no time."""
         self.owner: bytes | None = None
         """What distinguishes a root node from other root nodes; None for other nodes."""

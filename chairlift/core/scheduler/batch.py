@@ -297,6 +297,18 @@ class Batch:
             self.seat(request, admission, out, reserved)
         return admission is not None
 
+    def _note_sources(self, request: Request, admission: Admission, out: SchedulerOutput) -> None:
+        """Note where the KV of the request's first tokens came from."""
+        known = request.num_cached_tokens = admission.num_computed_tokens
+        copied = Counter(group for group, _, _ in admission.swap_in)
+        host = max((count * self.kv.layout.kinds[group].span for group, count in copied.items()), default=0)
+        request.num_host_tokens = min(known, host)
+        request.num_disk_tokens = min(known - request.num_host_tokens, request.num_disk_tokens)
+        if known:
+            out.num_cached_tokens += known
+            out.num_host_tokens += request.num_host_tokens
+            out.num_disk_tokens += request.num_disk_tokens
+
     def free_fraction(self, reserved: bool = False) -> float:
         """Fraction of each block pool that must stay free when a request joins a batch that has running requests."""
         return self.watermark + (0.0 if reserved else self._unused_blocks())
@@ -305,7 +317,7 @@ class Batch:
         """Give a row to a waiting request that has got its blocks."""
         self.waiting.remove(request, self.now)
         if not request.was_preempted:
-            request.num_cached_tokens = admission.num_computed_tokens
+            self._note_sources(request, admission, out)
         request.move_to(RequestStatus.RUNNING)
         if reserved:
             self.reserve[request.request_id] = request

@@ -143,6 +143,11 @@ class SchedulerOutput:
     row separately."""
     kind_bytes: int = 0
     """Bytes that the step reads because of the kinds of its rows, for example adapters, each counted once."""
+    num_cached_tokens: int = 0
+    """Number of prompt tokens that the requests that joined found in the prefix cache. The next fields: those of them
+    whose KV came back from host memory, and from disk."""
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
     num_waiting: int = 0
     """Number of requests without a row, also those whose grammar, adapter or images are not ready."""
     num_held: int = 0

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["StoreReport"]
+__all__ = ["SHORT_KEY_BYTES", "StoreNews", "StoreReport"]
+
+SHORT_KEY_BYTES = 8
+"""Number of leading bytes of a block's key that stand for the key where a wrong guess costs time only."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoreNews:
+    """Blocks that an engine can load from now on, or no longer."""
+
+    added: bytes
+    """Short keys of these blocks, one after another. The next field: of blocks that cannot be loaded any more."""
+    removed: bytes
+    token_seconds: float
+    """Measured seconds that a load takes per token."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from chairlift.engine.kv_store.files import StoreFiles
+from chairlift.engine.kv_store.index import BlockIndex, Stored
 from chairlift.engine.kv_store.record import Record, payload_checksum
 from chairlift.engine.kv_store.report import StoreReport
 
-__all__ = ["BlockLoad", "KVStore", "Lookup", "Place", "Stored"]
+__all__ = ["BlockLoad", "KVStore", "Lookup", "Place"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,14 +36,6 @@ _MOST_READ_ERRORS: Final = 16
 _FIRST_RATE: Final = 200e6
 """Bytes per second that a load is expected to take before one was measured: a plain disk."""
 _MEMORY: Final = 0.2
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Stored:
-    """A block that the files hold."""
-
-    writer: int
-    record: Record
 
 
 @dataclasses.dataclass(slots=True)
@@ -110,7 +103,7 @@ class KVStore:
         self._files = files
         self._now = now
         self._unix_time = unix_time
-        self._index: dict[tuple[int, bytes], Stored] = {}
+        self._index = BlockIndex()
         self._own: list[OrderedDict[int, bytes]] = [OrderedDict() for _ in files.num_slots]
         """Per group: slot -> key of the block in it, least recently used first."""
         self._free = [list(range(count - 1, -1, -1)) for count in files.num_slots]
@@ -207,6 +200,11 @@ class KVStore:
     def find(self, group: int, key: bytes) -> Stored | None:
         """The stored block with this key; None if there is none."""
         return self._index.get((group, key))
+
+    def changes(self, group: int) -> tuple[list[bytes], list[bytes]]:
+        """Keys of blocks that can be found since the last call, and of those that cannot any more; see
+        :meth:`BlockIndex.changes`."""
+        return self._index.changes(group)
 
     def verify(self) -> tuple[int, int]:
         """Read every block that can be found. Returns (number of bytes that are right, number of blocks that are not).

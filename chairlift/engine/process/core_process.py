@@ -184,6 +184,8 @@ class CoreProcess:
                     self._deliver(outputs)
             if reports := core.preparers.kv_moves.take_reports():
                 self._deliver(CoreOutputs(moves=reports))
+            if (news := core.preparers.kv_blocks.take_news()) is not None:
+                self._deliver(CoreOutputs(stored=[news]))
             for state in self._core.preparers.adapters.take_states():
                 connection.send(AdapterLoaded(state))
             for report in self._core.preparers.kv_blocks.take_reports():

@@ -147,6 +147,8 @@ class RequestTracer:
             "gen_ai.latency.time_in_model_prefill": facts.prefill_seconds,
             "gen_ai.latency.time_in_model_decode": facts.decode_seconds,
             "chairlift.cached_tokens": facts.cached_tokens,
+            "chairlift.host_tokens": facts.host_tokens,
+            "chairlift.disk_tokens": facts.disk_tokens,
             "chairlift.service_tier": stream.service_class,
             "chairlift.preemptions": facts.num_preemptions,
         }

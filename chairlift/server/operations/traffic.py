@@ -69,6 +69,9 @@ class LiveRequest(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens read from the prefix cache."""
+    host_tokens: int
+    """Those of the cached tokens whose KV came back from host memory. The next field: from disk."""
+    disk_tokens: int
     computed_tokens: int
     """Number of leading tokens, of prompt and output, whose KV is in the cache. With several outputs, the first
     unfinished one is reported."""
@@ -179,6 +182,8 @@ def _live(stream: OutputStream, place: Place | None, now: float) -> LiveRequest:
         tenant=stream.tenant,
         prompt_tokens=len(prepared.prompt_token_ids),
         cached_tokens=state.num_cached_tokens,
+        host_tokens=state.num_host_tokens,
+        disk_tokens=state.num_disk_tokens,
         computed_tokens=progress.num_computed,
         output_tokens=state.num_tokens,
         n=len(state.answers),

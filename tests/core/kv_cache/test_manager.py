@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
+from chairlift.base.prefix_keys import block_tokens
 from chairlift.config import CacheGroup
 from chairlift.core.kv_cache.block_pool import NULL_BLOCK
 from chairlift.core.kv_cache.manager import KVCacheManager, NewBlocks
-from chairlift.core.kv_cache.prefix_cache import block_tokens
 from chairlift.core.request import Request
 from chairlift.errors import ConfigError, InvariantError
 from tests.core.kv_cache.make import BLOCK, admit, compute, manager, request

@@ -176,7 +176,8 @@ function facts(r, phase) {
   if (phase) row("now", PHASES[phase]);
   if (r.slot >= 0) row("row", r.slot);
   if (r.arrival !== null && (r.started ?? 0) >= 0) row("in the queue", seconds((r.started ?? now) - r.arrival) + (r.started === null ? " so far" : ""));
-  if (r.prompt) row("prompt", `${r.prompt} tokens, ${r.cached} from the cache`);
+  const came = [[r.host, "host memory"], [r.disk, "disk"]].filter(([count]) => count).map(([count, where]) => `, ${count} of them from ${where}`);
+  if (r.prompt) row("prompt", `${r.prompt} tokens, ${r.cached} from the cache${came.join("")}`);
   if (r.chunks) row("computed in", `${r.chunks} ${r.chunks === 1 ? "chunk" : "chunks"}`);
   row("answer", `${r.tokens}${r.most ? ` of at most ${r.most}` : ""} tokens`);
   if (r.timed > 1) row("between tokens", seconds((r.lastToken - r.firstToken) / (r.timed - 1)));

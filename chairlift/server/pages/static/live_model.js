@@ -102,9 +102,9 @@ class Model {
       Object.assign(r, { arrival: t, id: rest[0], prompt: rest[1], most: rest[2], cls: rest[3] });
       r.name = this.nameOf(r.id);
     } else if (kind === "join") {
-      const [slot, cached, again] = rest;
+      const [slot, cached, again, host, disk] = rest;
       r.started ??= t;
-      if (!again) r.cached = cached;
+      if (!again) Object.assign(r, { cached, host, disk });
       this.comeBack(r, i);
       this.sit(r, slot, i);
       kind = again ? "back" : "join";
