@@ -13,9 +13,11 @@ from typing import Final
 
 from chairlift.base.cache_key import key_material
 
-__all__ = ["TOKEN_BYTES", "block_content", "block_tokens", "chain", "root_content", "sha256"]
+__all__ = ["SHORT_KEY_BYTES", "TOKEN_BYTES", "block_content", "block_tokens", "chain", "root_content", "sha256"]
 
 TOKEN_BYTES: Final = 8
+SHORT_KEY_BYTES: Final = 8
+"""Number of leading bytes of a block's key that stand for the key where a wrong guess costs time only."""
 
 
 def sha256(data: bytes) -> bytes:

@@ -14,12 +14,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from chairlift.base.prefix_keys import SHORT_KEY_BYTES
 from chairlift.core.kv_cache.prefix_node import PrefixNode
 from chairlift.core.kv_cache.stored import Missing, find_missing, restore_blocks
 from chairlift.core.request import Request
 from chairlift.core.scheduler.batch import Batch
 from chairlift.engine.clock import POLL_SECONDS, Clock
-from chairlift.engine.kv_store.report import SHORT_KEY_BYTES, StoreNews, StoreReport
+from chairlift.engine.kv_store.report import StoreNews, StoreReport
 from chairlift.engine.kv_store.store import BlockLoad, KVStore
 from chairlift.executor.executor import BlockBytes
 

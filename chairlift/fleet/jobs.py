@@ -173,7 +173,7 @@ class Jobs:
     def stepped(self, member: Member, step: Step) -> None:
         """Handle the results of a step of a replica."""
         for news in step.outputs.stored:  # the process may report them before the fleet uses it
-            member.view.store_changed(news)
+            member.view.store_changed(news.added, news.removed, news.token_seconds)
         if not member.alive:
             return
         outputs = self.moves.arrived(member, step.outputs)

@@ -21,8 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
-from chairlift.base.prefix_keys import TOKEN_BYTES, block_content, block_tokens, chain, root_content
-from chairlift.engine.kv_store.report import SHORT_KEY_BYTES, StoreNews
+from chairlift.base.prefix_keys import SHORT_KEY_BYTES, TOKEN_BYTES, block_content, block_tokens, chain, root_content
 from chairlift.errors import ConfigError
 
 __all__ = [
@@ -228,11 +227,12 @@ class Replica:
         self.accepting = True
         self.prefixes = PrefixIndex(max(1, cache_tokens // PREFIX_BLOCK))
 
-    def store_changed(self, news: StoreNews) -> None:
-        """Record what the replica can load from its store, or no longer."""
-        self.stored.update(_short_keys(news.added))
-        self.stored.difference_update(_short_keys(news.removed))
-        self.load_token_seconds = news.token_seconds
+    def store_changed(self, added: bytes, removed: bytes, token_seconds: float) -> None:
+        """Record what the replica can load from its store, or no longer: short keys one after another. A load takes
+        ``token_seconds`` per token."""
+        self.stored.update(_short_keys(added))
+        self.stored.difference_update(_short_keys(removed))
+        self.load_token_seconds = token_seconds
 
     def expect(self, keys: Sequence[int], num_tokens: int) -> tuple[int, float]:
         """(number of tokens that the replica computes for a prompt of ``num_tokens``, seconds for which it loads others

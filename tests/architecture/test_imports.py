@@ -63,6 +63,7 @@ ALLOWED: dict[str, list[str]] = {
         ]
         for name in ("fleet", "fleet_adapters", "job", "jobs", "member", "members", "moves", "scaler")
     },
+    "fleet.prompt_keys": ["errors", "config", "base", "core.rows", "engine", "fleet"],
     "fleet.fleet_scaling": ["errors", "fleet", "metrics.stats"],
     "fleet.local": ["errors", "config", "engine.process.process_client", "fleet", "kernels.control_group"],
     "fleet.node": [

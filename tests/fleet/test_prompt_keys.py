@@ -19,7 +19,6 @@ from chairlift.core.rows.images import ImageRows
 from chairlift.core.scheduler.policy import FCFS
 from chairlift.engine.kv_store.index import BlockIndex, Stored
 from chairlift.engine.kv_store.record import Record
-from chairlift.engine.kv_store.report import StoreNews
 from chairlift.fleet.door import Door
 from chairlift.fleet.routing import PREFIX_BLOCK, Pace, Replica, prefix_keys, router_from_name
 from tests.fleet.replicas import fleet_of
@@ -87,7 +86,7 @@ def test_a_prompt_goes_where_its_beginning_can_be_loaded(routing: str) -> None:
     packed = struct.pack("<5Q", *keys)
     for token_seconds, home in ((1e-6, 2), (1e-3, 0)):  # computing takes 1e-4 seconds per token
         door = door_of(3, routing)
-        door.replicas[2].store_changed(StoreNews(packed, b"", token_seconds))
+        door.replicas[2].store_changed(packed, b"", token_seconds)
         door.add(Request("a", PROMPT, max_tokens=1), keys, 0.0)
         ((request, replica),) = door.send(0.0)
         assert replica.index == home, "it is loaded only if that is faster"
@@ -98,15 +97,15 @@ def test_a_prompt_goes_where_its_beginning_can_be_loaded(routing: str) -> None:
 def test_memory_is_preferred_to_a_disk(routing: str) -> None:
     keys = prefix_keys(PROMPT, secret=SECRET)
     door = door_of(2, routing)
-    news = StoreNews(struct.pack("<5Q", *keys), b"", 1e-5)
+    packed = struct.pack("<5Q", *keys)
     for replica in door.replicas:
-        replica.store_changed(news)
+        replica.store_changed(packed, b"", 1e-5)
     door.replicas[1].prefixes.add(keys)
     door.add(Request("a", PROMPT, max_tokens=1), keys, 0.0)
     assert door.send(0.0)[0][1].index == 1
     uncached, seconds = door.replicas[0].expect(keys, len(PROMPT))
     assert uncached == 9 and seconds == pytest.approx(5 * PREFIX_BLOCK * 1e-5)
-    door.replicas[0].store_changed(StoreNews(b"", struct.pack("<2Q", *keys[3:]), 1e-5))
+    door.replicas[0].store_changed(b"", struct.pack("<2Q", *keys[3:]), 1e-5)
     assert door.replicas[0].expect(keys, len(PROMPT))[0] == 9 + 2 * PREFIX_BLOCK, "what was removed is computed"
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["SHORT_KEY_BYTES", "StoreNews", "StoreReport"]
-
-SHORT_KEY_BYTES = 8
-"""Number of leading bytes of a block's key that stand for the key where a wrong guess costs time only."""
+__all__ = ["StoreNews", "StoreReport"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
