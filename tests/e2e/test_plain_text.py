@@ -24,6 +24,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"input": SPELLED},
     "/v1/messages": {"model": "bundled", "messages": [{"role": "user", "content": SPELLED}], **CHAT},
     "/v1/messages/count_tokens": {"model": "bundled", "messages": [{"role": "user", "content": SPELLED}]},
+    "/api/chat": {
+        "model": "bundled",
+        "messages": [{"role": "user", "content": SPELLED}],
+        "stream": False,
+        "options": {"num_predict": 1},
+    },
     "/tokenize": {"messages": [{"role": "user", "content": SPELLED}]},
 }
 
@@ -84,6 +90,7 @@ def test_messages_become_no_control_tokens_at_any_endpoint(server: ServerProcess
         "/v1/responses/input_tokens": lambda: answer["input_tokens"],
         "/v1/messages": lambda: usage["input_tokens"] + usage.get("cache_read_input_tokens", 0),
         "/v1/messages/count_tokens": lambda: answer["input_tokens"],
+        "/api/chat": lambda: answer["prompt_eval_count"],
         "/tokenize": lambda: answer["count"],
     }
     assert counts[path]() == len(ids)

@@ -19,6 +19,8 @@ from chairlift import server
 from chairlift.server.anthropic import messages, messages_types
 from chairlift.server.http import openapi
 from chairlift.server.http.app import make_app
+from chairlift.server.ollama import bodies as ollama
+from chairlift.server.ollama.dialect import OLLAMA
 from chairlift.server.openai import chat, completions, models, protocol, responses, responses_types, tokens
 from chairlift.server.operations import health, queue, traffic
 from chairlift.server.pages import live, pages
@@ -30,13 +32,19 @@ POSTS = {
     *("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
     *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
     *("/v1/responses/{response_id}/cancel", "/v1/responses/input_tokens"),
+    *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show", "/api/pull"),
+    *("/api/create", "/api/push", "/api/copy"),
 }
+ON_MODELS = {"/api/embed", "/api/embeddings", "/api/pull", "/api/create", "/api/push", "/api/copy", "/api/show"}
+"""Posts that generate nothing. The fake model has no embeddings and no files."""
+DELETES = {"/v1/responses/{response_id}", "/api/delete"}
 NAMED = {"/v1/models/{name:path}", "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"}
 GETS = {
     *("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"),
     *("/", "/docs", "/openapi.json", "/v1/models", "/v1/models/{name:path}"),
     *("/v1/queue", "/v1/requests", "/v1/traffic"),
     *("/live", "/live/", "/live/events", "/live/export", "/live/compare", "/live/demo"),
+    *("/api/tags", "/api/ps", "/api/version"),
     *("/health", "/ping", "/ready", "/version", "/load", "/metrics"),
 }
 GOOD: dict[str, dict[str, Any]] = {
@@ -48,6 +56,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"input": "x"},
     "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
+    "/api/chat": {"model": "fake", "messages": [{"role": "user", "content": "x"}], "options": {"num_predict": 2}},
+    "/api/generate": {"model": "fake", "prompt": "x", "options": {"num_predict": 2}},
 }
 BODIES: dict[str, Any] = {
     "/v1/chat/completions": protocol.ChatRequest,
@@ -58,6 +68,8 @@ BODIES: dict[str, Any] = {
     "/v1/responses/input_tokens": responses_types.ResponsesRequest,
     "/v1/messages": messages_types.MessagesRequest,
     "/v1/messages/count_tokens": messages_types.CountTokensRequest,
+    "/api/chat": ollama.OllamaChat,
+    "/api/generate": ollama.OllamaGenerate,
 }
 LURES = (
     *("http://127.0.0.1:9/lure", "https://example.org/lure", "ftp://127.0.0.1/lure", "//127.0.0.1:9/lure"),
@@ -107,18 +119,18 @@ def http(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
 
 def all_routes() -> list[Route]:
     modules = (chat, completions, responses, messages, models, openapi, pages, queue, tokens, traffic, live)
-    return [*health.routes, *(route for module in modules for route in module.routes)]
+    return [*health.routes, *(route for module in modules for route in module.routes), *OLLAMA.routes]
 
 
 def test_the_server_has_exactly_the_listed_routes() -> None:
     """A new route belongs into this list, and into the tests of this file."""
     assert {route.path for route in all_routes() if route.methods == {"POST"}} == POSTS
-    assert POSTS - set(GOOD) == {"/v1/responses/{response_id}/cancel"}  # it reads no body
+    assert POSTS - set(GOOD) == {"/v1/responses/{response_id}/cancel", *ON_MODELS}  # it reads no body
     others = {route.path for route in all_routes() if route.methods != {"POST"}}
-    assert {path for path in others if not path.startswith("/static/")} == GETS
+    assert {path for path in others if not path.startswith("/static/")} == GETS | DELETES
     reads = [route for route in all_routes() if route.path in others and route.methods != {"DELETE"}]
     assert all(route.methods == {"GET", "HEAD"} for route in reads)
-    assert {route.path for route in all_routes() if route.methods == {"DELETE"}} == {"/v1/responses/{response_id}"}
+    assert {route.path for route in all_routes() if route.methods == {"DELETE"}} == DELETES
     assert all("{" not in path for path in others - NAMED)
 
 

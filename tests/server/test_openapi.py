@@ -13,6 +13,7 @@ from chairlift.server.anthropic import messages
 from chairlift.server.http import openapi
 from chairlift.server.http.app import make_app
 from chairlift.server.http.openapi import document
+from chairlift.server.ollama.dialect import OLLAMA
 from chairlift.server.openai import chat, completions, models, pooling, responses, tokens
 from chairlift.server.openai.batches import endpoints as batches
 from chairlift.server.openai.batches import files
@@ -37,7 +38,7 @@ def test_every_route_is_described() -> None:
     described = {(path, method.upper()) for path, methods in DOCUMENT["paths"].items() for method in methods}
     documented = (
         *(chat, completions, responses, messages, pooling, models, tokens, queue, traffic, weights, openapi),
-        *(files, batches),
+        *(files, batches, OLLAMA),
     )
     for route in [route for module in documented for route in module.routes]:
         path = re.sub(r":\w+}", "}", route.path)

@@ -49,4 +49,6 @@ ANTHROPIC: Final = Dialect(
     routes=messages.routes,
     types=(MessagesRequest, MessageReply, CountTokensRequest, TokenCount, MessagesError),
     paths=_messages_paths(),
+    prefixes=("/v1/messages",),
+    error_form=messages.error_form,
 )

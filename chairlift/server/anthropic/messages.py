@@ -29,7 +29,7 @@ from chairlift.server.anthropic.messages_types import (
     TokenCount,
     ToolUseBlock,
 )
-from chairlift.server.http.errors import ApiError, messages_error_body
+from chairlift.server.http.errors import ApiError
 from chairlift.server.http.limits import read_json, until_tokens
 from chairlift.server.http.state import ServerState
 from chairlift.server.http.streaming import (
@@ -48,7 +48,7 @@ from chairlift.server.openai.models import check_model, generating_info
 from chairlift.server.openai.protocol import parse, unknown_inside, warning_headers
 from chairlift.text.tool_calls import CallBegun, CallEnded, CallPiece, Event, Piece, complete_part
 
-__all__ = ["routes"]
+__all__ = ["error_form", "routes"]
 
 _encode: Final = msgspec.json.encode
 _SIGNATURE: Final = "unsigned"
@@ -99,6 +99,15 @@ async def count_tokens(request: Request) -> Response:
             prompt = await encode_messages(state, chat, plan)
     headers = _headers(request, [*ignored, *map(client_names.translated, of_chat)])
     return json_response(TokenCount(input_tokens=len(prompt)), headers)
+
+
+def error_form(error: ApiError, request_id: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """(body, headers) of an error in Anthropic's form: ``{"type": "error", "error": {"type", "message"},
+    "request_id"}``."""
+    kind = {413: "request_too_large", 500: "api_error"}.get(error.status, error.type)
+    details = {} if error.details is None else {"details": error.details}
+    fields = {"type": kind, "message": error.message, **details}
+    return {"type": "error", "error": fields, "request_id": request_id}, {"request-id": request_id}
 
 
 def _check_thread(body: dict[str, Any]) -> None:
@@ -281,7 +290,7 @@ class _MessageEvents(StreamWriter):
         return b"".join(map(_event, self._builder.end()))
 
     def failed(self, error: ApiError) -> bytes:
-        return _event(messages_error_body(error, self._request_id))
+        return _event(error_form(error, self._request_id)[0])
 
 
 def _event(fields: EventFields) -> bytes:

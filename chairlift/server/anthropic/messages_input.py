@@ -11,7 +11,7 @@ from typing import Any, Final
 from chairlift.server.anthropic.messages_types import CountTokensRequest, MessagesRequest, Metadata
 from chairlift.server.http.errors import ApiError
 from chairlift.server.openai.protocol import ChatRequest, SampledRequest
-from chairlift.server.openai.translation import Names, image_part, texts_of, wrong
+from chairlift.server.openai.translation import Names, image_part, texts_of, thinking_switch, wrong
 from chairlift.text.tool_calls import reasoning_format_of
 
 __all__ = ["names", "to_chat"]
@@ -35,7 +35,6 @@ _SAME: Final = (
 _BILLING: Final = "x-anthropic-billing-header"
 """Prefix of a system block that the server removes. The block is not for the model. Its text changes with every call,
 so no prompt would match the prefix cache."""
-_THINKING: Final = re.compile(r"(?<![.\w])thinking is (?:not )?defined")
 _Payload = CountTokensRequest | MessagesRequest
 _MAX_USER: Final = 256
 _INSTEAD: Final = "; PDF documents are not read, and images only in a user's message or a tool's result"
@@ -109,10 +108,9 @@ def _thinking(payload: _Payload, template: str, ignored: list[str]) -> dict[str,
     kind = payload.thinking.type if payload.thinking else "disabled"
     if kind not in ("enabled", "adaptive", "disabled"):
         wrong("thinking.type", "must be enabled, adaptive or disabled", kind)
-    if "enable_thinking" in template:
-        return {"enable_thinking": kind != "disabled"}
-    if _THINKING.search(template):
-        return {"thinking": kind != "disabled"}
+    switch = thinking_switch(template)
+    if switch is not None:
+        return {switch: kind != "disabled"}
     if payload.thinking is not None and (kind == "disabled") is (reasoning_format_of(template) is not None):
         ignored.append("thinking")  # the template has no switch for thinking
     return None

@@ -1,8 +1,8 @@
 """The ASGI application: checks before each endpoint, and error handling after it.
 
 The order of the checks is: request id, Host allow-list, origin or API key, drain. Then the request is routed. Every
-error, from the first check to a bug in an endpoint, becomes an OpenAI error object. On the paths of Anthropic's API it
-becomes Anthropic's error object.
+error, from the first check to a bug in an endpoint, becomes an OpenAI error object, or
+the error object of the dialect to which the path belongs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from chairlift.server.dialects import COUNTED, error_form
 from chairlift.server.http.auth import INTERNAL_CALLER, Auth, HostCheck, check_origin
 from chairlift.server.http.cors import allows_origin, with_cors
 from chairlift.server.http.errors import ApiError, error_response, to_api_error
@@ -64,7 +65,7 @@ class _App:
         scope.setdefault("state", {})["request_id"] = exchange.request_id
         if self._state.tracer is not None:
             self._state.tracer.received(scope)
-        counted = scope["path"].startswith("/v1/")
+        counted = scope["path"].startswith(COUNTED)
         self._state.num_in_progress += counted
         try:
             if INTERNAL_CALLER in scope:
@@ -79,7 +80,7 @@ class _App:
             api_error = to_api_error(error, self._state, exchange.request_id, chat=chat)
             turned_away = api_error.code == "engine_unavailable" and not getattr(error, "taken", False)
             self._state.engine.stats.rejected.update(("unavailable",) if turned_away else ())
-            response = error_response(api_error, scope["path"], exchange.request_id)
+            response = error_response(api_error, scope["path"], exchange.request_id, error_form(scope["path"]))
             if exchange.status is not None:
                 raise  # in the middle of an answer, only closing the connection can report an error
             await response(scope, receive, exchange.send)

@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 from starlette.routing import BaseRoute
 
+from chairlift.server.http.errors import ErrorForm
+
 __all__ = ["Dialect"]
 
 
@@ -22,3 +24,7 @@ class Dialect:
     """Types of requests and responses, for the schemas of ``/openapi.json``."""
     paths: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     """Path -> method -> operation, in OpenAPI's form; see :mod:`chairlift.server.http.api_docs`."""
+    prefixes: Sequence[str] = ()
+    """Paths below which all requests belong to this API, such as ``/v1``. The server counts these requests."""
+    error_form: ErrorForm | None = None
+    """Form of errors at ``prefixes`` and below them; None for OpenAI's form."""

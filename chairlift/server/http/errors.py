@@ -1,4 +1,4 @@
-"""Error objects in OpenAI's form, or in Anthropic's form for the paths of Anthropic's API."""
+"""Errors of requests, and their form in OpenAI's API. A dialect may declare another form for its paths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
@@ -27,9 +27,10 @@ from chairlift.errors import (
     TemplateError,
     WorkerLostError,
 )
+from chairlift.server.http.not_served import not_served
 from chairlift.server.http.state import ServerState
 
-__all__ = ["ApiError", "error_body", "error_response", "messages_error_body", "to_api_error"]
+__all__ = ["ApiError", "ErrorForm", "error_body", "error_response", "openai_form", "to_api_error"]
 
 _OVERLOADED = {
     QueueTimeoutError: "queue_timeout",
@@ -88,11 +89,13 @@ def error_body(error: ApiError) -> dict[str, object]:
     return {"error": fields}
 
 
-def messages_error_body(error: ApiError, request_id: str) -> dict[str, object]:
-    """JSON body of an error in Anthropic's API: ``{"type": "error", "error": {"type", "message"}, "request_id"}``."""
-    kind = {413: "request_too_large", 500: "api_error"}.get(error.status, error.type)
-    details = {} if error.details is None else {"details": error.details}
-    return {"type": "error", "error": {"type": kind, "message": error.message, **details}, "request_id": request_id}
+ErrorForm = Callable[[ApiError, str], tuple[dict[str, object], dict[str, str]]]
+"""(error, request id) -> (JSON body, additional headers), in the form of one API."""
+
+
+def openai_form(error: ApiError, request_id: str) -> tuple[dict[str, object], dict[str, str]]:
+    """An error in OpenAI's form."""
+    return error_body(error), {}
 
 
 def to_api_error(error: Exception, state: ServerState, request_id: str, *, chat: bool = False) -> ApiError:
@@ -162,40 +165,21 @@ def _context_length(state: ServerState) -> str:
     return f". This model's maximum context length is {min(info.max_model_len, info.capacity_tokens + 1)} tokens."
 
 
-def error_response(error: ApiError, path: str = "", request_id: str = "") -> Response:
-    """The error object as a response to a request for ``path``."""
-    of_messages = path == "/v1/messages" or path.startswith("/v1/messages/")
-    if error.code in _OF_PATHS and (found := _not_served(path)):
+def error_response(error: ApiError, path: str = "", request_id: str = "", made_by: ErrorForm = openai_form) -> Response:
+    """The error as a response to a request for ``path``, in the form that ``made_by`` gives it."""
+    if error.code in _OF_PATHS and (found := not_served(path)):
         error = ApiError(404, found, code="not_found")
-    body = msgspec.json.encode(messages_error_body(error, request_id) if of_messages else error_body(error))
-    headers = {**error.headers, "request-id": request_id} if of_messages else error.headers
-    return Response(body, status_code=error.status, headers=headers, media_type="application/json")
+    body, more = made_by(error, request_id)
+    return Response(
+        msgspec.json.encode(body),
+        status_code=error.status,
+        headers={**error.headers, **more},
+        media_type="application/json",
+    )
 
 
 _OF_PATHS: Final = ("not_found", "method_not_allowed")
 """Codes of errors that mean an unknown path or HTTP method."""
-_NOT_SERVED: Final = {
-    "/v1/messages/batches": "message batches are not served; POST /v1/batches takes a file of chats, or send the"
-    " messages one by one",
-    "/v1/responses/compact": "conversations are not compacted; send what the model is to read in input",
-    "/v1/conversations": "conversations are not kept; send their items in input, or previous_response_id",
-    "/v1/complete": "Anthropic's older completions are not served; send POST /v1/messages",
-    "/v1/assistants": "assistants are not served; send POST /v1/responses",
-    "/v1/threads": "threads are not served; send POST /v1/responses",
-    "/v1/moderations": "nothing is moderated here; a model of classes answers POST /v1/classify",
-    "/v1/images": "no images are made here; chats read them as image_url parts where the model can",
-    "/v1/audio": "audio is neither read nor made here",
-    "/v1/fine_tuning": "the server trains nothing; chairlift train does",
-    "/v1/vector_stores": "nothing is searched here; POST /v1/embeddings makes vectors",
-    "/v1/realtime": "there are no sessions of audio here; send stream true to /v1/responses",
-    "/v1/uploads": "uploads in parts are not served; POST /v1/files takes a whole file",
-}
-"""Path of OpenAI's or Anthropic's API that this server does not have -> text that says what to send instead."""
-
-
-def _not_served(path: str) -> str:
-    """Error text for a known path of OpenAI or Anthropic that this server does not have; empty for other paths."""
-    return next((text for known, text in _NOT_SERVED.items() if path == known or path.startswith(known + "/")), "")
 
 
 def _routing_error(error: HTTPException) -> ApiError:

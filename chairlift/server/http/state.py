@@ -48,7 +48,7 @@ class ServerState:
     num_logprobs: int = 0
     """Number of log-probabilities for which running requests have reserved room."""
     num_in_progress: int = 0
-    """Number of HTTP requests to /v1/* whose response is not finished."""
+    """Number of HTTP requests to /v1/* and /api/* whose response is not finished."""
     responses: ResponseStore = dataclasses.field(default_factory=ResponseStore)
     """Responses that clients asked to be stored."""
     live: LiveFeed | None = None

@@ -438,6 +438,7 @@ class StreamWriter:
     """
 
     holds_back = False
+    media_type = "text/event-stream"
 
     def __init__(self, streams: Sequence[OutputStream]) -> None:
         self.meter = Meter(streams)
@@ -535,7 +536,7 @@ async def start_stream(
         pieces = chunks.chunk(*first)
         begin = chunks.start() + next(pieces, b"")
         events = _events(state, outputs, chunks, itertools.chain([begin], pieces), streams[0].name)
-        return EventStream(events, headers, lambda: abort_all(streams))
+        return EventStream(events, headers, lambda: abort_all(streams), chunks.media_type)
     except BaseException:
         await outputs.aclose()
         abort_all(streams)
@@ -543,22 +544,23 @@ async def start_stream(
 
 
 class EventStream(Response):
-    """A response of server-sent events. Each event is sent as soon as it is made, without a task or queue in between.
+    """A response of server-sent events, or of other pieces if ``media_type`` says so. Each event is sent as soon as it
+    is made, without a task or queue in between.
 
     ``over`` is called when the events end or the client disconnects. The engine does not wait for a slow client;
     outputs that wait are merged into one larger chunk. If a client stops reading, the stall timeout closes its
     connection, which ends the stream.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
         headers: Mapping[str, str] | None = None,
         over: Callable[[], object] = lambda: None,
+        media_type: str = "text/event-stream",
     ) -> None:
         self.status_code = 200
+        self.media_type = media_type
         self.background = None
         self.init_headers({**(headers or {}), "cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events = events

@@ -42,7 +42,9 @@ from chairlift.text.tool_calls import (
     tool_format_of,
 )
 
-__all__ = ["AnswerReading", "ChatPlan", "chat_plan", "constrained", "limited_params", "opened_by", "plan_prompt"]
+__all__ = [
+    *("EFFORTS", "AnswerReading", "ChatPlan", "chat_plan", "constrained", "limited_params", "opened_by", "plan_prompt"),
+]
 
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _HELD: Final = {False: "function.strict", True: "custom.format"}

@@ -7,7 +7,7 @@ queueing and the reading of tool calls and reasoning are the same for every API.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -74,13 +74,15 @@ async def begin_chat(
     shorten: bool = False,
     thinking_hint: int | None = None,
     drops_turns: bool = False,
+    before: Sequence[int] = (),
 ) -> ChatRun:
     """Check a chat, turn its messages into a prompt, and send the prompt to the engine. Names of ignored fields are
     added to ``ignored``.
 
     With ``shorten``, a ``max_tokens`` that is too large for the model's length is reduced to the remaining length.
     With ``drops_turns``, the oldest turns of a conversation that is too long are left out. ``thinking_hint`` is a
-    thinking_token_budget that is ignored if the model cannot apply it. Raises ApiError,
+    thinking_token_budget that is ignored if the model cannot apply it. ``before`` has the token ids of an earlier
+    conversation, which precede the messages. Raises ApiError,
     RequestError, TemplateError, OverloadedError or EngineDeadError.
     """
     state: ServerState = request.app.state.server
@@ -99,6 +101,7 @@ async def begin_chat(
         if images is not None and chat.truncate_prompt_tokens is not None:
             message = "a prompt with images cannot be cut; leave truncate_prompt_tokens out, or send fewer images"
             raise ApiError(400, message, code="invalid_value", param="truncate_prompt_tokens")
+        laid_out = [*before, *_without_bos(state, laid_out)] if before else laid_out
         prompt = truncate(laid_out, chat.truncate_prompt_tokens, info, params.max_tokens)
     plan = opened_by(plan, chat, state.engine.prompts.tokenizer, laid_out)
     plan, params = constrained(plan, chat, params)
@@ -118,6 +121,13 @@ async def begin_chat(
     streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), **whose)
     texts = TokenTexts(state.engine.prompts.tokenizer, bool(chat.return_tokens_as_token_ids))
     return ChatRun(chat, model, info, plan, params, prompt, streams, texts, shortened)
+
+
+def _without_bos(state: ServerState, prompt: list[int]) -> list[int]:
+    """The prompt without a token that begins every text."""
+    tokenizer = state.engine.prompts.tokenizer
+    bos = None if tokenizer is None else tokenizer.token_to_id(tokenizer.named_tokens.get("bos_token") or "")
+    return prompt[1:] if bos is not None and prompt[:1] == [bos] else prompt
 
 
 async def _without_old_turns(

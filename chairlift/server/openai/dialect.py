@@ -123,6 +123,7 @@ def _files_and_batches() -> dict[str, dict[str, Any]]:
 _STREAMED: Final[dict[str, Any]] = {"streams": True, "parameters": [TTFT_PARAMETER]}
 
 OPENAI: Final = Dialect(
+    prefixes=("/v1",),
     routes=[
         *(*chat.routes, *completions.routes, *responses.routes, *pooling.routes, *tokens.routes, *models.routes),
         *(*files.routes, *batches.routes),

@@ -43,10 +43,13 @@ __all__ = [
     "ClassifyRequest",
     "EmbeddingReply",
     "EmbeddingRequest",
+    "PooledCall",
     "RerankReply",
     "RerankRequest",
     "ScoreReply",
     "ScoreRequest",
+    "listed",
+    "refusing",
     "routes",
 ]
 
@@ -212,7 +215,7 @@ class RerankReply(msgspec.Struct, kw_only=True):
     results: list[RerankResult]
 
 
-class _Call:
+class PooledCall:
     """One call of an endpoint for embeddings, classes or scores."""
 
     def __init__(self, request: Request, payload: PooledRequest, ignored: list[str], task: str) -> None:
@@ -247,7 +250,7 @@ class _Call:
         added = engine.prompts.tokenizer.num_added if engine.prompts.tokenizer is not None else (0, 0)
         found = []
         for place, each in enumerate(given):
-            with _refusing(f"{name}[{place}]" if len(given) > 1 else name):
+            with refusing(f"{name}[{place}]" if len(given) > 1 else name):
                 ids, around = (next(texts), added) if isinstance(each, str) else (each, (0, 0))
                 found.append(self.inputs.text(uuid.uuid4().hex, ids, truncate, around))
         return found
@@ -288,7 +291,7 @@ class _Call:
             ones = list(first) * (len(second) if len(first) == 1 else 1)
             found = []
             for place, pair in enumerate(zip(ones, second, strict=True)):
-                with _refusing(f"{names[1]}[{place}]" if len(second) > 1 else names[1]):
+                with refusing(f"{names[1]}[{place}]" if len(second) > 1 else names[1]):
                     found.append(inputs.pair(uuid.uuid4().hex, pair[0], pair[1], truncate))
             return found
 
@@ -313,7 +316,7 @@ class _Call:
 
 
 @contextlib.contextmanager
-def _refusing(field: str) -> Iterator[None]:
+def refusing(field: str) -> Iterator[None]:
     """Context manager: add the name of the request field to errors inside the block."""
     try:
         yield
@@ -322,7 +325,7 @@ def _refusing(field: str) -> Iterator[None]:
         raise ApiError(400, f"{field}: {error}", code=code, param=field) from None
 
 
-def _listed(given: Any, name: str) -> list[Any]:
+def listed(given: Any, name: str) -> list[Any]:
     """The input as a list with one entry per text. Raises ApiError for mixed lists and for too many texts."""
     if isinstance(given, str):
         return [given]
@@ -341,7 +344,7 @@ async def create_embeddings(request: Request) -> Response:
     """Return the embeddings of texts."""
     pooling_info(request.app.state.server)
     payload, ignored = parse(EmbeddingRequest, await read_json(request))
-    call = _Call(request, payload, ignored, "embed")
+    call = PooledCall(request, payload, ignored, "embed")
     if payload.encoding_format not in (None, "float", "base64"):
         message = f"encoding_format must be float or base64, got {payload.encoding_format!r}"
         raise ApiError(400, message, code="invalid_value", param="encoding_format")
@@ -354,11 +357,11 @@ async def create_embeddings(request: Request) -> Response:
             " server with pooling_normalize false"
         )
         raise ApiError(400, message, code="unsupported_parameter", param="normalize")
-    with _refusing("dimensions"):
+    with refusing("dimensions"):
         call.inputs.check_dimensions(payload.dimensions)
-    with _refusing("prompt_name"):
+    with refusing("prompt_name"):
         prefix = call.inputs.prefix(payload.prompt_name)
-    vectors = await call.vectors(await call.encode(_listed(payload.input, "input"), prefix, "input"))
+    vectors = await call.vectors(await call.encode(listed(payload.input, "input"), prefix, "input"))
 
     def make() -> EmbeddingReply:
         dtype = payload.embed_dtype or "float32"
@@ -381,9 +384,9 @@ async def classify(request: Request) -> Response:
     """Return the classes of texts."""
     pooling_info(request.app.state.server)
     payload, ignored = parse(ClassifyRequest, await read_json(request))
-    call = _Call(request, payload, ignored, "classify")
+    call = PooledCall(request, payload, ignored, "classify")
     labels = call.inputs.pooling.labels
-    vectors = await call.vectors(await call.encode(_listed(payload.input, "input"), "", "input"))
+    vectors = await call.vectors(await call.encode(listed(payload.input, "input"), "", "input"))
 
     def make() -> ClassifyReply:
         data = []
@@ -400,7 +403,7 @@ async def score(request: Request) -> Response:
     """Return the scores of pairs of texts."""
     pooling_info(request.app.state.server)
     payload, ignored = parse(ScoreRequest, await read_json(request))
-    call = _Call(request, payload, ignored, "score")
+    call = PooledCall(request, payload, ignored, "score")
     first, second = ([each] if isinstance(each, str) else each for each in (payload.text_1, payload.text_2))
     found = await call.scores(first, second, ("text_1", "text_2"))
     data = [Score(index=index, score=each) for index, each in enumerate(found)]
@@ -411,7 +414,7 @@ async def rerank(request: Request) -> Response:
     """Return documents, ordered by relevance to a query."""
     pooling_info(request.app.state.server)
     payload, ignored = parse(RerankRequest, await read_json(request))
-    call = _Call(request, payload, ignored, "score")
+    call = PooledCall(request, payload, ignored, "score")
     texts = [each if isinstance(each, str) else each.text for each in payload.documents]
     found = await call.scores([payload.query], texts, ("query", "documents"))
     order = sorted(range(len(found)), key=lambda index: (-found[index], index))[: payload.top_n or None]

@@ -14,11 +14,12 @@ from chairlift.errors import RequestError, TemplateError
 from chairlift.server.http.errors import ApiError, to_api_error
 from chairlift.server.http.state import ServerState
 
-__all__ = ["MAX_MESSAGES", "Names", "image_part", "texts_of", "wrong"]
+__all__ = ["MAX_MESSAGES", "Names", "image_part", "texts_of", "thinking_switch", "wrong"]
 
 MAX_MESSAGES: Final = 1024
 _PLACE: Final = re.compile(r"(?:messages\[[0-9]+\](?:\.tool_calls\[[0-9]+\])?|(?<![\w.])tools\[[0-9]+\])")
 _LONGEST: Final = 60
+_THINKING: Final = re.compile(r"(?<![.\w])thinking is (?:not )?defined")
 
 
 class Names:
@@ -99,6 +100,13 @@ def image_part(url: Any, where: str) -> dict[str, Any]:
     if not isinstance(url, str):
         wrong(where, "must be a data URL (data:image/png;base64,...)", url)
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def thinking_switch(template: str) -> str | None:
+    """Name of the variable by which a chat template turns thinking on and off; None if it has none."""
+    if "enable_thinking" in template:
+        return "enable_thinking"
+    return "thinking" if _THINKING.search(template) else None
 
 
 def wrong(where: str, allowed: str, given: Any) -> NoReturn:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["RequestTracer", "otlp_exporter"]
 
 _log = logging.getLogger(__name__)
-_OPERATIONS: Final = dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat")
+_OPERATIONS: Final = dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"), "chat")
 _HEADERS: Final = (b"traceparent", b"tracestate", b"baggage")
 _MAX_SECONDS: Final = 3.0
 """Maximum number of seconds for sending a batch of spans, and for sending the remaining spans when the server ends."""
