@@ -72,7 +72,7 @@ ALLOWED: dict[str, list[str]] = {
     "fleet.ray": ["errors", "version", "config", "engine.process.process_client", "fleet"],
     "server": [
         *("errors", "version", "config", "base", "engine", "fleet", "loading", "metrics", "models.vision"),
-        *("text.tokenizer", "text.tool_calls"),
+        *("models.hf_config", "text.tokenizer", "text.tool_calls"),
     ],
     "server.openai.batches.lines": ["errors"],
     "server.openai.batches.records": ["errors"],

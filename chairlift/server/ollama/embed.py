@@ -24,14 +24,14 @@ from chairlift.server.ollama.bodies import (
 )
 from chairlift.server.ollama.input import parse_body, served_name
 from chairlift.server.openai.models import pooling_info
-from chairlift.server.openai.pooling import EmbeddingRequest, PooledCall, listed, refusing
+from chairlift.server.openai.pooling import EmbeddingRequest, EndpointCall, listed, refusing
 
 __all__ = ["routes"]
 
 _NANOSECONDS: Final = 1_000_000_000
 
 
-def _call(request: Request, payload: OllamaScheduled, ignored: list[str], truncate: bool | None) -> PooledCall:
+def _call(request: Request, payload: OllamaScheduled, ignored: list[str], truncate: bool | None) -> EndpointCall:
     state: ServerState = request.app.state.server
     asked = EmbeddingRequest(
         input="",
@@ -39,10 +39,10 @@ def _call(request: Request, payload: OllamaScheduled, ignored: list[str], trunca
         truncate_prompt_tokens=None if truncate is False else -1,
         **{name: getattr(payload, name) for name in SCHEDULING},
     )
-    return PooledCall(request, asked, ignored, "embed")
+    return EndpointCall(request, asked, ignored, "embed")
 
 
-async def _vectors(call: PooledCall, texts: Sequence[str], name: str) -> list[bytes]:
+async def _vectors(call: EndpointCall, texts: Sequence[str], name: str) -> list[bytes]:
     """Vectors of texts, as float32 bytes. ``name`` is the field with the texts."""
     prefix = call.inputs.prefix(None)
     return await call.vectors(await call.encode(listed(texts, name), prefix, name))

@@ -43,7 +43,7 @@ __all__ = [
     "ClassifyRequest",
     "EmbeddingReply",
     "EmbeddingRequest",
-    "PooledCall",
+    "EndpointCall",
     "RerankReply",
     "RerankRequest",
     "ScoreReply",
@@ -215,7 +215,7 @@ class RerankReply(msgspec.Struct, kw_only=True):
     results: list[RerankResult]
 
 
-class PooledCall:
+class EndpointCall:
     """One call of an endpoint for embeddings, classes or scores."""
 
     def __init__(self, request: Request, payload: PooledRequest, ignored: list[str], task: str) -> None:
@@ -344,7 +344,7 @@ async def create_embeddings(request: Request) -> Response:
     """Return the embeddings of texts."""
     pooling_info(request.app.state.server)
     payload, ignored = parse(EmbeddingRequest, await read_json(request))
-    call = PooledCall(request, payload, ignored, "embed")
+    call = EndpointCall(request, payload, ignored, "embed")
     if payload.encoding_format not in (None, "float", "base64"):
         message = f"encoding_format must be float or base64, got {payload.encoding_format!r}"
         raise ApiError(400, message, code="invalid_value", param="encoding_format")
@@ -384,7 +384,7 @@ async def classify(request: Request) -> Response:
     """Return the classes of texts."""
     pooling_info(request.app.state.server)
     payload, ignored = parse(ClassifyRequest, await read_json(request))
-    call = PooledCall(request, payload, ignored, "classify")
+    call = EndpointCall(request, payload, ignored, "classify")
     labels = call.inputs.pooling.labels
     vectors = await call.vectors(await call.encode(listed(payload.input, "input"), "", "input"))
 
@@ -403,7 +403,7 @@ async def score(request: Request) -> Response:
     """Return the scores of pairs of texts."""
     pooling_info(request.app.state.server)
     payload, ignored = parse(ScoreRequest, await read_json(request))
-    call = PooledCall(request, payload, ignored, "score")
+    call = EndpointCall(request, payload, ignored, "score")
     first, second = ([each] if isinstance(each, str) else each for each in (payload.text_1, payload.text_2))
     found = await call.scores(first, second, ("text_1", "text_2"))
     data = [Score(index=index, score=each) for index, each in enumerate(found)]
@@ -414,7 +414,7 @@ async def rerank(request: Request) -> Response:
     """Return documents, ordered by relevance to a query."""
     pooling_info(request.app.state.server)
     payload, ignored = parse(RerankRequest, await read_json(request))
-    call = PooledCall(request, payload, ignored, "score")
+    call = EndpointCall(request, payload, ignored, "score")
     texts = [each if isinstance(each, str) else each.text for each in payload.documents]
     found = await call.scores([payload.query], texts, ("query", "documents"))
     order = sorted(range(len(found)), key=lambda index: (-found[index], index))[: payload.top_n or None]
