@@ -251,7 +251,7 @@ class StepProgram:
         if count > ROUTED_TOKENS and self._expert_counts is not None:
             raise InvariantError(f"a step of {count} tokens keeps its routing for the last {ROUTED_TOKENS} only")
         if at == 0:
-            self.chosen = []
+            self.chosen.clear()
         for place in range(at, end):
             op = self._ops[place]
             if op.kind != OpKind.EXPERTS:

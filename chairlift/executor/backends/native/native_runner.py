@@ -194,7 +194,7 @@ class NativeModelRunner:
         """Replace the log-probabilities of ``drawn`` by those of the distributions from which the tokens were drawn.
         The kernels overwrite the logits that they store, so the rows are multiplied with the output head again."""
         histories, adapters = batch.histories, _adapters_of(batch)
-        reports = drawn.logprobs or []
+        reports = list(drawn.logprobs or [])
         wanted = [i for i, report in enumerate(reports) if report is not None]
         step = len(self._scratch())
         for start in range(0, len(wanted), step):
@@ -208,6 +208,7 @@ class NativeModelRunner:
             found = token_logprobs(scores, [drawn.token_ids[i] for i in part], counts)
             for i, report in zip(part, found, strict=True):
                 reports[i] = report
+        drawn.logprobs = reports
 
     def sample_places(self, batch: StepBatch) -> npt.NDArray[np.int32]:
         """[P] index of each sample position's hidden state in the result of :meth:`forward`."""
