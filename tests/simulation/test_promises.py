@@ -471,7 +471,7 @@ def run_worlds(name: str, config: pytest.Config, default: int) -> None:
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_promise_holds(name: str, pytestconfig: pytest.Config) -> None:
-    run_worlds(name, pytestconfig, 40)
+    run_worlds(name, pytestconfig, 80)
 
 
 def test_a_tenant_that_is_owed_a_row_is_asked_first_at_equal_service() -> None:

@@ -552,15 +552,17 @@ class EventStream(Response):
     connection, which ends the stream.
     """
 
+    media_type = "text/event-stream"
+
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
         headers: Mapping[str, str] | None = None,
         over: Callable[[], object] = lambda: None,
-        media_type: str = "text/event-stream",
+        media_type: str | None = None,
     ) -> None:
         self.status_code = 200
-        self.media_type = media_type
+        self.media_type = media_type or self.media_type
         self.background = None
         self.init_headers({**(headers or {}), "cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events = events
