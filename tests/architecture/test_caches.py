@@ -26,6 +26,7 @@ KEYED = {
     "text.grammar.checker": "_good",
     "core.kv_cache.prefix_cache": "_nodes",
     "core.kv_cache.swap": "_kept",
+    "engine.kv_store.index": "_spare",
     "engine.kv_store.store": "_index _namespaces _others _own _pending",
     "core.spec_decode.suffix": "_answers _ends _texts",
     "fleet.routing": "_keys",

@@ -13,6 +13,8 @@ from tests.simulation.planted import check_some_world_finds
 
 _MOST = 150
 """Number of worlds that may be needed to find a planted bug."""
+_FAILED_ONCE = (20224,)
+"""Seeds of worlds that have found a fault that was not planted."""
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +35,11 @@ def test_worlds_hold_and_reach_what_they_are_for() -> None:
         seen += run_world(seed)
     names = "answers", "recovered", "loaded tokens", "written", "rejected", "stopped", "faults", "beside", "shared"
     assert all(seen[name] >= 3 for name in names), seen
+
+
+@pytest.mark.parametrize("seed", _FAILED_ONCE)
+def test_worlds_that_failed_once_hold(seed: int) -> None:
+    run_world(seed)
 
 
 @pytest.mark.nightly

@@ -104,6 +104,7 @@ class KVStore:
         self._now = now
         self._unix_time = unix_time
         self._index = BlockIndex()
+        self._index.own = files.writer
         self._own: list[OrderedDict[int, bytes]] = [OrderedDict() for _ in files.num_slots]
         """Per group: slot -> key of the block in it, least recently used first."""
         self._free = [list(range(count - 1, -1, -1)) for count in files.num_slots]
@@ -166,8 +167,9 @@ class KVStore:
                 known = self._index.get(name)
                 if known is not None and known.writer == writer:
                     self._own[record.group].pop(known.record.slot)
+                    self._index.remove(known)
                 self._own[record.group][record.slot] = record.key
-                self._index[name] = Stored(writer, record)
+                self._index.add(Stored(writer, record))
         for group, count in enumerate(self._files.num_slots):
             taken = self._own[group]
             self._free[group] = [slot for slot in range(count - 1, -1, -1) if slot not in taken]
@@ -179,13 +181,9 @@ class KVStore:
         if before is not None:
             if before.record.generation >= record.generation:
                 return
-            name = before.record.group, before.record.key
-            if self._index.get(name) is before:
-                del self._index[name]
+            self._index.remove(before)
         self._others[place] = stored = Stored(writer, record)
-        known = self._index.get((record.group, record.key))
-        if known is None or (known.writer != self._files.writer and known.record.generation < record.generation):
-            self._index[record.group, record.key] = stored
+        self._index.add(stored)
 
     @property
     def num_blocks(self) -> int:
@@ -259,13 +257,13 @@ class KVStore:
         return True
 
     def _take_slot(self, group: int) -> int | None:
-        """A slot whose block, if it had one, can no longer be found. None if all are being read or written."""
+        """A slot whose block, if it had one, can no longer be found there. None if all are being read or written."""
         if self._free[group]:
             return self._free[group].pop()
         own = self._own[group]
         slot = next((slot for slot in own if not self._pinned[group, slot]), None)
         if slot is not None:
-            self._index.pop((group, own.pop(slot)))
+            self._index.remove(self._index[group, own.pop(slot)])
         return slot
 
     def forget(self, group: int, key: bytes) -> None:
@@ -392,9 +390,9 @@ class KVStore:
         return job
 
     def _drop(self, wrong: Stored) -> None:
-        """Never find a block again that could not be read, and use its slot again."""
+        """Never find a copy of a block again that could not be read, and use its slot again."""
         group = wrong.record.group
-        del self._index[group, wrong.record.key]
+        self._index.remove(wrong)
         if wrong.writer == self._files.writer:
             del self._own[group][wrong.record.slot]
             self._free[group].insert(0, wrong.record.slot)
@@ -438,7 +436,7 @@ class KVStore:
             return
         del self._pending[name]
         self._own[record.group][record.slot] = record.key
-        self._index[name] = Stored(self._files.writer, record)
+        self._index.add(Stored(self._files.writer, record))
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 

@@ -378,6 +378,55 @@ def test_a_block_that_another_writer_overwrites_is_forgotten_and_written_again(c
     assert second.wants(0, key_of(1)) and second.find(0, key_of(3)) is not None
 
 
+def stores_with_one_block(disk: FakeDisk, clock: list[float]) -> tuple[KVStore, KVStore]:
+    """Two stores that both have written block 1. The second has two slots, and knows the copy of the first."""
+    room = 2 * (BYTES + record_bytes(BLOCK))
+    first, second = beside(disk, clock, nbytes=4 * room), beside(disk, clock, nbytes=room)
+    put(first, 1)
+    put(second, 1)
+    follow(second, disk, clock)
+    return first, second
+
+
+def test_an_evicted_block_that_another_writer_has_too_is_found_there(clock: list[float]) -> None:
+    disk = FakeDisk(random.Random(0))
+    first, second = stores_with_one_block(disk, clock)
+    put(second, 2, 3)
+    found = second.find(0, key_of(1))
+    assert found is not None and found.writer == first._files.writer
+    assert get(second, 1, 2, 3) == [payload_of(1), payload_of(2), payload_of(3)]
+
+
+def test_a_block_whose_copy_cannot_be_read_is_found_at_another_writer(clock: list[float]) -> None:
+    disk = FakeDisk(random.Random(0))
+    _, second = stores_with_one_block(disk, clock)
+    blocks = disk.files["model/blocks-1-0"]
+    blocks[:] = bytes(len(blocks))
+    assert get(second, 1) == []
+    assert get(second, 1) == [payload_of(1)]
+
+
+def test_no_copy_of_a_forgotten_block_is_found(clock: list[float]) -> None:
+    disk = FakeDisk(random.Random(0))
+    _, second = stores_with_one_block(disk, clock)
+    second.forget(0, key_of(1))
+    put(second, 1)
+    follow(second, disk, clock)
+    put(second, 2, 3)
+    assert second.find(0, key_of(1)) is None
+
+
+def test_a_block_of_two_other_writers_is_found_while_one_has_it(clock: list[float]) -> None:
+    disk = FakeDisk(random.Random(0))
+    first, second = stores_with_one_block(disk, clock)
+    reader = beside(disk, clock, read_only=True)
+    follow(reader, disk, clock)
+    put(second, 2, 3)
+    follow(reader, disk, clock)
+    found = reader.find(0, key_of(1))
+    assert found is not None and found.writer == first._files.writer
+
+
 def test_a_block_that_another_engine_forgets_is_not_read(clock: list[float]) -> None:
     disk = FakeDisk(random.Random(0))
     first, second = beside(disk, clock), beside(disk, clock)
