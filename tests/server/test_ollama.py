@@ -107,11 +107,11 @@ def test_options_reach_the_engine_or_are_refused(
         **{"repeat_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "repeat_last_n": -1},
         **{"num_ctx": 99_999, "num_gpu": 1, "mirostat": 0, "strange": 1},
     }
-    with caplog.at_level(logging.WARNING, "chairlift.server"):
+    with caplog.at_level(logging.INFO, "chairlift.server.ollama"):
         reply = http.post("/api/chat", json={"model": "fake", "messages": ASK, "options": options, "stream": False})
     assert reply.status_code == 200
     assert all(name in reply.headers["warning"] for name in ("options.num_ctx", "options.num_gpu", "options.strange"))
-    assert [getattr(record, "fields", None) for record in caplog.records] == [{"names": "strange"}]
+    assert {"names": "strange"} in [getattr(record, "fields", None) for record in caplog.records]
     params = engine.submitted[-1][1]
     assert (params.max_tokens, params.temperature, params.top_k, params.top_p) == (5, 0.5, 7, 0.9)
     assert (params.min_p, params.seed, params.stop) == (0.1, 3, ("zz",))

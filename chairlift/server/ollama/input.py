@@ -100,7 +100,7 @@ def parse_body(kind: type[_T], body: Mapping[str, Any]) -> tuple[_T, list[str]]:
         ignored += [f"options.{name}" for name in unknown]
         strange = [name for name in unknown if name not in _WITHOUT_EFFECT]
         if strange:
-            log_event(_log, logging.WARNING, "unknown options", names=", ".join(strange[:_MAX_LOGGED])[:200])
+            log_event(_log, logging.INFO, "unknown options", names=", ".join(strange[:_MAX_LOGGED])[:200])
     return payload, ignored
 
 
