@@ -402,9 +402,9 @@ def test_a_part_that_is_left_out_is_noticed(
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not"),
         (
             {"model_type": "gemma3_text", "use_bidirectional_attention": True},
-            "so the model computes embeddings and no text",
+            "computes embeddings and no text",
         ),
-        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "so the model computes embeddings and no text"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "computes embeddings and no text"),
         ({"model_type": "gemma2", "attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be a number above 0"),
         ({"model_type": "gemma2", "final_logit_softcapping": 0}, "final_logit_softcapping must be a number above 0"),
         ({"model_type": "opt", "ffn_dim": 96, "layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),

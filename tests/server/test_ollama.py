@@ -107,7 +107,7 @@ def test_options_reach_the_engine_or_are_refused(
         **{"repeat_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "repeat_last_n": -1},
         **{"num_ctx": 99_999, "num_gpu": 1, "mirostat": 0, "strange": 1},
     }
-    with caplog.at_level(logging.INFO, "chairlift.server.ollama"):
+    with caplog.at_level(logging.INFO, "chairlift"):
         reply = http.post("/api/chat", json={"model": "fake", "messages": ASK, "options": options, "stream": False})
     assert reply.status_code == 200
     assert all(name in reply.headers["warning"] for name in ("options.num_ctx", "options.num_gpu", "options.strange"))

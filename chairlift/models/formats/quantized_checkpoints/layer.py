@@ -229,8 +229,8 @@ def group_of_rows(in_features: int) -> int:
 def unpacked(words: Tensor, bits: int) -> Tensor:
     """Codes of ``bits`` bits (at most 8) in 32-bit words, lowest bits first, without gaps between words of a row:
     [rows, words] -> uint8 [rows, words * 32 / bits]. Bits behind the last whole code are left out."""
-    # torch runs on little-endian machines, and the formats are little-endian. The words are in one line for view, because
-    # a matrix with one word per row may count as contiguous with any distance between words.
+    # torch runs on little-endian machines, and the formats are little-endian. The words are put in one line, because a
+    # matrix with one word per row may count as contiguous with any distance between words.
     stream = words.reshape(-1).view(torch.uint8).view(len(words), -1)
     if bits == 8:
         return stream
