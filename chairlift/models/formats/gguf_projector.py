@@ -29,10 +29,9 @@ NONE: Final = "none"
 class _Kind:
     """How files with one value of ``clip.projector_type`` are read."""
 
-    architecture: str
-    """``general.architecture`` of the model's own file."""
-    model_type: str
-    """Family that reads the images."""
+    models: Mapping[str, tuple[str, str]]
+    """``general.architecture`` of the model's own file -> (family that reads the images, ``model_type`` of its text
+    model)."""
     tokens: Mapping[str, tuple[str, int | None]]
     """Key of ``config.json`` -> (text of the token, its number if the vocabulary does not name it)."""
     vision: Callable[[Projector], dict[str, Any]]
@@ -40,6 +39,8 @@ class _Kind:
     names begin with a dot."""
     preprocessor: Callable[[Projector], dict[str, Any]]
     """Function that returns keys of ``preprocessor_config.json``."""
+    needs: tuple[str, ...] = ()
+    """Tensors without which the file belongs to another family."""
 
 
 class Projector:
@@ -72,6 +73,13 @@ class Projector:
             self.fail(f"clip.vision.{name} must be a number, got {value!r:.40}; convert the model again")
         return value
 
+    def count(self, name: str, default: int | None = None) -> int:
+        """Value of ``clip.vision.<name>``, which must be a whole number above 0."""
+        value = self.number(name, default)
+        if not isinstance(value, int) or value < 1:
+            self.fail(f"clip.vision.{name} must be a whole number above 0, got {value!r:.40}; convert the model again")
+        return value
+
     def numbers(self, name: str) -> list[Any]:
         """Values of the array ``clip.vision.<name>``."""
         value = self.model.metadata.get(f"clip.vision.{name}")
@@ -79,11 +87,23 @@ class Projector:
             self.fail(f"clip.vision.{name} must be a list of numbers, got {value!r:.40}; convert the model again")
         return list(value.tolist())
 
+    def activation(self) -> str:
+        """Activation of the MLPs. Without a key it is llama.cpp's default."""
+        named = [name for name in ("silu", "gelu") if self.model.metadata.get(f"clip.use_{name}") is True]
+        return named[0] if named else "quick_gelu"
+
     def shape(self, tensor: str) -> tuple[int, ...]:
         """Shape of a tensor, which the file must have."""
         if tensor not in self.model:
             self.fail(f"tensor {tensor} is missing; download the file again")
         return self.model.info(tensor).shape
+
+    def sides(self, tensor: str) -> tuple[int, int]:
+        """Rows and columns of a matrix, which the file must have."""
+        shape = self.shape(tensor)
+        if len(shape) != 2:
+            self.fail(f"tensor {tensor} has shape {list(shape)}, and must be a matrix; convert the model again")
+        return shape[0], shape[1]
 
 
 def _siglip(projector: Projector) -> dict[str, Any]:
@@ -127,11 +147,24 @@ def _patches(projector: Projector) -> dict[str, Any]:
     }
 
 
+def _plain_patches(projector: Projector) -> dict[str, Any]:
+    """Keys of Qwen2-VL. Converters write another number as the width of its MLPs, so the tensors decide: that width is
+    the other side of a matrix, whose name old files exchange with that of the second layer."""
+    width = projector.count("embedding_length")
+    rows, columns = projector.sides("v.blk.0.ffn_up.weight")
+    inner = columns if rows == width else rows
+    found = _patches(projector)
+    return found | {
+        "embed_dim": width,
+        "hidden_size": found["out_hidden_size"],
+        "mlp_ratio": inner // width,
+        "hidden_act": projector.activation(),
+    }
+
+
 def _window_patches(projector: Projector) -> dict[str, Any]:
     found = _patches(projector)
-    every = projector.number("n_wa_pattern")
-    if not isinstance(every, int) or every < 1:
-        projector.fail(f"clip.vision.n_wa_pattern must be 1 or more, got {every!r:.40}; convert the model again")
+    every = projector.count("n_wa_pattern")
     full = list(range(every - 1, min(found["depth"], 256), every))
     return found | {"window_size": projector.number("window_size", 112), "fullatt_block_indexes": full}
 
@@ -142,6 +175,47 @@ def _deep_patches(projector: Projector) -> dict[str, Any]:
         "num_position_embeddings": projector.shape("v.position_embd.weight")[0],
         "deepstack_visual_indexes": [layer for layer, each in enumerate(deep) if each],
         "hidden_act": "gelu_pytorch_tanh",
+    }
+
+
+def _lines(projector: Projector) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": projector.number("block_count"),
+        "num_attention_heads": projector.number("attention.head_count"),
+        "image_size": projector.number("image_size"),
+        "hidden_act": projector.activation(),
+        "rope_theta": projector.model.metadata.get("clip.rope.freq_base", 10_000.0),
+        ".spatial_merge_size": projector.number("spatial_merge_size", 1),
+        ".multimodal_projector_bias": "mm.1.bias" in projector.model,
+    }
+
+
+def _line_sizes(projector: Projector) -> dict[str, Any]:
+    return {"size": {"longest_edge": projector.number("image_size")}}
+
+
+def _aspect_tiles(projector: Projector) -> dict[str, Any]:
+    tensors = projector.model
+    return {
+        "num_hidden_layers": projector.number("block_count"),
+        "num_attention_heads": projector.number("attention.head_count"),
+        "image_size": projector.number("image_size"),
+        "layer_norm_eps": projector.number("attention.layer_norm_epsilon"),
+        "hidden_act": projector.activation(),
+        "norm_type": "layer_norm" if "v.blk.0.ln1.bias" in tensors else "rms_norm",
+        "attention_bias": "v.blk.0.attn_q.bias" in tensors,
+        "use_qk_norm": "v.blk.0.attn_q_norm.weight" in tensors,
+        "use_mean_pooling": "v.post_ln.weight" not in tensors,
+        ".downsample_ratio": 1 / projector.count("projector.scale_factor", 2),
+    }
+
+
+def _aspect_sizes(projector: Projector) -> dict[str, Any]:
+    size = projector.number("image_size")
+    return {
+        "size": {"height": size, "width": size},
+        "min_patches": projector.number("preproc_min_tiles", 1),
+        "max_patches": projector.number("preproc_max_tiles", 12),
     }
 
 
@@ -163,11 +237,28 @@ _SOFT: Final[Mapping[str, tuple[str, int | None]]] = {
     "boi_token_index": ("<start_of_image>", None),
     "eoi_token_index": ("<end_of_image>", None),
 }
+_QWEN_PIXELS: Final = _pixels(56 * 56, 28 * 28 * 16_384)
 PROJECTORS: Final[Mapping[str, _Kind]] = {
-    "gemma3": _Kind("gemma3", "gemma3", _SOFT, _pooled, _pooled_sizes),
-    "idefics3": _Kind("llama", "idefics3", {"image_token_id": ("<image>", None)}, _tiles, _tile_sizes),
-    "qwen2.5vl_merger": _Kind("qwen2vl", "qwen2_5_vl", _PAD, _window_patches, _pixels(56 * 56, 28 * 28 * 16_384)),
-    "qwen3vl_merger": _Kind("qwen3vl", "qwen3_vl", _PAD, _deep_patches, _pixels(65_536, 16_777_216)),
+    "gemma3": _Kind({"gemma3": ("gemma3", "gemma3_text")}, _SOFT, _pooled, _pooled_sizes),
+    "idefics3": _Kind({"llama": ("idefics3", "llama")}, {"image_token_id": ("<image>", None)}, _tiles, _tile_sizes),
+    "internvl": _Kind(
+        {"qwen2": ("internvl", "qwen2"), "qwen3": ("internvl", "qwen3")},
+        {"image_token_id": ("<IMG_CONTEXT>", None)},
+        _aspect_tiles,
+        _aspect_sizes,
+    ),
+    "pixtral": _Kind(
+        {"llama": ("mistral3", "mistral"), "mistral3": ("mistral3", "ministral3")},
+        {"image_token_id": ("[IMG]", None)},
+        _lines,
+        _line_sizes,
+        needs=("mm.input_norm.weight", "mm.patch_merger.weight"),  # Pixtral 12B has neither
+    ),
+    "qwen2vl_merger": _Kind({"qwen2vl": ("qwen2_vl", "qwen2_vl_text")}, _PAD, _plain_patches, _QWEN_PIXELS),
+    "qwen2.5vl_merger": _Kind({"qwen2vl": ("qwen2_5_vl", "qwen2_5_vl_text")}, _PAD, _window_patches, _QWEN_PIXELS),
+    "qwen3vl_merger": _Kind(
+        {"qwen3vl": ("qwen3_vl", "qwen3_vl_text")}, _PAD, _deep_patches, _pixels(65_536, 16_777_216)
+    ),
 }
 """Value of ``clip.projector_type`` -> how such files are read."""
 
@@ -205,8 +296,11 @@ def _unfit(model: GGUFModel, projector: Projector) -> str:
     """Reason why an encoder does not belong to a model; empty if it may."""
     kind = PROJECTORS[projector.kind]
     architecture = model.metadata.get("general.architecture")
-    if architecture != kind.architecture:
-        return f"its projector {projector.kind!r} is for architecture {kind.architecture!r}, not {architecture!r:.80}"
+    if architecture not in kind.models:
+        known = " or ".join(map(repr, kind.models))
+        return f"its projector {projector.kind!r} is for architecture {known}, not {architecture!r:.80}"
+    if lacking := [name for name in kind.needs if name not in projector.model]:
+        return f"its projector {projector.kind!r} has no {lacking[0]}, and encoders without it are not supported"
     # Rows for the first layers of the text model are appended to an embedding in some of llama.cpp's versions.
     width, found = model.metadata.get(f"{architecture}.embedding_length"), projector.number("projection_dim")
     return "" if found == width else f"its rows have {found} numbers, and the model's embeddings {width}"
@@ -215,9 +309,12 @@ def _unfit(model: GGUFModel, projector: Projector) -> str:
 def with_images(raw: Mapping[str, Any], model: GGUFModel, projector: Projector) -> dict[str, Any]:
     """``config.json`` of a model with its image encoder. ``raw`` is that of the model for texts."""
     kind = PROJECTORS[projector.kind]
-    family = FAMILIES[kind.model_type]
-    text = {**raw, "model_type": family.text_type}
-    sections = model.metadata.get(f"{kind.architecture}.rope.dimension_sections")
+    architecture = model.metadata["general.architecture"]
+    model_type, text_type = kind.models[architecture]
+    family = FAMILIES[model_type]
+    # Without the key, the default of some families is a window.
+    text = {"sliding_window": None, **raw, "model_type": text_type}
+    sections = model.metadata.get(f"{architecture}.rope.dimension_sections")
     if family.rope_sections and isinstance(sections, np.ndarray):
         scaling = text.get("rope_scaling") or {"rope_type": "default"}
         text["rope_scaling"] = {**scaling, "mrope_section": [int(each) for each in sections[:3]]}
@@ -229,7 +326,7 @@ def with_images(raw: Mapping[str, Any], model: GGUFModel, projector: Projector) 
         **{key: value for key, value in own.items() if not key.startswith(".")},
     }
     return {
-        "model_type": kind.model_type,
+        "model_type": model_type,
         "torch_dtype": raw["torch_dtype"],
         "tie_word_embeddings": raw["tie_word_embeddings"],
         "text_config": text,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any, Final
@@ -39,6 +40,52 @@ _NAMES: Final[dict[str, tuple[str, tuple[tuple[str, str], ...]]]] = {
         ),
     ),
     "idefics3": ("model.vision_model.", (*_SIGLIP, ("mm.model.fc", "model.connector.modality_projection.proj"))),
+    "internvl": (
+        "vision_tower.",
+        (
+            ("v.class_embd", "{}embeddings.cls_token"),
+            ("v.patch_embd", "{}embeddings.patch_embeddings.projection"),
+            ("v.position_embd.weight", "{}embeddings.position_embeddings"),
+            ("v.post_ln", "{}layernorm"),
+            (r"v.blk.(\d+).attn_([qkv])", r"{}encoder.layer.\1.attention.\2_proj"),
+            (r"v.blk.(\d+).attn_([qk])_norm", r"{}encoder.layer.\1.attention.\2_norm"),
+            (r"v.blk.(\d+).attn_out", r"{}encoder.layer.\1.attention.projection_layer"),
+            (r"v.blk.(\d+).ln1", r"{}encoder.layer.\1.layernorm_before"),
+            (r"v.blk.(\d+).ln2", r"{}encoder.layer.\1.layernorm_after"),
+            (r"v.blk.(\d+).ls([12]).weight", r"{}encoder.layer.\1.lambda_\2"),
+            (r"v.blk.(\d+).ffn_up", r"{}encoder.layer.\1.mlp.fc1"),
+            (r"v.blk.(\d+).ffn_down", r"{}encoder.layer.\1.mlp.fc2"),
+            ("mm.model.mlp.0", "multi_modal_projector.layer_norm"),
+            ("mm.model.mlp.1", "multi_modal_projector.linear_1"),
+            ("mm.model.mlp.3", "multi_modal_projector.linear_2"),
+        ),
+    ),
+    "pixtral": (
+        "vision_tower.",
+        (
+            ("v.patch_embd", "{}patch_conv"),
+            ("v.pre_ln", "{}ln_pre"),
+            (r"v.blk.(\d+).attn_([qkv])", r"{}transformer.layers.\1.attention.\2_proj"),
+            (r"v.blk.(\d+).attn_out", r"{}transformer.layers.\1.attention.o_proj"),
+            (r"v.blk.(\d+).ln1", r"{}transformer.layers.\1.attention_norm"),
+            (r"v.blk.(\d+).ln2", r"{}transformer.layers.\1.ffn_norm"),
+            (r"v.blk.(\d+).ffn_(gate|up|down)", r"{}transformer.layers.\1.feed_forward.\2_proj"),
+            ("v.token_embd.img_break", "{}break"),
+            ("mm.input_norm", "multi_modal_projector.norm"),
+            ("mm.patch_merger", "multi_modal_projector.patch_merger.merging_layer"),
+            ("mm.([12])", r"multi_modal_projector.linear_\1"),
+        ),
+    ),
+    "qwen2vl_merger": (
+        "visual.",
+        (
+            *_PATCHES,
+            (r"v.blk.(\d+).ffn_up", r"{}blocks.\1.mlp.fc1"),
+            (r"v.blk.(\d+).ffn_down", r"{}blocks.\1.mlp.fc2"),
+            ("v.post_ln", "{}merger.ln_q"),
+            (r"mm.([02])", r"{}merger.mlp.\1"),
+        ),
+    ),
     "qwen2.5vl_merger": (
         "visual.",
         (
@@ -108,7 +155,7 @@ def projector_tensors(projector: Projector) -> dict[str, Any]:
         if separate := re.fullmatch(r"(.+\.attn\.)[qkv](\..+)", name):
             parts.setdefault(f"{separate[1]}qkv{separate[2]}", []).append(tensor)
         else:
-            found[name] = _Stored(projector, [tensor], _own if not name.endswith("emb_norm.weight") else _without_one)
+            found[name] = _Stored(projector, [tensor], _restored(projector, name))
     for name, tensors in parts.items():
         ordered = sorted(tensors, key=lambda tensor: "qkv".index(tensor.split(".")[3][-1]))
         found[name] = _Stored(projector, ordered, torch.cat)
@@ -133,8 +180,11 @@ def _named(tensor: str, prefix: str, names: tuple[tuple[str, str], ...]) -> str 
 def _unswapped(projector: Projector, found: dict[str, Any]) -> dict[str, Any]:
     """``found`` with the two layers of each MLP exchanged, in files of older converters, which name them so."""
     up = "v.blk.0.ffn_up.weight"
-    wide = projector.number("feed_forward_length")
-    if up not in projector.model or projector.shape(up)[0] == wide or ".gate_proj." in "".join(found):
+    if up not in projector.model or ".gate_proj." in "".join(found):
+        return found
+    # The key feed_forward_length may be 0 or wrong, so the shape decides.
+    rows, columns = projector.sides(up)
+    if rows != projector.number("embedding_length") or rows == columns:
         return found
     other = {"fc1": "fc2", "fc2": "fc1"}
     return {
@@ -148,9 +198,23 @@ def _read(projector: Projector, name: str) -> Tensor:
     return torch.from_numpy(projector.model.read(name, 0, info.rows)).reshape(info.shape)
 
 
-def _own(tensors: list[Tensor]) -> Tensor:
-    return tensors[0]
+def _restored(projector: Projector, name: str) -> Callable[[list[Tensor]], Tensor]:
+    """Function that undoes the converter's change of the tensor ``name`` of a checkpoint."""
+    if name.endswith("emb_norm.weight"):
+        return lambda tensors: tensors[0] - 1.0
+    if projector.kind == "pixtral" and name.endswith((".q_proj.weight", ".k_proj.weight")):
+        return functools.partial(_in_halves, heads=projector.number("attention.head_count"))
+    if name.endswith("embeddings.cls_token"):
+        return lambda tensors: tensors[0].reshape(1, 1, -1)
+    if name.endswith("embeddings.position_embeddings"):
+        return lambda tensors: tensors[0].reshape(1, *tensors[0].shape[-2:])
+    return lambda tensors: tensors[0]
 
 
-def _without_one(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] - 1.0
+def _in_halves(tensors: list[Tensor], heads: int) -> Tensor:
+    """A matrix whose rows are in the order of the checkpoint: those that are rotated together are in the two halves of
+    a head, and neighbours in the file."""
+    (matrix,) = tensors
+    if matrix.dim() != 2 or len(matrix) % (2 * heads):  # the encoder refuses this shape
+        return matrix
+    return matrix.reshape(heads, -1, 2, matrix.shape[1]).transpose(1, 2).reshape(matrix.shape)

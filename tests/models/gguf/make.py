@@ -87,7 +87,10 @@ def set_vocab(self):
     numbers = vocabulary["model"]["vocab"] | {each["content"]: each["id"] for each in vocabulary["added_tokens"]}
     self.gguf_writer.add_token_list(sorted(numbers, key=numbers.get))
 model.set_vocab = set_vocab
-model(Path(sys.argv[2]), gguf.LlamaFileType.ALL_F32, Path(sys.argv[3]), hparams=config).write()
+made = model(Path(sys.argv[2]), gguf.LlamaFileType.ALL_F32, Path(sys.argv[3]), hparams=config)
+if hasattr(made, "impl"):  # the class only chooses another class
+    type(made.impl).set_vocab = set_vocab
+made.write()
 """
 """Program that converts a directory without its tokenizer. It runs in its own process, because llama.cpp has its own
 version of the package ``gguf``."""

@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from chairlift import LLM
@@ -22,25 +23,37 @@ from tests.models.vision.tiny import (
     GEMMA_ROWS,
     SQUARE,
     GemmaReference,
+    InternReference,
+    MistralReference,
     QwenReference,
     Reference,
     picture,
     tiny_gemma,
+    tiny_intern,
+    tiny_mistral,
     tiny_qwen,
     tiny_vlm,
 )
 from tests.native import needs_kernels
 
 pytestmark = needs_kernels
+_INTERN = {"num_hidden_layers": 4}
+_RMS = {**_INTERN, "norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False}
+"""llama.cpp's converter knows the names of a projector's layers only up to the number of the encoder's layers."""
 MODELS = {
     "gemma3": (lambda folder: tiny_gemma(folder, image_seq_length=GEMMA_ROWS), GemmaReference),
     "idefics3": (lambda folder: tiny_vlm(folder, "idefics3"), Reference),
     "smolvlm": (lambda folder: tiny_vlm(folder, "smolvlm"), Reference),
+    "internvl": (lambda folder: tiny_intern(folder, vision=_INTERN), InternReference),
+    "internvl-qwen3": (lambda folder: tiny_intern(folder, "qwen3", _RMS), InternReference),
+    "mistral3": (lambda folder: tiny_mistral(folder, layers=3), MistralReference),
+    "mistral3-llama": (lambda folder: tiny_mistral(folder, layers=3), MistralReference),
+    "qwen2_vl": (lambda folder: tiny_qwen(folder, "qwen2_vl"), QwenReference),
     "qwen2_5_vl": (lambda folder: tiny_qwen(folder, "qwen2_5_vl"), QwenReference),
     "qwen3_vl": (tiny_qwen, QwenReference),
 }
 LIMITS = {"image_min_pixels": 2 * SQUARE**2, "image_max_pixels": 40 * SQUARE**2}
-MORE = {"qwen2_5_vl": {**LIMITS, "window_size": 2 * SQUARE}, "qwen3_vl": LIMITS}
+MORE = {"qwen2_vl": LIMITS, "qwen2_5_vl": {**LIMITS, "window_size": 2 * SQUARE}, "qwen3_vl": LIMITS}
 """Family -> keys of the tiny model that llama.cpp's converter does not write."""
 
 
@@ -57,16 +70,54 @@ def representable(model_dir: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
-def as_published(model_dir: Path) -> None:
+def as_published(model_dir: Path, family: str) -> None:
     """Give the files of a model the names that published models have, which transformers 5 changes."""
     path = model_dir / "model.safetensors"
     tensors = load_file(path)
-    renamed = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in tensors.items()}
-    save_file(renamed, path, {"format": "pt"})
     config = json.loads((model_dir / "config.json").read_text())
+    if family.startswith("internvl"):
+        tensors, config = as_interns(tensors, config)
+    elif not family.startswith("mistral3"):
+        tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in tensors.items()}
     if config["model_type"] in ("idefics3", "smolvlm"):
         config["text_config"]["architectures"] = ["VLlama3ForCausalLM"]
+    if family == "mistral3-llama":  # as earlier converters did
+        config["text_config"]["architectures"] = ["MistralForCausalLM"]
+    save_file(tensors, path, {"format": "pt"})
     (model_dir / "config.json").write_text(json.dumps(config))
+
+
+_INTERN_NAMES = (
+    (r"vision_tower\.embeddings\.cls_token", "vision_model.embeddings.class_embedding"),
+    (r"vision_tower\.embeddings\.position_embeddings", "vision_model.embeddings.position_embedding"),
+    (r"vision_tower\.embeddings\.patch_embeddings\.projection", "vision_model.embeddings.patch_embedding"),
+    (r"vision_tower\.encoder\.layer\.", "vision_model.encoder.layers."),
+    (r"attention\.projection_layer", "attn.proj"),
+    (r"attention\.([qk]_norm)", r"attn.\1"),
+    ("layernorm_before", "norm1"),
+    ("layernorm_after", "norm2"),
+    ("lambda_", "ls"),
+    (r"multi_modal_projector\.layer_norm", "mlp1.0"),
+    (r"multi_modal_projector\.linear_1", "mlp1.1"),
+    (r"multi_modal_projector\.linear_2", "mlp1.3"),
+)
+
+
+def as_interns(tensors: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors and config of an InternVL in the layout of its authors, which is the one that llama.cpp converts."""
+    found: dict[str, Any] = {}
+    for name, each in tensors.items():
+        for pattern, other in _INTERN_NAMES:
+            name = re.sub(pattern, other, name)
+        if joined := re.fullmatch(r"(.+\.)attention\.q_proj(\..+)", name):
+            places = [f"vision_tower.encoder.layer.{name.split('.')[3]}.attention.{part}_proj" for part in "qkv"]
+            found[f"{joined[1]}attn.qkv{joined[2]}"] = torch.cat([tensors[place + joined[2]] for place in places])
+        elif ".attention." not in name:
+            found[name] = each
+    text, vision = config["text_config"], config["vision_config"]
+    text["architectures"] = ["Qwen3ForCausalLM" if text["model_type"] == "qwen3" else "Qwen2ForCausalLM"]
+    vision["architectures"] = ["InternVisionModel"]
+    return found, {**config, "min_dynamic_patch": 1, "max_dynamic_patch": 4}
 
 
 @pytest.mark.nightly
@@ -77,7 +128,7 @@ def test_a_converted_model_reads_images_like_transformers(family: str, tmp_path:
     if family == "gemma3":
         representable(model_dir)
     theirs = reference(model_dir)
-    as_published(model_dir)
+    as_published(model_dir, family)
     model = converted_with_images(model_dir, tmp_path / "gguf", **MORE.get(family, {}))
     llm = LLM(model, tokenizer=str(model_dir), dtype="float32", max_num_seqs=4, num_kv_blocks=80)
     one, two = picture(1, 40, 24), picture(2, 24, 64)
@@ -186,7 +237,8 @@ def test_the_file_is_named_or_left_out(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "kind": ({"clip.projector_type": "pixtral"}, "projector type 'pixtral' is not supported.*safetensors"),
+    "kind": ({"clip.projector_type": "llama4"}, "projector type 'llama4' is not supported.*safetensors"),
+    "older": ({"clip.projector_type": "pixtral"}, "projector 'pixtral' has no mm.input_norm.weight"),
     "another-model": ({"clip.projector_type": "qwen3vl_merger"}, "is for architecture 'qwen3vl', not 'llama'"),
     "width": ({"clip.vision.projection_dim": 128}, "have 128 numbers, and the model's embeddings 64"),
     "sounds": ({"clip.has_vision_encoder": False, "clip.has_audio_encoder": True}, "an encoder of sounds"),
@@ -210,6 +262,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "tensor": ({"v.blk.1.ln1.bias": None}, r"layers.1.layer_norm1.bias is missing"),
     "unknown": ({"v.class_embd": (np.zeros(4, dtype=np.float32), 0)}, "'v.class_embd' has no place"),
     "shape": ({"mm.model.fc.weight": (np.zeros((4, 4), dtype=np.float32), 0)}, r"shape \[4, 4\]"),
+    "matrix": ({"v.blk.0.ffn_up.weight": (np.zeros(4, dtype=np.float32), 0)}, r"shape \[4\], and must be a matrix"),
     "key": ({"clip.vision.patch_size": None}, "clip.vision.patch_size must be a number, got None"),
     "tokens": ({"tokens": ["a", "b"]}, "has no token '<image>'"),
 }

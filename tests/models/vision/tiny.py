@@ -326,10 +326,15 @@ def mistral_tokenizer() -> Tokenizer:
 
 
 def tiny_mistral(
-    folder: Path, text_type: str = "mistral", preprocessor: dict[str, Any] | None = None, **more: Any
+    folder: Path,
+    text_type: str = "mistral",
+    preprocessor: dict[str, Any] | None = None,
+    *,
+    layers: int = 2,
+    **more: Any,
 ) -> Path:
-    """Write a random Mistral 3 with a byte tokenizer; ``more`` are fields of its ``config.json``. See
-    :func:`tiny_vlm`."""
+    """Write a random Mistral 3 with a byte tokenizer. ``layers`` is the number of layers of its encoder, and ``more``
+    are fields of its ``config.json``. See :func:`tiny_vlm`."""
     text = {
         "model_type": text_type,
         "vocab_size": 256 + len(_MISTRAL_SPECIAL),
@@ -348,7 +353,7 @@ def tiny_mistral(
         "model_type": "pixtral",
         "hidden_size": 48,
         "intermediate_size": 80,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 3,
         "image_size": 7 * SQUARE,
         "patch_size": SQUARE // 2,
