@@ -197,7 +197,7 @@ class RequestState:
         self.metrics = RequestMetrics(prepared.arrival_time)
         self.num_cached_tokens = 0
         self.num_host_tokens = 0
-        """Prompt tokens whose KV came back from host memory. The next field: from disk."""
+        """Number of prompt tokens whose KV came back from host memory. The next field counts those from disk."""
         self.num_disk_tokens = 0
         self.prompt_logprobs = None if prepared.params.prompt_logprobs is None else _flat(tokenizer)
         if self.prompt_logprobs is not None:

@@ -246,7 +246,7 @@ class ReplicaCounts:
     the prefix cache."""
     cached_tokens: int = 0
     host_tokens: int = 0
-    """Those of the cached tokens whose KV came back from host memory. The next field: from disk."""
+    """Number of cached tokens whose KV came back from host memory. The next field counts those from disk."""
     disk_tokens: int = 0
     generation_tokens: int = 0
     """Delivered tokens that the replica computed."""
@@ -287,7 +287,7 @@ class FinishedRequest:
     cached_tokens: int
     """Prompt tokens read from the prefix cache."""
     host_tokens: int = 0
-    """Those of the cached tokens whose KV came back from host memory. The next field: from disk."""
+    """Number of cached tokens whose KV came back from host memory. The next field counts those from disk."""
     disk_tokens: int = 0
     generation_tokens: int
     """Number of delivered tokens, summed over the ``n`` outputs."""
@@ -337,7 +337,7 @@ class RequestStats:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.host_tokens = 0
-        """Those of the cached tokens whose KV came back from host memory. The next field: from disk."""
+        """Number of cached tokens whose KV came back from host memory. The next field counts those from disk."""
         self.disk_tokens = 0
         self.generation_tokens = 0
         self.overrun_tokens = 0

@@ -70,7 +70,7 @@ class LiveRequest(msgspec.Struct, kw_only=True):
     cached_tokens: int
     """Prompt tokens read from the prefix cache."""
     host_tokens: int
-    """Those of the cached tokens whose KV came back from host memory. The next field: from disk."""
+    """Number of cached tokens whose KV came back from host memory. The next field counts those from disk."""
     disk_tokens: int
     computed_tokens: int
     """Number of leading tokens, of prompt and output, whose KV is in the cache. With several outputs, the first
