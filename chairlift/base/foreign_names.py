@@ -144,7 +144,7 @@ FOREIGN: Final[dict[str, tuple[str, str]]] = {
     "--data-type": ("LightLLM", "write {dtype} NAME"),
     "--model-name": ("LightLLM", _NAME),
     # addresses of servers
-    **dict.fromkeys(("--url", "--server-url", "--endpoint-url", "--api-base"), ("", "write --base-url URL")),
+    **dict.fromkeys(("--server-url", "--endpoint-url", "--api-base"), ("", "write --url URL")),
     "--model": ("", _MODEL),
 }
 """Flag -> (engine that has it; empty: several, what to write here)."""

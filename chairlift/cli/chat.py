@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.cli.flags import add_engine_flags, add_sampling_flags, load_llm, read_settings
 from chairlift.cli.remote_model import RemoteModel
+from chairlift.cli.remote_server import DEFAULT_URL, add_url_flag
 from chairlift.engine.interrupt import held_interrupt
 from chairlift.errors import ChairliftError, ConfigError, RequestError, TemplateError
 
@@ -29,7 +30,7 @@ DESCRIPTION: Final = """Talk to a model in the terminal. Answers appear as they 
 
 When the conversation becomes longer than the model's context, its oldest turns are left out. Lines from
 a pipe are answered one after another. Answers are greedy (temperature 0) unless a flag changes this.
-With --base-url a running server generates the answers, and no model is loaded here."""
+With --url a running server generates the answers, and no model is loaded here."""
 
 _MAX_TOKENS: Final = 512
 
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--system", metavar="TEXT", help="system message at the beginning of the conversation")
     server = parser.add_argument_group("server")
-    server.add_argument("--base-url", metavar="URL", help="a server to use, such as http://127.0.0.1:8000")
+    add_url_flag(server, None, f"a running server to use, such as {DEFAULT_URL}")
     server.add_argument(
         "--model",
         metavar="NAME",
@@ -61,11 +62,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _choose_model(args: argparse.Namespace, engine: dict[str, Any]) -> _Model:
-    if args.base_url is None:
+    if args.url is None:
         for flag, value in (("--model", args.model_name), ("--api-key-file", args.api_key_file)):
             if value is not None:
                 hint = f"; to load a model here: chairlift chat {value}" if flag == "--model" else ""
-                raise ConfigError(f"{flag} is about a server's models and needs --base-url{hint}")
+                raise ConfigError(f"{flag} is about a server's models and needs --url{hint}")
         if args.model is not None:
             engine["model"] = args.model
         llm = load_llm(engine, quiet=False)
@@ -76,11 +77,11 @@ def _choose_model(args: argparse.Namespace, engine: dict[str, Any]) -> _Model:
             )
         return _LocalModel(llm)
     if args.model is not None:
-        raise ConfigError(f"with --base-url nothing is loaded here; name a model of the server as --model {args.model}")
+        raise ConfigError(f"with --url nothing is loaded here; name a model of the server as --model {args.model}")
     if engine:
         names = ", ".join(engine)
-        raise ConfigError(f"settings of the engine ({names}) belong to chairlift serve; with --base-url leave them out")
-    return RemoteModel(args.base_url, name=args.model_name, api_key_file=args.api_key_file)
+        raise ConfigError(f"settings of the engine ({names}) belong to chairlift serve; with --url leave them out")
+    return RemoteModel(args.url, name=args.model_name, api_key_file=args.api_key_file)
 
 
 class _Model(Protocol):

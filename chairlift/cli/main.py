@@ -135,8 +135,8 @@ class _Parser(argparse.ArgumentParser):
         near = difflib.get_close_matches(word.partition("=")[0], self._flags(), n=1)
         if word.partition("=")[0] not in self._flags() and (answer := answer_to(word.partition("=")[0])) is not None:
             return answer
-        if "://" in word and "--base-url" in self._flags():
-            return f"unexpected argument {word!r}; write --base-url {word}"
+        if "://" in word and "--url" in self._flags():
+            return f"unexpected argument {word!r}; write --url {word}"
         if near == [word.partition("=")[0]]:
             return f"flag {word!r} must come after {self.prog!r}"
         kind = "unknown flag" if word.startswith("-") else "unexpected argument"

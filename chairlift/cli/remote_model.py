@@ -1,4 +1,4 @@
-"""A model on an OpenAI-compatible server, for ``chairlift chat --base-url``. Standard library only."""
+"""A model on an OpenAI-compatible server, for ``chairlift chat --url``. Standard library only."""
 
 from __future__ import annotations
 

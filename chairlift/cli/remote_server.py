@@ -3,6 +3,7 @@ only."""
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import re
@@ -17,7 +18,13 @@ from urllib.parse import urlsplit
 from chairlift.base.timed_socket import TimedSocket
 from chairlift.errors import ConfigError, EngineDeadError, OverloadedError, PromptTooLongError, RequestError
 
-__all__ = ["MAX_BYTES", "NotThereError", "RemoteServer", "message", "parse_object", "plain", "read_key"]
+__all__ = [
+    *("DEFAULT_URL", "MAX_BYTES", "NotThereError", "RemoteServer", "add_url_flag", "message", "parse_object", "plain"),
+    "read_key",
+]
+
+DEFAULT_URL: Final = "http://127.0.0.1:8000"
+"""URL at which ``chairlift serve`` listens by default."""
 
 MAX_BYTES: Final = 1 << 20
 """Maximum number of bytes that are read of a response, or of one line of a streamed response."""
@@ -26,6 +33,15 @@ _ANSWER_SECONDS: Final = 600.0
 """Maximum wait in seconds for the next bytes of a response. The request may be in a queue."""
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Characters that could move the cursor, change the terminal's state or reverse the direction of text."""
+
+
+def add_url_flag(parser: argparse._ActionsContainer, default: str | None = DEFAULT_URL, help: str = "") -> None:
+    """Add ``--url``, the URL of a running server. ``--base-url`` is its older name, which help does not list.
+
+    ``help`` is the text of the flag (default: its default value).
+    """
+    parser.add_argument("--url", metavar="URL", default=default, help=help or f"(default: {default})")
+    parser.add_argument("--base-url", dest="url", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 class NotThereError(RequestError):
@@ -39,7 +55,7 @@ class RemoteServer:
     for error messages. :func:`read_key` reads ``api_key_file``. Raises ConfigError.
     """
 
-    def __init__(self, url: str, *, api_key_file: Path | None = None, name: str = "--base-url") -> None:
+    def __init__(self, url: str, *, api_key_file: Path | None = None, name: str = "--url") -> None:
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             self._host = parts.hostname or ""

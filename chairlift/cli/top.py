@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from chairlift.cli.remote_server import MAX_BYTES, NotThereError, RemoteServer, parse_object
+from chairlift.cli.remote_server import MAX_BYTES, NotThereError, RemoteServer, add_url_flag, parse_object
 from chairlift.cli.top_view import SORTS, Line, Metrics, Snapshot, text_of, view
 from chairlift.errors import ChairliftError, ConfigError, RequestError
 
@@ -50,9 +50,7 @@ _LEAVE: Final = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``chairlift top``."""
-    parser.add_argument(
-        "--base-url", metavar="URL", default="http://127.0.0.1:8000", help="(default: http://127.0.0.1:8000)"
-    )
+    add_url_flag(parser)
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="file whose first line is the API key")
     parser.add_argument("--interval", metavar="S", type=float, default=1.0, help="seconds between updates (default: 1)")
     parser.add_argument("--once", action="store_true", help="print the view once")
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     read."""
     if not 0.1 <= args.interval <= 3600:
         raise ConfigError(f"--interval must be from 0.1 to 3600 seconds, got {args.interval:g}")
-    observer = _Observer(RemoteServer(args.base_url, api_key_file=args.api_key_file))
+    observer = _Observer(RemoteServer(args.url, api_key_file=args.api_key_file))
     if args.once or not sys.stdout.isatty():
         return _print_once(observer, args.interval)
     return _Screen(observer, args.interval).show()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import chairlift
 from chairlift.cli.flags import whole
-from chairlift.cli.remote_server import RemoteServer, plain, read_key
+from chairlift.cli.remote_server import RemoteServer, add_url_flag, plain, read_key
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,9 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags. They have the same names as in ``vllm bench serve``, if it has them."""
     server = parser.add_argument_group("server")
     where = server.add_mutually_exclusive_group()
-    where.add_argument(
-        "--base-url", metavar="URL", default="http://127.0.0.1:8000", help="(default: http://127.0.0.1:8000)"
-    )
+    add_url_flag(where)
     where.add_argument(
         "--compare", metavar=("URL_A", "URL_B"), nargs=2, help="send the same requests to two servers, in turns"
     )
@@ -147,7 +145,7 @@ def _plan(args: argparse.Namespace, slo: Mapping[str, float]) -> tuple[Plan, lis
         )
     flags = ("ignore_eos", "temperature", "timeout", "num_warmups")
     cells = [cell | {"benchmark": "serve"} | {name: getattr(args, name) for name in flags} for cell in cells]
-    urls = [RemoteServer(url, name="the URL").url for url in args.compare or [args.base_url]]
+    urls = [RemoteServer(url, name="the URL").url for url in args.compare or [args.url]]
     plan = Plan(
         urls=urls,
         loads=loads,

@@ -26,7 +26,7 @@ DESCRIPTION: Final = """Work with traces: files with arrival times, lengths of p
 A trace has no texts. Chairlift's format is JSON lines. The commands also read published formats (Mooncake, Bailian,
 Azure, BurstGPT, ShareGPT), and your own logs with --columns or --pattern.
 
-  chairlift trace record --base-url http://127.0.0.1:8000 -o monday.jsonl --duration 10m
+  chairlift trace record --url http://127.0.0.1:8000 -o monday.jsonl --duration 10m
   chairlift trace show monday.jsonl --svg monday.svg
   chairlift trace sample monday.jsonl -n 1000 -o small.jsonl
   chairlift trace draw --workload chat --arrivals poisson:4 -n 1000 -o made.jsonl"""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from chairlift.cli.flags import whole
-from chairlift.cli.remote_server import MAX_BYTES, NotThereError, RemoteServer, parse_object
+from chairlift.cli.remote_server import MAX_BYTES, NotThereError, RemoteServer, add_url_flag, parse_object
 from chairlift.errors import ChairliftError, ConfigError, EngineDeadError
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
@@ -30,7 +30,7 @@ beginnings are numbers that the server computes with a secret for this recording
 The recording includes requests that arrive after its start, and writes each one when it has ended. With
 --duration or --requests, the recording ends when its last request has ended.
 
-  chairlift trace record --base-url http://127.0.0.1:8000 -o monday.jsonl --duration 10m"""
+  chairlift trace record --url http://127.0.0.1:8000 -o monday.jsonl --duration 10m"""
 
 _SILENCE_SECONDS: Final = 60.0
 """Seconds without data after which the connection counts as broken. The server sends something every 15 s."""
@@ -44,9 +44,7 @@ _UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``chairlift trace record``."""
-    parser.add_argument(
-        "--base-url", metavar="URL", default="http://127.0.0.1:8000", help="(default: http://127.0.0.1:8000)"
-    )
+    add_url_flag(parser)
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="the trace, JSON lines")
     parser.add_argument("--duration", metavar="TIME", help="time to record, such as 90s, 10m or 2h")
     parser.add_argument("--requests", metavar="N", type=whole, help="number of requests to record")
@@ -62,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--requests must be at least 1, got {args.requests}")
     if not 16 <= args.block_size <= 512:
         raise ConfigError(f"--block-size must be from 16 to 512 tokens, got {args.block_size}")
-    server = RemoteServer(args.base_url, api_key_file=args.api_key_file)
+    server = RemoteServer(args.url, api_key_file=args.api_key_file)
     trace = _TraceFile(args.output, args.block_size, force=args.force)
     feed = _Feed(server, args.block_size, duration, args.requests)
     try:

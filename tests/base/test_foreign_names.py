@@ -49,10 +49,10 @@ def test_no_name_is_one_of_ours_or_of_vllms() -> None:
             ["tune", "--workload", "chat", "--output", "x", "--model", "here"],
             "--model is not known here: write the model without a flag",
         ),
-        (["chat", "--url", "http://here"], "write --base-url URL"),
-        (["bench", "serve", "--url", "http://here"], "write --base-url URL"),
-        (["top", "http://here:1"], "write --base-url http://here:1"),
-        (["trace", "record", "http://here:1", "-o", "x"], "write --base-url http://here:1"),
+        (["chat", "--server-url", "http://here"], "write --url URL"),
+        (["bench", "serve", "--api-base", "http://here"], "write --url URL"),
+        (["top", "http://here:1"], "write --url http://here:1"),
+        (["trace", "record", "http://here:1", "-o", "x"], "write --url http://here:1"),
     ],
 )
 def test_the_command_line_answers_with_our_flags(

@@ -32,7 +32,7 @@ def server() -> Iterator[ScriptedServer]:
 def test_one_run_is_reported_as_lines_json_and_page(chairlift: Run, server: ScriptedServer, tmp_path: Path) -> None:
     out, page = tmp_path / "out.json", tmp_path / "out.html"
     out.write_text("of last time")
-    flags = ("--base-url", f"{server.url}/v1", "--request-rate", "100", "--goodput", "ttft:5000", "tpot:5000")
+    flags = ("--url", f"{server.url}/v1", "--request-rate", "100", "--goodput", "ttft:5000", "tpot:5000")
     code, lines, err = chairlift("bench", "serve", *QUICK, *flags, "--json", out, "--html", page)
     assert (code, err) == (0, [])
     assert lines[0] == f"scripted at {server.url}, completions, prompts as token ids"
@@ -56,8 +56,8 @@ def test_one_run_is_reported_as_lines_json_and_page(chairlift: Run, server: Scri
 def test_a_models_name_cannot_command_the_terminal(chairlift: Run, tmp_path: Path) -> None:
     page = tmp_path / "out.html"
     with serving(ScriptedServer(name="<b>\x1b[2J\u202e")) as server:
-        code, lines, _ = chairlift("bench", "serve", *QUICK, "--base-url", server.url, "--html", page)
-        _, _, refused = chairlift("bench", "serve", *QUICK, "--base-url", server.url, "--model", "other")
+        code, lines, _ = chairlift("bench", "serve", *QUICK, "--url", server.url, "--html", page)
+        _, _, refused = chairlift("bench", "serve", *QUICK, "--url", server.url, "--model", "other")
     assert code == 0
     assert lines[0].startswith("<b>\ufffd[2J\ufffd at ")
     assert "it has <b>\ufffd[2J\ufffd" in refused[0]
@@ -68,7 +68,7 @@ def test_the_seed_decides_lengths_and_times(chairlift: Run, server: ScriptedServ
     records = []
     for name, seed in (("a", "4"), ("b", "4"), ("c", "5")):
         path = tmp_path / name
-        flags = ("--base-url", server.url, "--arrivals", "poisson:500", "--seed", seed, "--json", path)
+        flags = ("--url", server.url, "--arrivals", "poisson:500", "--seed", seed, "--json", path)
         assert chairlift("bench", "serve", *QUICK, *flags)[0] == 0
         records.append(json.loads(path.read_text()))
     lengths = [record["input_lens"] for record in records]
@@ -85,7 +85,7 @@ def test_texts_of_a_data_set_are_sent_as_they_are(chairlift: Run, tmp_path: Path
     chats.write_text(json.dumps([{"conversations": chat}]))
     prompts.write_bytes(gzip.compress(b'{"prompt": "tell me"}\n{"prompt": "more", "output_tokens": 2}\n'))
     with serving(ScriptedServer()) as server:
-        flags = ("--base-url", server.url, "--num-warmups", "0")
+        flags = ("--url", server.url, "--num-warmups", "0")
         code, lines, _ = chairlift("bench", "serve", *flags, "--dataset", chats)
         assert code == 0
         assert lines[0] == f"scripted at {server.url}, chat completions, prompts as text"
@@ -111,20 +111,20 @@ def test_a_server_that_still_loads_is_waited_for(chairlift: Run) -> None:
             await answer(exchange)
 
     with serving(ScriptedServer(loading)) as server:
-        code, lines, err = chairlift("bench", "serve", *QUICK, "--base-url", server.url)
+        code, lines, err = chairlift("bench", "serve", *QUICK, "--url", server.url)
         assert code == 0
         assert len(err) == 1
         assert err[0].startswith(f"waiting up to 600 s: {server.url} takes no requests now (503: it still loads)")
         assert "requests       6 completed, 0 failed" in "\n".join(lines)
     with serving(ScriptedServer(loading)) as server:
-        code, _, err = chairlift("bench", "serve", *QUICK, "--base-url", server.url, "--ready-check-timeout-sec", "0")
+        code, _, err = chairlift("bench", "serve", *QUICK, "--url", server.url, "--ready-check-timeout-sec", "0")
         assert code == 2
         assert "takes no requests now" in err[0]
 
 
 def test_several_rates_are_several_runs(chairlift: Run, server: ScriptedServer, tmp_path: Path) -> None:
     out, page = tmp_path / "out.json", tmp_path / "out.html"
-    flags = ("--base-url", server.url, "--request-rate", "50,200,inf", "--json", out, "--html", page)
+    flags = ("--url", server.url, "--request-rate", "50,200,inf", "--json", out, "--html", page)
     code, lines, _ = chairlift("bench", "serve", *QUICK, *flags)
     assert code == 0
     assert [line.split()[0] for line in lines[-3:]] == ["50/s", "200/s", "all"]
@@ -155,7 +155,7 @@ def test_a_trace_keeps_its_times_or_is_stretched(chairlift: Run, server: Scripte
     trace, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
     rows = [{"timestamp": 40 * i, "input_length": 10 + i, "output_length": 2} for i in range(5)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ("--base-url", server.url, "--trace", trace, "--num-warmups", "0", "--json", out)
+    flags = ("--url", server.url, "--trace", trace, "--num-warmups", "0", "--json", out)
     for more, span in (((), 0.16), (("--request-rate", "100"), 0.04), (("--num-prompts", "3"), 0.08)):
         assert chairlift("bench", "serve", *flags, *more)[0] == 0
         record = json.loads(out.read_text())
@@ -166,7 +166,7 @@ def test_a_trace_keeps_its_times_or_is_stretched(chairlift: Run, server: Scripte
 
 
 def test_a_closed_loop_of_chats_is_reported(chairlift: Run, server: ScriptedServer) -> None:
-    flags = ("--base-url", server.url, "--endpoint", "chat", "--arrivals", "closed:2")
+    flags = ("--url", server.url, "--endpoint", "chat", "--arrivals", "closed:2")
     code, lines, _ = chairlift("bench", "serve", *QUICK, *flags)
     assert code == 0
     assert lines[0].endswith("chat completions, prompts as text")
@@ -182,7 +182,7 @@ def test_failures_are_exit_code_1(chairlift: Run, tmp_path: Path) -> None:
 
     page = tmp_path / "out.html"
     with serving(ScriptedServer(script)) as server:
-        code, lines, _ = chairlift("bench", "serve", *QUICK, "--base-url", server.url, "--html", page)
+        code, lines, _ = chairlift("bench", "serve", *QUICK, "--url", server.url, "--html", page)
     assert code == 1
     assert "failed         3 x HTTP 429: full  [31m" in lines
     assert "HTTP 429" in page.read_text()
@@ -215,7 +215,7 @@ def stopped(out: Path, where: Callable[[str], list[str]], answered: int, last: i
 
 
 def test_ctrl_c_prints_what_there_is(tmp_path: Path) -> None:
-    lines, record = stopped(tmp_path / "out.json", lambda url: ["--base-url", url], answered=3, last=6)
+    lines, record = stopped(tmp_path / "out.json", lambda url: ["--url", url], answered=3, last=6)
     assert "requests       2 completed, 0 failed" in lines
     assert "stopped early: 4 requests were not answered yet" in lines
     assert (record["completed"], record["chairlift"]["unfinished"]) == (2, 4)
@@ -232,7 +232,7 @@ def test_a_run_that_ctrl_c_cut_short_is_compared_with_none(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--base-url", "ftp://x"], "must be like http://127.0.0.1:8000, got 'ftp://x'"),
+        (["--url", "ftp://x"], "must be like http://127.0.0.1:8000, got 'ftp://x'"),
         (["--request-rate", "0"], "--request-rate must be a number above 0"),
         (["--request-rate", "1,,2"], "--request-rate must be a number above 0"),
         (["--request-rate", "nan"], "--request-rate must be a number above 0"),
@@ -268,7 +268,7 @@ def test_contradictory_flags_are_refused_before_anything_is_sent(flags: list[str
     ("flags", "complaint"),
     [
         (
-            ["--base-url", "http://127.0.0.1:1", "--ready-check-timeout-sec", "0"],
+            ["--url", "http://127.0.0.1:1", "--ready-check-timeout-sec", "0"],
             "no server answers at http://127.0.0.1:1",
         ),
         (["--endpoint", "embeddings"], "invalid choice: 'embeddings'"),

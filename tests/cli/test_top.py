@@ -340,7 +340,7 @@ def fake(served: FakeWatched) -> FakeWatched:
 def terminal(fake: FakeWatched, monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    screen = Terminal("top", "--base-url", fake.url, "--interval", "0.1")
+    screen = Terminal("top", "--url", fake.url, "--interval", "0.1")
     try:
         screen.wait_for("tiny at")
         yield screen
@@ -349,7 +349,7 @@ def terminal(fake: FakeWatched, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ter
 
 
 def test_a_terminal_that_does_not_know_its_size_is_taken_for_a_usual_one(fake: FakeWatched) -> None:
-    screen = Terminal("top", "--base-url", fake.url, "--interval", "0.1", size=(0, 0))
+    screen = Terminal("top", "--url", fake.url, "--interval", "0.1", size=(0, 0))
     try:
         screen.wait_for("tiny at", seconds=60)
     finally:
@@ -357,7 +357,7 @@ def test_a_terminal_that_does_not_know_its_size_is_taken_for_a_usual_one(fake: F
 
 
 def test_once_prints_plain_text(chairlift: Run, fake: FakeWatched) -> None:
-    code, out, err = chairlift("top", "--base-url", fake.url, "--once", "--interval", "0.1")
+    code, out, err = chairlift("top", "--url", fake.url, "--once", "--interval", "0.1")
     assert (code, err) == (0, []) and "\x1b" not in "".join(out)
     assert out[0].startswith(f"chairlift top  tiny at {fake.url}  version 9.9  up ")
     assert [line.split()[0] for line in out[8:]] == ["first", "second", "third", "fourth"]
@@ -380,7 +380,7 @@ def test_another_kind_of_server_is_watched_too(
     fake.app = Starlette(routes=[Route("/health", lambda _: health)])
     fake.app.add_route("/metrics", lambda _: PlainTextResponse(metrics))
     with serve_fake(fake):
-        code, out, err = chairlift("top", "--base-url", fake.url, "--once", "--interval", "0.1")
+        code, out, err = chairlift("top", "--url", fake.url, "--once", "--interval", "0.1")
     assert (code, err, out[0], out[1]) == (0, [], f"chairlift top  {fake.url}", shown[0])
     assert [line.partition("]")[2].split()[0] for line in out[2:4]] == shown[1:]
     assert out[-1] == "this server does not list its requests"
@@ -388,11 +388,11 @@ def test_another_kind_of_server_is_watched_too(
 
 def test_a_server_with_keys_asks_for_a_key_file(chairlift: Run, fake: FakeWatched, tmp_path: Path) -> None:
     fake.key = "secret"
-    code, _, err = chairlift("top", "--base-url", fake.url, "--once")
+    code, _, err = chairlift("top", "--url", fake.url, "--once")
     assert code == 2 and "wants an API key: give one with --api-key-file" in err[0]
     (tmp_path / "key").write_text("secret\n")
     code, out, _ = chairlift(
-        "top", "--base-url", fake.url, "--once", "--interval", "0.1", "--api-key-file", tmp_path / "key"
+        "top", "--url", fake.url, "--once", "--interval", "0.1", "--api-key-file", tmp_path / "key"
     )
     assert code == 0 and len(out) == 12
 
@@ -400,16 +400,16 @@ def test_a_server_with_keys_asks_for_a_key_file(chairlift: Run, fake: FakeWatche
 @pytest.mark.parametrize(("field", "why"), [("trouble", "the engine is loading"), ("drain", "it is shutting down")])
 def test_an_unhealthy_server_is_shown_with_the_reason(chairlift: Run, fake: FakeWatched, field: str, why: str) -> None:
     setattr(fake, field, why)
-    code, out, _ = chairlift("top", "--base-url", fake.url, "--once", "--interval", "0.1")
+    code, out, _ = chairlift("top", "--url", fake.url, "--once", "--interval", "0.1")
     assert (code, out[1]) == (0, why)
 
 
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--base-url", "http://127.0.0.1:1", "--once"], "no server answers at http://127.0.0.1:1"),
-        (["--base-url", "ftp://here"], "--base-url must be like"),
-        (["http://127.0.0.1:1"], "write --base-url http://127.0.0.1:1"),
+        (["--url", "http://127.0.0.1:1", "--once"], "no server answers at http://127.0.0.1:1"),
+        (["--url", "ftp://here"], "--url must be like"),
+        (["http://127.0.0.1:1"], "write --url http://127.0.0.1:1"),
         (["--interval", "0.01"], "--interval must be from 0.1"),
         (["--interval", "nan"], "--interval must be from 0.1"),
     ],
@@ -464,7 +464,7 @@ def test_a_server_that_is_gone_may_come_back(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("NO_COLOR", "1")
     mute = socket.socket()
     mute.bind(("127.0.0.1", 0))  # nobody else gets this port meanwhile
-    screen = Terminal("top", "--base-url", f"127.0.0.1:{mute.getsockname()[1]}", "--interval", "0.1")
+    screen = Terminal("top", "--url", f"127.0.0.1:{mute.getsockname()[1]}", "--interval", "0.1")
     try:
         screen.wait_for("no server answers at")
         with mute:

@@ -139,7 +139,7 @@ def test_a_trace_is_what_was_told_in_order_of_arrival(telling: Tell, command: Ru
     ]
     flags = ("--requests", 4, "--duration", "10m", "--block-size", 16)
     fake = telling(script)
-    code, out, err = command("--base-url", fake.url, "-o", file, *flags)
+    code, out, err = command("--url", fake.url, "-o", file, *flags)
     assert (code, err) == (0, [])
     assert out == [
         f"{file}: 3 requests, 420 prompt tokens, 12 output tokens, 1 cancelled by their clients",
@@ -164,7 +164,7 @@ def test_a_broken_connection_is_taken_up_again_and_gaps_are_counted(
     file = tmp_path / "t.jsonl"
     scripts = ([start(), record(1)], (503, "busy"), [start(), record(4, arrival_seconds=3.0), END])
     fake = telling(*scripts)
-    code, out, _ = command("--base-url", fake.url, "-o", file)
+    code, out, _ = command("--url", fake.url, "-o", file)
     assert code == 0 and [query.get("recording") for query in fake.queries] == [None, "r1", "r1"]
     assert out[1:] == ["  not complete; 2 requests were lost on the way"]
     assert [request.arrival for request in read_trace(file)] == [0.0, 1.5]
@@ -174,7 +174,7 @@ def test_a_server_that_was_started_again_begins_another_recording(telling: Tell,
     file = tmp_path / "t.jsonl"
     scripts = ([start(), record(1)], (404, "there is no recording 'r1'"), [start("r2", 1e9 + 60), record(1), END])
     fake = telling(*scripts)
-    code, out, _ = command("--base-url", fake.url, "-o", file, "--requests", 5)
+    code, out, _ = command("--url", fake.url, "-o", file, "--requests", 5)
     assert code == 0 and fake.queries[2] == {"block_size": "64", "requests": "4"}
     assert [request.arrival for request in read_trace(file)] == [0.0, 60.0]
     assert re.search(
@@ -187,14 +187,14 @@ def test_a_server_that_does_not_come_back_is_told(
 ) -> None:
     monkeypatch.setattr(trace_record, "_KEPT_SECONDS", 0.0)
     fake = telling([start(), record(1)])
-    code, out, _ = command("--base-url", fake.url, "-o", tmp_path / "t.jsonl", "--duration", "0.1s")
+    code, out, _ = command("--url", fake.url, "-o", tmp_path / "t.jsonl", "--duration", "0.1s")
     assert code == 0 and len(read_trace(tmp_path / "t.jsonl")) == 1
     assert re.fullmatch(r"  not complete; the server was gone in the last \d+ s, and what ended .*", out[1])
     fake = telling([start()])
-    code, _, err = command("--base-url", fake.url, "-o", tmp_path / "u.jsonl", "--duration", "0.1s")
+    code, _, err = command("--url", fake.url, "-o", tmp_path / "u.jsonl", "--duration", "0.1s")
     assert code == 1 and "no request came and ended; the server was gone" in err[0]
     fake = telling([start(), record(1)])
-    assert len(command("--base-url", fake.url, "-o", tmp_path / "v.jsonl", "--requests", 1)[1]) == 1, "that was all"
+    assert len(command("--url", fake.url, "-o", tmp_path / "v.jsonl", "--requests", 1)[1]) == 1, "that was all"
     assert len(fake.queries) == 1
 
 
@@ -202,7 +202,7 @@ def test_a_server_that_does_not_come_back_is_told(
 def test_a_signal_ends_it_well(telling: Tell, tmp_path: Path, number: int) -> None:
     file = tmp_path / "t.jsonl"
     fake = telling([start(), record(1), record(2), FOREVER])
-    argv = [sys.executable, "-m", "chairlift", "trace", "record", "--base-url", fake.url, "-o", str(file)]
+    argv = [sys.executable, "-m", "chairlift", "trace", "record", "--url", fake.url, "-o", str(file)]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert fake.started.wait(120)
@@ -219,7 +219,7 @@ def test_a_signal_ends_it_well(telling: Tell, tmp_path: Path, number: int) -> No
 
 def test_progress_is_shown_on_a_terminal(telling: Tell, tmp_path: Path) -> None:
     fake = telling([start(), record(1), FOREVER])
-    terminal = Terminal("trace", "record", "--base-url", fake.url, "-o", str(tmp_path / "t.jsonl"))
+    terminal = Terminal("trace", "record", "--url", fake.url, "-o", str(tmp_path / "t.jsonl"))
     try:
         terminal.wait_for("recorded 1 requests in 00:00:")
         terminal.wait_for("/s")
@@ -232,7 +232,7 @@ def test_progress_is_shown_on_a_terminal(telling: Tell, tmp_path: Path) -> None:
 
 def test_a_recording_without_requests_is_refused(telling: Tell, command: Run, tmp_path: Path) -> None:
     fake = telling([start(), END])
-    code, out, err = command("--base-url", fake.url, "-o", tmp_path / "t.jsonl")
+    code, out, err = command("--url", fake.url, "-o", tmp_path / "t.jsonl")
     assert (code, out, err) == (1, [], ["nothing was recorded: no request came and ended"])
     assert not list(tmp_path.iterdir())
 
@@ -254,28 +254,28 @@ def test_a_server_that_refuses_recordings_is_told_with_the_reason(
     if told == "it has no more to say":  # a torn event is as a broken connection
         script = [start(), "id: 1\ndata: {]\n\n"]
         fake = telling(script, [start(), record(1), END])
-        assert command("--base-url", fake.url, "-o", tmp_path / "t.jsonl")[0] == 0
+        assert command("--url", fake.url, "-o", tmp_path / "t.jsonl")[0] == 0
         return
     fake = telling(script)
-    code, out, err = command("--base-url", fake.url, "-o", tmp_path / "t.jsonl")
+    code, out, err = command("--url", fake.url, "-o", tmp_path / "t.jsonl")
     assert (code, out, len(err)) == (2, [], 1) and told in err[0]
     assert not list(tmp_path.iterdir())
 
 
 def test_requests_before_an_unknown_record_are_kept(telling: Tell, command: Run, tmp_path: Path) -> None:
     fake = telling([start(), record(1), "id: 2\ndata: {}\n\n", FOREVER])
-    code, out, err = command("--base-url", fake.url, "-o", tmp_path / "t.jsonl")
+    code, out, err = command("--url", fake.url, "-o", tmp_path / "t.jsonl")
     growing = tmp_path / "t.jsonl.recording"
     assert (code, out) == (2, []) and f"the requests until then are kept in {growing}, in the order" in err[0]
     assert len(read_trace(growing)) == 1
     fake = telling([start(), "id: 1\ndata: {}\n\n", FOREVER])
-    assert command("--base-url", fake.url, "-o", tmp_path / "u.jsonl")[2][0].endswith("; nothing was recorded")
+    assert command("--url", fake.url, "-o", tmp_path / "u.jsonl")[2][0].endswith("; nothing was recorded")
 
 
 def test_an_unreachable_server_leaves_no_file(command: Run, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         url = f"127.0.0.1:{held.getsockname()[1]}"
-    code, _, err = command("--base-url", url, "-o", tmp_path / "t.jsonl")
+    code, _, err = command("--url", url, "-o", tmp_path / "t.jsonl")
     assert code == 2 and "no server answers" in err[0] and not list(tmp_path.iterdir())
 
 
@@ -284,24 +284,24 @@ def test_an_existing_file_is_not_overwritten(telling: Tell, command: Run, tmp_pa
     fake = telling([start(), record(1), END])
     for path in (file, growing):
         path.write_text("precious")
-        code, _, err = command("--base-url", fake.url, "-o", file)
+        code, _, err = command("--url", fake.url, "-o", file)
         assert code == 2 and f"{path} is there already" in err[0] and path.read_text() == "precious"
         path.unlink()
     file.write_text("old")
-    assert command("--base-url", fake.url, "-o", file, "--force")[0] == 0
+    assert command("--url", fake.url, "-o", file, "--force")[0] == 0
     assert len(read_trace(file)) == 1
 
 
 def test_a_full_disk_is_one_line(telling: Tell, command: Run, tmp_path: Path) -> None:
     (tmp_path / "t.jsonl.recording").symlink_to("/dev/full")
     fake = telling([start(), record(1), FOREVER])
-    code, out, err = command("--base-url", fake.url, "-o", tmp_path / "t.jsonl", "--force")
+    code, out, err = command("--url", fake.url, "-o", tmp_path / "t.jsonl", "--force")
     assert (code, out, len(err)) == (2, [], 1)
     assert "t.jsonl.recording: No space left on device; " in err[0]
 
 
 def test_a_missing_folder_is_refused(command: Run, tmp_path: Path) -> None:
-    code, _, err = command("--base-url", "127.0.0.1:1", "-o", tmp_path / "no" / "t.jsonl")
+    code, _, err = command("--url", "127.0.0.1:1", "-o", tmp_path / "no" / "t.jsonl")
     assert code == 2 and "No such file or directory" in err[0]
 
 
@@ -315,7 +315,7 @@ def test_a_missing_folder_is_refused(command: Run, tmp_path: Path) -> None:
     ],
 )
 def test_bad_settings_are_refused_in_one_line(command: Run, tmp_path: Path, flags: list[str], told: str) -> None:
-    code, _, err = command("--base-url", "127.0.0.1:1", "-o", tmp_path / "t.jsonl", *flags)
+    code, _, err = command("--url", "127.0.0.1:1", "-o", tmp_path / "t.jsonl", *flags)
     assert (code, len(err)) == (2, 1) and told in err[0] and not list(tmp_path.iterdir())
 
 
@@ -325,5 +325,5 @@ def test_durations_are_read_with_their_units(text: str, seconds: float) -> None:
 
 
 def test_a_malformed_address_is_refused(chairlift: Run, tmp_path: Path) -> None:
-    code, _, err = chairlift("trace", "record", "--base-url", "ftp://here", "-o", tmp_path / "t.jsonl")
-    assert code == 2 and "--base-url must be like" in err[0]
+    code, _, err = chairlift("trace", "record", "--url", "ftp://here", "-o", tmp_path / "t.jsonl")
+    assert code == 2 and "--url must be like" in err[0]

@@ -21,7 +21,7 @@ def disagreement(tmp_path: Path, model: str, *flags: str) -> tuple[float, float,
     """How far client and witness are apart on TTFT and TPOT, median over the requests; and how many there were."""
     out = tmp_path / "serve.json"
     with ServerProcess(model, "--max-num-seqs", "4") as server, witnessing(server.port) as witness:
-        command = ["bench", "serve", "--base-url", witness.url, "--ignore-eos", "--json", str(out), *flags]
+        command = ["bench", "serve", "--url", witness.url, "--ignore-eos", "--json", str(out), *flags]
         assert main([*command, "--num-warmups", "2"]) == 0
         seen = witness.sightings()
     record = json.loads(out.read_text())
