@@ -4,15 +4,16 @@ flags."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import functools
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from chairlift.base.field_docs import field_docs, first_sentence
 from chairlift.base.foreign_names import answer_to
@@ -20,6 +21,8 @@ from chairlift.base.presets import PRESETS
 from chairlift.base.quantities import read_count, reader_of
 from chairlift.base.sampling_params import PARAMETERS, SamplingParams
 from chairlift.base.vllm_names import NAMES, SERVER_NAMES, Name, explain_value, notes, translate
+from chairlift.cli.environment import CONFIG_VARIABLE, read_environment, unknown_variables, variable_of
+from chairlift.cli.setting_names import with_names
 from chairlift.config import Flag, ServerConfig, flat_fields, server_fields
 from chairlift.errors import ConfigError
 
@@ -27,10 +30,12 @@ if TYPE_CHECKING:
     from chairlift.llm import LLM
 
 __all__ = [
+    "GivenSettings",
     "add_engine_flags",
     "add_sampling_flags",
     "add_server_flags",
     "load_llm",
+    "naming_variables",
     "read_server_settings",
     "read_settings",
     "shorten_help",
@@ -50,8 +55,6 @@ _SHORT: Final = {
     "data_parallel_size": "-dp",
 }
 """Engine setting -> short form of its flag, as in vLLM."""
-_PRESET_VARIABLE: Final = "CHAIRLIFT_PRESET"
-"""Environment variable that names a preset. A flag or the config file wins over it."""
 _FURTHER_SENTENCES: Final = re.compile(r"(?<=\.) (?!\(default).*?(?= \(default: [^)]*\)$|$)")
 """Matches all sentences of a help text after the first, up to its default value."""
 _JSON: Final = {
@@ -176,13 +179,13 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None
 
 def shorten_help(parser: argparse.ArgumentParser, everyday: Collection[str]) -> None:
     """Make ``--help`` list only the ``everyday`` flags, with one sentence each. ``--help-all`` then lists all flags
-    with their full texts.
+    with their full texts and the environment variables of :func:`read_server_settings`.
 
     Call this after all flags are added. Raises KeyError for a flag that the parser does not have.
     """
     flags = {flag: action for action in parser._actions for flag in action.option_strings}
     shown = {flags[flag] for flag in everyday} | {flags["--help"]}
-    full = {action: action.help for action in flags.values()}
+    full = {action: _with_variable(action) for action in flags.values()}
     usage = f"{parser.prog} [MODEL] [FLAG ...]"
 
     class HelpAll(argparse.Action):
@@ -195,8 +198,8 @@ def shorten_help(parser: argparse.ArgumentParser, everyday: Collection[str]) -> 
             parser.print_help()
             parser.exit()
 
-    for action, text in full.items():
-        action.help = _FURTHER_SENTENCES.sub("", text or "") if action in shown else argparse.SUPPRESS
+    for action in full:
+        action.help = _FURTHER_SENTENCES.sub("", action.help or "") if action in shown else argparse.SUPPRESS
     parser.usage = usage
     hidden = sum(text != argparse.SUPPRESS for action, text in full.items() if action not in shown)
     parser.add_argument(
@@ -204,41 +207,101 @@ def shorten_help(parser: argparse.ArgumentParser, everyday: Collection[str]) -> 
     )
 
 
+def _with_variable(action: argparse.Action) -> str:
+    """Help text of a flag, with its environment variable if it is a setting."""
+    text = action.help or ""
+    if text == argparse.SUPPRESS:
+        return text
+    if action.dest == "config":
+        return f"{text} [{CONFIG_VARIABLE}]"
+    found = re.fullmatch(f"(?:{_ENGINE}|{_SERVER})(.+)|model_flag", action.dest)
+    return text if found is None else f"{text} [{variable_of(found[1] or 'model')}]"
+
+
 def read_settings(args: argparse.Namespace, *, sampling: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """(engine settings for :class:`~chairlift.LLM`, sampling parameters), from the config file and the flags. Flags
-    take precedence over the file.
+    take precedence over the file. Of the environment only ``CHAIRLIFT_PRESET`` is read, so that what a shell exports
+    for a server does not change a measurement.
 
     If no temperature is given, sampling is greedy. With ``sampling`` false the command has no sampling parameters, and
     refuses them in the file. Raises ConfigError.
     """
     names = {name for name, declared in PARAMETERS.items() if declared.flag} if sampling else set()
     file = _read_file(args.config, {name: (PARAMETERS[name].kind, True) for name in names})
-    engine = {name: value for name, value in file.items() if name not in names} | _values_of_flags(args, _ENGINE)
+    engine = {name: value for name, value in file.items() if name not in names}
+    engine |= _preset_of_environment() | _values_of_flags(args, _ENGINE)
     given = {name: value for name, value in file.items() if name in names} | _values_of_flags(args, _SAMPLING)
     return _translated(engine), {"temperature": 0.0} | given if sampling else {}
 
 
-def read_server_settings(args: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
-    """(engine settings by name, server settings), from the config file and the flags. Raises ConfigError."""
+class GivenSettings(NamedTuple):
+    """Settings of ``chairlift serve``."""
+
+    engine: dict[str, Any]
+    """Settings of the engine by name, those of a preset not included."""
+    server: ServerConfig
+    sources: dict[str, str]
+    """Name of each given setting -> its source: ``command line``, the environment variable, or the config file."""
+
+
+def read_server_settings(args: argparse.Namespace, environment: Mapping[str, str] | None = None) -> GivenSettings:
+    """All settings of ``chairlift serve``. A flag takes precedence over the environment variable, and the variable over
+    the config file.
+
+    Variables that are no settings are named on standard error. ``environment`` is that of the process by default.
+    Raises ConfigError.
+    """
+    environment = os.environ if environment is None else environment
+    flags = (*flat_fields(), *server_fields())
+    for line in unknown_variables(flags, environment):
+        print(f"chairlift: warning: {line}", file=sys.stderr)
     server = {flag.name: (flag.kind, flag.default is None) for flag in server_fields()}
-    file = _read_file(args.config, server)
-    engine = {name: value for name, value in file.items() if name not in server} | _values_of_flags(args, _ENGINE)
-    given = {name: value for name, value in file.items() if name in server} | _values_of_flags(args, _SERVER)
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    return _translated(engine), ServerConfig(**values)
+    path = args.config
+    if path is None and (named := environment.get(CONFIG_VARIABLE)):
+        path = Path(named)
+    variables = {
+        name: _json_text(name, value) if name in _JSON else value
+        for name, value in read_environment(flags, environment).items()
+    }
+    file = _read_file(path, server)
+    on_line = _values_of_flags(args, _ENGINE) | _values_of_flags(args, _SERVER)
+    sources = dict.fromkeys(file, str(path)) | {name: variable_of(name) for name in variables}
+    sources |= dict.fromkeys(on_line, "command line")
+    given = file | variables | on_line
+    engine = {name: value for name, value in given.items() if name not in server}
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if name in server
+    }
+    with naming_variables(sources):
+        return GivenSettings(_translated(engine), ServerConfig(**values), sources)
+
+
+@contextlib.contextmanager
+def naming_variables(sources: Mapping[str, str]) -> Iterator[None]:
+    """Context manager: a ConfigError about a setting from the environment names its variable. ``sources`` are those of
+    :class:`GivenSettings`."""
+    try:
+        yield
+    except ConfigError as error:
+        names = {name: source for name, source in sources.items() if source == variable_of(name)}
+        raise type(error)(with_names(str(error), names)) from None
 
 
 def _translated(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate or remove settings that have vLLM's names, and add the preset that the environment names, if no other
-    is given. Prints a line to standard error for each translated setting."""
-    known = translate(engine)
+    """Translate or remove settings that have vLLM's names. Prints a line to standard error for each translated
+    setting."""
     for line in notes(engine):
         print(f"chairlift: {line}", file=sys.stderr)
-    if "preset" not in known and (preset := os.environ.get(_PRESET_VARIABLE)):
-        if preset not in PRESETS:
-            raise ConfigError(f"{_PRESET_VARIABLE} must be one of {', '.join(PRESETS)}; got {preset!r:.100}")
-        known["preset"] = preset
-    return known
+    return translate(engine)
+
+
+def _preset_of_environment() -> dict[str, Any]:
+    """The setting ``preset`` if the environment names one. Raises ConfigError for an unknown one."""
+    variable = variable_of("preset")
+    preset = os.environ.get(variable)
+    if preset and preset not in PRESETS:
+        raise ConfigError(f"{variable} must be one of {', '.join(PRESETS)}; got {preset!r:.100}")
+    return {"preset": preset} if preset else {}
 
 
 def _read_file(path: Path | None, more: Mapping[str, tuple[type, bool]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from chairlift import __version__
 from chairlift.base.foreign_names import FOREIGN, answer_to
 from chairlift.cli.commands import COMMANDS, command_module
 from chairlift.cli.remote_server import plain
+from chairlift.cli.setting_names import with_names
 from chairlift.errors import ChairliftError
 
 __all__ = ["main", "make_parser"]
@@ -67,15 +68,8 @@ def _fail(message: str) -> int:
 
 
 def _with_flags(message: str, flags: Sequence[str]) -> str:
-    """The message with the names of settings spelled as flags of the command, such as ``--max-num-seqs``. Names in
-    quotes and names of a config file (``max_num_seqs in FILE``) stay. A name of one word, which could be a word of a
-    sentence, is a setting only at the beginning, before ``must``."""
-    names = {flag.removeprefix("--").replace("-", "_"): flag for flag in flags if flag.startswith("--")}
-    return re.sub(
-        r"(?<![\w'\"`{./-])[a-z]+(?:_[a-z0-9]+)+(?![\w'\"`=./]| in [./~])|^[a-z]+(?= must )",
-        lambda found: names.get(found[0], found[0]),
-        message,
-    )
+    """The message with the names of settings spelled as flags of the command, such as ``--max-num-seqs``."""
+    return with_names(message, {flag.removeprefix("--").replace("-", "_"): flag for flag in flags if flag[:2] == "--"})
 
 
 def _accept_any_text() -> None:

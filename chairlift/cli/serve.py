@@ -10,8 +10,14 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from chairlift.cli.commands import LIVE_COMPARISON
-from chairlift.cli.flags import add_engine_flags, add_server_flags, read_server_settings, shorten_help
-from chairlift.config import EngineConfig, ServerConfig
+from chairlift.cli.flags import (
+    add_engine_flags,
+    add_server_flags,
+    naming_variables,
+    read_server_settings,
+    shorten_help,
+)
+from chairlift.config import EngineConfig, ServerConfig, flat_fields, server_fields
 from chairlift.errors import ConfigError
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
@@ -22,6 +28,9 @@ DESCRIPTION: Final = """Serve a model over HTTP with OpenAI's API. All clients s
   chairlift serve                          the bundled model, at http://127.0.0.1:8000
   chairlift serve DIRECTORY --port 9000    your own model
   chairlift serve --host 0.0.0.0 --api-key-file keys.txt
+
+Every flag is also an environment variable: CHAIRLIFT_MAX_NUM_SEQS=8 for --max-num-seqs 8. The command
+line wins over the environment, and the environment over --config. --dry-run shows each value's source.
 
 SIGTERM, Ctrl-C and the end of the terminal start a drain: new requests get 503, and running answers have
 --shutdown-timeout to finish. A second SIGTERM or Ctrl-C stops the server at once.
@@ -54,15 +63,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Returns an exit code, which ``DESCRIPTION`` lists."""
-    engine, server = read_server_settings(args)
+    engine, server, sources = read_server_settings(args)
     _check_names(args, engine)
     if None not in (args.model, args.model_flag) and args.model != args.model_flag:
         raise ConfigError(f"two models are given, {args.model!r} and {args.model_flag!r}; give one")
     if (model := args.model_flag if args.model is None else args.model) is not None:
         engine["model"] = model
-    config = EngineConfig.from_flat(engine)
+        sources["model"] = "command line"
+    with naming_variables(sources):
+        config = EngineConfig.from_flat(engine)
     if args.dry_run:
-        print(_settings(config, server))
+        print(_settings(config, server, sources))
         return 0
     try:
         import uvloop
@@ -89,8 +100,10 @@ def _check_names(args: argparse.Namespace, engine: Mapping[str, Any]) -> None:
         )
 
 
-def _settings(config: EngineConfig, server: ServerConfig) -> str:
-    """All settings as ``name: value`` lines, which ``--config`` can read. Secrets are left out."""
+def _settings(config: EngineConfig, server: ServerConfig, sources: Mapping[str, str]) -> str:
+    """All settings as ``name: value`` lines, which ``--config`` can read. Secrets are left out. A comment names the
+    source of each value that is not a default."""
+    defaults = {flag.name: flag.default for flag in (*flat_fields(), *server_fields())}
     values: dict[str, Any] = {}
     for part in (config.model, config.cache, config.scheduler, config.lora, server):
         values |= dataclasses.asdict(part)
@@ -98,6 +111,9 @@ def _settings(config: EngineConfig, server: ServerConfig) -> str:
     for name, value in values.items():
         if name in _SECRET:
             lines.append(f"# {name}: {len(value)} given, not shown")
-        else:
-            lines.append(f"{name}: {json.dumps(value)}")
+            continue
+        source = sources.get(name)
+        if source is None and value != defaults[name]:
+            source = f"preset {config.scheduler.preset}" if config.scheduler.preset else "follows from other settings"
+        lines.append(f"{name}: {json.dumps(value)}" + (f"  # {' '.join(source.split())}" if source else ""))
     return "\n".join(lines)

@@ -126,7 +126,7 @@ def read(*argv: str) -> dict[str, Any]:
     return settings
 
 
-def test_a_flag_wins_over_the_file_and_the_file_over_the_environment(
+def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "config.yaml"
@@ -134,7 +134,7 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_environment(
     assert read() == {}
     monkeypatch.setenv("CHAIRLIFT_PRESET", "vllm")
     assert read() == {"preset": "vllm"}
-    assert read("--config", str(file)) == {"preset": "tgi", "prefill_mode": "mixed"}
+    assert read("--config", str(file)) == {"preset": "vllm", "prefill_mode": "mixed"}
     assert read("--config", str(file), "--preset", "orca")["preset"] == "orca"
     config = EngineConfig.from_flat(read("--config", str(file), "--preset", "sglang"))
     assert config.scheduler.prefill_mode == "mixed"  # explicit, in the file
