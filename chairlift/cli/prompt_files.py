@@ -25,7 +25,7 @@ _FORMS: Final = ("prompt", "messages", "turns")
 _PARAMETERS: Final = tuple(SamplingParams.__dataclass_fields__)
 _ALIKE: Final = 0.8
 """Minimum similarity (0 to 1) at which an unknown key counts as a misspelt sampling parameter."""
-_URLS: Final = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
+_URLS: Final = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 _SILENT: Final = frozenset(
     ("model", "user", "metadata", "store", "stream", "stream_options", "service_tier", "safety_identifier")
 )
@@ -194,6 +194,27 @@ def _set_prompt(job: Job, form: str, value: Any) -> None:
         job.error = f"{form} must be text or a list of token ids, and not empty, got {str(value)[:40]!r}"
 
 
+def _response_messages(body: dict[str, Any]) -> list[dict[str, str]] | None:
+    """Messages of a body for /v1/responses, whose ``input`` and ``instructions`` are removed. None if the input has
+    items other than texts."""
+    given = body.pop("input")
+    instructions = body.pop("instructions", None)
+    messages = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    for item in given if isinstance(given, list) and given else [None]:
+        if not isinstance(item, Mapping) or item.get("type", "message") != "message":
+            return None
+        content = item.get("content")
+        if isinstance(content, list):
+            parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+            content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+        if not isinstance(content, str) or not isinstance(item.get("role"), str):
+            return None
+        messages.append({"role": item["role"], "content": content})
+    return messages
+
+
 def _are_messages(value: Any) -> bool:
     return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Mapping)
 
@@ -203,19 +224,27 @@ def _parse_batch(job: Job, record: dict[str, Any]) -> Job:
     request."""
     body = dict(record.pop("body"))
     job.id = record.pop("custom_id", None)
-    url = record.get("url", "/v1/chat/completions" if "messages" in body else "/v1/completions")
+    usual = next((url for url, form in _URLS.items() if form in body), "/v1/completions")
+    url = record.get("url", usual)
     form = _URLS.get(url) if isinstance(url, str) else None
     if form is None or form not in body:
         wants = f"a body with {form!r}" if form else f"url {' or '.join(_URLS)}"
         job.error = f"must have {wants}, got {str(url)[:60]!r} and a body with {', '.join(body):.100}"
         return job
-    _set_prompt(job, form, body.pop(form))
+    if form == "input":
+        job.prompt, job.is_chat, job.error = _response_messages(body), True, None
+        if job.prompt is None:
+            job.error = "body.input has other items than texts; send the file to a server's /v1/batches"
+            return job
+    else:
+        _set_prompt(job, form, body.pop(form))
     job.copied |= record
     ignored = {key: body.pop(key) for key in list(body) if key in _SILENT}
     if ignored:
         job.copied["body"] = ignored
-    if "max_completion_tokens" in body:
-        body["max_tokens"] = body.pop("max_completion_tokens")
+    for theirs in ("max_completion_tokens", "max_output_tokens"):
+        if theirs in body:
+            body["max_tokens"] = body.pop(theirs)
     if isinstance(body.get("logprobs"), bool):
         top = body.pop("top_logprobs", 0)
         if body.pop("logprobs"):

@@ -67,8 +67,17 @@ def test_lines_of_openai_batches_become_jobs(tmp_path: Path) -> None:
     assert job.copied == {"method": "POST", "url": "/v1/chat/completions", "body": {"model": "gpt-4o"}}
     (job,) = read(tmp_path / "b.jsonl", {"url": "/v1/completions", "body": {"prompt": "Hi", "logprobs": 1}})
     assert (job.prompt, job.fields, job.is_chat) == ("Hi", {"logprobs": 1}, False)
+    texts = [{"type": "input_text", "text": "H"}, {"type": "input_text", "text": "o"}]
+    said = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Ho"}]
+    for given in ("Ho", [said[1]], [{"type": "message", "role": "user", "content": texts}]):
+        body_here = {"input": given, "instructions": "Be kind.", "max_output_tokens": 7, "store": True}
+        (job,) = read(tmp_path / "b.jsonl", {"url": "/v1/responses", "body": body_here})
+        assert (job.prompt, job.fields, job.is_chat, job.error) == (said, {"max_tokens": 7}, True, None)
+    for items in ([], [{"type": "function_call_output", "output": "3"}], [{"role": "user", "content": [{"x": 1}]}]):
+        (job,) = read(tmp_path / "b.jsonl", {"url": "/v1/responses", "body": {"input": items}})
+        assert job.error == "body.input has other items than texts; send the file to a server's /v1/batches"
     (job,) = read(tmp_path / "b.jsonl", line | {"url": "/v1/embeddings"})
-    assert "must have url /v1/chat/completions or /v1/completions, got '/v1/embeddings'" in str(job.error)
+    assert "or /v1/completions or /v1/responses, got '/v1/embeddings'" in str(job.error)
     (job,) = read(tmp_path / "b.jsonl", line | {"body": body | {"tools": []}})
     assert job.error == "body.tools is not read here; send the file to a server's /v1/batches"
 

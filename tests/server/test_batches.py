@@ -91,7 +91,8 @@ def kept(tmp_path: Path) -> Iterator[Kept]:
 
 
 def line(name: str, url: str = TEXT, **body: Any) -> bytes:
-    fields = {"custom_id": name, "method": "POST", "url": url, "body": {"max_tokens": 3, **body}}
+    longest = "max_output_tokens" if url == "/v1/responses" else "max_tokens"
+    fields = {"custom_id": name, "method": "POST", "url": url, "body": {longest: 3, **body}}
     return json.dumps(fields).encode() + b"\n"
 
 
@@ -135,6 +136,26 @@ def test_requests_that_the_model_cannot_answer_get_an_error_line(kept: Kept) -> 
     assert refused["response"]["status_code"] == 400 and "message" in refused["response"]["body"]["error"]
 
 
+def test_responses_are_answered_as_alone_and_kept_only_on_demand(kept: Kept) -> None:
+    url = "/v1/responses"
+    content = line("plain", url, input="Hi", seed=1)
+    content += line("kept", url, input=[{"role": "user", "content": "Ho"}], instructions="Be kind.", store=True)
+    content += line("streamed", url, input="Hi", stream=True)
+    batch_id = kept.batch(content, url)
+    kept.work()
+    batch = kept.ended(batch_id)
+    plain, stored = (each["response"]["body"] for each in kept.lines(batch.output_file_id))
+    alone = kept.client.responses.create(model="fake", input="Hi", max_output_tokens=3, extra_body={"seed": 1})
+    assert plain["object"] == "response" and plain["service_tier"] == "flex"
+    assert plain["output"][0]["content"][0]["text"] == alone.output_text
+    assert (plain["store"], stored["store"]) == (False, True)
+    assert kept.client.responses.retrieve(stored["id"]).id == stored["id"]
+    with pytest.raises(openai.NotFoundError):
+        kept.client.responses.retrieve(plain["id"])
+    (refused,) = kept.lines(batch.error_file_id)
+    assert (refused["custom_id"], refused["response"]["body"]["error"]["param"]) == ("streamed", "stream")
+
+
 def test_files_are_kept_listed_and_deleted(kept: Kept) -> None:
     files = kept.client.files
     first = files.create(file=("../a .jsonl", io.BytesIO(b"one")), purpose="batch")
@@ -160,7 +181,7 @@ def test_files_are_kept_listed_and_deleted(kept: Kept) -> None:
     ("fields", "param"),
     [
         ({"input_file_id": "file-none"}, "input_file_id"),
-        ({"endpoint": "/v1/responses"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"metadata": {"k": 3}}, "metadata[...]"),
         ({"metadata": {f"k{i}": "v" for i in range(17)}}, "metadata"),

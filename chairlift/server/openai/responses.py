@@ -70,7 +70,7 @@ async def create_response(request: Request) -> HttpResponse:
     ignored += unknown_inside("text", body.get("text"), TextOptions)
     ignored += unknown_inside("reasoning", body.get("reasoning"), ReasoningOptions)
     ignored += [path for path, value in _hints(payload) if value]
-    stores = _stores(state, payload)
+    stores = _stores(request, payload)
     _resolve(request, payload)
     earlier = _earlier(request, payload)
     client_names = names()
@@ -116,12 +116,22 @@ def _hints(payload: ResponsesRequest) -> Iterator[tuple[str, Any]]:
     yield "reasoning.generate_summary", reasoning.generate_summary
 
 
-def _stores(state: ServerState, payload: ResponsesRequest) -> bool:
-    """Whether the response is stored. Raises ApiError if it must be stored, and this server stores none."""
+def _stores(request: Request, payload: ResponsesRequest) -> bool:
+    """Whether the response is stored. Responses to requests of a batch are stored only if the request says so:
+    thousands of them would take the place of conversations.
+
+    Raises ApiError if the response must be stored, and this server stores none, and for a stream in a batch.
+    """
+    state: ServerState = request.app.state.server
+    is_batch = getattr(request.state, "is_batch", False)
+    if is_batch and payload.stream:
+        message = "stream cannot be used in a batch, whose answers are lines of a file; leave it out"
+        raise ApiError(400, message, code="invalid_value", param="stream")
     if payload.store and not state.config.max_stored_responses:
         message = "store is true, but this server keeps no responses (--max-stored-responses 0); leave it out"
         raise ApiError(400, message, code="unsupported_parameter", param="store")
-    return payload.store is not False and state.config.max_stored_responses > 0
+    wanted = bool(payload.store) if is_batch else payload.store is not False
+    return wanted and state.config.max_stored_responses > 0
 
 
 def _resolve(request: Request, payload: ResponsesRequest) -> None:

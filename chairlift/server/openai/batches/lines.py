@@ -15,7 +15,7 @@ import msgspec
 
 __all__ = ["ENDPOINTS", "MAX_CUSTOM_ID", "BadLine", "BatchLine", "answer_line", "error_line", "read_line"]
 
-ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 """Endpoints that a batch may use."""
 MAX_CUSTOM_ID: Final = 512
 """Maximum number of characters of a ``custom_id``."""
