@@ -333,8 +333,8 @@ class NetworkConfig:
     @property
     def shortest_prompt(self) -> int:
         """Minimum number of tokens of a prompt. With LongRoPE's factors for long texts, shorter prompts would get other
-        rotations than in transformers."""
-        if self.rope is None or self.rope.divisors == self.rope.short_divisors:
+        rotations than in transformers. Divisors of Llama 3's GGUF files are one list, for texts of any length."""
+        if self.rope is None or self.rope.rope_type != "longrope" or self.rope.divisors == self.rope.short_divisors:
             return 1
         return self.rope.original_max_position_embeddings + 1
 

@@ -32,6 +32,7 @@ def check_company_and_preemption(model: Path, theirs: Any, *, tolerance: float =
     length = min(max(map(len, PROMPTS)) + _MOST, config.max_model_len)
     count = length - max(map(len, PROMPTS))
     prompts = [each for each in PROMPTS if len(each) >= config.for_length(length).shortest_prompt]
+    assert prompts, "the model takes none of the prompts"
     greedy = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     common: dict[str, Any] = {
         "dtype": "float32",

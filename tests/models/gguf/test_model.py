@@ -165,6 +165,7 @@ def test_frequency_divisors_of_llama_3_give_its_rotation(tmp_path: Path) -> None
     found, _ = inverse_frequencies(16, read_config(path).rope, 512)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
     assert not torch.equal(found, plain)
+    assert read_config(path).shortest_prompt == 1  # unlike LongRoPE's, the divisors hold for texts of any length
 
 
 def test_all_settings_of_yarn_are_read(tmp_path: Path) -> None:
