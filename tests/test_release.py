@@ -116,6 +116,46 @@ def test_checksums_and_notes_are_written_beside_the_packages(tmp_path: Path) -> 
     subprocess.run(["sha256sum", "--check", "--quiet", release.CHECKSUMS], cwd=tmp_path / "dist", check=True)
 
 
+_SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        body = %r
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *words): pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+print("loading", file=sys.stderr)
+print(f"ready at http://127.0.0.1:{server.server_port}", file=sys.stderr, flush=True)
+import signal
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(%d))
+server.serve_forever()
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "problem"),
+    [
+        (b'{"choices": [{"message": {"content": "yes"}}]}', 0, ""),
+        (b'{"choices": [{"message": {"content": " "}}]}', 0, "an empty answer"),
+        (b'{"choices": []}', 0, "no answer"),
+        (b'{"choices": [{"message": {"content": "yes"}}]}', 3, "exit code 3"),
+    ],
+)
+def test_an_installed_server_must_start_answer_and_stop(tmp_path: Path, body: bytes, code: int, problem: str) -> None:
+    command = [sys.executable, "-I", "-c", _SERVER % (body, code)]
+    found = list(release.served_problems(command, tmp_path, {}))
+    assert len(found) == bool(problem) and all(problem in each for each in found)
+
+
+def test_a_server_that_does_not_start_is_named_with_its_last_words(tmp_path: Path) -> None:
+    command = [sys.executable, "-I", "-c", "import sys; sys.exit('no kernels')"]
+    (problem,) = release.served_problems(command, tmp_path, {})
+    assert "did not start (exit code 1): no kernels" in problem
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the table of features needs the package triton")
 @pytest.mark.skipif("avx2" not in supported_isas(), reason="the table of features needs AVX2 and the kernels")
 def test_all_generated_tables_are_current() -> None:

@@ -4,8 +4,9 @@
     python tools/release.py             # also builds, checks and tries the packages, in dist/
 
 The source package is made from the newest commit, and the wheel from the source package, with the kernels of all
-instruction sets. The wheel is installed into a new environment, where it answers a prompt. ``dist/`` gets both
-packages, their checksums, and the release notes. The commands that publish are printed, not run.
+instruction sets. The wheel is installed into a new environment, where it answers a prompt and serves, without a
+compiler on the PATH. ``dist/`` gets both packages, their checksums, and the release notes. The commands that publish
+are printed, not run.
 
 Exit code 1: at least one problem was found. Each is one line on standard error.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -21,11 +23,12 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
+import urllib.request
 import venv
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -33,10 +36,14 @@ from tools import wheel
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGES: Final = ("chairlift", "chairlift_lab", "chairlift_train")
+NO_COMPILER: Final = ("--only-binary", ":all:")
 PROMPT: Final = "What is continuous batching?"
 CHECKSUMS, NOTES = "SHA256SUMS", "NOTES.md"
 _NAMED: Final = re.compile(r"\bchairlift(?:==|:|@|-)v?(\d+\.\d+\.\d+)")
 """The version in a command or a file name, such as ``chairlift==0.1.0`` or ``chairlift:0.1.0``."""
+
+_READY: Final = re.compile(r"ready at (http://[0-9.]+:\d+)")
+_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 # --- checks that need no build ----------------------------------------------------------------------------------------
@@ -226,8 +233,8 @@ def install(package: Path, work: Path, shared: bool) -> Path:
     """
     venv.create(work / "installed", with_pip=True)
     programs = work / "installed" / "bin"
-    alone = ("--no-deps",) if shared else ()
-    _run(programs / "python", "-m", "pip", "install", "-q", *alone, package, cwd=work)
+    # Nothing is compiled: a dependency that has only a source package for this machine is an error.
+    _run(programs / "python", "-m", "pip", "install", "-q", *NO_COMPILER, *["--no-deps"] * shared, package, cwd=work)
     if shared:
         (site,) = (work / "installed" / "lib").glob("python*/site-packages")
         (site / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
@@ -235,13 +242,16 @@ def install(package: Path, work: Path, shared: bool) -> Path:
 
 
 def try_problems(programs: Path, work: Path) -> Iterator[str]:
-    """Let the installed program answer a prompt, and compare its kernels with all instruction sets."""
+    """Let the installed program answer a prompt and serve, and compare its kernels with all instruction sets. No
+    program of this machine is on its PATH."""
     outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    outside["PATH"] = str(programs)
     command = [programs / "chairlift", "generate", PROMPT, "--max-tokens", "16"]
     done = subprocess.run(command, cwd=work, env=outside, capture_output=True, text=True)
     if done.returncode or not done.stdout.strip():
         yield f"the installed chairlift gave no answer (exit code {done.returncode}): {done.stderr.strip()[-500:]}"
         return
+    yield from served_problems([programs / "chairlift", "serve", "--port", "0"], work, outside)
     code = "from chairlift.kernels.cpu.library import built_isas; print(*built_isas())"
     done = subprocess.run([programs / "python", "-c", code], cwd=work, env=outside, capture_output=True, text=True)
     sys.path.insert(0, str(ROOT / "csrc"))
@@ -250,6 +260,34 @@ def try_problems(programs: Path, work: Path) -> Iterator[str]:
     lacking = [name for name in SETS if name not in done.stdout.split()]
     if lacking:
         yield f"the installed kernels lack {', '.join(lacking)}"
+
+
+def served_problems(command: Sequence[str | Path], work: Path, environment: Mapping[str, str]) -> Iterator[str]:
+    """Start a server with ``command``, send it one chat, and stop it."""
+    said = list[str]()
+    streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=work, env=environment, text=True, **streams) as server:
+        assert server.stderr is not None
+        for line in server.stderr:
+            said.append(line)
+            if found := _READY.search(line):
+                break
+        else:
+            yield f"the installed server did not start (exit code {server.wait()}): {''.join(said)[-500:]}"
+            return
+        body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 16}
+        headers = {"Content-Type": "application/json"}
+        try:
+            asked = urllib.request.Request(f"{found[1]}/v1/chat/completions", json.dumps(body).encode(), headers)
+            with _OPENER.open(asked, timeout=120) as answer:
+                if not json.load(answer)["choices"][0]["message"]["content"].strip():
+                    yield "the installed server gave an empty answer"
+        except (OSError, ValueError, LookupError) as error:
+            yield f"the installed server gave no answer: {error}"
+        server.terminate()
+        server.communicate()
+        if server.returncode:
+            yield f"the installed server ended with exit code {server.returncode}"
 
 
 def _run(*command: str | Path, cwd: Path = ROOT) -> None:
