@@ -1,0 +1,1 @@
+"""Several models behind one server: which are loaded, and their engines."""
