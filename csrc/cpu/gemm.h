@@ -8,6 +8,9 @@
 #if defined(CL_USE_AMX)
 #include "tiles.h"
 #endif
+#if defined(CL_TILE_CODES)
+#include "tile_codes.h"
+#endif
 
 namespace CL_NS {
 
@@ -23,9 +26,11 @@ CL_INLINE Share share_of(int rows, int share, int shares) {
 
 // Block sizes for multiplying rows of one type by a weight of another. A thread reads the weight once for each SUPER
 // rows. Inside these rows it computes ROW_BLOCK rows at a time, and K_BLOCK elements of k.
+// TILE_DEPTH: elements of k of an AMX tile, counted in bf16; 0 if tiles are not used.
 template <typename Row, typename Weight>
 struct Blocking {
   static constexpr bool FLOAT32 = sizeof(Left<Row, Weight>) == sizeof(float), STREAMS = true;
+  static constexpr int TILE_DEPTH = 0;
   static constexpr bool WIDENED = sizeof(Row) < sizeof(Left<Row, Weight>);
   // Multiplying float32 is slow: computing one block of rows takes longer than prefetching the weights for the next
   // block. A piece of a weight (K_BLOCK elements of k) and the rows to multiply stay in L2. Rows that were widened to
@@ -45,7 +50,7 @@ struct Blocking {
 template <>
 struct Blocking<bf16, bf16> {
   static constexpr bool FLOAT32 = false, WIDENED = false, STREAMS = false;
-  static constexpr int ROW_BLOCK = TILE_ROWS, K_BLOCK = 256, SUPER = 256;
+  static constexpr int ROW_BLOCK = TILE_ROWS, K_BLOCK = 256, SUPER = 256, TILE_DEPTH = TILE_K;
   // Tiles compute faster than memory delivers, so all row blocks prefetch. Blocks are whole tiles, because a tile that
   // is half full takes as long as a full one.
   static int fetching(int blocks) { return blocks; }
@@ -59,14 +64,21 @@ struct Blocking<bf16, bf16> {
 template <typename Row, int BITS, Meaning M>
 struct Blocking<Row, Code<BITS, M>> {
   static constexpr bool FLOAT32 = false, WIDENED = false, STREAMS = true;
+  static int most_panels(int, int64_t) { return 1; }
+#if defined(CL_TILE_CODES)
+  static constexpr int ROW_BLOCK = MOST_TILED_ROWS, K_BLOCK = 4096, SUPER = 384, TILE_DEPTH = CL_Q_BLOCK / sizeof(bf16);
+  static int fetching(int blocks) { return blocks; }
+  static int first_row(int rows, int block, int) { return block * ROW_BLOCK < rows ? block * ROW_BLOCK : rows; }
+#else
+  static constexpr int TILE_DEPTH = 0;
 #if defined(__AVX512F__)
   static constexpr int ROW_BLOCK = ROWS, K_BLOCK = 4096, SUPER = 384;
 #else
   static constexpr int ROW_BLOCK = 30, K_BLOCK = 512, SUPER = 384;
 #endif
-  static int most_panels(int, int64_t) { return 1; }
   static int fetching(int blocks) { return blocks < 2 ? 1 : blocks < 4 ? 2 : 4; }
   static int first_row(int rows, int block, int blocks) { return rows * block / blocks; }
+#endif
 };
 
 // Scratch memory of one thread for multiplying rows of type Row by a weight of any format.
@@ -190,11 +202,16 @@ template <typename Row, int B, Meaning M>
 static void panel_product(const Panels<Code<B, M>>& weight, int rows, const Left<Row, Code<B, M>>* a, int64_t a_stride,
                           const Code<B, M>* panel, int64_t k, float* out, int64_t out_stride, bool accumulate, Ahead fetched,
                           KVAhead<Row>*) {
+  for (int r = 0; r < rows && !accumulate; r++) memset(out + r * out_stride, 0, sizeof(float) * CL_PANEL);
+#if defined(CL_TILE_CODES)
+  if (rows >= LEAST_TILED_ROWS)
+    return code_tiles(rows, a, a_stride, panel, weight.group / CL_Q_BLOCK, int(k / CL_Q_BLOCK), out, out_stride, fetched.at,
+                      fetched.bytes);
+#endif
   const int groups = rows <= most_code_rows(2) ? 2 : 1, most = most_code_rows(groups), blocks = (rows + most - 1) / most;
   const int q_blocks = int(k / CL_Q_BLOCK), steps = q_blocks * Dot<B>::STEPS, calls = CL_PANEL / LANES / groups * blocks;
   const int64_t bytes = (fetched.bytes / steps + calls - 1) / calls;
   const char* ahead = fetched.at;
-  for (int r = 0; r < rows && !accumulate; r++) memset(out + r * out_stride, 0, sizeof(float) * CL_PANEL);
   for (int block = 0; block < blocks; block++) {
     const int row = rows * block / blocks, here = rows * (block + 1) / blocks - row;
     for (int v = 0; v < CL_PANEL / LANES; v += groups, ahead += steps * bytes) {
@@ -331,7 +348,7 @@ static void gemm_items(cl_pool& pool, int thread, const Source<Row, Weight>* a, 
   const int64_t pieces = wanted < units ? wanted : units;
   float* tile = scratch.tile;
 #if defined(CL_USE_AMX)
-  if (!B::STREAMS) tiles_begin(TILE_K, all.most_rows());
+  if (B::TILE_DEPTH > 0) tiles_begin(B::TILE_DEPTH, all.most_rows());
 #endif
   CL_ASSERT(chunk_panels * CL_PANEL <= TILE_COLUMNS && forward(a, weight.k) <= a + a_stride);
   Turns turns(pool, thread, items, Turns::CONTIGUOUS);

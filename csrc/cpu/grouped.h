@@ -6,6 +6,11 @@
 #include "ints.h"
 #include "product.h"
 
+// CL_TILE_CODES: AMX tiles multiply codes. Tiles read bytes, and rows are stored in bytes only with VNNI.
+#if defined(CL_USE_AMX) && defined(__AVX512VNNI__)
+#define CL_TILE_CODES
+#endif
+
 namespace CL_NS {
 
 // Meaning of a code. FIXED_ZERO: the number is scale * (code - half the range of codes). MINIMUM: scale * code +

@@ -7,6 +7,9 @@
 #if defined(CL_USE_AMX)
 #include "tiles.h"
 #endif
+#if defined(CL_TILE_CODES)
+#include "tile_codes.h"
+#endif
 
 namespace CL_NS {
 
@@ -51,5 +54,15 @@ extern CL_CODE_PRODUCT(Q4Min, 1);
 extern CL_CODE_PRODUCT(Q4Min, 2);
 extern CL_CODE_PRODUCT(FourBitFloat, 1);
 extern CL_CODE_PRODUCT(FourBitFloat, 2);
+#if defined(CL_TILE_CODES)
+#define CL_CODE_TILES(FORMAT)                                                                                            \
+  template void code_tiles<FORMAT>(int, const Pair<float, FORMAT>::Left*, int64_t, const FORMAT*, int, int, float*, int64_t, \
+                                   const char*, int64_t)
+extern CL_CODE_TILES(Q8);
+extern CL_CODE_TILES(Q4);
+extern CL_CODE_TILES(Q8Min);
+extern CL_CODE_TILES(Q4Min);
+extern CL_CODE_TILES(FourBitFloat);
+#endif
 
 }  // namespace CL_NS

@@ -2,7 +2,8 @@
 
 Changes that must make these fail: a scale of the group before; rows rounded towards zero; the zero of 8 bits for 4
 bits; the halves of a byte exchanged; a minimum left out of a last, shorter group; sums of 16 bits over two blocks; sums
-of 4-bit floats begun with nothing.
+of 4-bit floats begun with nothing; tiles (AMX) that do not subtract the code of zero, that add a block twice, or that
+write the rows after the last one.
 """
 
 from __future__ import annotations
@@ -117,6 +118,20 @@ def test_products_of_codes_are_near_and_rows_are_independent(
     machine: Machine, count: int, request: pytest.FixtureRequest
 ) -> None:
     sweep(request, count, lambda seed: check_product(machine, seed))
+
+
+def check_edges(machine: Machine, kind: GroupKind) -> None:
+    """Numbers of rows around the edges of row blocks: each row has the bits that it has among twelve rows."""
+    rng = random.Random(kind.bits)
+    product = Product(normal(rng, 260, 1100, dtype=machine.dtype), draw_codes(rng, 70, 1100, kind), gated=False)
+    few = torch.cat([product.compute(machine, rng, slice(row, row + 12)).clone() for row in range(0, 260, 12)])
+    for rows in (95, 96, 97, 111, 112, 128, 129, 225, 260):
+        assert equal_bits(product.compute(machine, rng, slice(0, rows)), few[:rows]), f"{rows} rows, {kind}"
+
+
+@pytest.mark.parametrize("kind", KINDS[::5])
+def test_bits_are_equal_at_edges_of_row_blocks(machine: Machine, kind: GroupKind) -> None:
+    check_edges(machine, kind)
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])

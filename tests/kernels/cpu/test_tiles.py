@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from chairlift.kernels.cpu import library
+from chairlift.kernels.grouped import GroupKind
 from tests.equivalence.cases import longest
 from tests.equivalence.test_bfloat16 import MOST_ERROR, Truth, errors, ties
 from tests.equivalence.test_determinism import Alone, draw_case
 from tests.equivalence.test_determinism import check as check_determinism
 from tests.kernels.cpu import test_attention as attention_tests
-from tests.kernels.cpu import test_experts, test_gemm, test_head
+from tests.kernels.cpu import test_codes, test_experts, test_gemm, test_head
 from tests.kernels.cpu.approximate import assert_near
 from tests.kernels.cpu.bit_cases import CASES, digest_of, read_record
 from tests.kernels.cpu.emulated_tiles import emulated_tiles
@@ -113,6 +114,11 @@ def test_products_are_right_at_edges_of_k_blocks(k: int) -> None:
     rng = random.Random(k)
     product = test_gemm.Product(normal(rng, 20, k).bfloat16(), normal(rng, 70, k).bfloat16())
     assert_near(product.compute(MANY, rng), product.expected().rounded(torch.bfloat16), f"k = {k}")
+
+
+@pytest.mark.parametrize("kind", test_codes.KINDS[::3])
+def test_products_of_codes_have_equal_bits_at_any_number_of_rows(kind: GroupKind) -> None:
+    test_codes.check_edges(MANY, kind)
 
 
 def test_broken_rows_stay_among_themselves() -> None:

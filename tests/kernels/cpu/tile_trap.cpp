@@ -3,7 +3,7 @@
 // AMX runs, with the same tile shapes.
 //
 // The emulation follows volume 2 of Intel's Software Developer's Manual for LDTILECFG, TILELOADD, TILESTORED, TILEZERO,
-// TDPBF16PS and TILERELEASE, each in one VEX encoding. Where a processor would raise a fault, the process prints the
+// TDPBF16PS, TDPBSSD, TDPBSUD and TILERELEASE, each in one VEX encoding. Where a processor would raise a fault, the process prints the
 // reason and aborts.
 #include <signal.h>
 #include <stdint.h>
@@ -87,13 +87,17 @@ float to_float(uint16_t bf16) {
   return value;
 }
 
-// Even and odd k are summed separately, then added to each other, then added to the tile. The instruction rounds in
-// this order.
-void multiply(int out, int a, int b) {
+void need_shapes(int out, int a, int b) {
   need(out != a && out != b && a != b, "one tile used twice");
   need(config.rows[out] == config.rows[a] && config.bytes_per_row[out] == config.bytes_per_row[b] &&
            config.bytes_per_row[a] == config.rows[b] * 4,
        "the shapes of three tiles");
+}
+
+// Even and odd k are summed separately, then added to each other, then added to the tile. The instruction rounds in
+// this order.
+void multiply(int out, int a, int b) {
+  need_shapes(out, a, b);
   const int columns = config.bytes_per_row[b] / 4;
   for (int m = 0; m < 16; m++) {
     const uint16_t* left = (const uint16_t*)tiles[a][m];
@@ -103,6 +107,21 @@ void multiply(int out, int a, int b) {
       for (int i = 0; i < 2 * columns; i++)
         parts[i] += to_float(left[2 * pair + i % 2]) * to_float(((const uint16_t*)tiles[b][pair])[i]);
     for (int n = 0; n < columns && m < config.rows[out]; n++) sums[n] += parts[2 * n] + parts[2 * n + 1];
+  }
+}
+
+// Signed bytes of rows times bytes of columns, which are signed or unsigned.
+void multiply_bytes(int out, int a, int b, bool is_signed) {
+  need_shapes(out, a, b);
+  const int columns = config.bytes_per_row[b] / 4;
+  for (int m = 0; m < 16; m++) {
+    int32_t* sums = (int32_t*)tiles[out][m];
+    if (m >= config.rows[out]) memset(sums, 0, 64);
+    for (int n = 0; n < columns && m < config.rows[out]; n++)
+      for (int i = 0; i < config.rows[b] * 4; i++) {
+        const uint8_t right = tiles[b][i / 4][4 * n + i % 4];
+        sums[n] += int8_t(tiles[a][m][i]) * (is_signed ? int(int8_t(right)) : int(right));
+      }
   }
 }
 
@@ -116,7 +135,7 @@ bool execute(const Instruction& it) {
       memset(&config, 0, sizeof config);
     return true;
   }
-  if (it.opcode != 0x49 && it.opcode != 0x4b && it.opcode != 0x5c) return false;
+  if (it.opcode != 0x49 && it.opcode != 0x4b && it.opcode != 0x5c && it.opcode != 0x5e) return false;
   need(config.palette == 1, "no configuration");
   need(config.rows[tile] > 0, "a tile without a shape");
   if (it.opcode == 0x49 && it.prefix == 3) {
@@ -130,6 +149,8 @@ bool execute(const Instruction& it) {
       memcpy(it.base + r * it.stride, tiles[tile][r], config.bytes_per_row[tile]);
   } else if (it.opcode == 0x5c && it.prefix == 2) {
     multiply(tile, it.rm, it.third);
+  } else if (it.opcode == 0x5e && it.prefix >= 2) {
+    multiply_bytes(tile, it.rm, it.third, it.prefix == 3);
   } else {
     return false;
   }
