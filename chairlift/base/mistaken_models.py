@@ -24,7 +24,7 @@ _WANTED: Final = (
     " Qwen/Qwen2.5-0.5B-Instruct"
 )
 _HUB_ADDRESS: Final = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:[/:?#].*)?")
-_OLLAMA: Final = re.compile(r"(?:ollama://)?[\w.-]+(?:/[\w.-]+)?:[\w.-]+")
+_OLLAMA: Final = re.compile(r"(?:ollama://)?[\w.-]+:[\w.-]+")
 _SHORT_OLLAMA: Final = re.compile(
     r"(?:llama|qwen|mistral|mixtral|gemma|phi|deepseek|codellama|smollm|tinyllama|gpt-oss)[\w.-]*"
 )
@@ -57,9 +57,6 @@ def of_unknown_id(name: str) -> str:
     """A hint for an id that the Hub does not know; empty if there is no hint."""
     if "/" not in name and _SHORT_OLLAMA.fullmatch(name):
         return f"if {name!r} is a name of Ollama's, note that its store is not read; "
-    if name.lower().endswith("-gguf"):
-        fetch = f"hf download {name} --include '*Q4_K_M.gguf' --local-dir ."
-        return f"of the GGUF files in such a model one must be chosen: {fetch}, and give its path; "
     return ""
 
 

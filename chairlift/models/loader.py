@@ -33,6 +33,7 @@ from chairlift.models.causal_lm import CausalLM
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.config import TransformersConfig
 from chairlift.models.formats.checkpoint import CheckpointPart, checkpoint_layout
+from chairlift.models.formats.gguf.choice import choose_gguf
 from chairlift.models.formats.gguf.files import find_gguf, is_gguf
 from chairlift.models.formats.gguf.reader import GGUFModel
 from chairlift.models.formats.gguf_pooled import gguf_pooled_parts
@@ -41,7 +42,7 @@ from chairlift.models.formats.quantized_checkpoints import with_whole_weights
 from chairlift.models.formats.stored_names import Renamed, with_usual_names
 from chairlift.models.formats.stored_rows import MOST_NUMBERS, StoredRows
 from chairlift.models.hf_config import NetworkConfig, read_json
-from chairlift.models.hub import INDEX_NAME, SINGLE_NAME, WEIGHT_FILE, download_model
+from chairlift.models.hub import INDEX_NAME, SINGLE_NAME, WEIGHT_FILE, download_model, parse_hub_id
 from chairlift.models.layers.linear import Matrix
 from chairlift.models.pooled_layout import SCORES, pooled_layout
 from chairlift.models.pooled_network import PooledNetwork
@@ -79,12 +80,11 @@ embedding."""
 _HQQ_FILE = "qmodel.pt"
 """File in which the library HQQ stores weights; the directory's config.json does not say so."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> Path:
     """Directory of a model, or its GGUF file. A local path is returned unchanged; a model named by a Hub id is
-    downloaded if needed.
+    downloaded if needed. ``:Q4_K_M`` after a directory or a Hub id selects a GGUF file.
 
     Only the files that are read are downloaded, never pickled ones. Raises :class:`~chairlift.errors.ModelLoadError`
     when ``name_or_path`` is neither a local model nor available from the Hub or its local cache.
@@ -95,9 +95,14 @@ def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> 
         return model
     if name and path.is_dir():
         return path
-    if path.exists() or not _HUB_ID.fullmatch(name) or path.suffix == ".gguf":
+    before, _, quantization = name.rpartition(":")
+    folder = Path(before).expanduser()
+    if before and folder.is_dir():
+        return folder / choose_gguf([file.name for file in folder.glob("*.gguf")], quantization, before)[0]
+    found = None if path.exists() else parse_hub_id(name)
+    if found is None:
         raise ModelLoadError(mistaken_models.of_name(name))
-    return download_model(name, revision)
+    return download_model(found[0], revision, found[1])
 
 
 def resolve_dtype(config: NetworkConfig | EncoderConfig | TransformersConfig, dtype: str | torch.dtype) -> torch.dtype:

@@ -32,7 +32,6 @@ def refusal(path: Path | str) -> str:
         ("llama3.2:1b", ["'llama3.2:1b' looks like a name of Ollama's", "ollama show --modelfile llama3.2:1b"]),
         ("ollama://qwen2.5", ["Ollama", "ollama show --modelfile qwen2.5"]),
         ("https://huggingface.co/Qwen/Qwen3-0.6B/tree/main", ["give the model's id, Qwen/Qwen3-0.6B"]),
-        ("hf.co/bartowski/x-GGUF:Q4_K_M", ["give the model's id, bartowski/x-GGUF"]),
         ("/no/such/model", ["is not a directory", "config.json and *.safetensors", "Qwen/"]),
         ("/no/such/model.gguf", ["there is no file", "GGUF file that is there"]),
     ],

@@ -2,114 +2,47 @@
 
 from __future__ import annotations
 
-import hashlib
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+from chairlift.models.hub import parse_hub_id
+from tests.models.fake_hub import Hub, serve_hub
+
 DOWNLOAD = """
 import sys
 from chairlift.errors import ModelLoadError
-from chairlift.models.hub import download_model
+from chairlift.models.loader import resolve_model_dir
 try:
-    print(download_model(sys.argv[1]))
+    print(resolve_model_dir(sys.argv[1]))
 except ModelLoadError as error:
     print("refused:", error)
 """
 SMALL = {
     **dict.fromkeys(("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"), b"{}"),
-    **{"README.md": b"# read by people", "vocab.json": b"{}", "modeling_evil.py": b"raise SystemExit"},
+    **{"README.md": b"# names the licence", "vocab.json": b"{}", "modeling_evil.py": b"raise SystemExit"},
     **{"pytorch_model.bin": b"pickle", "onnx/model.onnx": b"onnx", "original/consolidated.00.pth": b"pickle"},
 }
 SHARDS = {f"model-0000{i}-of-00002.safetensors": b"weights" for i in (1, 2)}
 INDEX = {"model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))}).encode()}
-READ = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+READ = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"}
 ONE = {"model.safetensors": b"weights"}
-
-
-def hashed(name: str, content: bytes) -> str:
-    """The Hub's id of a file's content."""
-    return hashlib.sha1(name.encode() + content, usedforsecurity=False).hexdigest()
-
-
-class Hub(http.server.ThreadingHTTPServer):
-    """Serves ``files`` as the repository ``people/model`` and remembers which were asked for."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Repository)
-        self.files: dict[str, bytes] = {}
-        self.sent: list[str] = []
-
-
-class Repository(http.server.BaseHTTPRequestHandler):
-    """The part of the Hub's interface that a download uses."""
-
-    server: Hub
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def do_GET(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
-        path = self.path.partition("?")[0]
-        if path.startswith("/api/models/people/model/revision/"):
-            siblings = [{"rfilename": name} for name in self.server.files]
-            self.send(json.dumps({"id": "people/model", "sha": COMMIT, "siblings": siblings}).encode(), "info")
-            return
-        if path.startswith("/api/models/people/model/tree/"):
-            tree = [
-                {"type": "file", "path": name, "size": len(content), "oid": hashed(name, content)}
-                for name, content in self.server.files.items()
-            ]
-            self.send(json.dumps(tree).encode(), "tree")
-            return
-        name = path.removeprefix(f"/people/model/resolve/{COMMIT}/")
-        if name not in self.server.files:
-            self.send_error(404)
-            return
-        if self.command == "GET":
-            self.server.sent.append(name)
-        self.send(self.server.files[name], name)
-
-    def send(self, content: bytes, name: str) -> None:
-        self.send_response(200)
-        headers = {"Content-Length": len(content), "X-Repo-Commit": COMMIT, "Accept-Ranges": "none"}
-        headers["ETag"] = f'"{hashed(name, content)}"'
-        for key, value in headers.items():
-            self.send_header(key, str(value))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
 
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    with Hub() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serve_hub() as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def download(hub: Hub, cache: Path, name: str = "people/model", offline: bool = False) -> str:
     """Output of a process that downloads a model."""
-    host, port = hub.server_address[:2]
-    where = {"HF_ENDPOINT": f"http://{host!s}:{port}", "HF_HOME": str(cache), "HF_HUB_OFFLINE": str(int(offline))}
+    where = {"HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": str(int(offline))}
     env = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()} | where
     env |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     done = subprocess.run([sys.executable, "-c", DOWNLOAD, name], env=env, capture_output=True, text=True)
@@ -142,7 +75,7 @@ def download(hub: Hub, cache: Path, name: str = "people/model", offline: bool = 
 def test_only_files_that_are_read_are_downloaded(
     hub: Hub, tmp_path: Path, files: dict[str, bytes], wanted: set[str]
 ) -> None:
-    hub.files = {**SMALL, **files}
+    hub.repositories["people/model"] = {**SMALL, **files}
     folder = Path(download(hub, tmp_path))
     found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     assert found == set(hub.sent) == READ | wanted
@@ -150,9 +83,54 @@ def test_only_files_that_are_read_are_downloaded(
 
 
 def test_without_a_network_the_cache_is_used_and_other_names_are_refused(hub: Hub, tmp_path: Path) -> None:
-    hub.files = {**SMALL, **ONE}
+    hub.repositories["people/model"] = {**SMALL, **ONE}
     folder = download(hub, tmp_path)
-    hub.files, hub.sent = {}, []
+    hub.repositories["people/model"], hub.sent = {}, []
     assert download(hub, tmp_path, offline=True) == folder and not hub.sent
     message = download(hub, tmp_path, "people/other")
     assert message.startswith("refused: 'people/other' is not a directory here, and the Hugging Face Hub did not give")
+
+
+GGUF = {f"m-{kind}.gguf": kind.encode() for kind in ("Q2_K", "Q4_K_M", "Q8_0")}
+GGUF |= {f"BF16/m-BF16-0000{i}-of-00002.gguf": b"part" for i in (1, 2)}
+GGUF |= {"mmproj-BF16.gguf": b"eyes", "mmproj-F16.gguf": b"eyes", "imatrix.dat": b"x"}
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "wanted"),
+    [
+        ("people/model", "m-Q4_K_M.gguf", {"m-Q4_K_M.gguf", "mmproj-F16.gguf"}),
+        pytest.param("people/model:q8_0", "m-Q8_0.gguf", {"m-Q8_0.gguf", "mmproj-F16.gguf"}, marks=pytest.mark.nightly),
+        pytest.param(
+            "hf.co/people/model:BF16",
+            "BF16/m-BF16-00001-of-00002.gguf",
+            {*(name for name in GGUF if name.startswith("BF16")), "mmproj-F16.gguf"},
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_one_gguf_model_of_a_repository_is_downloaded(
+    hub: Hub, tmp_path: Path, name: str, path: str, wanted: set[str]
+) -> None:
+    hub.repositories["people/model"] = {**GGUF, "README.md": b"# x", "config.json": b"{}"}
+    found = download(hub, tmp_path, name)
+    assert found.endswith(f"/{path}")
+    assert set(hub.sent) == {"README.md", "config.json", *wanted}
+    assert download(hub, tmp_path, name, offline=True) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "parsed"),
+    [
+        ("a/b", ("a/b", None)),
+        ("gpt2", ("gpt2", None)),
+        ("a/b-GGUF:Q4_K_M", ("a/b-GGUF", "Q4_K_M")),
+        ("huggingface.co/a/b:latest", ("a/b", "latest")),
+        ("llama3.2:1b", None),
+        ("a/b.gguf", None),
+        ("a/b/c", None),
+        ("../a", None),
+    ],
+)
+def test_a_hub_id_may_name_a_quantisation(name: str, parsed: tuple[str, str | None] | None) -> None:
+    assert parse_hub_id(name) == parsed
