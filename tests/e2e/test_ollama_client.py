@@ -1,13 +1,23 @@
-"""The ``ollama`` package, as it is installed, against a real server with the bundled model."""
+"""The ``ollama`` packages for Python (as it is installed) and for Node (the newest), against real servers."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
 
 import ollama
 import pytest
 
 from tests.e2e.server_process import ServerProcess
+from tests.e2e.test_newest_clients import fetch
+from tests.models.pooled import pooled_model, write_tokenizer
+from tests.models.vision.tiny import picture, tiny_vlm
+from tests.native import needs_kernels
 
 pytestmark = pytest.mark.nightly
 
@@ -103,3 +113,61 @@ def refuses(client: ollama.Client) -> None:
             call()
         assert caught.value.status_code == status
         assert not caught.value.error.startswith("{")
+
+
+# --- the package for Node, and models that embed and that see ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the newest ``ollama`` package for Node and the script that uses it."""
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    folder = tmp_path_factory.mktemp("node")
+    (folder / "package.json").write_text('{"private": true, "type": "module"}')
+    fetch("npm", "install", "--no-audit", "--no-fund", "ollama", cwd=folder)
+    return Path(shutil.copy(Path(__file__).with_name("ollama_node.mjs"), folder))
+
+
+def run_node(script: Path, server: ServerProcess, *words: str) -> dict[str, Any]:
+    command = ["node", str(script), f"http://127.0.0.1:{server.port}", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    seen: dict[str, Any] = json.loads(done.stdout)
+    return seen
+
+
+def test_the_node_client_chats_and_asks(node: Path) -> None:
+    with ServerProcess("bundled", "--num-kv-blocks", "256") as server:
+        seen = run_node(node, server, "texts")
+    assert seen["whole"] == seen["streamed"] == seen["generated"] != ""
+    assert isinstance(seen["formed"]["ok"], bool)
+    assert (seen["shown"], seen["running"], seen["pulled"]) == ("llama", ["bundled:latest"], "success")
+    assert seen["version"].count(".") == 2 and seen["error"][0] == 404 and "nothing" in seen["error"][1]
+
+
+def test_an_embedder_serves_both_clients(node: Path, tmp_path: Path) -> None:
+    folder, _ = pooled_model(tmp_path, "bert", labels=0)
+    write_tokenizer(folder)
+    with ServerProcess(str(folder), "--threads", "1") as server:
+        seen = run_node(node, server, "embed")
+        with ollama.Client(f"http://127.0.0.1:{server.port}") as client:
+            vectors = client.embed(seen["model"], ["A chair", "lift"]).embeddings
+            assert client.show(seen["model"]).capabilities == ["embedding"]
+    assert seen["lengths"] == [len(vector) for vector in vectors] == [seen["older"]] * 2
+    assert seen["norms"] == pytest.approx([1, 1], abs=1e-4) and seen["count"] > 0
+
+
+@needs_kernels
+def test_a_model_that_sees_serves_both_clients(node: Path, tmp_path: Path) -> None:
+    folder = tiny_vlm(tmp_path / "model")
+    buffer = io.BytesIO()
+    picture(1, 70, 50).save(buffer, "PNG")
+    image = base64.b64encode(buffer.getvalue()).decode()
+    with ServerProcess(str(folder), "--num-kv-blocks", "80", "--threads", "1", "--dtype", "float32") as server:
+        seen = run_node(node, server, "images", image)
+        with ollama.Client(f"http://127.0.0.1:{server.port}") as client:
+            asked = [{"role": "user", "content": "What is it?", "images": [buffer.getvalue()]}]
+            reply = client.chat(seen["model"], asked, options={"num_predict": 12})
+    assert seen["counts"][0] > seen["counts"][1] + 3 and "vision" in seen["capabilities"]
+    assert reply.prompt_eval_count == seen["counts"][0]

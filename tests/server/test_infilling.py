@@ -93,6 +93,12 @@ def test_the_endpoint_lays_out_each_prompt(monkeypatch: pytest.MonkeyPatch, engi
     assert engine.submitted[-1][1].stop_token_ids == ()
 
 
+def test_ollamas_editors_are_told_that_a_model_fills_in_the_middle(engine: FakeEngine) -> None:
+    with TestClient(make_app(make_state(engine)), base_url="http://localhost") as http:
+        shown = http.post("/api/show", json={"name": "fake"}).json()
+    assert "insert" in shown["capabilities"] and ".Suffix" in shown["template"]  # Continue looks for the latter
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -56,6 +56,9 @@ _LENGTHS: Final = {
     "intermediate_size": "feed_forward_length",
 }
 """Name in a model's ``config.json`` -> name in ``model_info``."""
+_FILLS_IN: Final = "{#- .Suffix -#}"
+"""A comment at the end of a shown template. Editors look for Ollama's variable to learn that a model fills in the
+middle."""
 _NOT_HERE: Final = {
     "create": "models are not made here; write one with chairlift quantize or chairlift train, and serve it",
     "push": "models are not published here; use the tools of the Hub where its files are",
@@ -94,13 +97,14 @@ async def _show(request: Request) -> Response:
         facts["general.parameter_count"] = count
     facts[f"{family}.context_length"] = info.max_model_len
     facts |= {f"{family}.{ours}": raw[theirs] for theirs, ours in _LENGTHS.items() if theirs in raw}
+    capabilities = _capabilities(state, info)
     reply = OllamaShowReply(
         modelfile=f"# served by Chairlift {__version__}\nFROM {name}\n",
         parameters="\n".join(f"{key:<30} {value}" for key, value in info.sampling_defaults.items()),
-        template=state.engine.prompts.chat_template or "",
+        template=(state.engine.prompts.chat_template or "") + _FILLS_IN * ("insert" in capabilities),
         details=_details(state, info, name, raw),
         model_info=facts,
-        capabilities=_capabilities(state, info),
+        capabilities=capabilities,
         modified_at=_modified(state),
     )
     return json_response(reply)
