@@ -28,6 +28,7 @@ _NAME: Final = "write {served_model_name} NAME"
 _DRAFTS: Final = 'write {speculative_config} with a JSON object, such as \'{{"method": "ngram"}}\''
 _ADAPTERS: Final = "write {enable_lora} {lora_modules} NAME=PATH"
 _FILES: Final = "config.json of the model says it; change it there"
+_TLS: Final = "TLS ends at a reverse proxy in front of the server: docs/server.md"
 _REQUEST: Final = "each request says this; give it to the request, not to the engine"
 
 FOREIGN: Final[dict[str, tuple[str, str]]] = {
@@ -145,6 +146,10 @@ FOREIGN: Final[dict[str, tuple[str, str]]] = {
     "--model-name": ("LightLLM", _NAME),
     # addresses of servers
     **dict.fromkeys(("--server-url", "--endpoint-url", "--api-base"), ("", "write --url URL")),
+    # sockets
+    **dict.fromkeys(("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs", "--ssl-cert-reqs"), ("vLLM", _TLS)),
+    **dict.fromkeys(("--ssl-key-file", "--ssl-cert-file"), ("llama.cpp", _TLS)),
+    "--uds": ("vLLM", "the server listens on TCP; for a Unix socket put a reverse proxy in front of it"),
     "--model": ("", _MODEL),
 }
 """Flag -> (engine that has it; empty: several, what to write here)."""

@@ -51,6 +51,8 @@ def test_no_name_is_one_of_ours_or_of_vllms() -> None:
         ),
         (["chat", "--server-url", "http://here"], "write --url URL"),
         (["bench", "serve", "--api-base", "http://here"], "write --url URL"),
+        (["serve", "--ssl-certfile", "x"], "--ssl-certfile is a flag of vLLM: TLS ends at a reverse proxy"),
+        (["serve", "--uds", "x"], "for a Unix socket put a reverse proxy in front of it"),
         (["top", "http://here:1"], "write --url http://here:1"),
         (["trace", "record", "http://here:1", "-o", "x"], "write --url http://here:1"),
     ],
