@@ -15,8 +15,14 @@ __all__ = ["COMMANDS", "LIVE_COMPARISON", "command_module"]
 COMMANDS: Final = {
     "serve": "chairlift.cli.serve",
     "generate": "chairlift.cli.generate",
+    "run": "chairlift.cli.run",
     "chat": "chairlift.cli.chat",
     "embed": "chairlift.cli.embed",
+    "pull": "chairlift.cli.pull",
+    "list": "chairlift.cli.list_models",
+    "show": "chairlift.cli.show",
+    "rm": "chairlift.cli.remove",
+    "ps": "chairlift.cli.ps",
     "check": "chairlift.cli.check",
     "quantize": "chairlift.cli.quantize",
     "bench": "chairlift_lab.cli.bench",
@@ -26,6 +32,7 @@ COMMANDS: Final = {
     "train": "chairlift_train.cli.train",
     "pack": "chairlift_train.cli.pack",
     "top": "chairlift.cli.top",
+    "completion": "chairlift.cli.completion",
 }
 """Name of a command -> its module, in the order of ``chairlift --help``. A module has ``SUMMARY``, ``DESCRIPTION``,
 ``add_arguments(parser)`` and ``run(args)``, which returns the exit code."""

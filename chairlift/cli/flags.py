@@ -177,16 +177,21 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None
         group.add_argument(_spelled(name), **options)
 
 
-def shorten_help(parser: argparse.ArgumentParser, everyday: Collection[str]) -> None:
+def shorten_help(
+    parser: argparse.ArgumentParser,
+    everyday: Collection[str],
+    *,
+    usage: str = "[MODEL] [FLAG ...]",
+    variables: bool = True,
+) -> None:
     """Make ``--help`` list only the ``everyday`` flags, with one sentence each. ``--help-all`` then lists all flags
-    with their full texts and the environment variables of :func:`read_server_settings`.
+    with their full texts, and with ``variables`` the environment variables of :func:`read_server_settings`.
 
     Call this after all flags are added. Raises KeyError for a flag that the parser does not have.
     """
     flags = {flag: action for action in parser._actions for flag in action.option_strings}
     shown = {flags[flag] for flag in everyday} | {flags["--help"]}
-    full = {action: _with_variable(action) for action in flags.values()}
-    usage = f"{parser.prog} [MODEL] [FLAG ...]"
+    full = {action: _with_variable(action) if variables else action.help for action in flags.values()}
 
     class HelpAll(argparse.Action):
         """argparse action that prints the help with all flags and exits."""
@@ -200,7 +205,7 @@ def shorten_help(parser: argparse.ArgumentParser, everyday: Collection[str]) -> 
 
     for action in full:
         action.help = _FURTHER_SENTENCES.sub("", action.help or "") if action in shown else argparse.SUPPRESS
-    parser.usage = usage
+    parser.usage = f"{parser.prog} {usage}"
     hidden = sum(text != argparse.SUPPRESS for action, text in full.items() if action not in shown)
     parser.add_argument(
         "--help-all", action=HelpAll, nargs=0, help=f"list the other {hidden} flags, with full descriptions"
@@ -218,20 +223,22 @@ def _with_variable(action: argparse.Action) -> str:
     return text if found is None else f"{text} [{variable_of(found[1] or 'model')}]"
 
 
-def read_settings(args: argparse.Namespace, *, sampling: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_settings(
+    args: argparse.Namespace, *, sampling: bool, greedy: bool = True
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """(engine settings for :class:`~chairlift.LLM`, sampling parameters), from the config file and the flags. Flags
     take precedence over the file. Of the environment only ``CHAIRLIFT_PRESET`` is read, so that what a shell exports
     for a server does not change a measurement.
 
-    If no temperature is given, sampling is greedy. With ``sampling`` false the command has no sampling parameters, and
-    refuses them in the file. Raises ConfigError.
+    If no temperature is given, sampling is greedy, except with ``greedy`` false. With ``sampling`` false the command
+    has no sampling parameters, and refuses them in the file. Raises ConfigError.
     """
     names = {name for name, declared in PARAMETERS.items() if declared.flag} if sampling else set()
     file = _read_file(args.config, {name: (PARAMETERS[name].kind, True) for name in names})
     engine = {name: value for name, value in file.items() if name not in names}
     engine |= _preset_of_environment() | _values_of_flags(args, _ENGINE)
     given = {name: value for name, value in file.items() if name in names} | _values_of_flags(args, _SAMPLING)
-    return _translated(engine), {"temperature": 0.0} | given if sampling else {}
+    return _translated(engine), ({"temperature": 0.0} if greedy else {}) | given if sampling else {}
 
 
 class GivenSettings(NamedTuple):

@@ -207,7 +207,7 @@ def _response_messages(body: dict[str, Any]) -> list[dict[str, str]] | None:
             return None
         content = item.get("content")
         if isinstance(content, list):
-            parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+            parts: list[Any] = [part.get("text") if isinstance(part, Mapping) else None for part in content]
             content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
         if not isinstance(content, str) or not isinstance(item.get("role"), str):
             return None

@@ -79,7 +79,7 @@ ALLOWED: dict[str, list[str]] = {
     "server.openai.batches.store": ["errors", "server.openai.batches"],
     "cli": [
         *("", "errors", "version", "config", "base", "core", "engine", "executor", "kernels", "llm", "loading"),
-        *("models", "server", "text.tokenizer"),
+        *("models", "server", "text.tokenizer", "text.tool_calls"),
     ],
     "__main__": ["cli"],
     "": ["errors", "version", "config", "base", "async_llm", "llm"],  # chairlift/__init__.py

@@ -124,7 +124,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(terminal: Terminal, model_dir
     terminal.interrupt_at_the_prompt()
     terminal.wait_for("(Ctrl-D or /exit leaves)")
     terminal.wait_for("> ")
-    terminal.type("/help\n")
+    terminal.type("/helpless\n")
     terminal.wait_for("commands: /reset, /exit")
     terminal.wait_for("> ")
     terminal.type("and now?\n")

@@ -220,7 +220,7 @@ def test_nothing_heavy_is_loaded(fake: FakeServer) -> None:
 def test_ctrl_c_stops_the_answer(fake: FakeServer, message: str) -> None:
     terminal = Terminal("chat", "--url", fake.url)
     try:
-        terminal.wait_for(f"tiny at {fake.url}. /reset forgets")
+        terminal.wait_for(f"tiny at {fake.url}. /help lists the commands")
         terminal.wait_for("> ")
         terminal.type(f"{message}\n")
         terminal.wait_for(f"{message}\r\n")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import io
 import json
+import logging
 import os
 import re
 import resource
@@ -380,6 +382,22 @@ def test_the_file_limit_is_raised_for_all_connections() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(456, before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_file_limit_that_is_too_low_is_named_with_the_remedy() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] == resource.RLIM_INFINITY:
+        pytest.skip("the limit of this system has no end")
+    logged = io.StringIO()
+    handler = logging.StreamHandler(logged)
+    logger = logging.getLogger("chairlift.server")
+    logger.addHandler(handler)
+    try:
+        lifecycle._raise_file_limit(before[1])
+    finally:
+        logger.removeHandler(handler)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert f"and {before[1]} connections need {before[1] + 256}; raise the limit (ulimit -n" in logged.getvalue()
 
 
 # --- signals, and peace ----------------------------------------------------------------------------------------------

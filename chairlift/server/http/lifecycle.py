@@ -21,6 +21,7 @@ from typing import Any, Final
 from starlette.types import ASGIApp
 
 from chairlift.base.presets import PRESETS
+from chairlift.base.running_servers import RunningServer, announced
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.info import EngineInfo, PoolingInfo, describe_impl
@@ -42,6 +43,7 @@ from chairlift.server.operations.status_line import PreemptionAlarm, StatusLine
 from chairlift.server.operations.tracing import RequestTracer, otlp_exporter
 from chairlift.text.tokenizer.chat_template import ChatTemplate
 from chairlift.text.tool_calls import named_reasoning_format, named_tool_format
+from chairlift.version import __version__
 
 __all__ = ["ExitCode", "Stop", "banner", "bind", "drain", "serve", "served_names", "start_engine"]
 
@@ -238,6 +240,7 @@ async def serve(
     app = make_app(state)
     server = HttpServer(app, limits, engine.stats.connection_refused)
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(announced(_running(state, engine_config, url)))
         if stop is None:
             stop = Stop()
             stack.enter_context(_signals(stop))
@@ -254,6 +257,20 @@ async def serve(
             await server.close(_FLUSH_SECONDS)
             if state.tracer is not None:
                 await asyncio.to_thread(state.tracer.shutdown)
+
+
+def _running(state: ServerState, engine_config: EngineConfig, url: str) -> RunningServer:
+    """Facts about the server for ``chairlift ps``."""
+    model = str(engine_config.model.model)
+    path = Path(model).expanduser()
+    return RunningServer(
+        pid=os.getpid(),
+        url=url,
+        models=tuple(state.model_names),
+        loaded=(str(path.resolve()) if path.exists() else model,),
+        started_at=time.time(),
+        version=__version__,
+    )
 
 
 async def _start(state: ServerState) -> None:
@@ -570,4 +587,8 @@ def _raise_file_limit(max_connections: int) -> None:
         limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         if limit < needed:
-            _logger.warning("this process may open %d files, too few for %d connections", limit, max_connections)
+            _logger.warning(
+                "this process may open %d files, and %d connections need %d; raise the limit (ulimit -n %d, LimitNOFILE"
+                " of systemd, nofile of a container), or give a lower --max-connections",
+                *(limit, max_connections, needed, needed),
+            )
