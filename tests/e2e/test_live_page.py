@@ -357,6 +357,49 @@ def test_an_empty_server_has_an_example_to_show(chromium: Chromium, tmp_path: Pa
         assert chromium.problems == []
 
 
+def gauge_texts(browser: Chromium) -> list[str]:
+    names = ("running", "waiting", "kv", "speed", "perstep", "preempted")
+    return [text(browser, f"#{name}") for name in names]
+
+
+def test_values_that_have_passed_are_not_shown_as_present(chromium: Chromium) -> None:
+    truth = make_truth(seed=9)
+    with serve_watched() as view:
+        look(view, chromium)
+        run_watched(view, truth, bursts=5)
+        caught_up(chromium, truth)
+        chromium.wait_for("/^[0-9]/.test(document.querySelector('#speed').innerText)")
+        chromium.value(
+            "(() => { const now = performance.now.bind(performance); performance.now = () => now() + 1e5; })()"
+        )
+        chromium.wait_for("document.querySelector('#perstep').innerText === 'idle'")
+        assert text(chromium, "#corner") == "live · idle"
+        running, waiting, _, speed, _, preempted = gauge_texts(chromium)
+        assert (running.split(" / ")[0], waiting, speed, preempted) == ("0", "0", "–", "–")
+    chromium.wait_for("document.querySelector('#corner').innerText === 'no connection'")
+    assert gauge_texts(chromium) == ["–", "–", "–", "–", "", "–"]
+    assert chromium.problems == []
+
+
+def test_a_phone_shows_the_chart_first_and_the_legend_of_what_is_in_it(chromium: Chromium, recording: bytes) -> None:
+    with serve_watched(lambda engine: LiveFeed(None, recording=recording)) as view:
+        chromium.problems.clear()
+        chromium.resize(390, 844, phone=True)
+        chromium.open(f"{view.url}/live")
+        chromium.wait_for("document.querySelector('#corner').innerText === 'a recording'")
+        settled(chromium)
+        top, bottom = chromium.value(
+            "(({top, bottom}) => [top, bottom])(document.querySelector('#timeline').getBoundingClientRect())"
+        )
+        assert top < 844 / 3 and bottom < 844
+        assert chromium.value("document.querySelector('#tools').getBoundingClientRect().top") > bottom
+        assert chromium.value("document.documentElement.scrollWidth <= innerWidth")
+        legend = text(chromium, "#legend")
+        assert "prefill" in legend and "decode" in legend
+        assert "swapped out" not in legend and "static batch" not in legend and "drafts" not in legend
+        assert chromium.problems == []
+
+
 @pytest.mark.parametrize(
     ("query", "shown"),
     [

@@ -26,6 +26,7 @@ from chairlift.metrics.stats import ReplicaStats
 from chairlift.server.http.app import make_app
 from chairlift.server.pages import live, live_feed
 from chairlift.server.pages.live_feed import LiveFeed, as_event
+from tests.colours import LEAST, least_difference, light_and_dark
 from tests.engine.test_step_export import check_trace_events, watched
 from tests.server.harness import PATIENCE, Client, Connection, make_state, run, serving, until
 from tests.server.watched import WatchedEngine, make_truth
@@ -58,12 +59,59 @@ STATIC = Path(live.__file__).parent / "static"
 
 
 def test_the_page_has_all_of_itself_inside_and_asks_for_nothing_from_elsewhere() -> None:
-    assert len(SCRIPTS) == 5 and HTML.count("<style>") == 1
+    assert len(SCRIPTS) == 6 and HTML.count("<style>") == 1
     assert "data-file" not in HTML
     without_the_namespace = HTML.replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?://|url\(|@import|<link(?! rel=\"icon\" href=\"data:)|<iframe", without_the_namespace)
     bare = re.sub("<(script|style)>.*?</\\1>", "", HTML, flags=re.DOTALL)
     assert not re.search(r"\s(src|on[a-z]+|style)=", bare)
+
+
+def test_the_chart_comes_before_the_controls() -> None:
+    places = [HTML.index(f' id="{name}"') for name in ("gauges", "timeline", "scrub", "legend", "tools", "blocks")]
+    assert places == sorted(places)
+
+
+def test_the_colours_of_the_picture_differ_for_everybody() -> None:
+    phases = re.search(r"^const PHASES = \{(.*?)^\};", "".join(SCRIPTS), re.S | re.M)
+    assert phases is not None
+    names = re.findall(r"(\w+): \"", phases[1])
+    assert len(names) == 9
+    found = [re.search(rf"--{name}: light-dark\((#\w{{6}}), (#\w{{6}})\)", HTML) for name in names]
+    for colours in light_and_dark((pair[1], pair[2]) for pair in found if pair is not None):
+        assert len(colours) == 9
+        difference, words = least_difference(colours)
+        assert difference > LEAST, words
+
+
+_LEGEND = """
+const model = new Model(), line = new Timeline(null, model), view = { mode: "steps", left: 0, right: 4 };
+model.reset({ pools: [4], max_num_seqs: 2 });
+const run = (phase, a, b) => ({ n: 7, phase, a, b });
+model.runs[0] = [run("prefill", 0, 0), run("decode", 1, 1), run("held", 6, 7)];
+model.seats[0] = [{ n: 7, a: 0, b: 1 }];
+for (let step = 1; step <= 8; step++) model.numbers.push(step);
+const shown = (left, right) => {
+  Object.assign(line, { view, low: left, high: right, shownAway: [], marks: new Set(left ? [] : ["join"]) });
+  return line.shown();
+};
+const all = [shown(0, 3), shown(5, 8), shown(3, 4)];
+model.seats[0][0].b = 3;
+all.push(shown(0, 3));
+console.log(JSON.stringify(all));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node on the PATH to run the page's script")
+def test_the_legend_names_what_the_picture_shows() -> None:
+    script = (STATIC / "live_model.js").read_text() + (STATIC / "live_draw.js").read_text() + _LEGEND
+    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    assert json.loads(done.stdout) == [
+        ["prefill", "decode", "join"],
+        ["held"],
+        [],
+        ["prefill", "decode", "seat", "join"],
+    ]
 
 
 _AXIS = """
@@ -126,6 +174,7 @@ for (let step = 0; step < 100; step++) {
   const { speed, rate, few } = model.gauges();
   if ([0, 20, 99].includes(step)) found.push([speed === null ? null : Math.round(speed), rate, few]);
 }
+for (const late of [50, 61]) found.push([late, model.gauges(undefined, late).rate, model.gauges(undefined, late).few]);
 console.log(JSON.stringify(found));
 """
 
@@ -134,7 +183,10 @@ console.log(JSON.stringify(found));
 def test_the_page_shows_no_rate_of_less_than_half_a_second() -> None:
     script = (STATIC / "live_model.js").read_text() + _RATES
     done = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True, timeout=PATIENCE)
-    assert json.loads(done.stdout) == [[None, 0, "1 of 1"], [None, 0, "1 of 5"], [100, 0.05, ""]]
+    assert json.loads(done.stdout) == [
+        *([None, 0, "1 of 1"], [None, 0, "1 of 5"], [100, 0.05, ""]),
+        *([50, 0.05, ""], [61, 0, "–"]),  # seconds without a step: nothing has ended in the last minute
+    ]
 
 
 def test_the_script_writes_text_as_text_only() -> None:
@@ -170,9 +222,8 @@ def test_the_page_is_open_and_its_policy_allows_its_scripts_only() -> None:
 
 
 def test_files_are_small_enough_to_read() -> None:
-    files = ("live.html", "live.css", "live.js", "live_compare.js", "live_draw.js", "live_fleet.js", "live_model.js")
-    for name in files:
-        lines = (STATIC / name).read_text().splitlines()
+    for path in sorted(STATIC.glob("live*")):
+        name, lines = path.name, path.read_text().splitlines()
         assert len(lines) < 500
         assert not name.endswith(".js") or max(map(len, lines)) < 180
 

@@ -20,7 +20,7 @@ const view = { mode: "steps", left: 0, right: 400, chosen: undefined };
 let span = Math.max(120, Math.min(400, innerWidth / 3));
 let held = null;  // right edge of the view while it shows the past, otherwise null
 let moment = null;  // step that gauges and blocks show, if it is not the step at the right edge
-let live = true, source = "", heard = 0, followText = "";
+let live = true, source = "", heard = -Infinity, connected = false, followText = "";
 let dirty = true, colours = null, shownMap = null, shownExperts = null, beat = 0;
 let second = null, playing = null;  // the other timeline of a comparison
 
@@ -57,6 +57,7 @@ async function listen() {
       const response = await ask(`/live/events${which("")}`);
       let kind = "";
       say("");
+      connected = true;
       for await (const text of textLines(response)) {
         if (text.startsWith("event: ")) kind = text.slice(7);
         else if (text === "") kind = "";
@@ -68,13 +69,15 @@ async function listen() {
       if (error.status === 401 || error.status === 403) return;
       say(`${error.message || "The connection was lost."} Trying again …`);
     }
+    connected = false;
+    dirty = true;
     await new Promise((done) => setTimeout(done, pause));
   }
 }
 
 function take(each) {
   model.take(each);
-  if (each.step !== undefined) heard = performance.now();
+  if (each.step !== undefined || each.key) heard = performance.now();
   dirty = true;
 }
 
@@ -221,41 +224,6 @@ function detail() {
   box.replaceChildren(columns);
 }
 
-function gauges(i) {
-  const seats = line.model.about?.max_num_seqs ?? 1, { waiting, why, running, used, speed, perStep, rate, few } = line.model.gauges(i);
-  const set = (id, text) => { if ($(id).textContent !== text) $(id).textContent = text; };
-  set("running", `${running} / ${seats}`);
-  $("runningbar").value = running / seats;
-  set("waiting", String(waiting));
-  set("heldup", waiting && why ? `for ${WAITS_FOR[why] ?? why}` : "");
-  set("kv", `${Math.round(100 * used)} %`);
-  $("kvbar").value = used;
-  const idle = live && held === null && performance.now() - heard > 2000;
-  set("speed", idle ? "0" : speed === null ? "–" : Math.round(speed).toLocaleString("en"));
-  set("perstep", idle ? "idle" : perStep ? `${seconds(perStep)} per step` : "");
-  set("preempted", few || `${(100 * rate).toFixed(1)} %`);
-  $("ratebar").firstElementChild.style.width = `${Math.min(100, 1000 * rate)}%`;
-  $("ratebar").firstElementChild.className = rate > 0.05 ? "bad" : rate > 0.02 ? "high" : "";
-  $("ratebar").setAttribute("aria-valuenow", (100 * rate).toFixed(1));
-  $("timeline").setAttribute("aria-label", `Timeline: ${running} of ${seats} rows busy, ${waiting} waiting, ${Math.round(100 * used)} percent of KV memory in use`);
-  if (live && line.model.about) set("corner", held === null ? `live · ${running} running` : "paused");
-}
-
-// Minimum time of the steps divided by their measured time. Only a server has this value; recordings do not.
-async function watchFloor() {
-  for (;; await new Promise((done) => setTimeout(done, 2000))) {
-    let share = null;
-    try {
-      const key = sessionStorage.getItem("key");
-      const reply = live ? await fetch("/metrics", { headers: key ? { Authorization: `Bearer ${key}` } : {} }) : null;
-      const found = reply?.ok ? /:floor_share\{[^}]*\} (\S+)/.exec(await reply.text()) : null;
-      share = found ? Number(found[1]) : null;
-    } catch { /* no connection, or the key may not read metrics */ }
-    $("floorbox").hidden = share === null;
-    if (share !== null) { $("floor").textContent = `${Math.round(100 * share)} %`; $("floorbar").value = share; }
-  }
-}
-
 function shownStep() {
   const now = held === null ? Infinity : line.stepOf(view.right);
   return Math.max(line.model.first, Math.min(line.model.count - 1, view.until !== undefined ? line.stepOf(view.until) : moment ?? now));
@@ -275,27 +243,6 @@ function blockMap() {
   $("blocknote").textContent = `A block holds ${line.model.about.block_size} tokens. Each colour is a request. Hatched: shared (${shared}).`
     + ` Dot: unused, in the prefix cache.${few}${saved ? ` Rows that share blocks read ${Math.round(100 * saved)} % of the context together.` : ""}`;
   $("blocks").setAttribute("aria-label", `KV blocks: ${shownMap.owners.reduce((sum, owners) => sum + owners.size, 0)} in use, ${shared} shared`);
-}
-
-function expertMap() {
-  const loads = line.model.loadsAt(live && held === null ? Infinity : shownStep());
-  $("expertbox").hidden = !loads;
-  if (!loads) { shownExperts = null; return; }
-  shownExperts = drawExperts($("experts"), loads, colours);
-  const most = loads.map((row) => Math.max(...row)), worst = most.indexOf(Math.max(...most)), idle = loads.flat().filter((load) => load === 0).length;
-  const text = `A line is a layer, a square is an expert. A stronger colour means more tokens in about the last 10 s. Busiest: ${most[worst].toFixed(1)} × the mean of its layer`
-    + ` (layer ${worst}, expert ${loads[worst].indexOf(most[worst])}). Idle: ${idle} of ${loads.flat().length}. Red: more than twice the mean.`;
-  $("expertnote").textContent = text;
-  $("experts").setAttribute("aria-label", `Load of experts: the busiest has ${most[worst].toFixed(1)} times the mean of its layer, ${idle} are idle`);
-}
-
-function imageMemory() {
-  const state = line.model.imagesAt(live && held === null ? Infinity : shownStep()), most = line.model.about?.max_image_bytes;
-  $("imagebox").hidden = !state;
-  if (!state) return;
-  $("imagebar").hidden = !most;
-  $("imagebar").value = most ? state[3] / most : 0;
-  $("imagenote").textContent = imageText(state, most);
 }
 
 function draw(time) {
@@ -318,6 +265,7 @@ function draw(time) {
     blockMap();
     imageMemory();
     expertMap();
+    drawLegend();
     detail();
   } else dirty = true;
 }
@@ -422,7 +370,7 @@ $("door").addEventListener("submit", (event) => {
   $("view").hidden = false;
   begin();
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { colours = null; dirty = true; drawLegend(); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { colours = null; dirty = true; });
 addEventListener("resize", () => { dirty = true; });
 setInterval(() => { dirty = true; }, 1000);  // to notice that nothing comes
 document.addEventListener("visibilitychange", () => { dirty = true; });
@@ -436,21 +384,6 @@ async function save(kind) {
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   } catch (error) { say(error.message); }
-}
-
-function drawLegend() {
-  colours ??= palette();
-  $("legend").replaceChildren(...Object.entries(PHASES).map(([phase, text]) => {
-    const item = make("li"), swatch = make("canvas");
-    item.append(swatch, text);
-    swatch.width = 16;
-    swatch.height = 13;
-    const ctx = swatch.getContext("2d");
-    ctx.fillStyle = colours[phase];
-    ctx.fillRect(0, 0, 16, 13);
-    if (phase === "held") hatch(ctx, 0, 0, 16, 13, colours.panel);
-    return item;
-  }));
 }
 
 async function begin() {
@@ -475,7 +408,6 @@ if (asked.get("follow")) { $("follow").value = followText = asked.get("follow");
 watchCanvas(line, true);
 watchCanvas({ get canvas() { return $("timeline2"); }, get width() { return second.width; }, get model() { return second.model; },
   hit: (x, y) => second?.hit(x, y), value: (x) => second.value(x) }, false);
-drawLegend();
 begin();
 requestAnimationFrame(draw);
 window.chairlift = {  // for tests and the console

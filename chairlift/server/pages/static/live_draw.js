@@ -5,7 +5,7 @@ const PHASES = {
   prefill: "prefill", decode: "decode", recompute: "recompute", stalled: "decode after waiting for a block", verify: "decode with drafts",
   held: "ended, but its static batch still runs", seat: "has a row, but is not in this step", away: "preempted: recompute", swap: "preempted: swapped out",
 };
-const MARKS = { add: "arrives", join: "joins", back: "resumes", preempt: "is preempted", end: "ends", abort: "is aborted", hold: "ends, but its static batch still runs" };
+const MARKS = { add: "arrives", join: "joins or resumes", end: "ends", preempt: "is preempted", abort: "is aborted" };
 const STRIP = 46, AXIS = 18, AWAY_LANE = 5, MOST_AWAY = 6, LEFT = 44;
 
 function palette() {
@@ -63,7 +63,7 @@ class Timeline {
     this.drawDoor(ctx, colours);
     for (let slot = 0; slot < model.slots; slot++) this.drawLane(ctx, colours, slot);
     this.drawAway(ctx, colours);
-    this.drawMarks(ctx, colours);
+    this.marks = this.drawMarks(ctx, colours);
     ctx.restore();
     this.drawAxis(ctx, colours, height);
     if (view.moment !== null && view.moment !== undefined) {
@@ -109,7 +109,8 @@ class Timeline {
   }
 
   drawDoor(ctx, colours) {  // how many wait, as an area, and a tick per arrival
-    const { model } = this, most = Math.max(4, ...model.states.slice(Math.max(0, this.low - model.first), this.high - model.first + 1).map((s) => s[0]));
+    const { model } = this, found = model.states.slice(Math.max(0, this.low - model.first), this.high - model.first + 1).map((s) => s[0]);
+    const longest = Math.max(0, ...found), most = Math.max(4, longest);
     const stride = Math.max(1, Math.floor((this.high - this.low) / 2000)), floor = STRIP - 7;
     ctx.fillStyle = colours.away;
     ctx.globalAlpha = 0.35;
@@ -125,7 +126,7 @@ class Timeline {
     ctx.globalAlpha = 1;
     ctx.fillStyle = colours.soft;
     ctx.textAlign = "left";
-    ctx.fillText(`waiting, up to ${most}`, LEFT + 6, 9);
+    if (longest) ctx.fillText(`up to ${longest} waiting`, LEFT + 6, 9);
   }
 
   drawLane(ctx, colours, slot) {
@@ -182,7 +183,8 @@ class Timeline {
     ctx.globalAlpha = 1;
   }
 
-  drawMarks(ctx, colours) {
+  drawMarks(ctx, colours) {  // returns the kinds of marks that it has drawn
+    const drawn = new Set();
     const { model, lane, view } = this, from = lowest(model.marks, (mark) => mark.i >= this.low - 1);
     const low = Math.max(this.low, model.first), high = Math.min(this.high, model.count - 1);
     const close = this.x(this.close(high)) - this.x(this.begin(low)) > 1.2 * (high - low);
@@ -193,16 +195,37 @@ class Timeline {
       if (kind === "add") {
         ctx.fillStyle = colours.front;
         ctx.fillRect(x, STRIP - 6, 1, 5);
+        drawn.add("add");
       } else if (kind === "preempt" || kind === "abort") {
         cross(ctx, x, y + lane / 2 - 1, Math.min(4, lane / 2), kind === "abort" ? colours.front : colours.bad);
+        drawn.add(kind);
       } else if (close && slot >= 0 && (kind === "join" || kind === "back")) {
         triangle(ctx, x, y, Math.min(6, lane - 2), colours.front);
+        drawn.add("join");
       } else if (close && slot >= 0 && kind === "end") {
         ctx.fillStyle = colours.front;
         ctx.fillRect(x - 1.5, y, 1.5, lane - 2);
+        drawn.add("end");
       }
     }
     ctx.globalAlpha = 1;
+    return drawn;
+  }
+
+  // Names of the phases and marks in the picture, in the order of the legend
+  shown() {
+    const { model } = this, found = new Set(this.marks);
+    if (this.high === undefined) return [];
+    const last = Math.min(this.high, model.count - 1), low = Math.max(this.low, model.first);
+    const inside = (list) => (list ?? []).filter((each) => each.a <= last && (each.b ?? last) >= low);
+    for (let slot = 0; slot < model.slots; slot++) {
+      const runs = inside(model.runs[slot]), steps = (each) => Math.min(each.b ?? last, last) - Math.max(each.a, low) + 1;
+      const sum = (list) => list.reduce((all, each) => all + steps(each), 0);
+      for (const run of runs) found.add(PHASES[run.phase] ? run.phase : "decode");
+      if (sum(inside(model.seats[slot])) > sum(runs)) found.add("seat");
+    }
+    for (const [each] of this.shownAway) found.add(each.how === "swap" ? "swap" : "away");
+    return Object.keys({ ...PHASES, ...MARKS }).filter((name) => found.has(name));
   }
 
   drawAxis(ctx, colours, height) {

@@ -65,6 +65,9 @@ async function watchFleet() {
       const found = await reply.json();
       showFleet(found);
       if (!found.replicas.length && model.count) return;  // a server with one engine, which has loaded
-    } catch { /* no connection; the stream of steps shows the error */ }
+    } catch {  // no connection; the stream of steps shows the error
+      $("doorqueue").textContent = "";
+      $("cards").replaceChildren();
+    }
   }
 }

@@ -255,18 +255,18 @@ class Model {
 
   stepAt(t) { return this.first + Math.min(this.numbers.length - 1, lowest(this.ends, (end) => end >= t)); }
 
-  // Values of the gauges for step i, or for the present if i is undefined
-  gauges(step) {
+  // Values of the gauges for step i, or for the present if i is undefined. `late`: seconds since the newest step's end
+  gauges(step, late = 0) {
     const i = step ?? this.count, at = Math.min(i, this.count - 1) - this.first, end = this.ends[at] ?? this.lastEnd;
     const [waiting, why, free, used, cached] = step === undefined ? this.state : this.states[at] ?? this.state;
     const from = lowest(this.ends, (t) => t > end - 2), seconds = end - (this.starts[from] ?? end);
     const tokens = this.tokens.slice(from, at + 1).reduce((sum, each) => sum + each, 0);
-    const ended = this.finished.filter((each) => each.t <= end && each.t > end - RATE_SECONDS);
+    const ended = this.finished.filter((each) => each.t <= end && each.t > end + late - RATE_SECONDS);
     const preempted = ended.filter((each) => each.preempted).length;
     const seated = this.seats.reduce((sum, list) => sum + !!list?.some((seat) => seat.a <= i && (seat.b === null || seat.b >= i)), 0);
     return { waiting, why, running: seated, used: used / (free + used + cached || 1), speed: seconds >= LEAST_SECONDS ? tokens / seconds : null,
       perStep: at > from ? seconds / (at + 1 - from) : 0, rate: ended.length < LEAST_ENDED ? 0 : preempted / ended.length,
-      few: ended.length < LEAST_ENDED ? `${preempted} of ${ended.length}` : "" };
+      few: !ended.length ? "–" : ended.length < LEAST_ENDED ? `${preempted} of ${ended.length}` : "" };
   }
 
   find(text) {
