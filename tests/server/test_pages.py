@@ -21,10 +21,13 @@ from chairlift.metrics.stats import CAUSES
 from chairlift.server.pages import pages
 from tests.server.chromium import Chromium, find_chromium, open_chromium
 from tests.server.openai_fake import FakeServer, serve_fake
+from tools.guide import read_guide
 
 HTML = pages.page()
 STATIC = Path(pages.__file__).parent / "static"
-SCRIPT = "".join((STATIC / f"page{name}.js").read_text() for name in ("_show", "_code", "_api", "_images", ""))
+SCRIPT = "".join(
+    (STATIC / f"page{name}.js").read_text() for name in ("_show", "_code", "_api", "_images", "_start", "")
+)
 BORROWED = [path.read_text() for path in sorted((STATIC / "vendor").glob("*.js"))]
 OWN = HTML.replace(BORROWED[0], "").replace(BORROWED[1], "")
 
@@ -45,7 +48,7 @@ def test_the_headers_of_the_page_allow_nothing_else(client: TestClient, path: st
         contents = re.findall(f"<{tag}[^>]*>(.*?)</{tag}>", HTML, re.DOTALL)
         digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
         assert policy.pop(f"{tag}-src") == " ".join(f"'sha256-{digest}'" for digest in digests)
-        assert len(contents) == {"script": 7, "style": 1}[tag]
+        assert len(contents) == {"script": 8, "style": 1}[tag]
     assert policy.pop("connect-src") == "'self'"
     assert policy.pop("img-src") == "data:"
     assert policy.pop("require-trusted-types-for") == "'script'"
@@ -78,7 +81,7 @@ def test_the_page_asks_for_nothing_from_elsewhere() -> None:
         r"https?://|//[a-z]+\.|\burl\(|@import|<link(?! rel=\"icon\" href=\"data:)|<iframe", without_the_namespace
     )
     assert not re.search(r"\s(src|on[a-z]+|style)=", re.sub("<script>.*</script>", "", OWN, flags=re.DOTALL))
-    assert re.findall(r"<(?:script|style)\b[^>]*>", HTML) == ["<style>", *["<script>"] * 7]
+    assert re.findall(r"<(?:script|style)\b[^>]*>", HTML) == ["<style>", *["<script>"] * 8]
     assert not re.search("<!--", OWN)
 
 
@@ -378,6 +381,9 @@ def test_the_oldest_turns_make_room(chromium: Chromium) -> None:
         assert {body["max_tokens"] for body in fake.bodies} == {10}
         assert len(fake.bodies[-1]["messages"]) == 3
         assert fake.bodies[-1]["messages"][0]["content"].startswith("1 two")
+        assert page.text(".dropped") == ["The messages above are no longer sent: the model takes 40 tokens."]
+        after = chromium.value("document.querySelector('.dropped').nextElementSibling.textContent")
+        assert after.startswith("1 two")
 
 
 @needs_chromium
@@ -464,7 +470,7 @@ def test_all_controls_are_on_the_screen_at_every_size(
         "[...document.querySelectorAll('footer :is(button, input, textarea)')].filter((n) => n.checkVisibility())"
     )
     outside = "((r) => r.left < 0 || r.right > innerWidth || r.top < 0 || r.bottom > innerHeight)"
-    assert page.browser.value(f"{controls}.length") == 6
+    assert page.browser.value(f"{controls}.length") == 7
     assert page.browser.value(f"{controls}.filter((n) => {outside}(n.getBoundingClientRect())).map((n) => n.id)") == []
     assert page.browser.value("document.querySelector('main').clientHeight") > 100
     for path in ("", "/docs"):
@@ -473,6 +479,80 @@ def test_all_controls_are_on_the_screen_at_every_size(
         page.browser.open(fake.url + path)
     background = page.browser.value("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 200) == dark
+
+
+@needs_chromium
+def test_an_empty_chat_offers_questions_that_a_click_asks(page: Page, fake: FakeServer) -> None:
+    offered = page.text("#examples button")
+    assert len(offered) == 4 and len(set(offered)) == 4
+    page.browser.click("#examples button:nth-child(2)")
+    page.browser.wait_for("document.querySelectorAll('.figures').length && document.querySelector('#stop').hidden")
+    assert page.text(".mine") == [offered[1]] and fake.bodies[0]["messages"][-1]["content"] == offered[1]
+    assert page.text("#examples button") == []
+    page.browser.click("#reset")
+    assert page.text("#examples button") == offered
+
+
+def test_the_demo_model_is_asked_what_it_knows() -> None:
+    offered = re.search(r"^  bundled: (\[.*\])", (STATIC / "page_start.js").read_text(), re.M)
+    assert offered is not None
+    known = {question for entry in read_guide() for question in entry.questions}
+    assert set(json.loads(offered[1])) <= known
+
+
+@needs_chromium
+def test_a_refused_first_message_leaves_the_questions(page: Page) -> None:
+    page.say("fail 500 internal_error")
+    page.browser.wait_for("!document.querySelector('#problem').hidden")
+    assert len(page.text("#examples button")) == 4
+
+
+@needs_chromium
+def test_the_limits_of_length_are_shown(page: Page) -> None:
+    assert page.text("#limit") == ["at most 512 tokens per answer · 4,096 tokens in all"]
+    page.say("Hello")
+    assert page.text("#limit") == ["at most 512 tokens per answer · 9 of 4,096 tokens used"]
+    page.browser.click("#settings summary")
+    page.fill("#tokens", "33")
+    assert page.text("#limit") == ["at most 33 tokens per answer · 9 of 4,096 tokens used"]
+    page.say(_script(_event({"content": "no"}), _event({}, "length")))
+    assert page.text(".figures")[-1].endswith(" · cut at the limit of 33 tokens")
+
+
+@needs_chromium
+@pytest.mark.parametrize(("width", "height"), [PHONE, (820, 1180), DESKTOP])
+def test_the_settings_are_beside_the_conversation(page: Page, width: int, height: int) -> None:
+    page.browser.resize(width, height)
+    page.say("say-at-once text")
+    box = (
+        "(({ top, left, right, bottom, width }) => ({ top, left, right, bottom, width }))"
+        "(document.querySelector('%s').getBoundingClientRect())"
+    )
+    before = page.browser.value(box % ".answer")
+    page.browser.click("#settings summary")
+    settings, after = page.browser.value(box % "#settings fieldset"), page.browser.value(box % ".answer")
+    assert settings["right"] == width and settings["top"] == 0 and settings["bottom"] == height
+    assert (after["top"], after["bottom"]) == (before["top"], before["bottom"]), "nothing is pushed up"
+    if (width, height) == DESKTOP:
+        assert settings["left"] >= after["right"]
+    else:
+        assert after == before and (settings["width"] == width) == ((width, height) == PHONE)
+    page.fill("#system", "Be kind.")
+    page.browser.press("Escape")
+    assert page.text("#settings fieldset") == []
+    assert page.browser.value("document.activeElement.textContent") == "Settings"
+
+
+@needs_chromium
+def test_a_long_name_of_a_model_is_cut_off_and_the_load_is_not(page: Page) -> None:
+    page.browser.resize(*PHONE)
+    page.browser.value("model = 'organisation/' + 'very-long-name-'.repeat(12); look()")
+    page.browser.wait_for("document.querySelector('#corner span').title.length > 99")
+    name, load = page.browser.value(
+        "[...document.querySelectorAll('#corner span')].map((n) => [n.scrollWidth > n.clientWidth, n.clientHeight])"
+    )
+    assert name[0] and not load[0] and load[1] < 30
+    assert page.browser.value("document.querySelector('#corner').getBoundingClientRect().right <= innerWidth")
 
 
 # Answers: Markdown, reasoning, calls, trees, figures

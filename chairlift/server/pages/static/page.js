@@ -54,11 +54,15 @@ async function look() {
       model = data[0].id;
       room = data[0].max_model_len ?? Infinity;
       $("tokens").placeholder = longest();
+      offerExamples();
+      showLimit();
       $("sees").hidden = !data[0].takes_images;
     }
     const load = await (await ask("/load")).json();
     const { running = load.server_load, waiting = 0 } = load;
-    $("corner").textContent = `${model} · ${running} running` + (waiting ? `, ${waiting} waiting` : "");
+    const name = make("span", model);
+    name.title = model;  // a long one is cut off
+    $("corner").replaceChildren(name, make("span", ` · ${running} running` + (waiting ? `, ${waiting} waiting` : "")));
   } catch (error) {
     if (error.status === 401) return;
     $("corner").textContent = error.status === 503 ? "the server is not ready" : "no connection";
@@ -115,8 +119,6 @@ function isEmpty(entry) { return !entry.content && !entry.reasoning_content && !
 
 // The conversation
 
-function longest() { return Math.min(512, Math.floor(room / 4)); }
-
 function json(id, name) {  // value of a settings field that contains JSON
   const text = $(id).value.trim();
   if (!text) return undefined;
@@ -135,7 +137,7 @@ function asked() {  // fields that the settings add to a request
     model,
     system: $("system").value.trim(),
     fields: {
-      max_tokens: $("tokens").valueAsNumber || longest(),
+      max_tokens: most(),
       ...(Number.isFinite(heat) && { temperature: heat }),
       ...($("effort").value && { reasoning_effort: $("effort").value }),
       ...(tools && { tools }),
@@ -237,7 +239,7 @@ class Answer {
       entry.tool_calls[index].function.arguments += text;
     }
     if (choice.tool_call_errors) entry.errors = choice.tool_call_errors;
-    if (choice.finish_reason === "length") entry.ending = " · cut at the token limit";
+    if (choice.finish_reason === "length") entry.ending = ` · cut at the limit of ${number(entry.asked.fields.max_tokens)} tokens`;
     if (timing) entry.timing = timing;
     if (usage) entry.usage = usage;
     return !!(thought || delta.content || delta.tool_calls);
@@ -306,6 +308,8 @@ function drawAll() {
   hello.hidden = entries.length > 0;
   $("chat").replaceChildren(hello, ...entries.map(draw));
   offerResults();
+  markDropped();
+  showLimit();
   const scroll = document.querySelector("main");
   scroll.scrollTop = scroll.scrollHeight;
 }
@@ -349,7 +353,9 @@ async function send(messages) {  // whether an answer came, or a part of one
     entries.splice(entries.length - messages.length);
     for (const node of nodes) node.remove();
   }
+  $("hello").hidden = entries.length > 0;
   offerResults();
+  markDropped();
   save();
   scroll.scrollTop = scroll.scrollHeight;
   return came;
@@ -390,6 +396,7 @@ async function respond(how) {
     shown.node.ariaBusy = false;
     shown.end();
   }
+  showLimit();
   show(failure && !stopped ? failure.message : "");
   return !!first || !failure;
 }
