@@ -20,10 +20,15 @@ _WIDTH: Final = 960
 _LEFT: Final = 12
 _ROW: Final = 8
 _TITLE: Final = 26
-_LEGEND: Final = (("prompt", "prompt"), ("decode0", "answer"), ("held", "ended, but computed until its batch ends"))
+_LEGEND: Final = (
+    ("prompt", "prompt", "prompt"),
+    ("decode", "decode0", "answer"),
+    ("held", "held", "ended, but computed until its batch ends"),
+)
+"""(kind, look, words) of what a picture may show."""
 _STYLE: Final = """\
 text { font: 14px system-ui, sans-serif; fill: #24292f } .small { font-size: 12px; fill: #57606a }
-.room { fill: #eef1f4 } .prompt { fill: #c9591a } .decode0 { fill: #1b7a68 } .decode1 { fill: #4aa892 }
+.room { fill: #eef1f4 } .prompt { fill: #be8207 } .decode0 { fill: #1b7a68 } .decode1 { fill: #4aa892 }
 .held { fill: #c3c8ce }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3 } .small { fill: #9198a1 } .room { fill: #1c2128 } .held { fill: #545d68 }
@@ -108,7 +113,9 @@ def text_lines(panels: Sequence[Panel], width: int, *, fine: bool = True, most_r
         yield f"{panel.title}{rows}"
         yield from ("".join(line).rstrip() for line in grid)
         yield ""
-    yield f"each line is a row of the batch over {whole:.2f} s; {marks['decode']} computes, {marks['held']} has ended"
+    held = any(span.kind == "held" for panel in panels for span in panel.spans)
+    ended = f", {marks['held']} has ended" if held else ""
+    yield f"each line is a row of the batch over {whole:.2f} s; {marks['decode']} computes{ended}"
 
 
 def svg_lines(panels: Sequence[Panel]) -> Iterator[str]:
@@ -129,7 +136,8 @@ def svg_lines(panels: Sequence[Panel]) -> Iterator[str]:
     yield f'<text class="small" x="{_LEFT}" y="{top + 6}">0 s</text>'
     yield f'<text class="small" x="{_WIDTH - _LEFT}" y="{top + 6}" text-anchor="end">{whole:.2f} s</text>'
     left = _LEFT
-    for name, label in _LEGEND:
+    shown = {span.kind for panel in panels for span in panel.spans}
+    for name, label in (each for kind, *each in _LEGEND if kind in shown):
         yield f'<rect class="{name}" x="{left}" y="{top + 22}" width="12" height="12"/>'
         yield f'<text class="small" x="{left + 18}" y="{top + 32}">{label}</text>'
         left += 48 + 7 * len(label)

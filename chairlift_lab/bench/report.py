@@ -133,7 +133,7 @@ def _block(block: Text | Facts | Table) -> str:
             pairs = (f"<dt>{_escape(name)}</dt><dd>{_escape(value)}</dd>" for name, value in block.facts.items())
             return f"<dl>{''.join(pairs)}</dl>"
         case Table():
-            caption = f"<caption>{_escape(block.caption)}</caption>" if block.caption else ""
+            caption = f"<caption><span>{_escape(block.caption)}</span></caption>" if block.caption else ""
             head = "".join(f'<th scope="col">{_escape(cell)}</th>' for cell in block.header)
             rows = "".join(f"<tr>{_cells(row)}</tr>\n" for row in block.rows)
             name = _escape(block.caption or "Table")

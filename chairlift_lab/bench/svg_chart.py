@@ -46,14 +46,14 @@ Sample = Literal["line", "dots", "hollow", "box"]
 
 SERIES_COLOURS: Final = (
     ("#1b7a68", "#5fcfb4"),
-    ("#c9591a", "#ff9d5c"),
-    ("#2f6db5", "#7db8f5"),
-    ("#9a4a8c", "#dc9ad0"),
-    ("#8a6d00", "#e3c04a"),
-    ("#6b7075", "#a5abb0"),
+    ("#be8207", "#ff9228"),
+    ("#1c3384", "#6680f2"),
+    ("#9030c4", "#ffc0f6"),
+    ("#6c1408", "#bcff7c"),
+    ("#808bb2", "#9d7d81"),
 )
 """(colour on a light background, colour on a dark background) of each series. The colours can be told apart with
-red-green colour blindness."""
+colour blindness of any kind."""
 FRONT = "currentColor"
 SOFT = "var(--soft, #62676c)"
 FAINT = "var(--line, #dedbd6)"

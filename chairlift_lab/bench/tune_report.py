@@ -496,7 +496,6 @@ def _sections(answer: TuneAnswer) -> Iterator[Section]:
 
 
 def _side_by_side(answer: TuneAnswer, sides: Sequence[Column]) -> Iterator[Block]:
-    yield _comparison(answer, sides)
     yield from _bars(
         [
             (side, {"output tokens per second": side.full.output_tokens_per_second}, side.full_measured)
@@ -514,6 +513,7 @@ def _side_by_side(answer: TuneAnswer, sides: Sequence[Column]) -> Iterator[Block
     samples = {side.title: side.latencies for side in sides if side.latencies and side.role != "equal"}
     if samples:
         yield plots.cdf(samples, title=f"How long requests take, {_pace(answer)}", x_label="seconds, whole request")
+    yield _comparison(answer, sides)
     ratios = answer.findings.ratios
     if ratios:
         names_of = {
@@ -714,7 +714,7 @@ def _trust(answer: TuneAnswer) -> Iterator[Block]:
         f" {sum(each.output_tokens for each in traffic.requests):,} of answers",
         "Targets": ", ".join(f"{name} {ms:g}" for name, ms in traffic.slo.items()) or "none given",
         "Model": answer.model,
-        "HostMachine": f"{machine.cpu}, {machine.processors} processors, {machine.system}",
+        "Machine": f"{machine.cpu}, {machine.processors} processors, {machine.system}",
         "Load of other programs": f"{machine.busy:.0%} at the start. "
         + disturbance([trial.busy for trial in answer.state if trial.round is not None]),
         "Simulator": _simulator(answer),

@@ -6,8 +6,9 @@ import re
 from functools import cache
 from html.parser import HTMLParser
 
-from chairlift_lab.bench.plots import bars, cdf
+from chairlift_lab.bench.plots import SERIES_COLOURS, bars, cdf
 from chairlift_lab.bench.report import Facts, Report, Section, Table, Text
+from tests.colours import LEAST, least_difference, light_and_dark
 
 VOID = {"meta", "link"}
 EVIL = '<script>alert("1")</script> & {title} %s \x00\x1b'
@@ -83,6 +84,19 @@ def test_tables_have_a_header_and_named_rows() -> None:
     assert scopes == ["col", "col", "row", "row"] and outline.count("td") == 2
     assert outline.count("caption") == 1
     assert outline.seen[[tag for tag, _ in outline.seen].index("table") - 1][1]["class"] == "scroll"
+
+
+def test_tables_scroll_beside_their_names() -> None:
+    (names,) = re.findall(r"^th:first-child \{(.*?)\}", report(), re.S | re.M)
+    assert "position: sticky" in names and "left: 0" in names and "background:" in names
+    assert "<caption><span>word</span></caption>" in report()
+    assert re.search(r"^caption span \{ position: sticky; left: 0;", report(), re.M)
+
+
+def test_the_colours_of_charts_differ_for_everybody() -> None:
+    for colours in light_and_dark(SERIES_COLOURS):
+        difference, words = least_difference(colours)
+        assert difference > LEAST, words
 
 
 def test_charts_that_follow_each_other_share_a_row() -> None:

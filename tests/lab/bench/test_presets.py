@@ -123,6 +123,15 @@ def test_the_picture_as_svg_shows_each_row_over_time(machine: Deployment) -> Non
     assert max(boxes) <= 960
 
 
+def test_a_picture_explains_only_what_it_shows() -> None:
+    answered = Panel("a", [RowSpan(0, "r", "prompt", 0.0, 1.0), RowSpan(0, "r", "decode", 1.0, 2.0)], 1, 2.0)
+    held = Panel("b", [RowSpan(0, "r", "held", 0.0, 1.0)], 1, 2.0)
+    for panels, shown in (([answered], False), ([answered, held], True)):
+        assert ("ended, but computed" in "".join(svg_lines(panels))) == shown
+        assert ("has ended" in list(text_lines(panels, 8))[-1]) == shown
+    assert ">answer<" not in "".join(svg_lines([held]))
+
+
 def test_the_table_begins_with_the_baseline_and_claims_need_rounds() -> None:
     presets = [Measured("static", {}, [SLOW] * 6), Measured("orca", {}, [FAST] * 6)]
     caption, header, *rows = text(preset_table(presets, "12 requests"))

@@ -278,7 +278,9 @@ def test_drafts_are_compared_with_none(tmp_path: Path, useless: bool, slo: dict[
     lines = "\n".join(report_lines(said))
     assert ("tokens of a row with drafts in a step" in lines) is not useless
     assert "no drafts" in lines and "The simulator makes no drafts" in lines
-    assert "best static with / without drafts" in tune_report(said).html()
+    page = tune_report(said).html()
+    assert "best static with / without drafts" in page
+    assert page.index("<figure>") < page.index("<table>"), "a phone shows the charts first"
     assert (
         machine.tune(tmp_path / "tune.json", Question(requests=requests, slo=slo, fixed=fixed)).ratios == found.ratios
     )
