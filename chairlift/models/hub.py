@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -94,11 +94,18 @@ def download_model(name: str, revision: str | None = None, quantization: str | N
     if quantization is not None:
         return gguf_file()
     pieces = _pieces(snapshot)
+    if "gguf" in name.lower() and not pieces and _has_only_gguf(_repository_files(name, snapshot)):
+        return gguf_file()  # without the library's warning that there are no safetensors
     fetch([*(pieces or [SINGLE_NAME]), *_pooling_files(snapshot)], commit)
     if any(not (snapshot / file).is_file() for file in pieces):  # an index that was left behind
         fetch([SINGLE_NAME], commit)
     weights = any((snapshot / file).is_file() for file in (SINGLE_NAME, *pieces))
-    return snapshot if weights or not gguf_models(_repository_files(name, snapshot)) else gguf_file()
+    return snapshot if weights or not _has_only_gguf(_repository_files(name, snapshot)) else gguf_file()
+
+
+def _has_only_gguf(files: Sequence[str]) -> bool:
+    """Whether the weights in a repository are in GGUF files, and in no safetensors that are read."""
+    return bool(gguf_models(files)) and SINGLE_NAME not in files
 
 
 def _repository_files(name: str, snapshot: Path) -> list[str]:
