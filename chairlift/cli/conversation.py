@@ -110,16 +110,25 @@ class LocalModel:
 class Conversation:
     """A conversation with one model.
 
-    ``max_tokens`` is the maximum length of an answer if ``sampling`` has none and the context has room.
+    ``max_tokens`` is the maximum length of an answer if ``sampling`` has none and the context has room. With ``once``
+    there is one message, and Ctrl-C ends the command; in a terminal it otherwise stops only the answer.
     """
 
-    def __init__(self, model: TextModel, sampling: Mapping[str, Any], system: str | None, max_tokens: int) -> None:
+    def __init__(
+        self,
+        model: TextModel,
+        sampling: Mapping[str, Any],
+        system: str | None,
+        max_tokens: int,
+        *,
+        once: bool = False,
+    ) -> None:
         self._model = model
         self._max_tokens = max_tokens
         self._sampling = dict(sampling)
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._turns: list[dict[str, str]] = []
-        self._interactive = sys.stdin.isatty()
+        self._interactive = sys.stdin.isatty() and not once
 
     def talk(self) -> int:
         """Read messages and print answers until the end of input. Returns the exit code."""

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     SamplingParams.from_dict(sampling)
     prompt = _read_prompt(args)
     model = _open(args, engine, chats=prompt is None)
-    conversation = Conversation(model, sampling, args.system, _MAX_TOKENS)
+    conversation = Conversation(model, sampling, args.system, _MAX_TOKENS, once=prompt is not None)
     if prompt is None:
         return conversation.talk()
     conversation.answer(prompt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -110,6 +111,16 @@ def test_what_cannot_be_run_is_refused(
     pipe(monkeypatch, " \n")
     code, out, err = chairlift("run", *argv)
     assert (code, out) == (2, []) and told in err[0]
+
+
+def test_ctrl_c_ends_the_one_answer_to_a_prompt() -> None:
+    with serve_fake(FakeServer()) as fake:
+        terminal = Terminal("run", "little", "endless", "--url", fake.url)
+        terminal.wait_for("on on ")
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(60) == 130
+        assert fake.left.wait(60)
+        terminal.close()
 
 
 def test_a_chat_in_a_terminal_has_ollamas_commands() -> None:
