@@ -116,6 +116,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "autoscale_wait": (0.01, 3600),
     "autoscale_goodput": (0.01, 1),
     "autoscale_delay": (1, 10**6),
+    "models_memory_bytes": (1, 2**50),
+    "model_keep_alive": (0, 10**9),
+    "max_num_loading_reqs": (0, 2**20),
     "max_num_queued_reqs": (0, 2**31),
     "max_num_queued_tokens": (0, 2**40),
     "queue_timeout": (0.001, 10**6),
@@ -135,8 +138,17 @@ _RANGES: dict[str, tuple[float, float]] = {
 """Setting -> (lowest, highest) allowed value, both inclusive."""
 _TEXTS = {
     *("model", "mmproj", "revision", "tokenizer", "swap_directory", "kv_store"),
-    *("host", "ray_address", "api_key_file", "chat_template", "otlp_traces_endpoint", "batch_dir", "lora_dir"),
-    "allowed_local_media_path",
+    *(
+        "models",
+        "host",
+        "ray_address",
+        "api_key_file",
+        "chat_template",
+        "otlp_traces_endpoint",
+        "batch_dir",
+        "lora_dir",
+    ),
+    *("allowed_local_media_path", "models"),
 }
 """Settings that are free text. All other text settings have a fixed form, which is checked."""
 
@@ -568,6 +580,17 @@ class ServerConfig:
     autoscale_delay: float = 60.0
     """Seconds for which the other replicas must have been enough before autoscaling removes one. At least twice the
     time that a replica needs to start is waited."""
+    models: str | None = None
+    """Directory of models, or a YAML or JSON file that names them: one server for all of them, each in an engine of its
+    own, which is loaded when a request needs it. None: one model."""
+    models_memory_bytes: int | None = None
+    """Memory for weights, KV cache and process of all loaded models together. None: as much as the three largest models
+    need, at most 80 % of the machine's memory."""
+    model_keep_alive: float | None = None
+    """Seconds without requests after which a model is unloaded. None: it is unloaded only when another model needs its
+    memory."""
+    max_num_loading_reqs: int = 256
+    """Maximum number of requests that wait for models to be loaded; further requests get status 429."""
     routing: str = "forecast"
     """How a replica is chosen for a request: forecast (earliest first token), prefix (longest matching prefix in its
     cache), least (least work), p2c (better of two random replicas) or rr (in turn). With p2c and rr a request does not
@@ -692,6 +715,7 @@ class ServerConfig:
 _AUTOSCALING: Final = (("max_replicas",), ", which turns autoscaling on")
 _BATCHES: Final = (("batch_dir",), ", without which there are no batches")
 _NEEDS: Final = {
+    **dict.fromkeys(("models_memory_bytes", "model_keep_alive", "max_num_loading_reqs"), (("models",), "")),
     "routing": (("replicas", "max_replicas", "ray_address"), ": with one engine there is nothing to choose"),
     "min_replicas": (_AUTOSCALING[0], f"{_AUTOSCALING[1]}; or set replicas"),
     **dict.fromkeys(("autoscale_wait", "autoscale_goodput", "autoscale_delay"), _AUTOSCALING),

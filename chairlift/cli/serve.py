@@ -27,6 +27,7 @@ DESCRIPTION: Final = """Serve a model over HTTP with OpenAI's API. All clients s
 
   chairlift serve                          the bundled model, at http://127.0.0.1:8000
   chairlift serve DIRECTORY --port 9000    your own model
+  chairlift serve --models DIRECTORY       many models, each loaded when a request needs it
   chairlift serve --host 0.0.0.0 --api-key-file keys.txt
 
 Every flag is also an environment variable: CHAIRLIFT_MAX_NUM_SEQS=8 for --max-num-seqs 8. The command
@@ -44,6 +45,7 @@ exit codes:
 _SECRET: Final = ("api_key",)
 _EVERYDAY: Final = (
     *("--dry-run", "--host", "--port", "--served-model-name", "--api-key-file", "--insecure", "--chat-template"),
+    *("--models", "--models-memory-bytes"),
     *("--lora-modules", "--log-requests", "--batch-dir", "--config", "--dtype", "--quantization", "--device"),
     *("--threads", "--max-model-len", "--kv-cache-memory-bytes", "--gpu-memory-utilization", "--max-num-seqs"),
     *("--max-num-batched-tokens", "--preset", "--scheduling-policy", "--speculative-config", "--enable-lora"),
@@ -72,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
         sources["model"] = "command line"
     with naming_variables(sources):
         config = EngineConfig.from_flat(engine)
+    if server.models is not None:
+        return _run_models(args, engine, server)
     if args.dry_run:
         print(_settings(config, server, sources))
         return 0
@@ -87,6 +91,25 @@ def run(args: argparse.Namespace) -> int:
     configure_logging(server.log_format, verbose=args.verbose)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(server, config, comparison=LIVE_COMPARISON))
+
+
+def _run_models(args: argparse.Namespace, engine: dict[str, Any], server: ServerConfig) -> int:
+    """Serve many models until stopped. Returns an exit code."""
+    from chairlift.server.models.serving import check_models, serve_models
+
+    entries = check_models(server, engine)
+    if args.dry_run:
+        for entry in entries:
+            pinned = ", pinned" if entry.pinned else ""
+            print(f"{', '.join(entry.names)}: {entry.config.model.model}{pinned}")
+        return 0
+    import uvloop
+
+    from chairlift.server.http.logs import configure_logging
+
+    configure_logging(server.log_format, verbose=args.verbose)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve_models(server, engine, comparison=LIVE_COMPARISON))
 
 
 def _check_names(args: argparse.Namespace, engine: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 from chairlift.cli.remote_server import MAX_BYTES, NotThereError, RemoteServer, add_url_flag, parse_object
 from chairlift.cli.top_view import SORTS, Line, Metrics, Snapshot, text_of, view
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``chairlift top``."""
     add_url_flag(parser)
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="file whose first line is the API key")
+    parser.add_argument("--model", metavar="NAME", help="show one model of a server with many (default: all together)")
     parser.add_argument("--interval", metavar="S", type=float, default=1.0, help="seconds between updates (default: 1)")
     parser.add_argument("--once", action="store_true", help="print the view once")
 
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     read."""
     if not 0.1 <= args.interval <= 3600:
         raise ConfigError(f"--interval must be from 0.1 to 3600 seconds, got {args.interval:g}")
-    observer = _Observer(RemoteServer(args.url, api_key_file=args.api_key_file))
+    observer = _Observer(RemoteServer(args.url, api_key_file=args.api_key_file), args.model)
     if args.once or not sys.stdout.isatty():
         return _print_once(observer, args.interval)
     return _Screen(observer, args.interval).show()
@@ -84,7 +86,9 @@ def _print_once(observer: _Observer, interval: float) -> int:
 class _Observer:
     """Reads the state of a server. Only one thread may use it."""
 
-    def __init__(self, server: RemoteServer) -> None:
+    def __init__(self, server: RemoteServer, only: str | None = None) -> None:
+        self._only = only
+        """The model to show; None: all models of the server."""
         self.failure: ChairliftError | None = None
         """Error of the last read; None if it succeeded."""
         self._server = server
@@ -100,11 +104,11 @@ class _Observer:
             seen["state"] = self._state()
             body = self._get("/metrics", (200,))[1]
             when = time.monotonic()  # rates are those of the metrics, which may come late if the server hangs
-            seen["metrics"] = metrics = Metrics(body.decode("utf-8", "replace"))
+            seen["metrics"] = metrics = Metrics(body.decode("utf-8", "replace"), self._only)
             started = metrics.value("process_start_time_seconds")
             seen["uptime"] = None if started is None else max(0.0, time.time() - started)
             seen["requests"] = self._requests()
-            if not self._model:
+            if not self._model or metrics.values_of("model_state", "state"):  # the loaded models change
                 self._model, self._version = self._names()
         except ChairliftError as error:
             self.failure = error
@@ -134,8 +138,9 @@ class _Observer:
         return "serving"
 
     def _requests(self) -> list[dict[str, Any]] | None:
+        which = "" if self._only is None else f"&model={quote(self._only, safe='')}"
         try:
-            listed = parse_object(self._get(f"/v1/requests?limit={_MAX_LISTED}", (200,))[1]).get("requests")
+            listed = parse_object(self._get(f"/v1/requests?limit={_MAX_LISTED}{which}", (200,))[1]).get("requests")
         except NotThereError:
             return None
         return [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else None
@@ -144,7 +149,9 @@ class _Observer:
         """(model name, server version); both are empty if the server does not report them."""
         try:
             models = parse_object(self._get("/v1/models", (200,))[1])["data"]
-            return str(models[0]["id"]), str(parse_object(self._get("/version", (200,))[1])["version"])
+            loaded = [each["id"] for each in models if each.get("state") == "loaded"]
+            name = self._only or (", ".join(loaded) or "no model" if "state" in models[0] else models[0]["id"])
+            return str(name), str(parse_object(self._get("/version", (200,))[1])["version"])
         except (NotThereError, LookupError, TypeError):
             return "", ""
 

@@ -47,9 +47,10 @@ empty."""
 
 
 class Metrics:
-    """Samples in Prometheus' text format. Names have no prefix (``vllm:``, ``chairlift:``)."""
+    """Samples in Prometheus' text format. Names have no prefix (``vllm:``, ``chairlift:``). With ``model``, samples of
+    other models are left out."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, model: str | None = None) -> None:
         self._samples: dict[str, list[tuple[dict[str, str], float]]] = {}
         for line in text.splitlines():
             match = None if line.startswith("#") else _SAMPLE.fullmatch(line.strip())
@@ -61,6 +62,8 @@ class Metrics:
                 if not math.isfinite(value):
                     continue
                 labels = dict(_LABEL.findall(match[2] or ""))
+                if model is not None and labels.get("model_name", model) != model:
+                    continue
                 self._samples.setdefault(match[1].rpartition(":")[2], []).append((labels, value))
 
     def value(self, name: str, **labels: str) -> float | None:

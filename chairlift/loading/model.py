@@ -36,6 +36,7 @@ __all__ = [
     "Progress",
     "device_name",
     "find_device",
+    "kv_plan",
     "load_executor",
     "model_directory",
     "read_images",
@@ -222,6 +223,29 @@ def _plan(
         caching=config.cache.enable_prefix_caching,
         snapshot_interval=config.cache.state_snapshot_interval,
     )
+
+
+def kv_plan(config: EngineConfig, network: NetworkConfig | TransformersConfig) -> tuple[int, int]:
+    """(Bytes of unquantised weights, bytes of KV cache and swap space in memory) of a model, without its weights. For a
+    model that transformers implements: 0, and the memory that the settings allow. Raises ConfigError."""
+    import torch
+
+    from chairlift.executor.select import choose_dtype
+    from chairlift.models.causal_lm import CausalLM
+    from chairlift.models.hf_config import NetworkConfig
+
+    device = find_device(config.model.device)
+    dtype = choose_dtype(network, config.model.dtype, device)
+    memory = config.cache.kv_cache_memory_bytes or _cache_memory(config, network, dtype, device)
+    if not isinstance(network, NetworkConfig):
+        return 0, memory
+    max_model_len = _max_model_len(config.model.max_model_len, network.max_model_len, network.usual_model_len)
+    with torch.device("meta"):  # shapes only
+        model = CausalLM(network.for_length(max_model_len))
+    model.tie_weights()
+    plan = _plan(config, model.kv_cache_spec(), dtype, max_model_len, memory)
+    weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    return weights, plan.total_bytes + (plan.host_bytes if plan.swap_directory is None else 0)
 
 
 def _check_sizes(

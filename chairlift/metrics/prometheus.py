@@ -31,7 +31,7 @@ from chairlift.metrics.stats import (
     RequestStats,
 )
 
-__all__ = ["CONTENT_TYPE", "FINISH_REASONS", "REJECTION_REASONS", "CacheInfo", "render"]
+__all__ = ["CONTENT_TYPE", "FINISH_REASONS", "REJECTION_REASONS", "CacheInfo", "exposed", "render"]
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of the text format that every version of Prometheus supports."""
@@ -160,6 +160,11 @@ def render(
     families += _forecasts(ours, stats, forecast_within or {})
     # These collectors report the process that runs this code: the server's process.
     families += ProcessCollector(registry=None).collect()
+    return generate_latest(_Families(families))
+
+
+def exposed(families: list[Metric]) -> bytes:
+    """Metrics in the text exposition format."""
     return generate_latest(_Families(families))
 
 

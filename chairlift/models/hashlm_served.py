@@ -1,7 +1,8 @@
 """HashLM as a served model: ``--model hashlm`` generates text that a test can compute itself.
 
 Clients see a normal model: it has tokens (one per byte, then special ones), a chat template, an end of sequence and
-log-probabilities. ``hashlm:5ms`` takes 5 ms per step, like a slow model. The module does not import torch.
+log-probabilities. ``hashlm:5ms`` takes 5 ms per step, like a slow model. ``hashlm:seed=7`` is another model: it
+generates other tokens for each seed. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ __all__ = [
     "HASHLM_TEMPLATE",
     "HASHLM_TOKENS",
     "HASHLM_VOCAB_SIZE",
+    "NUM_BLOCKS",
     "HashLMServed",
     "ServedHashLM",
     "hashlm_runner",
@@ -40,9 +42,12 @@ HASHLM_TEMPLATE: Final = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_SEED: Final = 0x9E3779B97F4A7C15 >> 31
+"""Factor of the seed. The product stays below 64 bits."""
 _MAX_MODEL_LEN: Final = 4096
-_NUM_BLOCKS: Final = 4096
-_NAME: Final = re.compile(r"hashlm(?::([0-9]{1,5}(?:\.[0-9]{1,3})?)ms)?")
+NUM_BLOCKS: Final = 4096
+"""Number of blocks of HashLM's cache if no setting says it."""
+_NAME: Final = re.compile(r"hashlm(?::([0-9]{1,5}(?:\.[0-9]{1,3})?)ms)?(?::seed=([0-9]{1,9}))?")
 
 
 def parse_hashlm(name: str) -> float | None:
@@ -54,8 +59,15 @@ def parse_hashlm(name: str) -> float | None:
     if found is not None:
         return float(found[1] or 0) / 1000
     if name.startswith("hashlm:"):
-        raise ConfigError(f"model is {name!r:.80}; after 'hashlm:' comes the time per step, as in hashlm:5ms")
+        raise ConfigError(
+            f"model is {name!r:.80}; after 'hashlm:' comes the time per step, as in hashlm:5ms, or hashlm:5ms:seed=7"
+        )
     return None
+
+
+def _seed_of(name: str) -> int:
+    found = _NAME.fullmatch(name)
+    return 0 if found is None else int(found[2] or 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +101,17 @@ class ServedHashLM(HashLM):
         max_model_len: int,
         delay: float = 0.0,
         host_memory: Callable[[int], npt.NDArray[np.uint8]] | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__([group], block_size, HASHLM_VOCAB_SIZE, max_model_len, host_memory)
         self._delay = delay
+        self._salt = seed * _SEED
 
     def forward(self, batch: StepBatch) -> list[int]:
         if self._delay:
             time.sleep(self._delay)
-        return super().forward(batch)
+        hashes = super().forward(batch)
+        return [each ^ self._salt for each in hashes] if self._salt else hashes
 
     def sample(self, hidden: list[int], batch: StepBatch, masks: Masks | None = None) -> SampledTokens:
         tokens = super().sample(hidden, batch, masks)
@@ -126,7 +141,7 @@ def hashlm_runner(
     """HashLM for the given settings. The defaults of ``max_model_len`` and ``num_kv_blocks`` are 4,096, and swap space
     has a tenth as many blocks, rounded up. ``host_memory`` is that of :class:`~chairlift.models.hashlm.HashLM`."""
     length = config.model.max_model_len or _MAX_MODEL_LEN
-    blocks = config.cache.num_kv_blocks or _NUM_BLOCKS
+    blocks = config.cache.num_kv_blocks or NUM_BLOCKS
     size = config.cache.block_size
     tokens = (blocks - 1) * size
     chats = tokens // min(2048, length)
@@ -134,7 +149,7 @@ def hashlm_runner(
     num_host = -(-blocks // 10) if swap is None else swap // (HASHLM_POSITION_BYTES * size)
     group = CacheGroup(blocks, num_host_blocks=num_host)
     return HashLMServed(
-        runner=ServedHashLM(group, size, length, delay, host_memory),
+        runner=ServedHashLM(group, size, length, delay, host_memory, _seed_of(config.model.model)),
         vocab_size=HASHLM_VOCAB_SIZE,
         max_model_len=length,
         eos_token_ids=(HASHLM_EOS,),

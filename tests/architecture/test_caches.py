@@ -69,6 +69,7 @@ OF_REQUESTS = {
     "text.grammar.structural_tag": "_without",
     "core.kv_cache.manager": "swapped",
     "server.openai.batches.worker": "_works",
+    "server.models.hosts": "_waiting",
     "server.openai.completions": "_offsets",
     "server.pages.live_feed": "_names",
     "server.anthropic.messages_input": "places",

@@ -66,6 +66,7 @@ ALLOWED: dict[str, list[str]] = {
     "fleet.prompt_keys": ["errors", "config", "base", "core.rows", "engine", "fleet"],
     "fleet.fleet_scaling": ["errors", "fleet", "metrics.stats"],
     "fleet.local": ["errors", "config", "engine.process.process_client", "fleet", "kernels.control_group"],
+    "fleet.models.catalog": ["errors", "config", "base"],
     "fleet.node": [
         *("errors", "version", "engine.process.process_client", "fleet.local", "kernels.control_group"),
     ],

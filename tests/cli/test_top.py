@@ -240,6 +240,12 @@ def test_odd_answers_do_no_harm() -> None:
     assert metrics.buckets("d") == {}
 
 
+def test_samples_of_other_models_are_left_out() -> None:
+    text = 'chairlift:num_requests_running{model_name="a"} 2\nchairlift:num_requests_running{model_name="b"} 3\nup 1'
+    assert [Metrics(text, each).value("num_requests_running") for each in ("a", "b", None)] == [2, 3, 5]
+    assert Metrics(text, "a").value("up") == 1
+
+
 def test_labels_are_told_apart() -> None:
     metrics = Metrics('p:rate{window="60s",m="a \\" b"} 1\np:rate{window="total",m="x"} 5\n')
     assert (metrics.value("rate"), metrics.value("rate", window="60s")) == (6, 1)

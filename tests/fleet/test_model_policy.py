@@ -124,7 +124,7 @@ def test_a_model_that_can_never_fit_is_refused_at_once() -> None:
     made.add("large", 201)
     made.add("p", 150, pinned=True)
     refusal = made.enter("large", 1000.0)
-    assert isinstance(refusal, Refusal) and refusal.failed and "needs 201 bytes" in refusal.message
+    assert isinstance(refusal, Refusal) and refusal.failed and "it needs 201 bytes" in refusal.message
     assert "beside the 150 of the pinned" in (made.view("a").reason or "") and made.view("a").state is ModelState.FAILED
 
 

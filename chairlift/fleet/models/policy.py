@@ -197,7 +197,7 @@ class ModelPolicy:
             return None
         beside = f" beside the {pinned:,} of the pinned models" if pinned else ""
         return (
-            f"the model {name!r} needs {model.num_bytes:,} bytes of memory{beside}, and all models together may have"
+            f"it needs {model.num_bytes:,} bytes of memory{beside}, and all models together may have"
             f" {self.limits.memory_bytes:,} (models_memory_bytes); raise it, or lower the model's kv_cache_memory_bytes"
         )
 

@@ -50,5 +50,6 @@ ANTHROPIC: Final = Dialect(
     types=(MessagesRequest, MessageReply, CountTokensRequest, TokenCount, MessagesError),
     paths=_messages_paths(),
     prefixes=("/v1/messages",),
+    computing={route.path for route in messages.routes},
     error_form=messages.error_form,
 )

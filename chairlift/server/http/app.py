@@ -77,9 +77,10 @@ class _App:
             return
         except Exception as error:
             chat = scope["path"] == "/v1/chat/completions"
-            api_error = to_api_error(error, self._state, exchange.request_id, chat=chat)
+            state: ServerState = scope["app"].state.server  # that of the model that was to answer
+            api_error = to_api_error(error, state, exchange.request_id, chat=chat)
             turned_away = api_error.code == "engine_unavailable" and not getattr(error, "taken", False)
-            self._state.engine.stats.rejected.update(("unavailable",) if turned_away else ())
+            state.engine.stats.rejected.update(("unavailable",) if turned_away else ())
             response = error_response(api_error, scope["path"], exchange.request_id, error_form(scope["path"]))
             if exchange.status is not None:
                 raise  # in the middle of an answer, only closing the connection can report an error
@@ -88,7 +89,8 @@ class _App:
             release_all(Request(scope))
             self._state.num_in_progress -= counted
             if counted and exchange.status is not None:
-                self._state.engine.stats.responded(exchange.route, exchange.method, exchange.status, exchange.seconds)
+                stats = scope["app"].state.server.engine.stats
+                stats.responded(exchange.route, exchange.method, exchange.status, exchange.seconds)
             if self._state.config.log_requests:
                 exchange.log()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,5 +26,9 @@ class Dialect:
     """Path -> method -> operation, in OpenAPI's form; see :mod:`chairlift.server.http.api_docs`."""
     prefixes: Sequence[str] = ()
     """Paths below which all requests belong to this API, such as ``/v1``. The server counts these requests."""
+    computing: Collection[str] = ()
+    """Paths whose requests a model answers; the field ``model`` of the body names it."""
+    of_server: Collection[str] = ()
+    """Paths that need no engine. All others are about one engine."""
     error_form: ErrorForm | None = None
     """Form of errors at ``prefixes`` and below them; None for OpenAI's form."""

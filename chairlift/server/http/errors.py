@@ -127,7 +127,7 @@ def to_api_error(error: Exception, state: ServerState, request_id: str, *, chat:
         return ApiError(503, str(error), code="storage_unavailable", headers={"retry-after": "10"})
     if isinstance(error, EngineDeadError):
         seconds = _whole_seconds(state.engine.retry_after())
-        if state.draining or state.engine.state is EngineState.STOPPED:
+        if not state.reloads and (state.draining or state.engine.state is EngineState.STOPPED):
             message = "the server stopped before the answer was complete; try another one"
             return ApiError(503, message, code="server_draining", headers={"retry-after": seconds})
         # The reason why the engine died may contain file names of this machine. So the reason is only logged, and not

@@ -53,6 +53,9 @@ async def read_json(request: Request, *, max_depth: int = _MAX_DEPTH, timeout: f
     ``max_body_bytes``, 408 when it takes more than ``timeout`` seconds to arrive, and 400 when it is not a JSON object
     (see :func:`parse_json`).
     """
+    if (read := request.scope["state"].pop("body", None)) is not None:  # it was read to choose the model
+        known: dict[str, Any] = read
+        return known
     _check_headers(request)
     state: ServerState = request.app.state.server
     limit = state.max_body_bytes

@@ -39,6 +39,8 @@ class ServerState:
     """Unix time of the server's start, shown as ``created`` in /v1/models."""
     draining: bool = False
     """Whether the server is shutting down: it finishes its requests and accepts no new ones."""
+    reloads: bool = False
+    """Whether the server starts another engine in the place of one that has stopped: it has many models."""
     num_body_bytes: int = 0
     """Bytes of all request bodies that have not been turned into tokens."""
     reading: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)

@@ -78,7 +78,8 @@ class OllamaScheduled(msgspec.Struct, kw_only=True):
     """Name of the model or of an adapter, with or without ``:latest``."""
     options: OllamaOptions | None = None
     keep_alive: _Number | Annotated[str, Meta(max_length=64)] | None = None
-    """Has no effect: the model stays loaded."""
+    """Time without requests after which the model is unloaded, such as 300, ``5m``, 0 (at once) or -1 (never). A server
+    with one model keeps it loaded."""
     priority: Annotated[int, Meta(ge=-(2**31), le=_INT32)] | None = None
     queue_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] | None = None
     service_tier: Annotated[str, Meta(max_length=64)] | None = None

@@ -73,5 +73,7 @@ OLLAMA: Final = Dialect(
     ),
     paths=_paths(),
     prefixes=("/api",),
+    computing={route.path for route in (*generate.routes, *embed.routes)},
+    of_server=("/api/version", "/api/create", "/api/push", "/api/copy", "/api/delete"),
     error_form=generate.error_form,
 )

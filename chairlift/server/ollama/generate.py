@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -116,6 +116,17 @@ def _loaded(payload: Generating) -> Response:
     if isinstance(payload, OllamaChat):
         return _lines_or_json(OllamaChatReply(**fields, message=OllamaMessage()), payload.stream)
     return _lines_or_json(made, payload.stream)
+
+
+def unloaded_reply(path: str, body: Mapping[str, Any]) -> Response:
+    """The response to a request without a prompt whose ``keep_alive`` is 0: the model is unloaded. ``body`` was not
+    checked."""
+    fields: dict[str, Any] = {"model": str(body.get("model")), "created_at": now(), "done": True}
+    fields["done_reason"] = "unload"
+    stream = False if body.get("stream") is False else None
+    if path.endswith("/chat"):
+        return _lines_or_json(OllamaChatReply(**fields, message=OllamaMessage()), stream)
+    return _lines_or_json(OllamaGenerateReply(**fields), stream)
 
 
 def _lines_or_json(reply: _Reply, stream: bool | None) -> Response:

@@ -39,7 +39,7 @@ from chairlift.text.tokenizer.infilling import infill_format_of
 from chairlift.text.tool_calls import reasoning_format_of, tool_format_of
 from chairlift.version import __version__
 
-__all__ = ["routes"]
+__all__ = ["loaded_models", "routes"]
 
 _OLLAMA_VERSION: Final = "0.12.6"
 """Version of Ollama whose API is served."""
@@ -68,14 +68,14 @@ _NOT_HERE: Final = {
 
 
 async def _tags(request: Request) -> Response:
-    return json_response(OllamaModels(models=await _models(request.app.state.server)))
+    return json_response(OllamaModels(models=await loaded_models(request.app.state.server)))
 
 
 async def _ps(request: Request) -> Response:
     """The models that are loaded: all of them."""
     state: ServerState = request.app.state.server
     info = state.engine.info
-    models = [] if info is None else await _models(state)
+    models = [] if info is None else await loaded_models(state)
     for model in models:
         model.expires_at = _NEVER
         model.size_vram = 0 if info is None or info.device == "cpu" else model.size
@@ -131,7 +131,7 @@ async def _refuse(request: Request) -> Response:
     raise ApiError(400, message, code="unsupported_parameter")
 
 
-async def _models(state: ServerState) -> list[OllamaModel]:
+async def loaded_models(state: ServerState) -> list[OllamaModel]:
     """All names of the model, and all adapters. Names without a tag get ``:latest``, as Ollama's clients expect."""
     info = engine_info(state)
     raw = await asyncio.to_thread(_config, info)

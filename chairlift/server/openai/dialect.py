@@ -122,8 +122,15 @@ def _files_and_batches() -> dict[str, dict[str, Any]]:
 
 _STREAMED: Final[dict[str, Any]] = {"streams": True, "parameters": [TTFT_PARAMETER]}
 
+_COMPUTING: Final = {
+    *(route.path for route in (*chat.routes, *completions.routes, *pooling.routes, *tokens.routes)),
+    *("/v1/responses", "/v1/responses/input_tokens"),
+}
+
 OPENAI: Final = Dialect(
     prefixes=("/v1",),
+    computing=_COMPUTING,
+    of_server={route.path for route in (*responses.routes, *files.routes, *batches.routes)} - _COMPUTING,
     routes=[
         *(*chat.routes, *completions.routes, *responses.routes, *pooling.routes, *tokens.routes, *models.routes),
         *(*files.routes, *batches.routes),

@@ -22,9 +22,12 @@ __all__ = [
     "ModelCard",
     "ModelList",
     "adapter_named",
+    "anthropic_page",
     "check_model",
     "engine_info",
     "generating_info",
+    "is_anthropic",
+    "model_card",
     "pooling_info",
     "routes",
 ]
@@ -149,7 +152,8 @@ def pooling_info(state: ServerState) -> EngineInfo:
     return info
 
 
-def _card(state: ServerState, name: str) -> ModelCard:
+def model_card(state: ServerState, name: str) -> ModelCard:
+    """The entry of one name in ``/v1/models``."""
     card = ModelCard(id=name, created=state.started_at, root=state.model_names[0])
     card.parent = card.root if adapter_named(state, name) else None
     info = state.engine.info
@@ -177,12 +181,12 @@ def _anthropic_card(state: ServerState, name: str) -> AnthropicModel:
     )
 
 
-def _is_anthropic(request: Request) -> bool:
+def is_anthropic(request: Request) -> bool:
     """Whether the client uses Anthropic's API, whose requests have a header with its version."""
     return "anthropic-version" in request.headers
 
 
-def _anthropic_page(request: Request, names: Sequence[str]) -> AnthropicModels:
+def anthropic_page(request: Request, names: Sequence[str]) -> AnthropicModels:
     """A page of the models. Raises ApiError for a bound that is no model or a limit out of range."""
     state: ServerState = request.app.state.server
     query = request.query_params
@@ -209,16 +213,16 @@ def _anthropic_page(request: Request, names: Sequence[str]) -> AnthropicModels:
 async def _list_models(request: Request) -> Response:
     state: ServerState = request.app.state.server
     names = [*state.model_names, *(entry.name for entry in state.engine.adapters.names)]
-    if _is_anthropic(request):
-        return json_response(_anthropic_page(request, names))
-    return json_response(ModelList(data=[_card(state, name) for name in names]))
+    if is_anthropic(request):
+        return json_response(anthropic_page(request, names))
+    return json_response(ModelList(data=[model_card(state, name) for name in names]))
 
 
 async def _get_model(request: Request) -> Response:
     state: ServerState = request.app.state.server
     name = request.path_params["name"]
     check_model(state, name)
-    return json_response(_anthropic_card(state, name) if _is_anthropic(request) else _card(state, name))
+    return json_response(_anthropic_card(state, name) if is_anthropic(request) else model_card(state, name))
 
 
 routes: Final = [

@@ -83,6 +83,7 @@ def _status(summary: str) -> dict[str, Any]:
 
 
 OPERATIONS: Final = Dialect(
+    of_server=("/health", "/ping", "/ready", "/version"),
     routes=[
         *(*health.routes, *queue.routes, *traffic.routes, *weights.routes, *replicas.routes, *adapters.routes),
         *(*kv_store.routes, *generation.routes),

@@ -17,7 +17,7 @@ from chairlift.metrics.stats import FORECAST_RATIOS
 from chairlift.server.http.state import ServerState
 from chairlift.version import __version__
 
-__all__ = ["LoadReply", "StatusReply", "VersionReply", "routes"]
+__all__ = ["LoadReply", "StatusReply", "VersionReply", "render_metrics", "routes"]
 
 
 class StatusReply(msgspec.Struct, kw_only=True):
@@ -80,10 +80,14 @@ async def _load(request: Request) -> Response:
 
 
 async def _metrics(request: Request) -> Response:
-    state: ServerState = request.app.state.server
+    return Response(render_metrics(request.app.state.server), media_type=prometheus.CONTENT_TYPE)
+
+
+def render_metrics(state: ServerState) -> bytes:
+    """The metrics of one engine and of this process, in Prometheus' text format."""
     engine = state.engine
     classes = engine.service_classes
-    body = prometheus.render(
+    return prometheus.render(
         engine.stats,
         engine.info,
         model_name=state.model_names[0],
@@ -100,7 +104,6 @@ async def _metrics(request: Request) -> Response:
         classes=None if classes is None else {name: each.min_seqs for name, each in classes.items()},
         forecast_within={ratio: engine.intake.calibration.within(ratio) for ratio in FORECAST_RATIOS},
     )
-    return Response(body, media_type=prometheus.CONTENT_TYPE)
 
 
 routes: Final = [

@@ -9,4 +9,6 @@ from chairlift.server.pages import live, pages
 
 __all__ = ["PAGES"]
 
-PAGES: Final = Dialect(routes=[*pages.routes, *live.routes])
+PAGES: Final = Dialect(
+    routes=[*pages.routes, *live.routes], of_server={"/live", "/live/", *(route.path for route in pages.routes)}
+)

@@ -2,10 +2,17 @@
 // Several replicas: a card for each, and the length of the shared queue. The rest of the page shows one replica.
 
 const FLEET_SECONDS = 1;
-const replica = Number(new URLSearchParams(globalThis.location?.search ?? "").get("replica")) || 0;
+const chosen = new URLSearchParams(globalThis.location?.search ?? "");
+const replica = Number(chosen.get("replica")) || 0;
 
 // Query string of a request for steps. `source` is "?source=demo" for the example.
-function which(source) { return source || (replica ? `?replica=${replica}` : ""); }
+function which(source) {
+  if (source) return source;
+  const query = new URLSearchParams();
+  if (chosen.get("model")) query.set("model", chosen.get("model"));  // of a server with many models
+  if (replica) query.set("replica", replica);
+  return query.toString() ? `?${query}` : "";
+}
 
 // Contents of one card: {title, state, work, kv}
 function card(each) {

@@ -1,0 +1,1 @@
+"""Many models behind one server: their engines, and the routes that choose one."""
