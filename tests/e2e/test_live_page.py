@@ -376,8 +376,11 @@ def test_values_that_have_passed_are_not_shown_as_present(chromium: Chromium) ->
         assert text(chromium, "#corner") == "live · idle"
         running, waiting, _, speed, _, preempted = gauge_texts(chromium)
         assert (running.split(" / ")[0], waiting, speed, preempted) == ("0", "0", "–", "–")
+        assert "colour" not in text(chromium, "#blocknote") and "Hatched" not in text(chromium, "#blocknote")
     chromium.wait_for("document.querySelector('#corner').innerText === 'no connection'")
+    chromium.wait_for("document.querySelector('#blocktitle').innerText === 'KV memory before the connection was lost'")
     assert gauge_texts(chromium) == ["–", "–", "–", "–", "", "–"]
+    chromium.wait_for("document.querySelector('#note').innerText === 'No connection to the server. Trying again …'")
     assert chromium.problems == []
 
 

@@ -68,7 +68,10 @@ def test_the_page_has_all_of_itself_inside_and_asks_for_nothing_from_elsewhere()
 
 
 def test_the_chart_comes_before_the_controls() -> None:
-    places = [HTML.index(f' id="{name}"') for name in ("gauges", "timeline", "scrub", "legend", "tools", "blocks")]
+    places = [
+        HTML.index(f' id="{name}"')
+        for name in ("gauges", "timeline", "timeline2", "scrub", "legend", "tools", "words", "blocks")
+    ]
     assert places == sorted(places)
 
 

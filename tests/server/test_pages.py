@@ -505,6 +505,7 @@ def test_a_refused_first_message_leaves_the_questions(page: Page) -> None:
     page.say("fail 500 internal_error")
     page.browser.wait_for("!document.querySelector('#problem').hidden")
     assert len(page.text("#examples button")) == 4
+    assert page.text("#limit") == ["at most 512 tokens per answer · 4,096 tokens in all"]
 
 
 @needs_chromium
@@ -537,10 +538,12 @@ def test_the_settings_are_beside_the_conversation(page: Page, width: int, height
         assert settings["left"] >= after["right"]
     else:
         assert after == before and (settings["width"] == width) == ((width, height) == PHONE)
-    page.fill("#system", "Be kind.")
-    page.browser.press("Escape")
-    assert page.text("#settings fieldset") == []
-    assert page.browser.value("document.activeElement.textContent") == "Settings"
+    for focused in ("#system", "#text"):
+        page.browser.value("document.querySelector('#settings').open = true; 0")
+        page.fill(focused, "Be kind.")
+        page.browser.press("Escape")
+        assert page.text("#settings fieldset") == []
+        assert page.browser.value("document.activeElement.textContent") == "Settings"
 
 
 @needs_chromium

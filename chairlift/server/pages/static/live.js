@@ -67,7 +67,7 @@ async function listen() {
       }
     } catch (error) {
       if (error.status === 401 || error.status === 403) return;
-      say(`${error.message || "The connection was lost."} Trying again …`);
+      say(`${error.status ? error.message : "No connection to the server."} Trying again …`);
     }
     connected = false;
     dirty = true;
@@ -234,14 +234,16 @@ function blockMap() {
   const memory = now ? line.model.memoryNow() : line.model.memoryAt(i);
   const known = memory && line.model.about && !line.model.past;
   $("blocks").hidden = !known;
-  $("blocktitle").textContent = `KV memory ${now ? "now" : `at step ${line.model.numbers[i - line.model.first] ?? ""}`}`;
+  $("blocktitle").textContent = `KV memory ${now && !connected ? "before the connection was lost" : now ? "now" : `at step ${line.model.numbers[i - line.model.first] ?? ""}`}`;
   if (!known) { $("blocknote").textContent = line.model.count ? "The owners of the blocks are unknown before the first viewer." : ""; return; }
   shownMap = drawBlocks($("blocks"), line.model.about.pools, memory, view.chosen, colours);
   const shared = shownMap.owners.reduce((sum, owners) => sum + [...owners.values()].filter((own) => own.length > 1).length, 0);
   const saved = line.model.saved[i - line.model.first];
   const few = shownMap.each > 1 ? ` One square is ${shownMap.each} blocks.` : "";
-  $("blocknote").textContent = `A block holds ${line.model.about.block_size} tokens. Each colour is a request. Hatched: shared (${shared}).`
-    + ` Dot: unused, in the prefix cache.${few}${saved ? ` Rows that share blocks read ${Math.round(100 * saved)} % of the context together.` : ""}`;
+  const owned = shownMap.owners.some((owners) => owners.size) ? " Each colour is a request." : "", hatched = shared ? ` Hatched: shared (${shared}).` : "";
+  const dots = memory.cached.some((blocks) => blocks.size) ? " Dot: unused, in the prefix cache." : "";
+  const together = saved ? ` Rows that share blocks read ${Math.round(100 * saved)} % of the context together.` : "";
+  $("blocknote").textContent = `A block holds ${line.model.about.block_size} tokens.${owned}${hatched}${dots}${few}${together}`;
   $("blocks").setAttribute("aria-label", `KV blocks: ${shownMap.owners.reduce((sum, owners) => sum + owners.size, 0)} in use, ${shared} shared`);
 }
 

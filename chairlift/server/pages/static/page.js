@@ -356,6 +356,7 @@ async function send(messages) {  // whether an answer came, or a part of one
   $("hello").hidden = entries.length > 0;
   offerResults();
   markDropped();
+  showLimit();
   save();
   scroll.scrollTop = scroll.scrollHeight;
   return came;
@@ -462,7 +463,11 @@ $("text").addEventListener("keydown", (event) => {
   event.preventDefault();
   $("say").requestSubmit();
 });
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") stopping?.abort(); });
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  if (stopping) stopping.abort();
+  else if ($("settings").open) closeSettings();
+});
 $("stop").addEventListener("click", () => { stopping?.abort(); $("text").focus(); });
 $("reset").addEventListener("click", () => {
   entries = [];
