@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from chairlift.errors import ModelLoadError
@@ -27,8 +27,7 @@ HEAD_ROWS: Final = "cls.output.weight"
 """Name of a tensor with one row per class."""
 _DENSE: Final = "cls.weight"
 OTHER_ENCODERS: Final = (
-    *("eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "nomic-bert-moe"),
-    "t5encoder",
+    *("eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "neo-bert", "nomic-bert-moe", "t5encoder"),
 )
 """Values of ``general.architecture`` of encoders that are not read."""
 _TYPE_COUNT: Final = "tokenizer.ggml.token_type_count"
@@ -51,9 +50,22 @@ _NOMIC_NAMES: Final = {
     "layers.*.qkv": ("blk.*.attn_qkv",),
     "layers.*.up": ("blk.*.ffn_gate", "blk.*.ffn_up"),
 }
-GGUF_ENCODERS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {"bert": _BERT_NAMES, "nomic-bert": _NOMIC_NAMES}
+_MODERN_NAMES: Final = {
+    **{layer: names for layer, names in _BERT_NAMES.items() if not layer.startswith(("embeddings.", "head."))},
+    "embeddings.words": ("token_embd",),
+    "embeddings.norm": ("token_embd_norm",),
+    "layers.*.qkv": ("blk.*.attn_qkv",),
+    "layers.*.attention_norm": ("blk.*.attn_norm",),
+    "layers.*.mlp_norm": ("blk.*.ffn_norm",),
+    "final_norm": ("output_norm",),
+}
+GGUF_ENCODERS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "bert": _BERT_NAMES,
+    "modern-bert": _MODERN_NAMES,
+    "nomic-bert": _NOMIC_NAMES,
+}
 """``general.architecture`` -> layer name in this package (``*`` is a layer number) -> tensors in files that together
-fill its rows. ``bert`` is BERT, RoBERTa and XLM-RoBERTa; ``nomic-bert`` is Nomic Embed 1 and 1.5."""
+fill its rows. ``bert`` is BERT, DistilBERT, RoBERTa and XLM-RoBERTa; ``nomic-bert`` is Nomic Embed 1 and 1.5."""
 
 
 def gguf_encoder_config(model: GGUFModel) -> EncoderConfig:
@@ -68,21 +80,9 @@ def gguf_encoder_config(model: GGUFModel) -> EncoderConfig:
     if hidden % heads or hidden // heads % 2:
         metadata.fail("attention.head_count", f"is {heads}, of which embedding_length {hidden} is no even multiple")
     layers = metadata.layers()
-    length = _size(metadata, "context_length")
-    fields: dict[str, Any]
-    if model.metadata["general.architecture"] == "nomic-bert":
-        if model.metadata.get("nomic-bert.rope.scaling.type", "none") != "none":
-            metadata.fail("rope.scaling.type", "must be none")
-        theta = float(metadata.need("rope.freq_base"))
-        fields = {"model_type": "nomic_bert", "max_model_len": length, "layer_thetas": (theta,) * layers}
-        fields |= {"gated": True, "activation": "silu", "attention_bias": False, "mlp_bias": False}
-    else:
-        positions = metadata.shape("position_embd.weight")[0]
-        fields = {"model_type": "bert", "max_model_len": min(positions, length), "num_positions": positions}
-        if metadata.has("blk.0.ffn_gate.weight") or metadata.has("blk.0.attn_q_norm.weight"):
-            metadata.fail("block_count", "layers have tensors that BERT does not have, such as gates")
+    fields = _FIELDS[model.metadata["general.architecture"]](metadata, layers)
     return EncoderConfig(
-        **fields,
+        **{"max_model_len": _size(metadata, "context_length"), "layer_windows": (None,) * layers, **fields},
         vocab_size=metadata.shape("token_embd.weight")[0],
         hidden_size=hidden,
         intermediate_size=_size(metadata, "feed_forward_length"),
@@ -90,9 +90,57 @@ def gguf_encoder_config(model: GGUFModel) -> EncoderConfig:
         num_attention_heads=heads,
         norm_eps=float(metadata.need("attention.layer_norm_epsilon")),
         num_token_types=metadata.shape("token_types.weight")[0] if metadata.has("token_types.weight") else 0,
-        layer_windows=(None,) * layers,
         dtype="float32" if all(model.info(name).type.name == "F32" for name in model) else "bfloat16",
     )
+
+
+def _bert(metadata: GGUFMetadata, layers: int) -> dict[str, Any]:
+    positions = metadata.shape("position_embd.weight")[0]
+    if metadata.has("blk.0.ffn_gate.weight") or metadata.has("blk.0.attn_q_norm.weight"):
+        metadata.fail("block_count", "layers have tensors that BERT does not have, such as gates")
+    length = min(positions, _size(metadata, "context_length"))
+    return {"model_type": "bert", "max_model_len": length, "num_positions": positions}
+
+
+def _nomic(metadata: GGUFMetadata, layers: int) -> dict[str, Any]:
+    theta = _unscaled(metadata)
+    fields = {"model_type": "nomic_bert", "layer_thetas": (theta,) * layers}
+    return fields | {"gated": True, "activation": "silu", "attention_bias": False, "mlp_bias": False}
+
+
+def _modern(metadata: GGUFMetadata, layers: int) -> dict[str, Any]:
+    """Fields of ModernBERT, in which every third layer, from the first on, has full attention."""
+    theta = _unscaled(metadata)
+    if is_reranker(metadata.model):
+        metadata.fail("pooling_type", "is 4 (scores), which is not supported here; use the original safetensors, or")
+    activation = metadata.text("hidden_activation", "gelu")
+    if activation != "gelu":
+        metadata.fail("hidden_activation", f"is {activation!r:.40}, which is not supported; only gelu is")
+    window = metadata.number("attention.sliding_window", 0)
+    kinds = metadata.windowed(layers, 3 if window else 1, full_first=True)
+    full = [not window or kind == "full_attention" for kind in kinds]
+    local = float(metadata.number("rope.freq_base_swa", theta))
+    return {
+        **{"model_type": "modernbert", "pre_norm": True, "gated": True},
+        **{"attention_bias": False, "mlp_bias": False, "norm_bias": False},
+        "layer_windows": tuple(None if each else window // 2 for each in full),
+        "layer_thetas": tuple(theta if each else local for each in full),
+    }
+
+
+def _unscaled(metadata: GGUFMetadata) -> float:
+    """Base of a rotation that is not scaled. Raises ModelLoadError for any other."""
+    if metadata.text("rope.scaling.type", "none") != "none":
+        metadata.fail("rope.scaling.type", "must be none")
+    return float(metadata.need("rope.freq_base"))
+
+
+_FIELDS: Final[Mapping[str, Callable[[GGUFMetadata, int], dict[str, Any]]]] = {
+    "bert": _bert,
+    "modern-bert": _modern,
+    "nomic-bert": _nomic,
+}
+"""``general.architecture`` -> function from (metadata, number of layers) to the fields that differ between them."""
 
 
 def gguf_pooling(model: GGUFModel) -> str | None:

@@ -27,7 +27,7 @@ ROPE_FACTORS: Final = {"long_factor": "rope_factors_long.weight", "short_factor"
 texts (Phi-3)."""
 NEIGHBOURS: Final = frozenset(
     [
-        *("arcee", "chatglm", "cohere2", "ernie4_5", "glm4", "granite", "granitehybrid", "granitemoe"),
+        *("arcee", "chatglm", "cohere2", "command-r", "ernie4_5", "glm4", "granite", "granitehybrid", "granitemoe"),
         *("llama", "mistral3", "smollm3"),
     ]
 )
@@ -35,8 +35,8 @@ NEIGHBOURS: Final = frozenset(
 they are in the two halves of a head."""
 EXPERT_ARCHITECTURES: Final = frozenset(
     [
-        *("glm4moe", "gpt-oss", "granitehybrid", "granitemoe", "llama", "nemotron_h", "nemotron_h_moe", "olmoe"),
-        *("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe"),
+        *("bailingmoe2", "glm4moe", "gpt-oss", "granitehybrid", "granitemoe", "lfm2moe", "llama", "nemotron_h"),
+        *("nemotron_h_moe", "olmoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe"),
     ]
 )
 """Architectures whose files may have experts."""
@@ -135,6 +135,43 @@ def _glm4_moe(metadata: GGUFMetadata, raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _corrected(metadata: GGUFMetadata) -> bool:
+    """Whether experts are chosen with a correction of their scores."""
+    return any(metadata.has(f"blk.{layer}.exp_probs_b.bias") for layer in range(metadata.layers()))
+
+
+def _bailing_moe(metadata: GGUFMetadata, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of Ling 2. Files of the first Ling have another architecture."""
+    found = _experts(metadata)
+    count = found.pop("num_local_experts")
+    return found | {
+        "first_k_dense_replace": metadata.number("leading_dense_block_count", 0),
+        "intermediate_size": metadata.number("feed_forward_length", 0) or None,
+        "moe_router_enable_expert_bias": _corrected(metadata),
+        "n_group": metadata.number("expert_group_count", 1),
+        "num_experts": count,
+        "num_shared_experts": metadata.number("expert_shared_count", 0),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0) or 1.0,
+        "score_function": "sigmoid",
+        "topk_group": metadata.number("expert_group_used_count", 1),
+        "use_bias": metadata.has("blk.0.attn_output.bias"),
+        "use_qk_norm": metadata.has("blk.0.attn_q_norm.weight"),
+        "use_qkv_bias": metadata.has("blk.0.attn_qkv.bias"),
+    }
+
+
+def _lfm2_moe(metadata: GGUFMetadata, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of LFM2 with experts, whose weights llama.cpp always makes sum to one."""
+    found = {key: value for key, value in read_lfm2(metadata, raw).items() if key != "block_auto_adjust_ff_dim"}
+    found |= _experts(metadata) | {"intermediate_size": metadata.need("feed_forward_length")}
+    return found | {
+        "norm_topk_prob": True,
+        "num_dense_layers": metadata.number("leading_dense_block_count", 0),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0) or 1.0,
+        "use_expert_bias": _corrected(metadata),
+    }
+
+
 def _gpt_oss(metadata: GGUFMetadata, raw: Mapping[str, Any]) -> dict[str, Any]:
     found = _experts(metadata) | _biased(metadata)
     found |= {
@@ -219,6 +256,24 @@ def _cohere2(metadata: GGUFMetadata, raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _command_r(metadata: GGUFMetadata, raw: Mapping[str, Any]) -> dict[str, Any]:
+    normed = metadata.has("blk.0.attn_q_norm.weight")
+    return _biased(metadata) | {"logit_scale": metadata.number("logit_scale", 0.0) or 1.0, "use_qk_norm": normed}
+
+
+def _falcon(metadata: GGUFMetadata, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of Falcon. Only models with several heads of k and v have the layers of 40B."""
+    grouped = raw["num_key_value_heads"] not in (1, raw["num_attention_heads"])
+    two = metadata.has("blk.0.attn_norm_2.weight")
+    return {
+        "bias": metadata.has("blk.0.attn_output.bias"),
+        "intermediate_size": metadata.shape("blk.0.ffn_up.weight")[0],
+        "multi_query": raw["num_key_value_heads"] == 1,
+        "new_decoder_architecture": grouped or two,
+        "num_ln_in_parallel_attn": 2 if two else 1,
+    }
+
+
 def _mixed_windows(metadata: GGUFMetadata, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of models in which every fourth layer has full attention, if the file has a window at all."""
     window = metadata.number("attention.sliding_window", 0)
@@ -286,10 +341,14 @@ def _phi2(metadata: GGUFMetadata, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 GGUF_FAMILIES: Final[Mapping[str, GGUFFamily]] = {
     "arcee": GGUFFamily(model_type="arcee", read=lambda metadata, raw: _biased(metadata)),
+    "bailingmoe2": GGUFFamily(model_type="bailing_moe_v2", read=_bailing_moe, gating=2, also=("bailing_moe",)),
     "chatglm": GGUFFamily(model_type="glm", read=lambda metadata, raw: _biased(metadata)),
     "cohere2": GGUFFamily(model_type="cohere2", read=_cohere2, windows=True),
+    "command-r": GGUFFamily(model_type="cohere", read=_command_r),
     "ernie4_5": GGUFFamily(model_type="ernie4_5", read=_ernie),
+    "exaone": GGUFFamily(model_type="exaone"),
     "exaone4": GGUFFamily(model_type="exaone4", read=_exaone4, windows=True),
+    "falcon": GGUFFamily(model_type="falcon", read=_falcon),
     "falcon-h1": GGUFFamily(model_type="falcon_h1", read=read_falcon_h1, plain_weights=False),
     "gemma": GGUFFamily(model_type="gemma", norm_offset=1.0),
     "gemma2": GGUFFamily(model_type="gemma2", read=_gemma2, norm_offset=1.0, windows=True),
@@ -304,6 +363,7 @@ GGUF_FAMILIES: Final[Mapping[str, GGUFFamily]] = {
     "granitemoe": GGUFFamily(model_type="granitemoe", read=_granite_moe),
     "hunyuan-dense": GGUFFamily(model_type="hunyuan_v1_dense", read=lambda metadata, raw: _biased(metadata)),
     "lfm2": GGUFFamily(model_type="lfm2", read=read_lfm2),
+    "lfm2moe": GGUFFamily(model_type="lfm2_moe", read=_lfm2_moe, gating=2),
     "llama": GGUFFamily(
         model_type="llama",
         read=_llama,

@@ -77,16 +77,18 @@ class GGUFMetadata:
             self.fail("block_count", f"is {count!r:.40}; 1 to {_MOST_LAYERS} layers are supported")
         return int(count - ahead)
 
-    def windowed(self, layers: int, interval: int) -> list[str]:
+    def windowed(self, layers: int, interval: int, *, full_first: bool = False) -> list[str]:
         """Type of each of ``layers`` layers, for ``layer_types``: full or sliding attention, as the key
-        ``attention.sliding_window_pattern`` says. Without the key, every ``interval``-th layer has full attention."""
+        ``attention.sliding_window_pattern`` says. Without the key, every ``interval``-th layer has full attention: the
+        last of each ``interval`` layers, or the first with ``full_first``."""
         found = self.model.metadata.get(f"{self._prefix}.attention.sliding_window_pattern", interval)
         if isinstance(found, np.ndarray):  # one flag per layer
             if len(found) < layers:
                 self.fail("attention.sliding_window_pattern", f"has {len(found)} entries for {layers} layers")
             slides = [bool(each) for each in found[:layers]]
         elif isinstance(found, int) and found >= 0:  # 0: all layers slide; 1: none
-            slides = [not found or layer % found < found - 1 for layer in range(layers)]
+            full = 0 if full_first else found - 1
+            slides = [not found or layer % found != full for layer in range(layers)]
         else:
             self.fail("attention.sliding_window_pattern", f"must be a number or a list, got {found!r:.40}")
         return ["sliding_attention" if each else "full_attention" for each in slides]

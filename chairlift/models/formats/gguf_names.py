@@ -26,7 +26,7 @@ _OUTER: Final = {
 }
 """Layer outside of decoder layers -> its names in files; the first that the file has counts."""
 _LAYER: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
-    "input_layernorm": (("attn_norm",),),
+    "input_layernorm": (("attn_norm_2",), ("attn_norm",)),  # two in Falcon 40B, the second one for attention
     "post_attention_layernorm": (("ffn_norm",), ("post_attention_norm",), ("attn_norm",)),
     "attention_out_norm": (("post_attention_norm",),),
     "mlp_out_norm": (("post_ffw_norm",),),

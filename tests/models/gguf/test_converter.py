@@ -17,7 +17,9 @@ from tests.models.gguf.make import converted
 from tests.models.gguf.test_model import FURTHER, parameters
 from tests.models.paged import packed_logits
 from tests.models.preempted import check_company_and_preemption
+from tests.models.published_renamed import PUBLISHED_RENAMED
 from tests.models.test_families import check_packed_and_chunked, close, prompt
+from tests.models.test_renamed_families import write as write_renamed
 from tests.models.tiny import hf_logits, hf_model, tiny_hf_model
 from tests.models.vision.tiny import tiny_qwen
 
@@ -39,10 +41,14 @@ _NETS: Final = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "partial
 MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     **FURTHER,
     "arcee": ("arcee", {}),
+    "cohere": ("cohere", {"logit_scale": 0.7}),
     "cohere2": ("cohere2", {"logit_scale": 0.5}),
     "ernie4_5": ("ernie4_5", {"use_bias": True}),
+    "exaone": ("exaone", {"rope_parameters": _LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}),
     "exaone4": ("exaone4", {}),
     "exaone4-whole": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "falcon": ("falcon", {"ffn_hidden_size": 256, "num_kv_heads": 1}),
+    "falcon-groups": ("falcon", {"ffn_hidden_size": 256, "new_decoder_architecture": True}),
     "falcon_h1": ("falcon_h1", {"head_dim": 16}),
     "falcon_h1-norm": ("falcon_h1", {"head_dim": 16, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "glm": ("glm", {"head_dim": 16, "rms_norm_eps": 1e-5}),
@@ -60,6 +66,7 @@ MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
     "internlm3": ("internlm3", {}),
     "lfm2": ("lfm2", {}),
+    "lfm2_moe": ("lfm2_moe", {}),
     "mamba2": ("mamba2", {"intermediate_size": 128}),
     "ministral3": ("ministral3", {}),
     "mistral": ("mistral", {"sliding_window": None}),
@@ -100,35 +107,43 @@ MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "qwen3-yarn": ("qwen3", {"rope_parameters": _YARN | {"beta_fast": 16.0, "attention_factor": 1.2}}),
 }
 _PUBLISHED: Final = {
+    "exaone": {"activation_function": "hidden_act"},
     "cohere2": {"rotary_pct": "partial_rotary_factor"},
     "gpt2": {"n_ctx": "n_positions"},
     "gpt_neox": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
 }
 """Family -> key that published ``config.json`` files have and the converter reads -> the key in which transformers 5
 writes it, also within ``rope_parameters``."""
-_REARRANGED: Final = ("falcon_h1", "nemotron_h")
+REARRANGED: Final = ("falcon_h1", "nemotron_h")
 """Families whose weights differ, although the logits are equal: the converter multiplies the factors of Falcon-H1 into
 the weights, and reorders the rows of q and k of Nemotron-H, which are not rotated."""
 _KINDS: Final = {"full_attention": "attention", "linear_attention": "mamba"}
 """Type of a layer of Granite 4 that transformers 5 writes -> that of published files, which the converter reads."""
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", MODELS)
-def test_a_converted_model_gives_the_logits_of_transformers(tmp_path: Path, name: str) -> None:
+LING: Final = PUBLISHED_RENAMED["bailing_moe"]["Ling-mini-2.0"]
+"""``config.json`` of Ling 2, for which transformers has no class."""
+
+
+def convert(folder: Path, name: str) -> tuple[Path, Path]:
+    """Write the random model ``name`` and let llama.cpp convert it. Returns its directory and the file."""
     family, overrides = MODELS[name]
-    model_dir, path = tiny_hf_model(tmp_path, family, **overrides), tmp_path / "model.gguf"
+    model_dir, path = tiny_hf_model(folder, family, **overrides), folder / "model.gguf"
     config = read_json(model_dir / "config.json")
     for key, written in _PUBLISHED.get(family, {}).items():
         config[key] = {"partial_rotary_factor": 1.0, **config, **config.get("rope_parameters", {})}[written]
     if family == "granitemoehybrid":
         config["layer_types"] = [_KINDS[kind] for kind in config["layer_types"]]
     (model_dir / "config.json").write_text(json.dumps(config))
-    converted(model_dir, path)
-    ours, theirs = parameters(path), parameters(model_dir)
-    assert ours.keys() == theirs.keys()
-    for each in ours if family not in _REARRANGED else ():
-        torch.testing.assert_close(ours[each], theirs[each], rtol=0, atol=5e-7)
+    return model_dir, converted(model_dir, path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MODELS)
+def test_a_converted_model_gives_the_logits_of_transformers(tmp_path: Path, name: str) -> None:
+    model_dir, path = convert(tmp_path, name)
+    family = MODELS[name][0]
+    _check_file(path, model_dir, family)
     model = hf_model(model_dir)
     if name == "phi3-longrope":  # transformers has other factors for short texts, and here all texts have the same
         long = load_model(path, read_config(path).for_length(40), "float32")
@@ -139,16 +154,31 @@ def test_a_converted_model_gives_the_logits_of_transformers(tmp_path: Path, name
     check_company_and_preemption(path, model)
 
 
+def _check_file(path: Path, model_dir: Path, family: str) -> None:
+    """Fail unless a file has the weights of the model that it was made from."""
+    ours, theirs = parameters(path), parameters(model_dir)
+    assert ours.keys() == theirs.keys()
+    for each in ours if family not in REARRANGED else ():
+        torch.testing.assert_close(ours[each], theirs[each], rtol=0, atol=5e-7)
+
+
+@pytest.mark.nightly
+def test_a_converted_ling_gives_the_logits_of_the_class_with_the_same_mathematics(tmp_path: Path) -> None:
+    """transformers has no class for Ling 2."""
+    model_dir, model = write_renamed(tmp_path, LING)
+    path = converted(model_dir, tmp_path / "model.gguf")
+    _check_file(path, model_dir, "bailing_moe")
+    check_packed_and_chunked(load_model(path, read_config(path).for_length(61), "float32"), model)
+    check_company_and_preemption(path, model)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_the_text_model_of_a_model_that_reads_images_is_converted(tmp_path: Path, family: str) -> None:
     """For texts, positions on three axes are equal, so the file is read as a model of texts only."""
     model_dir, path = tiny_qwen(tmp_path / "model", family), tmp_path / "model.gguf"
     converted(model_dir, path)
-    ours, theirs = parameters(path), parameters(model_dir)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=5e-7)
+    _check_file(path, model_dir, family)
     tokens = prompt(40)
     found, wanted = (
         packed_logits(load_model(each, read_config(each), "float32"), [tokens])[0] for each in (path, model_dir)

@@ -1,5 +1,5 @@
-"""Embedding models in GGUF files: encoders (BERT, RoBERTa, XLM-RoBERTa, Nomic) and decoders give transformers'
-embeddings.
+"""Embedding models in GGUF files: encoders (BERT, RoBERTa, XLM-RoBERTa, ModernBERT, Nomic) and decoders give the
+embeddings of transformers.
 
 Changes that must make these fail: positions that begin with RoBERTa's unused rows; pooling of another kind than the
 file's; the embedding of token types left out; the gate and the other half of an MLP exchanged.
@@ -35,12 +35,16 @@ def named(architecture: str, number: int) -> dict[str, Any]:
     return {f"{architecture}.pooling_type": number}
 
 
+ARCHITECTURES = {"modernbert": "modern-bert", "nomic_bert": "nomic-bert"}
+"""``model_type`` -> ``general.architecture``; of all others it is ``bert``."""
+
+
 def encoder_file(model_dir: Path, path: Path, kind: str = "F32", **more: Any) -> Path:
-    """Convert a directory of BERT, RoBERTa, XLM-RoBERTa or Nomic as llama.cpp does."""
+    """Convert a directory of BERT, RoBERTa, XLM-RoBERTa, ModernBERT or Nomic as llama.cpp does."""
     config = read_json(model_dir / "config.json")
-    nomic = config["model_type"] == "nomic_bert"
-    offset = 0 if config["model_type"] in ("bert", "nomic_bert") else config["pad_token_id"] + 1
-    architecture = gguf.MODEL_ARCH.NOMIC_BERT if nomic else gguf.MODEL_ARCH.BERT
+    arch = ARCHITECTURES.get(config["model_type"], "bert")
+    offset = config["pad_token_id"] + 1 if "roberta" in config["model_type"] else 0
+    architecture = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     tensors = {}
     for name, values in load_file(model_dir / "model.safetensors").items():
@@ -52,7 +56,7 @@ def encoder_file(model_dir: Path, path: Path, kind: str = "F32", **more: Any) ->
         values = values[offset:] if stored == "position_embd.weight" else values
         large = values.ndim > 1 and values.shape[-1] % 32 == 0 and stored.startswith("blk.")
         tensors[stored] = (np.ascontiguousarray(values), gguf.GGMLQuantizationType[kind if large else "F32"])
-    arch = "nomic-bert" if nomic else "bert"
+    ropes = config.get("rope_parameters", {})
     metadata: dict[str, Any] = {
         "general.architecture": arch,
         f"{arch}.block_count": config["num_hidden_layers"],
@@ -60,10 +64,12 @@ def encoder_file(model_dir: Path, path: Path, kind: str = "F32", **more: Any) ->
         f"{arch}.embedding_length": config["hidden_size"],
         f"{arch}.feed_forward_length": config["intermediate_size"],
         f"{arch}.attention.head_count": config["num_attention_heads"],
-        f"{arch}.attention.layer_norm_epsilon": float(config["layer_norm_eps"]),
+        f"{arch}.attention.layer_norm_epsilon": float(config.get("layer_norm_eps", 1e-5)),
         f"{arch}.attention.causal": False,
-        f"{arch}.rope.freq_base": config["rope_parameters"]["rope_theta"] if nomic else None,
-        "tokenizer.ggml.token_type_count": config["type_vocab_size"],
+        f"{arch}.attention.sliding_window": config.get("local_attention"),
+        f"{arch}.rope.freq_base": ropes.get("full_attention", ropes).get("rope_theta"),
+        f"{arch}.rope.freq_base_swa": ropes.get("sliding_attention", ropes).get("rope_theta"),
+        "tokenizer.ggml.token_type_count": config.get("type_vocab_size"),
         **more,
     }
     return write_gguf(path, {key: value for key, value in metadata.items() if value is not None}, tensors)
@@ -78,12 +84,12 @@ def embeddings(path: Path, **settings: Any) -> Any:
     return np.array([each.outputs.embedding for each in llm.embed(TEXTS)], dtype=np.float32)
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta", "nomic_bert"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta", "modernbert", "nomic_bert"])
 def test_encoders_give_the_embeddings_of_transformers(tmp_path: Path, family: str) -> None:
     model_dir, theirs = pooled_model(tmp_path, family)
     for pooling, number in POOLING.items():
-        architecture = "nomic-bert" if family == "nomic_bert" else "bert"
-        path = encoder_file(model_dir, tmp_path / f"{pooling}.gguf", **named(architecture, number))
+        keys = named(ARCHITECTURES.get(family, "bert"), number)
+        path = encoder_file(model_dir, tmp_path / f"{pooling}.gguf", **keys)
         assert pools(path) and read_pooled_config(path).pooling == pooling
         found = embeddings(path)
         assert np.abs(found - expected_embeddings(theirs, TEXTS, pooling).numpy()).max() < 1e-5
@@ -191,9 +197,12 @@ def test_qwen3_reranker_scores_as_its_directory(tmp_path: Path, tied: bool, apar
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta"])
+@pytest.mark.parametrize("family", ["bert", "distilbert", "modernbert", "roberta", "xlm-roberta"])
 def test_llama_cpps_own_converter_writes_such_files(tmp_path: Path, family: str) -> None:
     model_dir, theirs = pooled_model(tmp_path, family)
+    if family == "modernbert":  # published files have the key under two names
+        config = read_json(model_dir / "config.json")
+        (model_dir / "config.json").write_text(json.dumps({"layer_norm_eps": config["norm_eps"], **config}))
     path = converted(model_dir, tmp_path / "model.gguf")
     found = embeddings(path, pooling_type="MEAN")
     assert np.abs(found - expected_embeddings(theirs, TEXTS, "MEAN").numpy()).max() < 1e-5
