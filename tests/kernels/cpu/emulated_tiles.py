@@ -16,7 +16,7 @@ SOURCES = Path(__file__).parents[3] / "csrc" / "cpu"
 COMMON = ("api", "memory", "pack", "paths", "pool")
 TRAP = Path(__file__).with_name("tile_trap.cpp")
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-shared", "-pthread"]
-FLAGS += ["-DCL_NS=cl_amx", "-DCL_USE_AMX", "-DCL_PATHS=8", "-DCL_AMX_ANYWHERE", "-DCL_CHECK_BOUNDS"]
+FLAGS += ["-DCL_NS=cl_amx", "-DCL_USE_AMX", "-DCL_PATHS=16", "-DCL_AMX_ANYWHERE", "-DCL_CHECK_BOUNDS"]
 AVX2 = ("avx2", "fma", "f16c")
 AVX512_BF16 = (*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni", "avx512bf16")
 AMX = ("amx-tile", "amx-bf16", "amx-int8")
