@@ -66,6 +66,7 @@ def test_a_model_is_pulled_listed_shown_and_removed(chairlift: Run, hub: Hub, tm
     assert code == 2 and "'people/model' is not in the cache of the Hugging Face Hub; it has people/strange" in err[0]
 
 
+@pytest.mark.full
 def test_one_of_several_gguf_files_is_removed_alone(chairlift: Run, hub: Hub) -> None:
     for quant in ("Q8_0", "F16"):
         assert chairlift("pull", f"people/model-GGUF:{quant}")[0] == 0
@@ -107,6 +108,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(chairlift: Run, hub: Hub, ar
     assert (code, out) == (2, []) and len(err) == 1 and told in err[0]
 
 
+@pytest.mark.full
 def test_without_a_network_the_error_says_so(chairlift: Run, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     chairlift("pull", "people/model")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -115,6 +117,7 @@ def test_without_a_network_the_error_says_so(chairlift: Run, hub: Hub, monkeypat
     assert code == 2 and "it is not in the cache, and the Hub cannot be reached or HF_HUB_OFFLINE is set" in err[0]
 
 
+@pytest.mark.full
 def test_an_interrupted_download_is_listed_as_one(chairlift: Run, hub: Hub, tmp_path: Path) -> None:
     chairlift("pull", "people/model")
     folder = tmp_path / "cache" / "models--people--model"

@@ -47,6 +47,7 @@ def test_files_of_killed_servers_and_of_others_are_not_listed(folder: Path, monk
         assert running_servers() == []
 
 
+@pytest.mark.full
 def test_a_server_that_is_killed_disappears(chairlift: Run, folder: Path) -> None:
     with ServerProcess() as process:
         (line,) = chairlift("ps")[1][1:]

@@ -30,6 +30,7 @@ def answer(model_dir: Path, *messages: dict[str, str]) -> list[str]:
     return f"{text}\n".splitlines()
 
 
+@pytest.mark.full
 def test_one_answer_is_printed_for_a_prompt_and_for_a_pipe(
     chairlift: Run, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,6 +49,7 @@ def test_one_answer_is_printed_for_a_prompt_and_for_a_pipe(
     assert chairlift("run", model_dir, "Shorten:", *GREEDY) == (0, wanted, [])
 
 
+@pytest.mark.full
 def test_sampling_follows_the_models_own_defaults(
     chairlift: Run, model_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -58,6 +60,7 @@ def test_sampling_follows_the_models_own_defaults(
     assert chairlift("run", folder, "Hi", "--max-tokens", 6)[1] == wanted
 
 
+@pytest.mark.full
 def test_a_model_of_the_hub_is_downloaded(
     chairlift: Run, model_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -92,7 +92,7 @@ class _Repository(http.server.BaseHTTPRequestHandler):
 def serve_hub() -> Iterator[Hub]:
     """Context manager: a Hub that runs during the block."""
     with Hub() as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
             yield server
