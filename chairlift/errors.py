@@ -8,6 +8,7 @@
     ├── RequestError (ValueError)         one request cannot be served as asked; others are not affected
     │   └── PromptTooLongError            the request needs more tokens than the model or the KV cache has
     ├── EngineDeadError (RuntimeError)    the engine cannot go on: interrupted inside a step, or its process died
+    │   └── ReplicaStartError             a replica cannot start again; the others serve on
     ├── OverloadedError (RuntimeError)    the request is valid, but there is no room for it now
     │   ├── WorkerLostError               its worker process was killed from outside, twice
     │   ├── QueueFullError                the queue is full, or the wait would be too long
@@ -34,6 +35,7 @@ __all__ = [
     "PromptTooLongError",
     "QueueFullError",
     "QueueTimeoutError",
+    "ReplicaStartError",
     "RequestError",
     "StorageError",
     "TemplateError",
@@ -69,6 +71,10 @@ class EngineDeadError(ChairliftError, RuntimeError):
         super().__init__(message)
         self.taken = taken
         """Whether the engine had accepted the request. The engine's metrics then count it as an ended request."""
+
+
+class ReplicaStartError(EngineDeadError):
+    """A replica that was stopped for a rolling restart cannot start again. The other replicas serve on."""
 
 
 class OverloadedError(ChairliftError, RuntimeError):

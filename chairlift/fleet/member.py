@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.process.messages import Step
@@ -13,6 +13,9 @@ from chairlift.fleet.routing import Replica
 from chairlift.metrics.stats import EngineStats, ReplicaStats, merge_stats
 
 __all__ = ["ConnectReplica", "FleetEvents", "Member", "live_cores"]
+
+_MOST_FAILED_STARTS: Final = 3
+"""Number of failed starts in succession after which a replica counts as one that cannot start."""
 
 
 class FleetEvents(EngineEvents, Protocol):
@@ -73,6 +76,12 @@ class Member:
         """``quiet`` is set when the replica has no request. ``opened`` is set while the replica is alive and accepts
         requests."""
 
+        self.num_failed_starts = 0
+        """Number of failed starts since the replica last accepted requests. The next field: why the last one failed."""
+        self.failure = ""
+        self.failing = asyncio.Event()
+        """Set while the replica cannot start, as several failed starts show. It is tried again all the same."""
+
     @property
     def num_requests(self) -> int:
         return self.view.num_requests
@@ -111,6 +120,13 @@ class Member:
         self.opened.clear()
         self.dead_stats = merge_stats([self.dead_stats, self.stats.only_counters()])
         self.stats = EngineStats()
+
+    def failed_to_start(self, why: str) -> None:
+        """Note that a process of the replica could not load its model."""
+        self.num_failed_starts += 1
+        self.failure = why
+        if self.num_failed_starts >= _MOST_FAILED_STARTS:
+            self.failing.set()
 
     async def lost(self, core: ProcessCore) -> None:
         """Wait until the fleet has handled the death of ``core``, a process of this replica."""

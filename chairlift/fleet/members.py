@@ -16,7 +16,7 @@ from chairlift.engine.info import EngineInfo
 from chairlift.engine.process.messages import Action, Refused, Step
 from chairlift.engine.process.process_client import EngineEvents
 from chairlift.engine.replicas import Replicas
-from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
+from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError, ReplicaStartError
 from chairlift.fleet.door import Door
 from chairlift.fleet.fleet_adapters import FleetAdapters
 from chairlift.fleet.fleet_scaling import FleetScaling
@@ -33,6 +33,11 @@ _FIRST_PAUSE: Final = 0.2
 _LONGEST_PAUSE: Final = 30.0
 _SETTLED_SECONDS: Final = 60.0
 """Time in seconds after which a running replica counts as stable: if it dies later, it restarts after a short pause."""
+
+_LONGEST_START: Final = 10.0
+"""Multiple of the fleet's first start after which a rolling restart does not wait for a start any more."""
+_LEAST_START_SECONDS: Final = 60.0
+"""Seconds for which a rolling restart waits for a start in any case."""
 
 _MOVE_SECONDS: Final = 0.05
 """Seconds between two looks at the moves of a replica that is drained. Most stages follow each other without one."""
@@ -133,6 +138,8 @@ class Members(Replicas):
         self._rules = rules
         self._now = now
         self._sleep = sleep
+        self._start_seconds = 0.0
+        """Seconds in which the first replicas started."""
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- their state -----------------------------------------------------------------------------------------------
@@ -199,8 +206,9 @@ class Members(Replicas):
         if not self.jobs.movable and len(first) > 1:
             _log.warning("answers cannot continue on another replica: their bits depend on the batch or the process")
         self.run(self._watch_silence(), "watch over replicas")
+        self._start_seconds = self._now() - began
         if self._scaling is not None:
-            self._scaling.started(self._now() - began)
+            self._scaling.started(self._start_seconds)
         self.info = self._summed(info)
         return self.info
 
@@ -255,6 +263,8 @@ class Members(Replicas):
             return
         member.alive = True
         member.draining = False
+        member.num_failed_starts = 0
+        member.failing.clear()
         member.busy_since = None
         known = [each.info for each in self.everyone if each.alive and each.info is not None]
         builds = {(each.weight_version, each.fingerprint) for each in known}
@@ -300,6 +310,7 @@ class Members(Replicas):
                     await self.load(member)
                 except Exception as error:
                     why = str(error) or type(error).__name__
+                    member.failed_to_start(why)
                     drained = False
                     continue
                 member.num_restarts += 1
@@ -324,10 +335,11 @@ class Members(Replicas):
         self.resized()
 
     async def _watch_silence(self) -> None:
-        """Kill replicas that do not finish their steps, so that their requests can move."""
+        """Kill replicas that do not finish their steps, so that their requests move, and give up moves that hang."""
         timeout = self._rules.health_timeout
         while True:
             await self._sleep(min(1.0, timeout / 4))
+            self.jobs.moves.advance()  # a drain may have ended before the last of its moves
             alive = [member for member in self.everyone if member.alive and member.core is not None]
             for member in alive if len(alive) > 1 else []:
                 since = None if member.core is None else member.core.silent_since
@@ -428,8 +440,9 @@ class Members(Replicas):
             raise EngineDeadError("no replica is alive")
 
     async def roll(self, patience: float) -> None:
-        """Restart all replicas, one after another. Raises ConfigError unless at least two replicas are alive, and
-        EngineDeadError if all replicas die during the restart.
+        """Restart all replicas, one after another. Raises ConfigError unless at least two replicas are alive,
+        EngineDeadError if all replicas die during the restart, and ReplicaStartError if one cannot start again. The
+        others then serve on, with the processes that they had.
 
         Each replica first finishes its requests, for at most ``patience`` seconds. Its remaining requests then move to
         other replicas.
@@ -450,10 +463,23 @@ class Members(Replicas):
                 await self._reopened(member)
 
     async def _reopened(self, member: Member) -> None:
-        """Wait until a replica is alive and accepts requests. Raises EngineDeadError if all replicas die instead."""
+        """Wait until a replica is alive and accepts requests. Raises EngineDeadError if all replicas die instead, and
+        ReplicaStartError if this one cannot start."""
+        seconds = max(_LEAST_START_SECONDS, _LONGEST_START * self._start_seconds)
         opened = asyncio.create_task(member.opened.wait())
-        either: list[asyncio.Future[Any]] = [opened, self.end]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not opened.done():
+        failing = asyncio.create_task(member.failing.wait())
+        ends: list[asyncio.Future[Any]] = [opened, failing, self.end]
+        try:
+            await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
             opened.cancel()
+            failing.cancel()
+        if member.opened.is_set():
+            return
+        if self.end.done():
             raise EngineDeadError(f"all replicas died during the rolling restart: {self.end.result()}")
+        why = f"cannot start: {member.failure}" if member.failing.is_set() else f"has not started in {seconds:.0f} s"
+        raise ReplicaStartError(
+            f"the rolling restart has ended because replica {member.view.index} {why}; it is tried again, and the"
+            f" {self.num_alive} other replicas serve on. Mend what it needs, and restart again when all are ready"
+        )

@@ -40,7 +40,7 @@ class InProcess(ProcessCore):
 
     def __init__(self, config: EngineConfig, events: EngineEvents) -> None:
         self._config, self._events = config, events
-        self.stuck = self.dies_over_weights = False
+        self.stuck = self.dies_over_weights = self.start_hangs = False
         self.dead = asyncio.Event()
         self.reason = "killed"
         self._pump: asyncio.Task[None] | None = None
@@ -50,6 +50,8 @@ class InProcess(ProcessCore):
         self._left: list[FinishedSequence] = []
 
     async def start(self) -> EngineInfo:
+        if self.start_hangs:
+            await self.dead.wait()
         loaded = load_executor(self._config, lambda label, share: None)
         store = open_store(self._config, loaded.executor, loaded.info)
         info = loaded.info
@@ -166,6 +168,8 @@ class FleetInProcess:
         self.slept: list[float] = []
         self.cannot_start = ""
         """Message with which further replicas fail to start."""
+        self.start_hangs = False
+        """Whether further replicas never end their start."""
         self.starts = 0
 
         async def sleep(seconds: float) -> None:
@@ -177,6 +181,7 @@ class FleetInProcess:
             if self.cannot_start:
                 raise EngineDeadError(self.cannot_start)
             self.cores[index] = InProcess(config, events)
+            self.cores[index].start_hangs = self.start_hangs
             return self.cores[index]
 
         def make(engine: AsyncEngine) -> Fleet:

@@ -13,7 +13,8 @@ import pytest
 from chairlift.base.outputs import OutputKind, RequestOutput
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.engine.async_engine import AsyncEngine, EngineState
-from chairlift.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
+from chairlift.errors import ConfigError, EngineDeadError, OverloadedError, ReplicaStartError, RequestError
+from chairlift.fleet import members
 from tests.e2e.oracle import expected_hashlm
 from tests.fleet.replicas import FleetInProcess, fleet_of
 
@@ -340,17 +341,47 @@ def test_a_rolling_restart_does_not_stop_the_last_replica() -> None:
 
 
 def test_a_rolling_restart_ends_if_all_replicas_die() -> None:
-    """The first replica is stopped and cannot start again, then the other one dies."""
+    """The first replica is stopped, and while it starts again the other one dies."""
 
     async def test() -> None:
         async with fleet_of(2) as world:
-            world.cannot_start = "no room"
+            world.start_hangs = True
             roll = asyncio.create_task(world.fleet.replicas.roll(60.0))
+            first = world.cores[0]
             await turns(20)
-            assert world.cores[0].dead.is_set() and not roll.done()
+            assert first.dead.is_set() and not roll.done()
             world.cores[1].kill()
             with pytest.raises(EngineDeadError, match="all replicas died during the rolling restart"):
                 await asyncio.wait_for(roll, 10)
+
+    run(test)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_rolling_restart_ends_at_a_replica_that_cannot_start(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other replica keeps its process and serves on. The one that failed comes back when it can."""
+    monkeypatch.setattr(members, "_LEAST_START_SECONDS", 0.02)
+
+    async def test() -> None:
+        async with fleet_of(2) as world:
+            params = SamplingParams(max_tokens=60, ignore_eos=True, seed=1)
+            jobs = [asyncio.create_task(collect(world.engine, [9, i], params)) for i in range(1, 9)]
+            await turns(20)
+            second = world.cores[1]
+            world.start_hangs = hangs
+            world.cannot_start = "" if hangs else "no room for its model"
+            why = "replica 0 has not started in" if hangs else "replica 0 cannot start: no room for its model"
+            with pytest.raises(ReplicaStartError, match=why):
+                await world.fleet.replicas.roll(60.0)
+            assert world.cores[1] is second and not second.dead.is_set()
+            for number, answer in enumerate(await asyncio.gather(*jobs), start=1):
+                assert tokens(answer) == expected_hashlm([9, number], params).token_ids
+            assert tokens(await collect(world.engine, [9, 1], params)) == expected_hashlm([9, 1], params).token_ids
+            if not hangs:
+                world.cannot_start = ""
+                while [each.state for each in world.fleet.replicas.shown()] != ["ready", "ready"]:
+                    await asyncio.sleep(0)
+                await world.fleet.replicas.roll(60.0)
 
     run(test)
 

@@ -32,7 +32,14 @@ from chairlift.engine.input_processor import InputProcessor, ModelLimits
 from chairlift.engine.intake import Intake, Place
 from chairlift.engine.kv_store.report import StoreReport
 from chairlift.engine.served_adapters import ServedAdapters
-from chairlift.errors import ConfigError, EngineDeadError, PromptTooLongError, QueueFullError, RequestError
+from chairlift.errors import (
+    ConfigError,
+    EngineDeadError,
+    PromptTooLongError,
+    QueueFullError,
+    ReplicaStartError,
+    RequestError,
+)
 from chairlift.metrics.stats import AutoscalingStats, ReplicaCounts, ReplicaStats, RequestStats
 from chairlift.server.http.auth import load_keys
 from chairlift.server.http.state import ServerState
@@ -224,8 +231,8 @@ class FakeReplicas:
         self.scaling: AutoscalingStats | None = None
         self.patience: list[float] = []
         """Argument of each restart."""
-        self.refusal = ""
-        """Message with which a restart is refused; empty: it succeeds."""
+        self.refusal: ConfigError | ReplicaStartError | None = None
+        """Error of a restart; None: it succeeds."""
 
     def shown(self) -> list[ReplicaStats]:
         return self.known
@@ -237,8 +244,8 @@ class FakeReplicas:
         return self.scaling
 
     async def restart(self, patience: float) -> None:
-        if self.refusal:
-            raise ConfigError(self.refusal)
+        if self.refusal is not None:
+            raise self.refusal
         self.patience.append(patience)
 
 

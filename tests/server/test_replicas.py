@@ -10,6 +10,7 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from chairlift.cli.top_view import Metrics, Snapshot, text_of, view
+from chairlift.errors import ConfigError, ReplicaStartError
 from chairlift.metrics.stats import AutoscalingStats, ReplicaStats
 from chairlift.server.http.app import make_app
 from tests.server.fake_engine import FakeEngine, make_state
@@ -56,9 +57,13 @@ def test_only_the_admin_restarts_replicas(tmp_path: Path) -> None:
         assert engine.replicas.patience == []
         reply = server.post("/v1/replicas/restart", headers={"Authorization": "Bearer sk-admin"})
         assert reply.status_code == 200 and len(reply.json()["replicas"]) == 2 and engine.replicas.patience == [30.0]
-        engine.replicas.refusal = "needs two replicas"
+        engine.replicas.refusal = ConfigError("needs two replicas")
         reply = server.post("/v1/replicas/restart", headers={"Authorization": "Bearer sk-admin"})
         assert (reply.status_code, reply.json()["error"]["message"]) == (400, "needs two replicas")
+        engine.replicas.refusal = ReplicaStartError("replica 0 cannot start: no such file")
+        reply = server.post("/v1/replicas/restart", headers={"Authorization": "Bearer sk-admin"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "replica_not_started")
+        assert reply.json()["error"]["message"] == "replica 0 cannot start: no such file"
 
 
 def test_metrics_and_top_have_a_line_for_each(tmp_path: Path) -> None:

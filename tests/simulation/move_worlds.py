@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import math
 import random
 import selectors
 from collections.abc import Callable, Sequence
@@ -48,6 +49,8 @@ _LENGTH = 96
 _BLOCK = 4
 _MOST_SECONDS = 2_000.0
 """Virtual time after which a world has not ended because it cannot."""
+_MOST_OF_A_STAGE = {"fetch": 32.0, "pause": 12.0, "switch": 7.0}
+"""Stage -> seconds that a move may be in it. A stream stands still while it is paused or switched."""
 STAGES = ("write", "fetch", "pause", "switch")
 TROUBLES = ("nothing", "source dies", "destination dies", "both die", "caller leaves", "no drain", "stuck")
 _MODEL = EngineConfig.from_flat(
@@ -103,6 +106,10 @@ class _OwnLocks:
         self._locks |= {name} if found else set()
         return found
 
+    def unlock(self, name: str) -> None:
+        self._disk.unlock(name)
+        self._locks.discard(name)
+
     def sizes(self) -> dict[str, int]:
         return self._disk.sizes()
 
@@ -135,6 +142,13 @@ class _Replica(ProcessCore):
         self._pump: asyncio.Task[None] | None = None
 
     async def start(self) -> EngineInfo:
+        try:
+            return await self._start()
+        except Exception as error:  # the fleet would try again for ever
+            self._world.failures.append(error)
+            raise
+
+    async def _start(self) -> EngineInfo:
         rng = self._world.rng
         await asyncio.sleep(rng.choice((0.01, 0.5)))
         groups = [CacheGroup(self._world.num_blocks, window) for window in self._world.windows]
@@ -297,6 +311,8 @@ class _World:
         self.trouble = rng.choice(TROUBLES)
         self.stage = rng.choice(STAGES)
         self.is_over = False
+        self.failures: list[Exception] = []
+        """Errors of replicas that could not start."""
 
     # -- events ----------------------------------------------------------------------------------------------------
 
@@ -366,7 +382,7 @@ class _World:
         rng = self.rng
         prompt = [rng.randrange(_VOCAB) for _ in range(rng.randrange(1, 40))]
         params = SamplingParams(
-            max_tokens=rng.randrange(2, 50),
+            max_tokens=rng.randrange(30 if self.trouble == "stuck" else 2, 50),
             ignore_eos=True,
             n=rng.choice((1, 1, 1, 1, 1, 2)),
             seed=number,
@@ -427,7 +443,13 @@ class _World:
                 raise Wrong(f"seed {self.seed}: replica {member.view.index} keeps {left}")
 
     def _watch(self) -> None:
-        """Raise what a replica's task has raised."""
+        """Raise what a replica's task or its start has raised, and demand that no move takes too long."""
+        for failure in self.failures:
+            raise Wrong(f"seed {self.seed}: a replica cannot start: {failure!r}") from failure
+        now = asyncio.get_running_loop().time()
+        for key, move in self.fleet._jobs.moves._moves.items():
+            if now - move.since > _MOST_OF_A_STAGE.get(move.stage, math.inf):
+                raise Wrong(f"seed {self.seed}: the move of {key} is in stage {move.stage} without an end")
         for core in self.cores.values():
             if core._pump is not None and core._pump.done() and (error := core._pump.exception()) is not None:
                 raise Wrong(f"seed {self.seed}: {error!r}") from error
@@ -436,7 +458,7 @@ class _World:
 
     async def _drain(self, member: Any) -> None:
         members = self.fleet._replicas
-        patience = self.rng.choice((0.5, 3.0, 20.0))
+        patience = self.rng.choice((20.0, 20.0, 60.0) if self.trouble == "stuck" else (0.5, 3.0, 20.0))
         if self.rng.random() < 0.5:
             try:
                 await members.roll(patience)
@@ -467,11 +489,13 @@ class _World:
                 self.fleet.abort(self.forget(move.job.key))
             elif self.trouble == "no drain":
                 moves.end(move.source)
-            elif self.trouble == "stuck" and move.destination is not None:
-                core = self.cores[move.destination.view.index]
-                core.is_stuck = True
-                await asyncio.sleep(self.rng.choice((0.5, 7.0)))
-                core.is_stuck = False
+            elif self.trouble == "stuck":
+                others = [each for each in members.everyone if each.alive and each is not move.source]
+                stuck = self.cores[(move.destination or others[0]).view.index] if move.destination or others else None
+                if stuck is not None:
+                    stuck.is_stuck = True
+                    await asyncio.sleep(self.rng.choice((0.5, 7.0, 40.0)))
+                    stuck.is_stuck = False
             return
 
 

@@ -16,7 +16,7 @@ _MOST = 250
 _SEEN_AT = {
     "blocks_used_before_they_are_verified": 43,
     "destination_keeps_what_was_taken_back": 107,
-    "moves_wait_without_an_end": 213,
+    "moves_wait_without_an_end": 77,
     "request_of_a_dead_source_is_also_computed_again": 17,
     "results_before_the_switch_are_used": 107,
     "results_of_the_former_owner_are_used": 11,

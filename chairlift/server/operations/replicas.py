@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from chairlift.errors import ConfigError
+from chairlift.errors import ConfigError, ReplicaStartError
 from chairlift.metrics.stats import AutoscalingStats, ReplicaStats
 from chairlift.server.http.auth import check_admin
 from chairlift.server.http.errors import ApiError
@@ -57,13 +57,16 @@ async def _show(request: Request) -> Response:
 
 
 async def _restart(request: Request) -> Response:
-    """Restart all replicas, one after another. The response is sent when the last replica serves again."""
+    """Restart all replicas, one after another. The response is sent when the last replica serves again, or when one
+    cannot start again."""
     state: ServerState = request.app.state.server
     check_admin(request)
     try:
         await state.engine.replicas.restart(state.config.shutdown_timeout)
     except ConfigError as error:
         raise ApiError(400, str(error), code="invalid_value") from None
+    except ReplicaStartError as error:
+        raise ApiError(503, str(error), code="replica_not_started") from None
     return _reply(state)
 
 
