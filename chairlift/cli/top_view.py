@@ -330,7 +330,7 @@ def _row(request: Mapping[str, Any], width: int) -> Line:
     output = _count(request, "output_tokens")
     limit = _count(request, "max_tokens") * max(1, _count(request, "n"))
     done = min(computed, prompt)
-    eta = _time(request, "expected_start_seconds" if status == "waiting" else "expected_token_seconds")
+    eta = _time(request, "expected_start_seconds" if status in ("waiting", "loading") else "expected_token_seconds")
     style = {"decode": "good", "prefill": "busy", "preempted": "bad"}.get(status, "dim")
     progress = _short(prompt) if done == prompt else f"{_short(done)}/{_short(prompt)}"
     speed = _speed(request)

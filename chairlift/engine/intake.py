@@ -44,6 +44,8 @@ class Place:
     waited: float
     expected_start: float | None
     """Seconds from now until the request's expected start; None if there is no forecast."""
+    loading: float | None = None
+    """Expected seconds from now until the request's KV is read from files; None if it does not wait for that."""
 
 
 _Lane = tuple[str, str]
@@ -117,6 +119,8 @@ class Intake:
         says nothing about less urgent ones."""
         self._waiting: dict[str, _Waiting] = {}
         self._crowd = _Crowd()
+        self._loading: dict[str, float] = {}
+        """Id of each request that waits for its KV from files -> time at which it should be there."""
         self._starts: dict[str, float] = {}
         """Id of a waiting request -> time at which it starts according to the forecast."""
         self._unforeseen = _Crowd()
@@ -240,6 +244,7 @@ class Intake:
         self._waiting.clear()
         self._crowd, self._unforeseen = _Crowd(), _Crowd()
         self._starts.clear()
+        self._loading.clear()
         self._lane_ends.clear()
         self._came.clear()
         self.forecast = None
@@ -263,6 +268,7 @@ class Intake:
         )
         self.forecast = dataclasses.replace(forecast, newcomers=newcomers, strangers=strangers)
         self._starts, self._unforeseen = {}, _Crowd()
+        self._loading = {name.partition("#")[0]: when for name, when in forecast.loading.items()}
         for sequence_id, start in forecast.starts.items():  # a request starts when its first answer starts
             name = sequence_id.partition("#")[0]
             each = self._waiting.get(name)
@@ -354,7 +360,13 @@ class Intake:
             found.append((math.inf if wait is None else wait, name, each))
         found.sort(key=lambda item: item[0])
         return [
-            Place(name, position, max(0.0, now - each.since), None if seconds == math.inf else seconds)
+            Place(
+                name,
+                position,
+                max(0.0, now - each.since),
+                None if seconds == math.inf else seconds,
+                None if name not in self._loading else max(0.0, self._loading[name] - now),
+            )
             for position, (seconds, name, each) in enumerate(found, start=1)
         ]
 

@@ -189,13 +189,25 @@ class KVBlocks:
         store.put(group, node.key, node.parent.key, node.tokens, self._blocks.take(group, block))
         return self._block_bytes[group]
 
+    def expected(self, now: float) -> dict[str, float]:
+        """Id of each request that waits for its blocks -> time at which they should be there, or at which it goes on
+        without them."""
+        if not self._waiting or self._store is None:
+            return {}
+        found: dict[str, float] = {}
+        end = now
+        for name, each in self._waiting.items():
+            end += self._bytes_of(each) / self._store.bytes_per_second
+            found[name] = min(end, each.until)
+        return found
+
+    def _bytes_of(self, each: BlockWait) -> int:
+        """Number of bytes that are still to be read for a request."""
+        return sum(self._block_bytes[group] for _, group in each.places[len(each.load.blocks) :])
+
     def _loading_bytes(self) -> int:
         """Number of bytes that are still to be read for earlier requests."""
-        return sum(
-            self._block_bytes[group]
-            for each in self._waiting.values()
-            for _, group in each.places[len(each.load.blocks) :]
-        )
+        return sum(map(self._bytes_of, self._waiting.values()))
 
     def store_blocks(self) -> None:
         """Hand completed blocks to the store, as many as its write rate allows. Called between two steps."""

@@ -54,7 +54,7 @@ OF_REQUESTS = {
     "engine.images": "_waiting _of _requests",
     "engine.kv_blocks": "_waiting",
     "engine.kv_moves": "_leaving _coming _paused",
-    "engine.intake": "_waiting _starts _unforeseen _lane_ends",
+    "engine.intake": "_waiting _loading _starts _unforeseen _lane_ends",
     "engine.mask_limits": "of",
     "engine.output_processor": "_states _answers",
     "engine.served_adapters": "_loads",

@@ -255,6 +255,17 @@ def test_the_line_is_in_the_order_of_the_forecast() -> None:
     assert list(expected) == [place.request_id for place in line]
 
 
+def test_the_line_says_who_waits_for_kv_from_files() -> None:
+    intake = Intake(100, 1000, CLASSES)
+    for name in "ab":
+        intake.enter(name, 1, "default", 60.0)
+    intake.foreseen(forecast({"a": 101.0}, {"default": 101.0}).with_loads({"b#0": 103.0}))
+    expected = [("a", 0.5, None), ("b", 2.5, 2.5)]
+    assert [(each.request_id, each.expected_start, each.loading) for each in intake.line(100.5)] == expected
+    intake.foreseen(forecast({"a": 101.0, "b": 102.0}, {"default": 101.0}))
+    assert [each.loading for each in intake.line(100.5)] == [None, None]
+
+
 def test_the_time_to_come_again_is_that_of_the_forecast() -> None:
     intake = Intake(2, 1000, CLASSES)
     for name in "ab":

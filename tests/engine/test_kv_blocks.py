@@ -15,7 +15,9 @@ import pytest
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
+from chairlift.engine.forecaster import Forecaster
 from chairlift.engine.kv_store.disk import OsDisk
+from chairlift.engine.kv_store.store import BlockLoad
 from chairlift.errors import ConfigError
 from chairlift.loading.kv_store import _library_digest, digests_of, model_files
 from tests.models.tiny import tiny_hf_model
@@ -144,6 +146,35 @@ def test_a_load_that_would_take_longer_than_computing_is_not_begun(tmp_path: Pat
     second = opened(make(model, tmp_path / "store"))
     second.engine.core.preparers.kv_blocks._compute_seconds = lambda num_tokens: 1e-9
     assert answer(second)[2] == 0
+    second.engine.shutdown()
+
+
+def test_a_request_that_waits_for_its_blocks_is_forecast(tmp_path: Path) -> None:
+    model = tiny_hf_model(tmp_path, "qwen2")
+    first = opened(make(model, tmp_path / "store"))
+    expected = answer(first)
+    first.engine.shutdown()
+    second = opened(make(model, tmp_path / "store"))
+    core, blocks = second.engine.core, second.engine.core.preparers.kv_blocks
+    held: list[BlockLoad] = []
+    blocks.store.load = lambda wanted: held.append(BlockLoad(wanted)) or held[-1]  # a disk that has not answered yet
+    forecaster = Forecaster(core.scheduler, core.costs, core.answer_lengths, {"default": 0}, loads=blocks.expected)
+    second.engine.add_request(PROMPT, GREEDY, stream=False)
+    second.engine.step()
+    now = core.clock.now()
+    made = forecaster.advance(now)
+    assert made is not None and list(made.loading) == list(made.starts) == [*core.scheduler.requests]
+    (seconds,) = (when - now for when in made.loading.values())
+    nbytes = sum(blocks._block_bytes) * len(held[0].wanted)
+    assert seconds == pytest.approx(nbytes / blocks.store.bytes_per_second)
+    assert made.newcomers == {"default": now}, "others pass it"
+    del blocks.store.load
+    held[0].is_done = True  # it failed, so the request computes
+    while second.engine.has_unfinished:
+        outputs = second.engine.step()
+    assert outputs[-1].outputs[0].token_ids == expected[0]
+    made = forecaster.advance(core.clock.now())
+    assert made is not None and not made.loading and not made.starts
     second.engine.shutdown()
 
 

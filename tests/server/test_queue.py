@@ -72,7 +72,7 @@ def test_a_queue_with_a_forecast_shows_waits_by_class() -> None:
         "within_ratio": {"1": 0.0, "1.25": 1.0, "2": 1.0},
         "mean_absolute_error_seconds": 0.5,
     }
-    common = {"waited_seconds": 0.25, "prompt_tokens": 3}
+    common = {"waited_seconds": 0.25, "prompt_tokens": 3, "expected_load_seconds": None}
     assert reply["requests"] == [
         {"id": "mine-1", "position": 1, "expected_start_seconds": 1.235, "service_tier": "default", **common},
         {"id": "mine-2", "position": 2, "expected_start_seconds": None, "service_tier": "flex", **common},

@@ -49,6 +49,16 @@ class Forecast:
     """Class of service -> forecast start of a newcomer whose tenant has no requests in the engine."""
     tenant: str | None = None
     """Tenant that has the most requests in the engine."""
+    loading: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Id of each request that waits until its KV is read from files -> time at which it should be there. The request is
+    also in ``starts``, with a start no earlier than that."""
+
+    def with_loads(self, loads: dict[str, float]) -> Forecast:
+        """The forecast with requests that wait for their KV, by the times at which it should be there."""
+        if not loads:
+            return self
+        starts = self.starts | {name: max(self.made_at, when) for name, when in loads.items()}
+        return dataclasses.replace(self, starts=dict(sorted(starts.items(), key=lambda each: each[1])), loading=loads)
 
     def wait_of(self, service_class: str, now: float, num_since: int = 0, *, stranger: bool = False) -> float:
         """Seconds that a newcomer of this class would wait. ``num_since`` is the number of requests that arrived after

@@ -158,7 +158,8 @@ class CoreProcess:
         if one_step_each:
             core.on_joined = self._deliver
         else:
-            self._forecaster = Forecaster(core.scheduler, core.costs, core.answer_lengths, priorities, depth)
+            loads = core.preparers.kv_blocks.expected
+            self._forecaster = Forecaster(core.scheduler, core.costs, core.answer_lengths, priorities, depth, loads)
         self._forecast: Forecast | None = None
         """The newest forecast, if it has not been sent to the server's process yet; otherwise None."""
         self._pending: list[CoreOutputs] = []

@@ -46,6 +46,8 @@ class QueuedRequest(msgspec.Struct, kw_only=True):
     """Position in the queue: 1 for the next request to start; 0 if the request has started."""
     expected_start_seconds: float | None
     """Expected seconds from now until the request starts; null if there is no forecast."""
+    expected_load_seconds: float | None
+    """Expected seconds from now until its KV is read from files; null unless the request waits for that."""
     waited_seconds: float | None
     """Seconds since the request arrived; null if it has started."""
     service_tier: str
@@ -103,7 +105,8 @@ def _requests(state: ServerState, caller: Caller, request_id: str | None) -> lis
 
     line = [(stream, place) for stream, place in state.engine.line() if shown(stream)]
     found = [
-        _entry(stream, place.position, _rounded(place.expected_start), _rounded(place.waited)) for stream, place in line
+        _entry(stream, place.position, _rounded(place.expected_start), _rounded(place.waited), _rounded(place.loading))
+        for stream, place in line
     ]
     if request_id is not None:
         waiting = {stream.request_id for stream, _ in line}
@@ -115,11 +118,14 @@ def _requests(state: ServerState, caller: Caller, request_id: str | None) -> lis
     return found
 
 
-def _entry(stream: OutputStream, position: int, start: float | None, waited: float | None) -> QueuedRequest:
+def _entry(
+    stream: OutputStream, position: int, start: float | None, waited: float | None, load: float | None = None
+) -> QueuedRequest:
     return QueuedRequest(
         id=stream.name,
         position=position,
         expected_start_seconds=start,
+        expected_load_seconds=load,
         waited_seconds=waited,
         service_tier=stream.service_class,
         prompt_tokens=len(stream.prompt_token_ids),

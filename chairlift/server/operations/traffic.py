@@ -61,8 +61,8 @@ class LiveRequest(msgspec.Struct, kw_only=True):
     id: str
     """The X-Request-Id of the HTTP request."""
     status: str
-    """``waiting``, ``prefill``, ``decode``, or ``preempted`` (the request lost its KV cache and has not recomputed
-    it)."""
+    """``waiting``, ``loading`` (it waits until its KV is read from ``--kv-store``), ``prefill``, ``decode``, or
+    ``preempted`` (the request lost its KV cache and has not recomputed it)."""
     service_tier: str
     priority: int
     tenant: str
@@ -87,6 +87,8 @@ class LiveRequest(msgspec.Struct, kw_only=True):
     """Seconds from arrival to the first token; null before the first token."""
     expected_start_seconds: float | None
     """Expected seconds from now to the first step, for a waiting request; null if there is no forecast."""
+    expected_load_seconds: float | None
+    """Expected seconds from now until the request's KV is read from files; null unless it is loading."""
     expected_token_seconds: float | None
     """Expected seconds from now to the next token, during a prefill of several steps. The cost model computes it."""
 
@@ -176,7 +178,7 @@ def _live(stream: OutputStream, place: Place | None, now: float) -> LiveRequest:
     until = progress.next_token_at
     return LiveRequest(
         id=stream.name,
-        status=progress.phase,
+        status=progress.phase if place is None or place.loading is None else "loading",
         service_tier=stream.service_class,
         priority=prepared.priority,
         tenant=stream.tenant,
@@ -192,6 +194,7 @@ def _live(stream: OutputStream, place: Place | None, now: float) -> LiveRequest:
         queue_seconds=_rounded((now if started is None else started) - arrival),
         first_token_seconds=None if first_token is None else _rounded(first_token - arrival),
         expected_start_seconds=_rounded(place.expected_start) if place and place.expected_start is not None else None,
+        expected_load_seconds=_rounded(place.loading) if place and place.loading is not None else None,
         expected_token_seconds=None if until is None else _rounded(max(0.0, until - now)),
     )
 
