@@ -71,7 +71,8 @@ def _unknown(model: GGUFModel, architecture: object) -> str:
     if architecture in OTHER_ENCODERS:
         return (
             f"{model.path}: architecture {architecture!r} is an encoder that is not supported in GGUF files; use the"
-            " original model's safetensors, or a file of the architecture 'bert' (bge, e5, MiniLM) or 'nomic-bert'"
+            " original model's safetensors, or a file of the architecture 'bert' (bge, e5, MiniLM), 'modern-bert' or"
+            " 'nomic-bert'"
         )
     kind = model.metadata.get("general.type")
     if architecture == "clip" or kind == "mmproj":
