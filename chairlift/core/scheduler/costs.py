@@ -136,16 +136,19 @@ class Costs:
         decode = self.model.step_seconds(decodes)
         return both / (decode + self.model.step_seconds(StepFeatures(0, 0, num_tokens, pairs)))
 
-    def chunk_budget(self, decodes: StepFeatures, seconds: float, limit: int, at_least: int | None = None) -> int:
+    def chunk_budget(
+        self, decodes: StepFeatures, seconds: float, limit: int, at_least: int | None = None, begin: int = 0
+    ) -> int:
         """Maximum number of prompt tokens, up to ``limit``, with which a step with the rows of ``decodes`` takes at
-        most ``seconds``.
+        most ``seconds``. The tokens follow ``begin`` computed tokens of their prompt, to which they also attend.
 
         The result is at least ``at_least`` (default: ``limit // 16``), so that prompts always make progress.
         """
         low, high = min(limit, max(1, limit // 16) if at_least is None else at_least), limit
         while low < high:
             middle = (low + high + 1) // 2
-            features = decodes._replace(prefill_tokens=middle, prefill_context=middle * (middle + 1) / 2)
+            pairs = middle * begin + middle * (middle + 1) / 2
+            features = decodes._replace(prefill_tokens=middle, prefill_context=pairs)
             if self.model.step_seconds(features) <= seconds:
                 low = middle
             else:

@@ -274,7 +274,8 @@ class Scheduler:
         budget = max(self.batch.token_budget, len(self.running)) - out.num_decodes
         if self.batch.paced and self.costs is not None and budget > 1:
             limit = min(self.batch.paced.values()) - self.costs.host_seconds
-            budget = self.costs.chunk_budget(self.batch.features(out.num_decodes), limit, budget)
+            begin = max([request.num_computed_tokens for request in self.batch.catching_up], default=0)
+            budget = self.costs.chunk_budget(self.batch.features(out.num_decodes), limit, budget, begin=begin)
         for kind in self.batch.kinds:
             kind.begin(out.num_decodes)
         ahead = self.policy.preemptive and turn is not Turn.DECODE and not self.membership.closed
