@@ -81,12 +81,14 @@ class FakeServer:
         tokenize: bool = True,
         counts: str = "messages",
         lists_room: bool = True,
+        models: tuple[str, ...] = ("tiny",),
     ) -> None:
         self.key = key
         self.counts = counts
         """Name of the field that a request to /tokenize must have."""
         self.room = room
         self.lists_room = lists_room
+        self.models = models
         self.url = ""
         self.paths: list[str] = []
         self.bodies: list[dict[str, Any]] = []
@@ -113,7 +115,7 @@ class FakeServer:
 
     async def _models(self, request: Request) -> Response:
         room = {"max_model_len": self.room} if self.lists_room else {}
-        models = [{"id": name, "object": "model", **room} for name in ("tiny", "little")]
+        models = [{"id": name, "object": "model", **room} for name in self.models]
         return self._refusal(request) or JSONResponse({"object": "list", "data": models})
 
     async def _load(self, request: Request) -> Response:

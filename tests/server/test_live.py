@@ -425,6 +425,31 @@ def test_the_page_has_a_card_for_each_replica() -> None:
     ]
 
 
+_MODELS = """
+const served = [["a", "unloaded"], ["b", "loaded"], ["c", "failed"]].map(([id, state]) => ({ id, state }));
+const lists = [served, [{ id: "one" }, { id: "adapter", state: null }]].map(modelNames), before = which("");
+const elements = { models: { replaceChildren(...nodes) { this.nodes = nodes; } } };
+const asked = new URLSearchParams("follow=x"), $ = (id) => elements[id], make = (tag, text) => text;
+const ask = async () => ({ json: async () => ({ data: served }) });
+chooseModel().then(() => {
+  const after = which("");
+  $("models").value = "c";
+  $("models").onchange();
+  const { nodes, hidden } = $("models");
+  console.log(JSON.stringify([...lists, before, nodes, hidden, after, String(location.search)]));
+});
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node on the PATH to run the page's script")
+def test_the_page_shows_one_of_many_models_and_offers_the_others() -> None:
+    script = 'globalThis.location = { search: "" };' + (STATIC / "live_fleet.js").read_text() + _MODELS
+    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    names, none, *rest = json.loads(done.stdout)
+    assert (names, none) == (["b", "a", "c"], [])
+    assert rest == ["", ["b", "a", "c"], False, "?model=b", "follow=x&model=c"]
+
+
 def test_a_viewer_that_cannot_keep_up_is_skipped_ahead_and_told() -> None:
     async def test() -> None:
         state = make_state(WatchedEngine())

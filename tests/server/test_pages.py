@@ -107,7 +107,7 @@ def test_every_field_has_a_label_and_the_page_fits_a_phone() -> None:
 
 
 def test_the_page_stays_small() -> None:
-    assert len(OWN.splitlines()) < 1200
+    assert len(OWN.splitlines()) < 1250
     assert len(HTML) < 200_000
     assert max(map(len, SCRIPT.splitlines())) < 180
 
@@ -544,6 +544,25 @@ def test_the_settings_are_beside_the_conversation(page: Page, width: int, height
         page.browser.press("Escape")
         assert page.text("#settings fieldset") == []
         assert page.browser.value("document.activeElement.textContent") == "Settings"
+
+
+@needs_chromium
+@pytest.mark.parametrize("lists_room", [True, False], ids=["loaded", "unloaded"])
+def test_one_of_several_models_is_chosen_and_kept(chromium: Chromium, lists_room: bool) -> None:
+    with serve_fake(FakeServer(models=("tiny", "little"), lists_room=lists_room)) as fake:
+        chromium.open(f"{fake.url}/")
+        page = Page(chromium)
+        chromium.wait_for("document.querySelector('#models').options.length === 2")
+        chromium.wait_for("document.querySelector('#corner').textContent === '3 running, 2 waiting'")
+        page.say("first")
+        chromium.value("$('models').value = 'little'; $('models').dispatchEvent(new Event('change'))")
+        chromium.wait_for("model === 'little'")
+        page.say("second")
+        chromium.open(f"{fake.url}/")
+        chromium.wait_for("document.querySelector('#models').value === 'little'")
+        chromium.value("sessionStorage.clear()")
+    assert [body["model"] for body in fake.bodies] == ["tiny", "little"]
+    assert ["max_tokens" in body for body in fake.bodies] == [lists_room] * 2
 
 
 @needs_chromium

@@ -395,6 +395,7 @@ async function begin() {
       await load("/live/demo", () => model);
       still("a simulated example");
     } else {
+      await chooseModel().catch(() => {});  // the stream of steps shows what is wrong
       const listening = listen();
       watchFloor();
       watchFleet();

@@ -1,5 +1,6 @@
 "use strict";
-// Several replicas: a card for each, and the length of the shared queue. The rest of the page shows one replica.
+// Several models: a list to choose from. Several replicas: a card for each, and the length of the shared queue. The rest
+// of the page shows one model or one replica.
 
 const FLEET_SECONDS = 1;
 const chosen = new URLSearchParams(globalThis.location?.search ?? "");
@@ -12,6 +13,25 @@ function which(source) {
   if (chosen.get("model")) query.set("model", chosen.get("model"));  // of a server with many models
   if (replica) query.set("replica", replica);
   return query.toString() ? `?${query}` : "";
+}
+
+// Names of a server with many models, the loaded ones first; empty on a server with one model, which has no states.
+function modelNames(served) {
+  const loaded = served.filter(({ state }) => state === "loaded"), others = served.filter(({ state }) => state && state !== "loaded");
+  return [...loaded, ...others].map(({ id }) => id);
+}
+
+async function chooseModel() {
+  const names = modelNames((await (await ask("/v1/models")).json()).data), choice = $("models");
+  if (names.length < 2) return;
+  if (!names.includes(chosen.get("model"))) chosen.set("model", names[0]);
+  choice.replaceChildren(...names.map((name) => make("option", name)));
+  choice.value = choice.title = chosen.get("model");
+  choice.hidden = false;
+  choice.onchange = () => {
+    asked.set("model", choice.value);
+    location.search = asked;
+  };
 }
 
 // Contents of one card: {title, state, work, kv}

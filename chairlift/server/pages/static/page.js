@@ -51,18 +51,13 @@ async function look() {
   try {
     if (room === Infinity) {  // unknown until the model is loaded
       const { data } = await (await ask("/v1/models")).json();
-      model = data[0].id;
-      room = data[0].max_model_len ?? Infinity;
-      $("tokens").placeholder = longest();
-      offerExamples();
-      showLimit();
-      $("sees").hidden = !data[0].takes_images;
+      showModel(data);
     }
     const load = await (await ask("/load")).json();
     const { running = load.server_load, waiting = 0 } = load;
-    const name = make("span", model);
+    const busy = `${running} running` + (waiting ? `, ${waiting} waiting` : ""), name = make("span", model);
     name.title = model;  // a long one is cut off
-    $("corner").replaceChildren(name, make("span", ` · ${running} running` + (waiting ? `, ${waiting} waiting` : "")));
+    $("corner").replaceChildren(...($("models").hidden ? [name, make("span", ` · ${busy}`)] : [make("span", busy)]));
   } catch (error) {
     if (error.status === 401) return;
     $("corner").textContent = error.status === 503 ? "the server is not ready" : "no connection";
@@ -137,7 +132,7 @@ function asked() {  // fields that the settings add to a request
     model,
     system: $("system").value.trim(),
     fields: {
-      max_tokens: most(),
+      ...((room < Infinity || $("tokens").value) && { max_tokens: most() }),
       ...(Number.isFinite(heat) && { temperature: heat }),
       ...($("effort").value && { reasoning_effort: $("effort").value }),
       ...(tools && { tools }),

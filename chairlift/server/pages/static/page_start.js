@@ -1,5 +1,5 @@
 "use strict";
-// Example questions of an empty chat, and the limits of length.
+// The model, example questions of an empty chat, and the limits of length.
 
 const EXAMPLES = {
   bundled: ["What is continuous batching?", "What is wrong with static batching?", "What is the KV cache?", "What is preemption?"],
@@ -18,6 +18,30 @@ function offerExamples() {  // one click asks; the demo model knows only its own
     $("say").requestSubmit();
   }, "example")));
 }
+
+function showModel(served) {  // of several models and adapters, the reader chooses one
+  const names = served.map(({ id }) => id), choice = $("models");
+  const chosen = served[Math.max(0, names.indexOf(sessionStorage.getItem("model")))];
+  if ([...choice.options].map((option) => option.value).join() !== names.join()) {
+    choice.replaceChildren(...names.map((name) => make("option", name)));
+  }
+  choice.hidden = names.length < 2;
+  choice.value = choice.title = chosen.id;
+  room = chosen.max_model_len ?? Infinity;  // unknown until the model is loaded
+  if (model !== chosen.id) {
+    model = chosen.id;
+    offerExamples();
+  }
+  $("tokens").placeholder = longest();
+  showLimit();
+  $("sees").hidden = !chosen.takes_images;
+}
+
+$("models").addEventListener("change", () => {
+  sessionStorage.setItem("model", $("models").value);
+  room = Infinity;
+  look();
+});
 
 function longest() { return Math.min(512, Math.floor(room / 4)); }
 
