@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import msgspec.inspect
 
 from chairlift import LLM, AsyncLLM, SamplingParams
-from chairlift.cli import chat
 from chairlift.cli.commands import COMMANDS
+from chairlift.cli.conversation import LocalModel
 from chairlift.cli.main import make_parser
 from chairlift.engine.input_processor import images_of
 from chairlift.models.vision.chats import take_images
@@ -90,7 +90,7 @@ def _command_line() -> Iterator[str]:
     for flag in commands["generate"]._option_string_actions:
         yield flag.lstrip("-").replace("-", "_")
     yield from SamplingParams.__dataclass_fields__
-    if inspect.isgeneratorfunction(chat._LocalModel.stream):
+    if inspect.isgeneratorfunction(LocalModel.stream):
         yield "stream"
 
 

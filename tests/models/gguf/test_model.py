@@ -182,8 +182,14 @@ def test_all_settings_of_yarn_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "phimoe"}, "architecture 'phimoe' is not supported.*safetensors.*: arcee, chatglm"),
-        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported.*safetensors.*: arcee, chatglm"),
+        (
+            {"general.architecture": "phimoe"},
+            "architecture 'phimoe' is not supported.*safetensors.*: arcee, baili.*, chatglm",
+        ),
+        (
+            {"general.architecture": "mamba"},
+            "architecture 'mamba' is not supported.*safetensors.*: arcee, baili.*, chatglm",
+        ),
         ({"llama.expert_count": 8}, "llama.expert_used_count is missing"),
         ({"llama.expert_gating_func": 2}, "expert_gating_func is 2, which llama models do not compute"),
         ({"llama.rope.dimension_count": 8}, "is 8 of 16 dimensions"),
