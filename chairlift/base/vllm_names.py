@@ -8,6 +8,7 @@ settings are reported at once. :mod:`chairlift.config` has the settings that bot
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -17,10 +18,12 @@ __all__ = ["NAMES", "SERVER_NAMES", "Name", "explain_value", "notes", "translate
 
 ONE_DEVICE: Final = "one model runs on one device; start a server per device and put a proxy before them"
 _CHECKPOINT_FORMATS: Final = (
-    *("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "bitsandbytes", "modelopt"),
+    *("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "bitsandbytes", "modelopt"),
     *("modelopt_fp4", "modelopt_mixed", "fbgemm_fp8", "mxfp4", "auto-round", "inc", "moe_wna16", "petit_nvfp4"),
     *("auto_gptq", "auto_awq", "gptq_bitblas", "bitblas", "fp_quant", "quark", "torchao", "hqq"),
 )
+_GGUF_TYPE: Final = re.compile(r"(?:ud-)?(?:i?q\d(?:_\w+)?|tq\d_\d)|gguf", re.I)
+"""Names of types of GGUF files, such as Q4_K_M and IQ4_XS, and of the format itself. llama.cpp's tools take them."""
 _FP8_CACHES: Final = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4")
 _FLOAT_CACHES: Final = ("bfloat16", "float16", "float32", "half")
 _SPECULATIVE: Final = {
@@ -129,11 +132,13 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explain_value(name: str, value: Any) -> str | None:
-    """What to write instead of a value of vLLM's for a setting that both projects have. None if ``value`` is not such a
-    value."""
+    """What to write instead of a value of vLLM's, or of a type of GGUF files, for a setting that Chairlift has. None if
+    ``value`` is not such a value."""
     if not isinstance(value, str):
         return None
-    if name == "quantization" and value in _CHECKPOINT_FORMATS:
+    if name == "quantization" and _GGUF_TYPE.fullmatch(value):
+        return _gguf_type(value)
+    if name == "quantization" and value.lower() in _CHECKPOINT_FORMATS:
         return (
             f"quantization is {value!r}, but the format of a quantised checkpoint is found in its files; leave"
             " quantization out, or round a model as it is loaded: int8, int4 or fp8"
@@ -146,6 +151,16 @@ def explain_value(name: str, value: Any) -> str | None:
     if name == "kv_cache_dtype" and value in _FLOAT_CACHES:
         return f"kv_cache_dtype is {value!r}, but K and V have the model's dtype; write auto, and {value} as dtype"
     return None
+
+
+def _gguf_type(value: str) -> str:
+    """Message about ``quantization`` with the name of a type of GGUF files."""
+    name = value.upper()
+    first, tag = ("GGUF", "Q4_K_M") if name == "GGUF" else (f"{name} is a type of GGUF files, and GGUF", name)
+    return (
+        f"{first} files carry their own format: give FILE.gguf or OWNER/NAME:{tag} as model, and leave quantization out"
+        f" (it is {value!r}), or round a model as it is loaded: int8, int4 or fp8"
+    )
 
 
 _MTP: Final = ("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_5_mtp", "qwen3_next_mtp")

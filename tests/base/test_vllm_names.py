@@ -129,6 +129,15 @@ def test_vllms_settings_are_translated_to_ours() -> None:
         ({"enable_chunked_prefill": False}, "always computed in chunks"),
         ({"quantization": "awq"}, "found in its files; leave quantization out"),
         ({"quantization": "modelopt_fp4"}, "quantization is 'modelopt_fp4'.*leave quantization out"),
+        ({"quantization": "AWQ"}, "quantization is 'AWQ'.*found in its files"),
+        ({"quantization": "iq4_xs"}, r"^IQ4_XS is a type of GGUF files.*FILE\.gguf or OWNER/NAME:IQ4_XS as model"),
+        ({"quantization": "Q4_K_M"}, "^Q4_K_M is a type of GGUF files.*leave quantization out .it is 'Q4_K_M'"),
+        ({"quantization": "q8_0"}, "^Q8_0 is a type of GGUF files.*round a model as it is loaded: int8, int4 or fp8"),
+        ({"quantization": "iq2_xxs"}, "^IQ2_XXS is a type of GGUF files"),
+        ({"quantization": "ud-q4_k_xl"}, "^UD-Q4_K_XL is a type of GGUF files"),
+        ({"quantization": "tq1_0"}, "^TQ1_0 is a type of GGUF files"),
+        ({"quantization": "gguf"}, "^GGUF files carry their own format.*OWNER/NAME:Q4_K_M"),
+        ({"quantization": "int3"}, "^quantization must be one of"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype is 'fp8_e4m3'.*write int8"),
         ({"kv_cache_dtype": "bfloat16"}, "write auto, and bfloat16 as dtype"),
         ({"task": "transcribe"}, "known: auto, generate, embed"),
@@ -174,6 +183,8 @@ def test_other_keys_of_vllms_speculation_are_explained(settings: dict[str, Any],
 def test_values_of_vllm_are_explained_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--quantization", "awq", "--dry-run"]) == 2
     assert "the format of a quantised checkpoint is found in its files" in capsys.readouterr().err
+    assert main(["serve", "--quantization", "iq4_xs", "--dry-run"]) == 2
+    assert "--quantization: IQ4_XS is a type of GGUF files" in capsys.readouterr().err
     assert main(["serve", "--kv-cache-dtype", "fp8", "--dry-run"]) == 2
     assert "write int8, or auto" in capsys.readouterr().err
     assert main(["serve", "--kv-cache-dtype", "int7", "--dry-run"]) == 2
