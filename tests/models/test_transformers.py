@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from chairlift import LLM, SamplingParams
@@ -367,6 +368,25 @@ def test_settings_that_a_checkpoint_may_not_have_are_refused(
     path = model_dir / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ModelLoadError, match=words):
+        load(model_dir)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """As in files of DeepSeek V3, whose last layer is behind those of ``num_hidden_layers``."""
+    model_dir = tiny_transformers_model(tmp_path, "deepseek_v3", num_hidden_layers=3)
+    wanted = PagedRunner(load(model_dir), 8).step([("a", prompt(20))])[0]
+    path = model_dir / "config.json"
+    weights = load_file(model_dir / "model.safetensors")
+    further = {
+        name.replace("layers.2.", "layers.3."): each.clone() for name, each in weights.items() if "layers.2." in name
+    }
+    further["model.layers.3.eh_proj.weight"] = torch.ones(64, 128)
+    save_file(weights | further, model_dir / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    assert torch.equal(PagedRunner(load(model_dir), 8).step([("a", prompt(20))])[0], wanted)
+    path.write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    with pytest.raises(ModelLoadError, match=r"unexpected \(model.layers.3"):
         load(model_dir)
 
 

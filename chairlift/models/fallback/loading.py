@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,8 @@ __all__ = ["check_stored_weights", "count_parameters", "load_transformers_model"
 _log = logging.getLogger(__name__)
 
 _DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 Progress = Callable[[str, float], None]
 
@@ -100,7 +103,7 @@ def load_transformers_model(
     """
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(model_dir, None, stack)
-        tensors = _text_tensors(tensors) if config.inner else tensors
+        tensors = _without_further(_text_tensors(tensors) if config.inner else tensors, config)
         hf = _build(model_dir, config, dtype, tensors, progress)
         rounds = not all(holds_exactly(dtype, tensors[name].get_slice(name).get_dtype()) for name in tensors)
     hf.to(device).requires_grad_(False)
@@ -130,6 +133,19 @@ def _text_name(name: str) -> str | None:
 def _text_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors of the text model, by their stored names."""
     return {name: source for name, source in tensors.items() if _text_name(name)}
+
+
+def _without_further(tensors: Mapping[str, Any], config: TransformersConfig) -> dict[str, Any]:
+    """The tensors without those of the ``num_nextn_predict_layers`` layers behind the last one, which predict further
+    tokens (DeepSeek V3's MTP). transformers' classes do not have them."""
+    ahead = config.raw.get("num_nextn_predict_layers")
+    last = config.num_hidden_layers + (ahead if isinstance(ahead, int) else 0)
+
+    def kept(name: str) -> bool:
+        found = _LAYER.match((_text_name(name) or name) if config.inner else name)
+        return found is None or not config.num_hidden_layers <= int(found[1]) < last
+
+    return {name: source for name, source in tensors.items() if kept(name)}
 
 
 def _describe(where: str, found: Comparison) -> str:

@@ -18,17 +18,20 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from chairlift.models.formats.gguf.blocks import BLOCK_TYPES
+from chairlift.models.registry import FAMILIES
 from tests.models.gguf.make import converted, to_gguf
 from tests.models.gguf.test_tensors import raw_blocks
 from tests.models.quantized.published_settings import PACKS, SETTINGS
 from tests.models.quantized.repositories import Repository
 from tests.models.tiny import tiny_hf_model
+from tests.models.tiny_transformers import tiny_transformers_model
 
 __all__ = ["Made", "make_refused", "make_repository"]
 
 _SIZES: Final[dict[str, Any]] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 _GGUF_SIZES: Final[dict[str, Any]] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 _OF_FAMILIES: Final[dict[str, dict[str, Any]]] = {
+    "deepseek_v3": {"kv_lora_rank": 128, "moe_intermediate_size": 128, "q_lora_rank": 128},
     "gemma2": {"num_hidden_layers": 2},
     "gemma3_text": {"num_hidden_layers": 6, "layer_types": None},
     "glm4_moe": {"moe_intermediate_size": 64},
@@ -78,10 +81,11 @@ def make_repository(folder: Path, repository: Repository) -> Made:
     fields = {**sizes, **_OF_FAMILIES.get(repository.family, {}), **repository.settings}
     if "num_hidden_layers" in fields and repository.family == "qwen3_next":
         fields["num_hidden_layers"] = 3
-    dense = tiny_hf_model(folder, repository.family, **fields)
+    write = tiny_hf_model if repository.family in FAMILIES else tiny_transformers_model
+    dense = write(folder, repository.family, **fields)
     if repository.is_gguf:
-        write = converted if repository.family in _BY_CONVERTER else to_gguf
-        whole = write(dense, folder / "whole.gguf")
+        convert = converted if repository.family in _BY_CONVERTER else to_gguf
+        whole = convert(dense, folder / "whole.gguf")
         return _requantised(whole, folder, dense, *_MIXES[repository.layout])
     return _directory(folder, repository, dense)
 

@@ -1,7 +1,8 @@
 """More than a hundred of the most used repositories with quantised weights, as layouts: family, format and exceptions.
 
 Written from public knowledge of the model pages. Sizes are small; names, dtypes and settings are those of the
-repository. A repository whose model has no native family, or whose format is not read, has the words of its refusal.
+repository. A repository that is not read has the words of its refusal. A model without a native family runs through
+transformers.
 """
 
 from __future__ import annotations
@@ -64,7 +65,6 @@ _MISTRAL3: Final = {
     "vision_feature_layer": -1,
 }
 _MISTRAL3_TIES: Final = {**_MISTRAL3, "tie_word_embeddings": False}
-_NO_DEEPSEEK: Final = ("deepseek_v3", "not supported")
 _OTHER_GGUF: Final = ("is not supported", "general.architecture")
 
 _GGUF: Final = [
@@ -133,7 +133,7 @@ _FP8: Final = [
         *("meta-llama/Llama-3.1-405B-Instruct-FP8", "llama", "fbgemm"),
         floats=_FLOATS + r"|self_attn|layers\.0\.mlp",
     ),
-    *_of("deepseek-ai/DeepSeek-R1 deepseek-ai/DeepSeek-V3.1", "deepseek_v3", "fp8 in blocks", refused=_NO_DEEPSEEK),
+    *_of("deepseek-ai/DeepSeek-R1 deepseek-ai/DeepSeek-V3.1", "deepseek_v3", "fp8 in blocks"),
 ]
 _COMPRESSED: Final = [
     *_of("RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8", "llama", "FP8"),
@@ -162,7 +162,10 @@ _MODELOPT: Final = [
     *_of("nvidia/Llama-3.1-8B-Instruct-FP8", "llama", "modelopt FP8", place="hf_quant_config.json"),
     *_of("nvidia/Llama-3.3-70B-Instruct-FP4", "llama", "modelopt FP4", place="hf_quant_config.json"),
     *_of("nvidia/Qwen3-30B-A3B-NVFP4", "qwen3_moe", "modelopt NVFP4"),
-    *_of("nvidia/DeepSeek-R1-FP4", "deepseek_v3", "modelopt FP4", refused=_NO_DEEPSEEK),
+    *_of(
+        *("nvidia/DeepSeek-R1-FP4", "deepseek_v3", "modelopt FP4"),
+        **{"floats": _FLOATS + "|self_attn", "place": "hf_quant_config.json"},
+    ),
 ]
 _BNB: Final = [
     *_of("unsloth/Llama-3.2-1B-Instruct-bnb-4bit", "llama", "nf4", settings=_TIED),
