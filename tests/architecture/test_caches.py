@@ -95,6 +95,7 @@ OF_ADAPTERS = {
 OF_THE_PROGRAM = {
     "engine.core": "_NO_ERRORS",
     "fleet.models.policy": "_models",
+    "fleet.models.turnstile.shared": "_lives",
     "engine.events": "subscribers _missed",
     "engine.kv_store.disk": "_locks",
     "engine.kv_store.files": "_followed _opened",

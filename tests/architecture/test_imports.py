@@ -67,6 +67,7 @@ ALLOWED: dict[str, list[str]] = {
     "fleet.fleet_scaling": ["errors", "fleet", "metrics.stats"],
     "fleet.local": ["errors", "config", "engine.process.process_client", "fleet", "kernels.control_group"],
     "fleet.models.catalog": ["errors", "config", "base"],
+    "fleet.models.turnstile": ["engine", "kernels.control_group"],
     "fleet.node": [
         *("errors", "version", "engine.process.process_client", "fleet.local", "kernels.control_group"),
     ],

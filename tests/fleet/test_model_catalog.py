@@ -41,6 +41,7 @@ models:
     adapters: {formal: there}
     kv-cache-memory-bytes: 1GB
     keep_alive: 60
+    weight: 2
   small: hashlm
 """
     chat, small = read(tmp_path, text, max_num_seqs=7)
@@ -48,6 +49,8 @@ models:
     assert chat.config.model.model == str(tmp_path / "here") and chat.config.lora.enable_lora
     assert chat.adapters == {"formal": "there"} and chat.config.cache.kv_cache_memory_bytes == 10**9
     assert small.config.model.model == "hashlm" and small.config.scheduler.max_num_seqs == 7 and not small.pinned
+    assert (chat.weight, small.weight) == (2.0, 1.0)
+    assert small.config.cache.kv_cache_memory_bytes is None, "HashLM keeps no K and V"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,7 @@ models:
         ("models: {a: {model: x, max_num_seqs: 0}}", "a: max_num_seqs must be"),
         ("models: {a: {model: x, pinned: 1}}", "pinned must be true or false"),
         ("models: {a: {model: x, keep_alive: -1}}", "keep_alive must be a number of seconds"),
+        ("models: {a: {model: x, weight: 0}}", "weight must be a number from 0.01 to 100, got 0"),
         ("models: {a: {model: x, adapters: [y]}}", "adapters must be names and paths"),
         ("models: {'a b': x}", "names must be of letters"),
         ("models: {a: x, b: {model: y, aliases: a}}", "the name 'a' is given to 'a' and to 'b'"),

@@ -87,7 +87,7 @@ async def many(path: Path, text: str, *, memory: int = 200, **settings: Any) -> 
     engines: list[ModelEngine] = []
     now = [100.0]
 
-    def start(engine: EngineConfig, server: ServerConfig, progress: Any) -> Any:
+    def start(engine: EngineConfig, server: ServerConfig, progress: Any, place: Any) -> Any:
         name = server.served_model_name[0]
         engines.append(ModelEngine(name, may_load, outcomes.pop(name, None)))
         return engines[-1]

@@ -13,7 +13,7 @@ import select
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, Protocol
 
 from chairlift.base.outputs import FinishReason
 from chairlift.base.row_failures import output_reason
@@ -49,7 +49,7 @@ from chairlift.engine.process.messages import (
 from chairlift.errors import ConfigError, ModelLoadError, PromptTooLongError, RequestError
 from chairlift.executor.executor import OnProgress
 
-__all__ = ["Connection", "CoreProcess", "FrameLogHandler"]
+__all__ = ["Connection", "CoreProcess", "FrameLogHandler", "GateOf", "StepGate"]
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +116,26 @@ class Connection:
         return messages
 
 
+class StepGate(Protocol):
+    """Decides when a step may begin, for an engine that shares its processors."""
+
+    def enter(self) -> bool:
+        """Wait until a step may begin. Returns whether it had to wait."""
+        ...
+
+    def leave(self) -> None:
+        """Note that the step has ended."""
+        ...
+
+    def rest(self) -> None:
+        """Note that no step follows until there is new work."""
+        ...
+
+
+GateOf = Callable[[EngineCore, EngineInfo], StepGate]
+"""Function that makes the gate for the steps of a core."""
+
+
 class FrameLogHandler(logging.Handler):
     """Sends log records to the server process, which writes the log."""
 
@@ -168,6 +188,11 @@ class CoreProcess:
         self._num_values = 0
         """Number of tokens and log-probabilities in the last entry of ``_pending``."""
         self._watched_at = 0.0
+        self._gate: StepGate | None = None
+
+    def share(self, gate_of: GateOf) -> None:
+        """Let a gate decide when the steps begin. Call it before :meth:`run`."""
+        self._gate = gate_of(self._core, self._info)
 
     def run(self) -> None:
         """Serve until the other side closes the connection."""
@@ -175,10 +200,9 @@ class CoreProcess:
         core = self._core
         connection.send(Ready(self._info))
         while not connection.closed:
-            for message in connection.receive(self._patience()):
-                self._obey(message)
+            self._receive()
             if core.has_work:
-                outputs = core.step()
+                outputs = core.step() if self._gate is None else self._shared_step(self._gate)
                 if self._forecaster is not None:
                     self._forecast = self._forecaster.advance(core.clock.now()) or self._forecast
                 if outputs is not None:
@@ -195,6 +219,23 @@ class CoreProcess:
                 self._deliver(CoreOutputs())
             self._show()
         core.shutdown()
+
+    def _receive(self) -> None:
+        """Follow the messages that have arrived. Waits for messages if there is no work."""
+        patience = self._patience()
+        if self._gate is not None and patience != 0.0:
+            self._gate.rest()
+        for message in self._connection.receive(patience):
+            self._obey(message)
+
+    def _shared_step(self, gate: StepGate) -> CoreOutputs | None:
+        """Make a step when it may begin, with the requests that have arrived until then."""
+        if gate.enter():
+            for message in self._connection.receive(0.0):
+                self._obey(message)
+        outputs = self._core.step()
+        gate.leave()
+        return outputs
 
     def _patience(self) -> float | None:
         if not self._core.has_work:

@@ -25,7 +25,7 @@ from chairlift.engine.floor_share import FloorShare
 from chairlift.engine.grammars import Grammars
 from chairlift.engine.mask_limits import MaskLedger, MaskLimits
 from chairlift.engine.preparers import Preparers
-from chairlift.engine.process.core_process import Connection, CoreProcess, FrameLogHandler
+from chairlift.engine.process.core_process import Connection, CoreProcess, FrameLogHandler, GateOf
 from chairlift.engine.process.messages import Loading, NotLoaded, Start
 from chairlift.errors import ChairliftError, ConfigError
 from chairlift.loading.kv_store import open_store
@@ -39,8 +39,11 @@ __all__ = ["main"]
 _PROGRESS_SECONDS = 0.1
 
 
-def main() -> None:
-    """Run the engine. Exit codes: 0 the connection ended, 1 there was no connection, 2 the model cannot be loaded."""
+def main(gate_of: GateOf | None = None) -> None:
+    """Run the engine. ``gate_of`` makes a gate for its steps; None: they begin at once.
+
+    Exit codes: 0 the connection ended, 1 there was no connection, 2 the model cannot be loaded.
+    """
     die_with_parent(int(sys.argv[2]))  # during a step, the process would not notice that the connection ended
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -55,6 +58,8 @@ def main() -> None:
     try:
         config = EngineConfig.from_flat(start.settings)
         process = _load(connection, config)
+        if gate_of is not None:
+            process.share(gate_of)
     except (ChairliftError, OSError, MemoryError) as error:
         kind = type(error).__name__ if isinstance(error, ChairliftError) else ConfigError.__name__
         connection.send(NotLoaded(kind, f"{error}" or type(error).__name__))

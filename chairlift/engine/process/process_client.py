@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -55,6 +56,7 @@ from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
 __all__ = [
     "EngineEvents",
     "EnginePlace",
+    "EngineProgram",
     "ProcessClient",
     "ProcessCore",
     "RemoteCore",
@@ -148,6 +150,18 @@ class EnginePlace(Protocol):
         """End the process at once. Does nothing if it does not run. :meth:`wait` then returns soon."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineProgram:
+    """Main program of an engine process."""
+
+    module: str = "chairlift.engine.process.engine_process"
+    """Module whose ``main`` is called."""
+    arguments: tuple[str, ...] = ()
+    """Arguments after those of every engine process."""
+    files: tuple[int, ...] = ()
+    """Open file descriptors that the process inherits, with their numbers."""
+
+
 class ThisMachine(EnginePlace):
     """Runs the engine as a child process of this process. ``processors`` are the processors that it may use; empty: the
     same processors as this process.
@@ -156,8 +170,9 @@ class ThisMachine(EnginePlace):
     open it, and it needs no file on disk.
     """
 
-    def __init__(self, processors: Sequence[int] = ()) -> None:
+    def __init__(self, processors: Sequence[int] = (), program: EngineProgram | None = None) -> None:
         self._processors = processors
+        self._program = program or EngineProgram()
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -168,8 +183,9 @@ class ThisMachine(EnginePlace):
         ours, theirs = socket.socketpair()
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *engine_command(self._processors),
+                *engine_command(self._processors, self._program),
                 stdin=theirs.fileno(),
+                pass_fds=self._program.files,
                 # Ctrl-C sends a signal to all processes in the terminal's group. The engine must not get it, because
                 # only the server may end the engine.
                 start_new_session=True,
@@ -431,14 +447,17 @@ _BOOT: Final = """import os, sys
 if sys.argv[3]:
     os.sched_setaffinity(0, map(int, sys.argv[3].split(",")))
 sys.path.append(sys.argv[1])
-from chairlift.engine.process.engine_process import main
+from {module} import main
 main()"""
 
 
-def engine_command(processors: Sequence[int] = ()) -> list[str]:
+def engine_command(processors: Sequence[int] = (), program: EngineProgram | None = None) -> list[str]:
     """Command that starts an engine process. Its standard input must be its socket. The process dies together with this
     process. It may use only ``processors``, if any are given."""
-    return [sys.executable, "-P", "-c", _BOOT, _ROOT, str(os.getpid()), ",".join(map(str, processors))]
+    program = program or EngineProgram()
+    boot = _BOOT.format(module=program.module)
+    allowed = ",".join(map(str, processors))
+    return [sys.executable, "-P", "-c", boot, _ROOT, str(os.getpid()), allowed, *program.arguments]
 
 
 def describe_exit(code: int | None) -> str:

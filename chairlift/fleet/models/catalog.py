@@ -7,6 +7,7 @@
         model: /models/chat      # a directory, a GGUF file, a Hub id, or 'bundled'
         aliases: [gpt-4o-mini]
         pinned: true             # loaded at the start, and never unloaded
+        weight: 2                # its share of the processors, beside models of weight 1
         adapters: {formal: /adapters/formal}
         max_model_len: 8192      # any setting of the engine
       small: /models/small       # only a path
@@ -29,7 +30,8 @@ from chairlift.errors import ConfigError
 __all__ = ["CatalogEntry", "read_catalog"]
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
-_OWN: Final = ("model", "path", "aliases", "pinned", "adapters", "chat_template", "keep_alive")
+_OWN: Final = ("model", "path", "aliases", "pinned", "adapters", "chat_template", "keep_alive", "weight")
+_WEIGHTS: Final = (0.01, 100.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,8 @@ class CatalogEntry:
     chat_template: str | None = None
     keep_alive: float | None = None
     """Seconds without requests after which the model is unloaded; None: as the server's setting says."""
+    weight: float = 1.0
+    """Share of the time of the processors, relative to other models that compute at the same time."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -120,7 +124,8 @@ def _entry(path: Path, name: str, given: Any, settings: Mapping[str, Any], kv_by
     adapters = _mapping(where, own.get("adapters"))
     if adapters:
         engine["enable_lora"] = True
-    if engine.get("kv_cache_memory_bytes") is None and engine.get("num_kv_blocks") is None:
+    keeps_kv = not engine["model"].startswith("hashlm")
+    if keeps_kv and engine.get("kv_cache_memory_bytes") is None and engine.get("num_kv_blocks") is None:
         engine["kv_cache_memory_bytes"] = kv_bytes
     aliases = own.get("aliases") or ()
     aliases = (aliases,) if isinstance(aliases, str) else tuple(str(each) for each in aliases)
@@ -133,6 +138,9 @@ def _entry(path: Path, name: str, given: Any, settings: Mapping[str, Any], kv_by
         raise ConfigError(f"{where}: pinned must be true or false, got {pinned!r:.40}")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, (int, float)) or keep < 0):
         raise ConfigError(f"{where}: keep_alive must be a number of seconds, got {keep!r:.40}")
+    weight = own.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not _WEIGHTS[0] <= weight <= _WEIGHTS[1]:
+        raise ConfigError(f"{where}: weight must be a number from {_WEIGHTS[0]} to {_WEIGHTS[1]:g}, got {weight!r:.40}")
     try:
         config = EngineConfig.from_flat(engine)
     except ConfigError as error:
@@ -151,6 +159,7 @@ def _entry(path: Path, name: str, given: Any, settings: Mapping[str, Any], kv_by
         pinned=pinned,
         chat_template=None if template is None else _location(path, str(template)),
         keep_alive=keep,
+        weight=float(weight),
     )
 
 

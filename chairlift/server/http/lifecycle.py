@@ -25,6 +25,7 @@ from chairlift.base.running_servers import RunningServer, announced
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.info import EngineInfo, PoolingInfo, describe_impl
+from chairlift.engine.process.process_client import EnginePlace, ProcessClient, RemoteCore
 from chairlift.errors import ConfigError, EngineDeadError, TemplateError, TemplateFailedError
 from chairlift.fleet.fleet import Fleet
 from chairlift.fleet.fleet_scaling import ScaleLimits
@@ -95,8 +96,11 @@ class Stop:
         return self._code
 
 
-def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress: Progress) -> AsyncEngine:
-    """Create the engine with the server's settings; it begins to load the model. Raises ConfigError."""
+def start_engine(
+    engine_config: EngineConfig, config: ServerConfig, on_progress: Progress, place: EnginePlace | None = None
+) -> AsyncEngine:
+    """Create the engine with the server's settings; it begins to load the model. ``place`` is where a single engine
+    runs; None: in a plain process of this machine. Raises ConfigError."""
     named_tool_format(config.tool_call_parser)  # refuses a format that cannot be used
     named_reasoning_format(config.reasoning_parser)
     template = None
@@ -121,7 +125,9 @@ def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress:
     count = config.max_replicas or config.replicas
     limit = config.max_num_queued_reqs
     token_limit = config.max_num_queued_tokens
-    connect = None
+    connect: Callable[[AsyncEngine], RemoteCore] | None = None
+    if place is not None:
+        connect = functools.partial(ProcessClient, engine_config.to_flat(), place=place)
     if count > 1 or config.ray_address is not None or config.max_replicas is not None:
         limit = max(64, 4 * scheduler.max_num_seqs * count) if limit is None else limit
         token_limit = 32 * scheduler.max_num_batched_tokens * count if token_limit is None else token_limit

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 from chairlift.config import CPU_CACHE_SHARE, EngineConfig, ServerConfig
 from chairlift.engine.async_engine import AsyncEngine, EngineState
+from chairlift.engine.process.process_client import EnginePlace, ThisMachine
 from chairlift.errors import ConfigError
 from chairlift.fleet.models.catalog import CatalogEntry, read_catalog
 from chairlift.fleet.models.policy import ModelPolicy, PolicyLimits
+from chairlift.fleet.models.turnstile.shared import Turnstile, can_share, num_processors
 from chairlift.loading.model import read_tokenizer
 from chairlift.loading.sizes import machine_bytes, sizes_of
 from chairlift.server.http.lifecycle import Progress, StartEngine
 from chairlift.server.http.state import ServerState
 from chairlift.server.models.hosts import Hosts
 
-__all__ = ["ManyModels", "check_combines", "entries_of", "starter"]
+__all__ = ["ManyModels", "StartModel", "check_combines", "entries_of", "starter"]
+
+_log: Final = logging.getLogger("chairlift.server")
 
 _PLACES: Final = 3
 """By default there is memory for this many of the largest models."""
@@ -56,6 +61,10 @@ Measure = Callable[[Sequence[Mapping[str, Any]]], Awaitable[list[int | str]]]
 """Function like :func:`~chairlift.loading.sizes.sizes_of`."""
 
 
+StartModel = Callable[[EngineConfig, ServerConfig, Progress, EnginePlace], AsyncEngine]
+"""Function that starts the engine of one model at a place."""
+
+
 class ManyModels(AsyncEngine):
     """The engine of a server with many models: it computes nothing itself, and counts the requests that no model
     takes."""
@@ -64,7 +73,7 @@ class ManyModels(AsyncEngine):
         self,
         config: ServerConfig,
         entries: Sequence[CatalogEntry],
-        start_engine: StartEngine,
+        start_engine: StartModel,
         *,
         measure: Measure = sizes_of,
         clock: Callable[[], float] = time.monotonic,
@@ -78,6 +87,7 @@ class ManyModels(AsyncEngine):
         self._server = config
         self._start_engine = start_engine
         self._state: ServerState | None = None
+        self._turnstile = _make_turnstile(entries)
 
     def attach(self, state: ServerState) -> None:
         """Note the state of the server; the states of the models share its keys and its stored responses."""
@@ -129,7 +139,15 @@ class ManyModels(AsyncEngine):
         """End the engines of all models."""
         if self.hosts is not None:
             await self.hosts.close()
+        if self._turnstile is not None:
+            self._turnstile.close()
+            self._turnstile = None
         await super().shutdown()
+
+    def _place(self, entry: CatalogEntry) -> EnginePlace:
+        """Place for the engine of one model."""
+        slot = [each.name for each in self.entries].index(entry.name)
+        return ThisMachine(program=None if self._turnstile is None else self._turnstile.program(slot))
 
     def _start_one(self, entry: CatalogEntry) -> ServerState:
         """State and engine of one model; the engine begins to load. Raises ConfigError."""
@@ -147,7 +165,7 @@ class ManyModels(AsyncEngine):
             lora_modules=modules,
             restart=False,
         )
-        engine = self._start_engine(entry.config, config, _no_progress)
+        engine = self._start_engine(entry.config, config, _no_progress, self._place(entry))
         shared = self._state
         state = ServerState(config, engine, entry.names, api_keys=shared.api_keys, started_at=int(time.time()))
         state.reloads = True
@@ -157,6 +175,17 @@ class ManyModels(AsyncEngine):
         state.media = shared.media
         state.comparison = shared.comparison
         return state
+
+
+def _make_turnstile(entries: Sequence[CatalogEntry]) -> Turnstile | None:
+    """The order of the steps of all models; None for a single model, or if the system has no means for it."""
+    if len(entries) < 2 or not can_share():
+        return None
+    try:
+        return Turnstile([entry.weight for entry in entries], num_processors())
+    except OSError as error:
+        _log.warning("the engines take no turns, and slow each other when several compute: %s", error)
+        return None
 
 
 def _default_memory(sizes: Sequence[int | str]) -> int:
@@ -175,7 +204,7 @@ def entries_of(config: ServerConfig, settings: dict[str, Any]) -> list[CatalogEn
     return read_catalog(str(config.models), settings, memory)
 
 
-def starter(entries: Sequence[CatalogEntry], start_engine: StartEngine) -> StartEngine:
+def starter(entries: Sequence[CatalogEntry], start_engine: StartModel) -> StartEngine:
     """Function for :func:`~chairlift.server.http.lifecycle.serve` that starts all models instead of one engine."""
 
     def start(_: EngineConfig, config: ServerConfig, on_progress: Progress) -> AsyncEngine:

@@ -8,7 +8,7 @@ from chairlift.config import EngineConfig, ServerConfig
 from chairlift.fleet.models.catalog import CatalogEntry
 from chairlift.server.http import lifecycle
 from chairlift.server.models.desk import make_models_app
-from chairlift.server.models.engine import check_combines, entries_of, starter
+from chairlift.server.models.engine import StartModel, check_combines, entries_of, starter
 
 __all__ = ["check_models", "serve_models"]
 
@@ -25,7 +25,7 @@ async def serve_models(
     settings: dict[str, Any],
     *,
     stop: lifecycle.Stop | None = None,
-    start_engine: lifecycle.StartEngine = lifecycle.start_engine,
+    start_engine: StartModel = lifecycle.start_engine,
     comparison: str | None = None,
 ) -> int:
     """Serve many models until stopped; see :func:`chairlift.server.http.lifecycle.serve`."""
