@@ -81,6 +81,10 @@ class BlockBytes(Protocol):
         """Overwrite a block with the result of :meth:`take` for a block with the same tokens."""
         ...
 
+    def prepare(self, nbytes: int) -> None:
+        """Have the memory of the blocks that are used first allocated, at most ``nbytes``. Any thread may call it."""
+        ...
+
 
 class AdapterMemory(Protocol):
     """Low-rank adapters of the model. It is the attribute ``adapters`` of executors and model runners that serve

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chairlift.errors import ConfigError
+from chairlift.executor.pages import populate_pages
 
 __all__ = ["HostBlocks", "HostMoves", "host_memory", "host_moves"]
 
@@ -91,11 +92,20 @@ class HostBlocks:
 
     def put(self, group: int, block: int, content: bytes) -> None:
         """Overwrite a cache block with the result of :meth:`take`."""
+        whole = np.frombuffer(content, dtype=np.uint8)
         start = 0
         for cache, _ in self._pairs[group]:
             end = start + cache.shape[1]
-            cache[block] = np.frombuffer(content, dtype=np.uint8, count=end - start, offset=start)
+            cache[block] = whole[start:end]
             start = end
+
+    def prepare(self, nbytes: int) -> None:
+        """Have the memory of the first blocks of all groups allocated, at most ``nbytes``. Any thread may call it."""
+        arrays = [cache for pairs in self._pairs for cache, _ in pairs]
+        share = min(1.0, nbytes / max(1, sum(cache.nbytes for cache in arrays)))
+        for cache in arrays:
+            if not populate_pages(cache[: int(len(cache) * share)]):
+                return
 
     def swap_out(self, saved: Iterable[tuple[int, int, int]]) -> None:
         """Copy cache blocks to host memory. ``saved`` has (group, block, host block) for each block."""

@@ -82,7 +82,7 @@ class HashLM:
 
     @property
     def blocks(self) -> HashLM:
-        """The model itself has :meth:`take` and :meth:`put`."""
+        """The model itself has :meth:`take`, :meth:`put` and :meth:`prepare`."""
         return self
 
     def take(self, group: int, block: int) -> bytes:
@@ -95,6 +95,9 @@ class HashLM:
         size = self._places[group]
         words = np.frombuffer(content, dtype=np.uint64).reshape(2, size)
         self._words[group][:, block * size : (block + 1) * size] = words
+
+    def prepare(self, nbytes: int) -> None:
+        """Nothing, because the words are few."""
 
     def move_blocks(self, batch: StepBatch) -> None:
         """Swap out, copy and swap in the blocks of a step, in this order."""
