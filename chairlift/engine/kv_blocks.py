@@ -35,6 +35,7 @@ _MOST_NEW: Final = 8192
 """Number of completed blocks that may wait for the write rate. The oldest are dropped."""
 _OPENING_SECONDS: Final = 0.05
 """Seconds between two looks at a store that is being opened."""
+_PIECE_BYTES: Final = 4 << 20
 _NEW_RATE: Final = 1.25
 """Ratio of two speeds of loads from which on the change is news."""
 _SLACK: Final = 0.02
@@ -55,6 +56,8 @@ class BlockWait:
     """Number of leading tokens that need not be computed with these blocks."""
     since: float = 0.0
     """Time at which the wait began."""
+    num_restored: int = 0
+    """Number of blocks of the load that were put into the cache or had no room there."""
 
 
 class KVBlocks:
@@ -86,6 +89,9 @@ class KVBlocks:
         self._looked_at: set[str] = set()
         """Ids of requests for which a load was considered."""
         self._new: deque[tuple[int, PrefixNode]] = deque()
+        self.piece_bytes = _PIECE_BYTES
+        """Number of bytes of a load that are put into the cache while the rest is read, so that few are left at its
+        end."""
         self.num_tokens = 0
         """Number of prompt tokens whose KV was loaded."""
         self.num_dropped = 0
@@ -267,18 +273,29 @@ class KVBlocks:
                 self.restore(each)
                 each.request.waits_for = ""
                 ready.append(each.request)
+            elif self._num_new_bytes(each) >= self.piece_bytes:
+                self._put_back(each)
         return ready, []
 
+    def _num_new_bytes(self, each: BlockWait) -> int:
+        """Number of bytes that were read for a request and are not in the cache yet."""
+        return sum(map(len, each.load.blocks[each.num_restored :]))
+
     def restore(self, each: BlockWait) -> None:
-        """Put what a load has read into the cache."""
-        if self._kv is None or self._blocks is None or self._store is None:
+        """Put what a load has read into the cache, and end the load."""
+        if self._store is not None:
+            self._store.loaded(each.load)
+        self._put_back(each)
+
+    def _put_back(self, each: BlockWait) -> None:
+        """Put what a load has read since the last call into the cache."""
+        blocks = each.load.blocks[each.num_restored :]
+        places = each.places[each.num_restored :]
+        if self._kv is None or self._blocks is None or self._store is None or not blocks:
             return
-        blocks = list(each.load.blocks)
-        self._store.loaded(each.load)
-        if not blocks:
-            return
+        each.num_restored += len(blocks)
         before = self._kv.num_shared(each.request)
-        restore_blocks(self._kv, each.request, dict(zip(each.places, blocks, strict=False)), self._blocks.put)
+        restore_blocks(self._kv, each.request, dict(zip(places, blocks, strict=False)), self._blocks.put)
         gained = self._kv.num_shared(each.request) - before
         self.num_tokens += gained
         each.request.num_disk_tokens += gained

@@ -152,6 +152,8 @@ def _server(world: _World, secret: bytes) -> _Server:
         adapters=Adapters(files, LoRAConfig(enable_lora=True, max_cpu_loras=64)),
         kv_store=None if store is None else lambda: store,
     )
+    if world.seed % 2:
+        engine.core.preparers.kv_blocks.piece_bytes = 1  # blocks come back while later ones are read
     engine.core.costs.model.prefill_seconds = lambda *_: 10.0  # type: ignore[method-assign]  # loading always pays
     return _Server(engine, store, {}, {}, 0 if store is None else store._generation)
 
