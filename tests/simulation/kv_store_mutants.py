@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -120,11 +119,11 @@ def content_of_another_block_written(patch: Patch) -> None:
 
 @mutant
 def record_of_another_slot_believed(patch: Patch) -> None:
-    decode = Record.decode
-
-    def wrong(data: bytes, slot: int) -> Record | None:
-        found = decode(data, int.from_bytes(data[8:12], "little"))
-        return None if found is None else dataclasses.replace(found, slot=slot, checksum=b"")
+    def wrong(data: bytes, size: int, first: int, newer_than: int = 0) -> Iterator[Record]:
+        for at in range(0, len(data) - size + 1, size):
+            found = Record.decode(data[at : at + size], int.from_bytes(data[at + 8 : at + 12], "little"))
+            if found is not None and found.generation > newer_than:
+                yield found._replace(slot=first + at // size, checksum=b"")
 
     def read(self: StoreFiles, writer: int, record: Record) -> bytes | None:
         _, blocks = self._names(writer, record.group)
@@ -132,7 +131,7 @@ def record_of_another_slot_believed(patch: Patch) -> None:
         found = self._file(blocks).read(record.slot * size, size)
         return found if len(found) == size else None
 
-    patch(Record, "decode", staticmethod(wrong))
+    patch(files, "records", wrong)
     patch(StoreFiles, "read", read)
 
 

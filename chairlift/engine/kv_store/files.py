@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from chairlift.engine.kv_store.disk import Disk, DiskFile
-from chairlift.engine.kv_store.record import Record, generations, payload_checksum, record_bytes
+from chairlift.engine.kv_store.record import Record, payload_checksum, record_bytes, records
 from chairlift.errors import ConfigError
 
 __all__ = ["SECRET", "StoreFiles", "read_secret"]
@@ -254,11 +254,7 @@ class StoreFiles:
             file = self._file(name)
             for at in range(0, size, piece):
                 data = file.read(at, piece)
-                for offset, generation in generations(data, step):
-                    if generation > newer_than:
-                        record = Record.decode(data[offset : offset + step], (at + offset) // step)
-                        if record is not None:
-                            yield record
+                yield from records(data, step, at // step, newer_than)
 
     def follow(self) -> list[tuple[int, Record]]:
         """(writer, record) of blocks that other writers have added since the last call, or a little longer ago. Only

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from chairlift.engine.kv_store.record import Record
 
 __all__ = ["BlockIndex", "Stored"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Stored:
-    """A block that the files hold."""
+class Stored(NamedTuple):
+    """A block that the files hold. Two are the same copy only if they are one object."""
 
     writer: int
     record: Record
@@ -44,7 +42,8 @@ class BlockIndex(dict[tuple[int, bytes], Stored]):
         name = stored.name
         known = self.get(name)
         if known is None:
-            self[name] = stored
+            self._note(name)
+            super().__setitem__(name, stored)
             return
         spare = [*self._spare.get(name, ()), stored]
         if self._rank(stored) > self._rank(known):

@@ -157,22 +157,26 @@ class KVStore:
 
     def _recover(self) -> None:
         found = sorted(self._files.recover(), key=lambda entry: entry[1].used)
+        own = self._files.writer
         for writer, record in found:
-            name = record.group, record.key
-            self._generation = max(self._generation, record.generation)
-            if writer != self._files.writer:
+            if writer != own:
                 self._note_other(writer, record)
-                continue
-            if record.slot < self._files.num_slots[record.group]:
-                known = self._index.get(name)
-                if known is not None and known.writer == writer:
-                    self._own[record.group].pop(known.record.slot)
-                    self._index.remove(known)
-                self._own[record.group][record.slot] = record.key
-                self._index.add(Stored(writer, record))
+            elif record.slot < self._files.num_slots[record.group]:
+                self._note_own(record)
+        self._generation = max([self._generation, *(record.generation for _, record in found)])
         for group, count in enumerate(self._files.num_slots):
             taken = self._own[group]
             self._free[group] = [slot for slot in range(count - 1, -1, -1) if slot not in taken]
+
+    def _note_own(self, record: Record) -> None:
+        """Find a block of this writer from now on, and no other copy of this writer."""
+        taken = self._own[record.group]
+        known = self._index.get((record.group, record.key))
+        if known is not None and known.writer == self._files.writer:
+            del taken[known.record.slot]
+            self._index.remove(known)
+        taken[record.slot] = record.key
+        self._index.add(Stored(self._files.writer, record))
 
     def _note_other(self, writer: int, record: Record) -> None:
         """Find a block of another writer from now on, and not the one that it has overwritten."""

@@ -13,7 +13,7 @@ from chairlift.core.kv_cache.prefix_node import PrefixNode
 from chairlift.engine.kv_blocks import KVBlocks
 from chairlift.engine.kv_store.disk import Disk, OsDisk
 from chairlift.engine.kv_store.files import SECRET, StoreFiles, read_secret
-from chairlift.engine.kv_store.record import Record, payload_checksum, record_bytes
+from chairlift.engine.kv_store.record import Record, payload_checksum, record_bytes, records
 from chairlift.engine.kv_store.store import KVStore
 from chairlift.errors import ConfigError
 from tests.engine.kv_store.fake_disk import FakeDisk, Faults
@@ -70,6 +70,17 @@ def test_a_record_comes_back_and_a_damaged_one_does_not() -> None:
         damaged = bytearray(data)
         damaged[place] ^= 1
         assert Record.decode(bytes(damaged), 7) is None, place
+
+
+def test_records_of_an_index_are_the_whole_ones_above_a_generation() -> None:
+    size = record_bytes(BLOCK)
+    written = [Record(0, slot, 10 + slot, 0, b"c" * 16, key_of(slot), key_of(0), bytes(32)) for slot in range(5, 11)]
+    data = bytearray(b"".join(each.encode(size) for each in written))
+    data[size : 2 * size] = bytes(size)  # slot 6 is empty
+    data[2 * size + 50] ^= 1  # slot 7 is damaged
+    data[3 * size : 4 * size] = written[5].encode(size)  # slot 8 has the record of another
+    assert list(records(bytes(data), size, 5)) == [written[0], *written[4:]]
+    assert list(records(bytes(data[:-1]), size, 5, newer_than=15)) == [written[4]]
 
 
 @pytest.mark.parametrize("changed", ["payload", "key", "slot", "generation"])
