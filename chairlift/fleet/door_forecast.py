@@ -32,6 +32,8 @@ class DoorForecast:
         """Time since which requests have been waiting without interruption. Earlier starts are not counted, because the
         rate was then limited by the arrivals, not by the fleet."""
         self._not_before = 0.0
+        self._loading: dict[str, float] = {}
+        """Value of ``loading`` in the newest forecast."""
         self.last: Forecast | None = None
         """The newest forecast. None before the first one."""
 
@@ -39,21 +41,26 @@ class DoorForecast:
         """Record the first token of a request."""
         self._starts.append(now)
 
-    def make(self, door: Door, now: float) -> Forecast | None:
+    def make(self, door: Door, now: float, loading: Mapping[str, float] | None = None) -> Forecast | None:
         """A new forecast, or None if the last forecast is recent or the rate of starts is unknown.
 
-        When the door's queue becomes empty, one last forecast is returned, in which no request waits.
+        ``loading`` has the requests in replicas that wait until their KV is read from files, and when it should be
+        there. When the door's queue becomes empty and no request loads, one last forecast is returned, in which no
+        request waits.
         """
-        made = self._made(door, now)
+        loads = dict(loading or {})
+        made = self._made(door, now, loads != self._loading)
         if made is not None:
-            self.last = made
+            self._loading = loads
+            self.last = made = made.with_loads(loads)
         return made
 
-    def _made(self, door: Door, now: float) -> Forecast | None:
+    def _made(self, door: Door, now: float, is_news: bool) -> Forecast | None:
+        """A new forecast without the requests that load. ``is_news``: one is needed because of them."""
         if not len(door):
             had = self._line_since is not None
             self._line_since = None
-            return Forecast(now, {}, dict.fromkeys(self._priorities, now), 0.0) if had else None
+            return Forecast(now, {}, dict.fromkeys(self._priorities, now), 0.0) if had or is_news else None
         if self._line_since is None:
             self._line_since = now
         pace = self._seconds_per_start(now, self._line_since)

@@ -190,6 +190,9 @@ class Jobs:
         if member.busy_since is not None:
             self._pace.stepped(step.stats.step_tokens, now - member.busy_since)
         member.stats = step.stats
+        if step.forecast is not None:  # clocks of other machines differ
+            late = now - step.forecast.made_at
+            member.loading = {name: when + late for name, when in step.forecast.loading.items()}
         for ended in outputs.finished:
             self._ended(ended.sequence_id)
         member.busy_since = now if member.num_requests else None
@@ -208,7 +211,8 @@ class Jobs:
         if len(known) > 1 or stats.step_tokens != num_tokens:
             stats = merge_stats(known)
             stats.step_tokens = num_tokens
-        self._events.on_step(Step(outputs, stats, self._forecast.make(self._door, self._now())), replica)
+        loading = {name: when for each in self._members for name, when in each.loading.items()}
+        self._events.on_step(Step(outputs, stats, self._forecast.make(self._door, self._now(), loading)), replica)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -240,6 +244,7 @@ class Jobs:
         self.moves.lost(member)
         unstarted, started = self._door.lose(member.view)
         member.quiet.set()
+        member.loading = {}
         return [*unstarted, *started]
 
     def move(self, requests: Sequence[Request], member: Member, why: str) -> None:

@@ -60,6 +60,9 @@ class Member:
         self.stats = EngineStats()
         """Statistics of the replica's process. The next field: the counters of its processes that have died."""
         self.dead_stats = EngineStats()
+        self.loading: dict[str, float] = {}
+        """Id of each request of the replica that waits until its KV is read from files -> time at which it should be
+        there, on the fleet's clock."""
         self.guests: dict[str, str] = {}
         """Id in the replica's process of each request that has moved to it, or is about to -> key of the request."""
         self.former: set[str] = set()

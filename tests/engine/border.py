@@ -17,9 +17,11 @@ from typing import Any
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.info import EngineInfo
+from chairlift.engine.preparers import Preparers
 from chairlift.engine.process.core_process import CoreProcess
 from chairlift.engine.process.messages import FrameReader, Message, encode
 from chairlift.engine.process.process_client import EngineEvents, ProcessClient
+from chairlift.loading.kv_store import open_store
 from chairlift.loading.model import load_executor
 
 __all__ = ["Border", "Wire"]
@@ -119,13 +121,16 @@ class Border(ProcessClient):
 
     async def start(self) -> EngineInfo:
         loaded = load_executor(self._config, lambda label, share: None)
+        store = open_store(self._config, loaded.executor, loaded.info)
         self.core = EngineCore(
             loaded.executor,
             self._config.scheduler,
             max_model_len=loaded.info.max_model_len,
             cache=self._config.cache,
-            cache_secret=SECRET,
+            cache_secret=SECRET if store is None else store.secret,
+            preparers=Preparers(kv_store=store),
         )
+        self.core.preparers.kv_blocks.wait_for_store()
         info = dataclasses.replace(loaded.info, capacity_tokens=self.core.kv.capacity_tokens)
         self._thread = threading.Thread(target=self._serve, args=(info,), daemon=True)
         self._thread.start()

@@ -205,8 +205,8 @@ class CoreProcess:
                 outputs = core.step() if self._gate is None else self._shared_step(self._gate)
                 if self._forecaster is not None:
                     self._forecast = self._forecaster.advance(core.clock.now()) or self._forecast
-                if outputs is not None:
-                    self._deliver(outputs)
+                if outputs is not None or (self._forecast is not None and self._forecast.loading):
+                    self._deliver(outputs or CoreOutputs())
             if reports := core.preparers.kv_moves.take_reports():
                 self._deliver(CoreOutputs(moves=reports))
             if (news := core.preparers.kv_blocks.take_news()) is not None:
