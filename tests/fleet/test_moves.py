@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from chairlift.base.outputs import RequestOutput
 from chairlift.base.sampling_params import SamplingParams
+from chairlift.engine.input_processor import PreparedRequest
 from tests.fleet.replicas import FleetInProcess, fleet_of
 from tests.fleet.test_fleet_client import collect, quiet, run, tokens
 from tests.models.tiny import tiny_hf_model
@@ -84,5 +86,47 @@ def test_a_drained_replica_hands_its_streams_over(
                 known = len(each.prompt_token_ids) + len(each.answer_token_ids)
                 assert known - other.cached[name] <= 16 + 2, "at most a block and the steps in flight are computed"
             await quiet(world)
+
+    run(test)
+
+
+def test_a_move_that_hangs_after_its_drain_has_ended_is_given_up(tmp_path: Path) -> None:
+    """Then no replica steps, and no drain looks at the moves: only the watch over silent replicas does."""
+    settings = settings_of(Path("hashlm"), tmp_path)
+    params = SamplingParams(max_tokens=1500, ignore_eos=True, seed=3, temperature=1.0)
+    prompt = prompts()[4]
+    passed = 0.0
+
+    async def test() -> None:
+        nonlocal passed
+        async with fleet_of(1, settings_of(Path("hashlm"), tmp_path / "alone")) as world:
+            expected = tokens(await collect(world.engine, prompt, params))
+        async with fleet_of(2, settings, now=lambda: time.monotonic() + passed) as world:
+            members = world.fleet.replicas
+            source, other = members.everyone
+            await members.drain(other, None)  # so that the request begins on the other one
+            job = asyncio.create_task(collect(world.engine, prompt, params))
+            while not any(len(world.engine.delivered(each.request_id)[0]) >= 20 for each in world.engine.requests()):
+                await asyncio.sleep(0)
+            members.undrain(other)
+            destination = world.cores[other.view.index]
+            add = destination.add
+
+            def add_and_hang(request: PreparedRequest) -> None:
+                add(request)
+                destination.stuck = True
+
+            destination.add = add_and_hang  # type: ignore[method-assign]
+            drain = asyncio.create_task(members.drain(source, None, move=True))
+            while not destination.stuck:
+                await asyncio.sleep(0)
+            drain.cancel()
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert not job.done() and world.engine.stats.moves["failed"] == 0
+            passed = 6.0
+            assert tokens(await asyncio.wait_for(job, 60.0)) == expected
+            assert world.engine.stats.moves["failed"] == 1 and not world.engine.stats.moves["kv"]
+            destination.stuck = False
 
     run(test)
