@@ -89,9 +89,9 @@ def records(data: bytes, size: int, first: int, newer_than: int = 0) -> Iterator
     """The records of ``size`` bytes in ``data``, without those that are damaged or whose generation is not above
     ``newer_than``. They are those of consecutive slots from ``first`` on."""
     room = size - _HEADER.size - _CHECK.size
-    count = len(data) // size
-    if room < 0 or not count:
+    if room < 0 or len(data) < size:  # a read at the end of a file gives fewer bytes, or none
         return
+    count = len(data) // size
     # Most records of a file that is followed are known already, so they are not decoded.
     magics = np.ndarray((count,), "S4", data, 0, (size,))
     numbers = np.ndarray((count,), "<u8", data, _GENERATION_AT, (size,))
