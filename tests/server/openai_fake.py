@@ -81,7 +81,7 @@ class FakeServer:
         tokenize: bool = True,
         counts: str = "messages",
         lists_room: bool = True,
-        models: tuple[str, ...] = ("tiny",),
+        models: tuple[str, ...] = ("tiny", "little"),
     ) -> None:
         self.key = key
         self.counts = counts

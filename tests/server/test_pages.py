@@ -205,6 +205,8 @@ def test_headings_of_columns_are_not_broken_on_a_phone() -> None:
 
 needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="no chromium on the PATH to show the page in")
 PHONE, DESKTOP = (390, 844), (1280, 800)
+ONE = ("tiny",)
+"""A server with one model, which shows no list of models."""
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +219,7 @@ def chromium() -> Iterator[Chromium]:
 
 @pytest.fixture
 def fake() -> Iterator[FakeServer]:
-    with serve_fake(FakeServer()) as served:
+    with serve_fake(FakeServer(models=ONE)) as served:
         yield served
 
 
@@ -368,7 +370,7 @@ def test_an_answer_that_breaks_off_is_kept_and_told(page: Page, message: str, to
 
 @needs_chromium
 def test_the_oldest_turns_make_room(chromium: Chromium) -> None:
-    with serve_fake(FakeServer(room=40)) as fake:
+    with serve_fake(FakeServer(models=ONE, room=40)) as fake:
         chromium.open(f"{fake.url}/")
         page = Page(chromium)
         chromium.wait_for("document.getElementById('corner').textContent")
@@ -388,7 +390,7 @@ def test_the_oldest_turns_make_room(chromium: Chromium) -> None:
 
 @needs_chromium
 def test_a_server_with_keys_asks_for_one(chromium: Chromium) -> None:
-    with serve_fake(FakeServer(key="secret")) as fake:
+    with serve_fake(FakeServer(models=ONE, key="secret")) as fake:
         chromium.open(f"{fake.url}/")
         page = Page(chromium)
         chromium.wait_for("!document.querySelector('#door').hidden")

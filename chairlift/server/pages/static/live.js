@@ -395,7 +395,11 @@ async function begin() {
       await load("/live/demo", () => model);
       still("a simulated example");
     } else {
-      await chooseModel().catch(() => {});  // the stream of steps shows what is wrong
+      try {
+        await chooseModel();
+      } catch (error) {  // the stream of steps shows other errors
+        if (error.status === 401 || error.status === 403) return;
+      }
       const listening = listen();
       watchFloor();
       watchFleet();
