@@ -16,7 +16,7 @@ from chairlift.fleet.models.catalog import CatalogEntry, read_catalog
 from chairlift.fleet.models.policy import ModelPolicy, PolicyLimits
 from chairlift.fleet.models.turnstile.shared import Turnstile, can_share, num_processors
 from chairlift.loading.model import read_tokenizer
-from chairlift.loading.sizes import machine_bytes, sizes_of
+from chairlift.loading.sizes import ADAPTERS, machine_bytes, sizes_of
 from chairlift.server.http.lifecycle import Progress, StartEngine
 from chairlift.server.http.state import ServerState
 from chairlift.server.models.hosts import Hosts
@@ -96,7 +96,9 @@ class ManyModels(AsyncEngine):
 
     async def wait_ready(self) -> None:
         """Plan the memory of all models, and begin to load the pinned ones. Raises ConfigError if those do not fit."""
-        sizes = await self._measure([entry.config.to_flat() for entry in self.entries])
+        sizes = await self._measure(
+            [entry.config.to_flat() | {ADAPTERS: list(entry.adapters.values())} for entry in self.entries]
+        )
         limits = PolicyLimits(
             memory_bytes=self._server.models_memory_bytes or _default_memory(sizes),
             max_waiting=self._server.max_num_loading_reqs,
