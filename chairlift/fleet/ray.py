@@ -18,7 +18,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ from chairlift.fleet.member import ConnectReplica
 from chairlift.fleet.node import SECRET_BYTES, NodeFacts, NodeReplica, is_open, keep_alive
 from chairlift.version import __version__
 
-__all__ = ["LOCAL", "RayCluster", "ray_replicas"]
+__all__ = ["LOCAL", "RayCluster", "ray_models", "ray_replicas"]
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +69,17 @@ def ray_replicas(config: EngineConfig, count: int, address: str) -> ConnectRepli
         return ProcessClient(settings, events, _Actor(cluster, index, divide))
 
     return connect
+
+
+def ray_models(address: str) -> Callable[[int, int], EnginePlace]:
+    """Function that returns a place for the engine of a model, given the model's index and its memory in bytes.
+
+    Ray finds a machine with enough free memory. The engine may use all processors of that machine, whatever else runs
+    there. ``address`` is as for :func:`ray_replicas`. Raises ConfigError if Ray is missing, or does not authenticate by
+    tokens.
+    """
+    cluster = RayCluster(address, 1, None)
+    return lambda index, memory: _Actor(cluster, index, divide=False, memory=memory)
 
 
 class RayCluster:
@@ -139,10 +150,12 @@ class RayCluster:
                 f" {_LOOPBACK}=0 in the environment, or import ray after Chairlift has started the cluster"
             )
 
-    def actor(self) -> Any:
-        """Create an actor. Ray starts it as soon as a machine has enough free processors."""
+    def actor(self, memory: int | None) -> Any:
+        """Create an actor. Ray starts it as soon as a machine has ``memory`` bytes free, or without them enough free
+        processors."""
+        wanted = {"num_cpus": self.cores} if memory is None else {"num_cpus": 0, "memory": memory}
         options = {
-            "num_cpus": self.cores,
+            **wanted,
             "max_restarts": 0,  # the fleet starts replicas again
             "max_task_retries": 0,
             "scheduling_strategy": "SPREAD",
@@ -189,8 +202,11 @@ class RayCluster:
         self._claims[index] = node, (free[: self.cores] if len(free) >= self.cores else [])
         return self._claims[index][1]
 
-    def room(self) -> str:
-        """Text about the free processors of the cluster, for log messages."""
+    def room(self, memory: int | None) -> str:
+        """Text about what is free in the cluster and what :meth:`actor` needs, for log messages."""
+        if memory is not None:
+            free = self.ray.available_resources().get("memory", 0)
+            return f"{free:,.0f} bytes of memory are free on all machines, {memory:,} on one machine are needed"
         free = self.ray.available_resources().get("CPU", 0)
         total = self.ray.cluster_resources().get("CPU", 0)
         return f"{free:g} of {total:g} processors are free, {self.cores} on one machine are needed"
@@ -213,12 +229,14 @@ class _Replica(NodeReplica):
 
 
 class _Actor(EnginePlace):
-    """Starts and stops the engine process of one replica by a Ray actor."""
+    """Starts and stops the engine process of one replica by a Ray actor. With ``memory``, it is the engine of a model
+    that needs so many bytes; otherwise it has processors of its own."""
 
-    def __init__(self, cluster: RayCluster, index: int, divide: bool) -> None:
+    def __init__(self, cluster: RayCluster, index: int, divide: bool, memory: int | None = None) -> None:
         self._cluster = cluster
         self._index = index
         self._divide = divide
+        self._memory = memory
         self._actor: Any = None
         self._pid: int | None = None
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -233,12 +251,14 @@ class _Actor(EnginePlace):
         cluster = self._cluster
         secret = secrets.token_bytes(SECRET_BYTES)
         await cluster.join()
-        self._actor = cluster.actor()
+        self._actor = cluster.actor(self._memory)
         try:
             node, facts = await self._place(self._actor.open.remote(secret, cluster.node))
             self._host = facts.address[0]
             cluster.check(node, facts)
-            processors = cluster.claim(self._index, node, facts.processors)
+            processors = []
+            if self._memory is None:
+                processors = cluster.claim(self._index, node, facts.processors)
             sock = await _connect(facts.address, secret)
             try:
                 pid = await asyncio.wait_for(_future(self._actor.start.remote(processors)), _ACTOR_SECONDS)
@@ -262,18 +282,20 @@ class _Actor(EnginePlace):
 
     async def _place(self, opened: Any) -> tuple[str, NodeFacts]:
         """Wait for the result of :meth:`_Replica.open`. Ray starts the actor when it has found free processors."""
+        what = "replica" if self._memory is None else "model"
         future = _future(opened)
         end = time.monotonic() + _ROOM_SECONDS
         while not (await asyncio.wait({future}, timeout=_WAIT_SECONDS))[0]:
+            room = self._cluster.room(self._memory)
             if time.monotonic() >= end:
-                raise EngineDeadError(
-                    f"the Ray cluster had no room for the replica for {_ROOM_SECONDS:g} s: {self._cluster.room()}"
-                )
-            _log.warning("replica %d waits for room in the Ray cluster: %s", self._index, self._cluster.room())
+                raise EngineDeadError(f"the Ray cluster had no room for the {what} for {_ROOM_SECONDS:g} s: {room}")
+            _log.warning("%s %d waits for room in the Ray cluster: %s", what, self._index, room)
         found: tuple[str, NodeFacts] = future.result()
         return found
 
     def _settings(self, facts: NodeFacts, processors: list[int]) -> dict[str, Any]:
+        if self._memory is not None:
+            return {}
         settings: dict[str, Any] = {"threads": self._cluster.cores}
         if self._divide:
             share = len(processors) / len(facts.processors) if processors else 1.0

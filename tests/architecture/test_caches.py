@@ -96,6 +96,7 @@ OF_ADAPTERS = {
 OF_THE_PROGRAM = {
     "engine.core": "_NO_ERRORS",
     "fleet.models.policy": "_models",
+    "server.models.engine": "_sizes",
     "fleet.models.turnstile.shared": "_lives",
     "engine.events": "subscribers _missed",
     "engine.kv_store.disk": "_locks",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import importlib.util
 import os
 import signal
@@ -13,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from chairlift import LLM
 from chairlift.base.outputs import OutputKind
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import EngineConfig, ServerConfig
@@ -22,9 +25,11 @@ from chairlift.engine.async_engine import AsyncEngine
 from chairlift.errors import ConfigError, EngineDeadError
 from chairlift.fleet.node import NodeFacts, addresses_of, is_open, listening_addresses
 from chairlift.fleet.ray import RayCluster, _Actor, ray_replicas
+from chairlift.loading.sizes import needed_bytes
 from chairlift.server.http.lifecycle import start_engine
 from chairlift.version import __version__
 from tests.e2e.oracle import expected_hashlm
+from tests.e2e.server_process import ServerProcess
 from tests.fleet.storm import parent_of, storm
 from tests.fleet.test_local import bounded, until
 
@@ -58,7 +63,8 @@ def test_a_replica_without_room_is_given_up(monkeypatch: pytest.MonkeyPatch, cap
     """The cluster never finds processors for it."""
 
     class Full:
-        def room(self) -> str:
+        def room(self, memory: int | None) -> str:
+            assert memory is None
             return "0 of 4 processors are free"
 
         def future(self) -> concurrent.futures.Future[Any]:
@@ -192,6 +198,54 @@ def test_a_cluster_that_asks_for_no_token_is_refused(environment: pytest.MonkeyP
         assert "RAY_AUTH_MODE=token" in refusal("--replicas", "2", "--ray-address", "auto")
     finally:
         subprocess.run([command, "stop", "--force"], env=free, check=True, capture_output=True)
+
+
+def engines_of_actors() -> set[int]:
+    """Process ids of the engines that actors of this machine have started."""
+    found = set()
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            pid = int(each.parent.name)
+            if (
+                b"engine_process" in each.read_bytes()
+                and b"ray::" in Path(f"/proc/{parent_of(pid)}/cmdline").read_bytes()
+            ):
+                found.add(pid)
+    return found
+
+
+MODELS = "models: {a: 'hashlm:2ms', b: {model: 'hashlm:2ms:seed=2'}, c: {model: 'hashlm:2ms:seed=3'}}"
+
+
+@needs_ray
+@pytest.mark.nightly
+def test_models_are_loaded_in_a_local_cluster_and_leave_it(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """There is memory for two of three models, and an actor is lost."""
+    (tmp_path / "models.yaml").write_text(MODELS)
+    each = needed_bytes(CONFIG)
+    flags = f"--models={tmp_path / 'models.yaml'}", "--models-memory-bytes", str(2 * each), "--num-kv-blocks", "500"
+    prompt = [7, 8, 9]
+
+    def ask(server: ServerProcess, model: str) -> list[int]:
+        body = {"model": model, "prompt": prompt, "max_tokens": 20, "seed": 1, "ignore_eos": True}
+        reply = httpx.post(
+            f"http://127.0.0.1:{server.port}/v1/completions", json=body | {"return_token_ids": True}, timeout=100
+        )
+        assert reply.status_code == 200, reply.text
+        ids: list[int] = reply.json()["choices"][0]["token_ids"]
+        return ids
+
+    params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+    with ServerProcess(*flags, "--ray-address", "local") as server:
+        answers = [ask(server, model) for model in ("a", "b", "c", "a")]
+        pids = engines_of_actors()
+        assert len(pids) == 2
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        asyncio.run(until(lambda: not engines_of_actors() & pids))
+        answers += [ask(server, model) for model in ("a", "b")]
+    seeds = "", ":seed=2", ":seed=3", "", "", ":seed=2"
+    assert answers == [LLM(f"hashlm{seed}").generate([prompt], params)[0].outputs[0].token_ids for seed in seeds]
 
 
 @needs_ray

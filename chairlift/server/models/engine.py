@@ -15,6 +15,7 @@ from chairlift.errors import ConfigError
 from chairlift.fleet.models.catalog import CatalogEntry, read_catalog
 from chairlift.fleet.models.policy import ModelPolicy, PolicyLimits
 from chairlift.fleet.models.turnstile.shared import Turnstile, can_share, num_processors
+from chairlift.fleet.ray import ray_models
 from chairlift.loading.model import read_tokenizer
 from chairlift.loading.sizes import ADAPTERS, machine_bytes, sizes_of
 from chairlift.server.http.lifecycle import Progress, StartEngine
@@ -30,7 +31,6 @@ _PLACES: Final = 3
 _MOST_SHARE: Final = 0.8
 """Largest default share of the machine's memory for all models."""
 _NOT_WITH_MODELS: Final = {
-    "ray_address": "start one server per model on Ray",
     "replicas": "each model has one engine",
     "max_replicas": "each model has one engine",
     "min_replicas": "each model has one engine",
@@ -87,7 +87,10 @@ class ManyModels(AsyncEngine):
         self._server = config
         self._start_engine = start_engine
         self._state: ServerState | None = None
-        self._turnstile = _make_turnstile(entries)
+        self._sizes: dict[str, int] = {}
+        """Name of a model -> bytes that it needs."""
+        self._ray_place = None if config.ray_address is None else ray_models(config.ray_address)
+        self._turnstile = _make_turnstile(entries) if self._ray_place is None else None
 
     def attach(self, state: ServerState) -> None:
         """Note the state of the server; the states of the models share its keys and its stored responses."""
@@ -99,15 +102,18 @@ class ManyModels(AsyncEngine):
         sizes = await self._measure(
             [entry.config.to_flat() | {ADAPTERS: list(entry.adapters.values())} for entry in self.entries]
         )
+        self._sizes = {
+            entry.name: size for entry, size in zip(self.entries, sizes, strict=True) if isinstance(size, int)
+        }
         limits = PolicyLimits(
             memory_bytes=self._server.models_memory_bytes or _default_memory(sizes),
             max_waiting=self._server.max_num_loading_reqs,
             load_timeout=self._server.request_timeout,
         )
         pinned = [
-            (entry.name, size)
-            for entry, size in zip(self.entries, sizes, strict=True)
-            if entry.pinned and isinstance(size, int)
+            (entry.name, self._sizes[entry.name])
+            for entry in self.entries
+            if entry.pinned and entry.name in self._sizes
         ]
         if sum(size for _, size in pinned) > limits.memory_bytes:
             raise ConfigError(
@@ -149,6 +155,8 @@ class ManyModels(AsyncEngine):
     def _place(self, entry: CatalogEntry) -> EnginePlace:
         """Place for the engine of one model."""
         slot = [each.name for each in self.entries].index(entry.name)
+        if self._ray_place is not None:
+            return self._ray_place(slot, self._sizes[entry.name])
         return ThisMachine(program=None if self._turnstile is None else self._turnstile.program(slot))
 
     def _start_one(self, entry: CatalogEntry) -> ServerState:
@@ -160,6 +168,7 @@ class ManyModels(AsyncEngine):
             self._server,
             models=None,
             models_memory_bytes=None,
+            ray_address=None,
             model_keep_alive=None,
             max_num_loading_reqs=ServerConfig().max_num_loading_reqs,
             served_model_name=entry.names,
