@@ -67,7 +67,8 @@ class Sites:
     prefix: str = ""
     """Name prefix that is missing in adapters made for the model without its output head."""
     more: dict[str, CheckpointPart] = dataclasses.field(default_factory=dict)
-    """The same for the output head, single experts, routers, and gates of shared experts."""
+    """The same for the output head, single experts, routers, and gates of shared experts, and for names that an adapter
+    may use instead."""
     head: str = HEAD
     """Name of the output head in transformers' model."""
     embedding: str = _EMBEDDING
@@ -141,6 +142,9 @@ def sites_in(config: NetworkConfig, naming: Naming | None = None) -> Sites:
     for part in parts:
         if layer_of(part) in others or layer_of(part) in stacks:
             more |= dict.fromkeys(module_names(module_of(part)), part)
+    if naming is None and family.library_type:
+        library = sites_in(dataclasses.replace(config, model_type=family.library_type))
+        more |= library.parts | library.more
     names = {layer_of(part): module_of(part) for part in parts}
     transposed = any(part.transposed for part in found.values())
     # The prefix is left out where the class without a head was adapted.

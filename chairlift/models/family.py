@@ -260,6 +260,9 @@ class Family:
     of tensors are those of this family."""
     flat_text: bool = False
     """Whether older ``config.json`` files have the text model's keys at top level, next to ``vision_config``."""
+    library_type: str = ""
+    """``model_type`` of the family whose names of layers transformers' own class has, if publishers use others.
+    Adapters may use both."""
     other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Prefix of tensor names in checkpoints of other versions -> the prefix that :attr:`tensors` uses."""
     ignored_tensors: str = r"rotary_emb\.inv_freq"

@@ -31,6 +31,7 @@ EXAONE = Family(
         "rms_norm_eps": "layer_norm_epsilon",
     },
     either_key=True,
+    library_type="llama",
     known_code=("modeling_exaone.ExaoneForCausalLM",),
     tensors={
         "model.embed_tokens": ("transformer.wte",),
