@@ -225,21 +225,28 @@ def useless(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def texts(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """n-gram drafts for outputs that repeat much of their prompts."""
-    llm = LLM(args.model, max_num_seqs=64, num_kv_blocks=2048, enable_prefix_caching=False)
-    seconds, records = llm.engine.core.costs.decode_seconds, []
+    """n-gram drafts for outputs that repeat much of their prompts. Four requests per row run one after another, because
+    the time of a batch whose rows all begin together is that of the row with the fewest accepted drafts."""
+    records = []
     for rows in args.rows:
-        asked = [[{"role": "user", "content": TEXTS[i % len(TEXTS)] + "\n" * (i // len(TEXTS))}] for i in range(rows)]
+        llm = LLM(args.model, max_num_seqs=rows, num_kv_blocks=2048, enable_prefix_caching=False)
+        seconds = llm.engine.core.costs.decode_seconds
+        numbers = range(4 * rows)
+        asked = [[{"role": "user", "content": TEXTS[i % len(TEXTS)] + "\n" * (i // len(TEXTS))}] for i in numbers]
         prompts = [llm.encode_chat(each) for each in asked]
         params = SamplingParams(temperature=0.0, max_tokens=args.tokens)
-        sides: dict[str, Make] = {"ngram": lambda: AdaptiveSpeculator(seconds, 8, NgramProposer(3))}
+        sides: dict[str, Make] = {
+            "ngram": lambda seconds=seconds: AdaptiveSpeculator(
+                seconds, 8, NgramProposer(3), look_clock=time.perf_counter
+            )
+        }
         for most in args.fixed:
-            sides[f"{most} fixed"] = lambda most=most: Fixed(seconds, most, NgramProposer(3))
+            sides[f"{most} fixed"] = lambda most=most, seconds=seconds: Fixed(seconds, most, NgramProposer(3))
         _, answers, _ = timed(llm, prompts, params, sides["ngram"])
         if args.write is not None:
             requests = [(prompt, len(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
             args.write.write_text(json.dumps(requests))
-        records += pairs(llm, prompts, params, sides, args.rounds)
+        records += pairs(llm, prompts, params, sides, args.rounds, slots=rows)
     return records
 
 
