@@ -28,6 +28,7 @@ COMMANDS: Final = {
     "bench": "chairlift_lab.cli.bench",
     "tune": "chairlift_lab.cli.tune",
     "sim": "chairlift_lab.cli.sim",
+    "lab": "chairlift_lab.cli.lab",
     "trace": "chairlift_lab.cli.trace",
     "train": "chairlift_train.cli.train",
     "pack": "chairlift_train.cli.pack",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from chairlift_lab.bench.tune_report import TuneAnswer
     from chairlift_lab.workload.trace import TracedRequest
 
-__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
+__all__ = ["DESCRIPTION", "SUMMARY", "ProgressLine", "add_arguments", "duration", "engine_maker", "run"]
 
 SUMMARY: Final = "measure the gain from batching for your traffic, and recommend settings"
 DESCRIPTION: Final = """Measure the gain from batching for your traffic on this machine, and recommend settings.
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     goal.add_argument(
         "--time-limit",
         metavar="TIME",
-        type=_duration,
+        type=duration,
         default=600.0,
         help="maximum duration, such as 90s or 10m (default: 10m)",
     )
@@ -121,13 +121,13 @@ def run(args: argparse.Namespace) -> int:
     question = Question(
         requests=_scaled(requests, args.rate_scale), users=users, slo=args.slo, fixed=fixed, time_limit=args.time_limit
     )
-    progress = _Progress()
+    progress = ProgressLine()
     progress.line(_described(question.requests, users, what))
     if state.resumed:
         progress.line(f"{state.path} holds results of the same question: going on from there")
     if machine.busy > _BUSY:
         progress.line(f"warning: other programs use {machine.busy:.0%} of this machine; measured times will vary")
-    make_core, shape = _model(name, fixed)
+    make_core, shape = engine_maker(name, fixed)
     try:
         findings = tune(
             question,
@@ -211,7 +211,7 @@ def _described(requests: Sequence[TracedRequest], users: int | None, what: str) 
     return f"{what}: {prompt:,} prompt tokens, {output:,} output tokens{rate}"
 
 
-def _model(name: str, fixed: Mapping[str, Any]) -> tuple[MakeCore, Any]:
+def engine_maker(name: str, fixed: Mapping[str, Any]) -> tuple[MakeCore, Any]:
     """Returns (function that creates an engine with the model ``name``, shape of the model)."""
     from chairlift import LLM
     from chairlift.models.loader import resolve_dtype, resolve_model_dir
@@ -245,7 +245,8 @@ def _slo(text: str) -> dict[str, float]:
     return promises
 
 
-def _duration(text: str) -> float:
+def duration(text: str) -> float:
+    """argparse parser of a time such as ``90s`` or ``10m``: the seconds."""
     found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smh]?)", text)
     seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if not 5 <= seconds <= 86_400 * 7:
@@ -266,7 +267,7 @@ def _positive(text: str) -> float:
 # --- progress --------------------------------------------------------------------------------------------------------
 
 
-class _Progress:
+class ProgressLine:
     """Shows progress on standard error: one changing line on a terminal, otherwise a line at intervals."""
 
     def __init__(self) -> None:

@@ -95,6 +95,10 @@ ALLOWED: dict[str, list[str]] = {
         *("errors", "config", "base", "chairlift_lab.replay", "chairlift_lab.workload", "core.scheduler.cost_model"),
         *("engine", "executor", "kernels", "llm", "loading", "models"),
     ],
+    "chairlift_lab.laboratory": [
+        *("", "errors", "config", "base", "chairlift_lab.bench", "chairlift_lab.replay", "chairlift_lab.workload"),
+        *("core", "engine"),
+    ],
     "chairlift_lab.sim": [
         *("errors", "config", "base", "core", "engine", "executor", "models.hashlm", "models.vision"),
         *("text.grammar", "text.tokenizer"),

@@ -75,7 +75,7 @@ def test_the_traffic_is_announced_as_it_is_sent(chairlift: Run, tmp_path: Path) 
 
 def test_promises_and_durations_are_read_with_their_units() -> None:
     assert tune._slo("ttft:500, tpot:80,e2el:9e3") == {"ttft_ms": 500.0, "tpot_ms": 80.0, "deadline_ms": 9000.0}
-    assert [tune._duration(text) for text in ("90", "90s", "1.5m", "2h")] == [90, 90, 90, 7200]
+    assert [tune.duration(text) for text in ("90", "90s", "1.5m", "2h")] == [90, 90, 90, 7200]
 
 
 def test_tune_fleet_says_how_many_replicas_are_needed(chairlift: Run, tmp_path: Path) -> None:
