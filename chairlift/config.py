@@ -77,6 +77,7 @@ _CHOICES = {
 _EXTENSIBLE = {
     "model_impl": (("auto", "native", "transformers"), "module:FAMILY"),
     "scheduling_policy": (("fcfs", "priority"), "module:Class"),
+    "cache_eviction": (("lease", "lru", "tlru"), "module:Class"),
     "governor": (("off", "rules"), "module:Class"),
     "tool_call_parser": (("auto", *TOOL_FORMATS, NONE), "module:FORMAT"),
     "reasoning_parser": (("auto", *REASONING_FORMATS, NONE), "module:FORMAT"),
@@ -245,6 +246,10 @@ class CacheConfig:
     """Exact number of blocks per cache group, instead of a size in bytes."""
     enable_prefix_caching: bool = True
     """Reuse the KV of equal beginnings of prompts in several requests."""
+    cache_eviction: str = "lease"
+    """Rule that says which unused block of the prefix cache is evicted next: lease (the least recently used, and blocks
+    with a lease last), lru (the least recently used), tlru (first the ends of conversations that can
+    be computed again within the target for the first token), or module:Class, a rule of your own."""
     state_snapshot_interval: int | None = None
     """Number of tokens between two snapshots of a recurrent model's state that the prefix cache keeps: a multiple of
     block_size. None: chosen so that snapshots take no more memory than K and V (1,024 for models without K and V)."""
@@ -513,6 +518,7 @@ class EngineConfig:
         if cache.block_size & (cache.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 256, got {cache.block_size!r}")
         _policy(scheduler)
+        _check_retention(scheduler, cache)
         if scheduler.batch_sizes and scheduler.batching == "continuous":
             raise ConfigError("preferred_batch_sizes are for batching static or dynamic; continuous never waits")
 
@@ -863,6 +869,18 @@ def _check_range(name: str, value: Any, whole: bool) -> None:
     low, high = _RANGES[name]
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not low <= value <= high:
         raise ConfigError(f"{name} must be a{' whole' if whole else ''} number from {low} to {high}, got {value!r}")
+
+
+def _check_retention(scheduler: SchedulerConfig, cache: CacheConfig) -> None:
+    """Raise ConfigError for a class with a retention level that the rule of eviction does not look at."""
+    if scheduler.service_classes and cache.cache_eviction in ("lru", "tlru"):
+        usual = parse_service_classes("")
+        for name, each in parse_service_classes(scheduler.service_classes).items():
+            if each.retention and (name not in usual or usual[name].retention != each.retention):
+                raise ConfigError(
+                    f"service class {name} has retention {each.retention}, but cache_eviction {cache.cache_eviction}"
+                    " does not look at it; choose cache_eviction lease, or leave retention out"
+                )
 
 
 def _policy(scheduler: SchedulerConfig) -> None:

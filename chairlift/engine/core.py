@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.base.outputs import FinishReason
 from chairlift.base.row_failures import output_reason
+from chairlift.base.service_class import parse_tenant_weights
 from chairlift.base.step_batch import SampledTokens
 from chairlift.config import CacheConfig, SchedulerConfig
+from chairlift.core.kv_cache.eviction.rules import eviction_from_name
 from chairlift.core.kv_cache.manager import KVCacheManager
 from chairlift.core.request import Request
 from chairlift.core.scheduler.answer_lengths import AnswerLengths
@@ -74,6 +76,11 @@ class EngineClient(Protocol):
         """End sequences whose text has reached a stop string. Unknown ids are ignored."""
         ...
 
+    def paused(self, sequence_id: str, tools: Sequence[str]) -> Any:
+        """Note that the answer of a sequence that has ended calls these tools, so that its KV may be kept until they
+        have run. Unknown ids are ignored."""
+        ...
+
 
 def _kv_cache(executor: Executor, config: SchedulerConfig, cache: CacheConfig, secret: bytes) -> KVCacheManager:
     return KVCacheManager(
@@ -83,6 +90,7 @@ def _kv_cache(executor: Executor, config: SchedulerConfig, cache: CacheConfig, s
         enable_prefix_caching=cache.enable_prefix_caching and bool(executor.cache_groups),
         prefix_offload=cache.prefix_offload,
         secret=secret,
+        eviction=eviction_from_name(cache.cache_eviction),
     )
 
 
@@ -110,6 +118,9 @@ class EngineCore(EngineClient):
         cache = cache or CacheConfig()
         self.kv = kv or _kv_cache(executor, config, cache, cache_secret)
         self.costs = Costs(executor.block_bytes, max_step_tokens=config.max_num_batched_tokens)
+        prices = self.kv.eviction.prices
+        prices.compute_seconds = lambda num_tokens, begin: self.costs.model.prefill_seconds(num_tokens, begin)
+        prices.tenant_weights = parse_tenant_weights(config.tenant_weights)
         self.answer_lengths = AnswerLengths()
         self.preparers = preparers or Preparers()
         self.scheduler = scheduler_from_config(
@@ -218,6 +229,10 @@ class EngineCore(EngineClient):
         """End sequences whose text contains a stop string. Returns the sequences that leave now. In a static batch none
         or several may leave."""
         return self._end(sequence_ids, FinishReason.STOP)
+
+    def paused(self, sequence_id: str, tools: Sequence[str]) -> None:
+        """Note that the answer of a sequence that has ended calls these tools."""
+        self.kv.eviction.paused(sequence_id, tools)
 
     def fail(self, sequence_id: str, reason: str) -> list[FinishedSequence]:
         """End a sequence whose output cannot be made or sent; ``reason`` is the error message. Returns the sequences

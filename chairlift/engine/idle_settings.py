@@ -71,6 +71,7 @@ def _of_cache(config: EngineConfig, info: EngineInfo) -> _Idle:
             scheduler.preemption_mode == "swap" and not swaps,
             "there is nowhere to swap to, and all is recomputed; raise swap_space_bytes",
         ),
+        "cache_eviction": no_prefixes,
         "state_snapshot_interval": no_prefixes,
         "swap_space_bytes": (
             bool(cache.swap_space_bytes) and unused,

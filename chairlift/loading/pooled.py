@@ -40,6 +40,7 @@ _OF_GENERATION: Final = (
     *(
         "enable_prefix_caching",
         "prefix_offload",
+        "cache_eviction",
         "state_snapshot_interval",
         "swap_space_bytes",
         "swap_directory",

@@ -15,6 +15,7 @@ from chairlift.base.sampling_params import SamplingParams
 from chairlift.base.step_batch import Masks, SampledTokens, StepBatch
 from chairlift.base.structured_outputs import StructuredOutputsParams
 from chairlift.config import CacheGroup, SchedulerConfig
+from chairlift.core.kv_cache.eviction.rules import eviction_from_name
 from chairlift.core.kv_cache.layout import CacheLayout
 from chairlift.core.kv_cache.manager import Admission, KVCacheManager, NewBlocks
 from chairlift.core.request import Request
@@ -237,6 +238,7 @@ class Simulation:
             enable_prefix_caching=world.enable_prefix_caching,
             prefix_offload=world.prefix_offload,
             hash_function=_weak_hash(world.hash_bits),
+            eviction=eviction_from_name(world.cache_eviction),
         )
         self.executor = _WatchedExecutor(
             self.model,

@@ -87,6 +87,8 @@ class World:
     request uses, whether an image must be computed in one step). None in other worlds."""
     max_tiles: int | None = None
     """Maximum number of tiles whose rows are in memory. None: no limit."""
+    cache_eviction: str = "lease"
+    """Rule that says which cached block is evicted next."""
 
 
 CLASSES = {
@@ -179,6 +181,7 @@ def make_world(seed: int) -> World:
         late_masks=_late_masks(random.Random(seed ^ 0x51CE)) if seed % 100 in (39, 59, 79) else None,
         drafts=drafts,
         adapters=adapters,
+        cache_eviction={21: "tlru", 31: "lru"}.get(seed % 50, "lease"),  # worlds with evicted prefixes
     )
     return _with_more(world, horizon)
 

@@ -5,7 +5,6 @@ Each bug is a function that takes ``patch(owner, name, value)``; its name descri
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -149,9 +148,9 @@ def request_larger_than_the_cache_admitted(patch: Patch) -> None:
 def null_block_given_out(patch: Patch) -> None:
     original = BlockPool.__init__
 
-    def init(self: BlockPool, num_blocks: int) -> None:
-        original(self, num_blocks)
-        self._free = OrderedDict.fromkeys(range(num_blocks))
+    def init(self: BlockPool, num_blocks: int, *args: Any) -> None:
+        original(self, num_blocks, *args)
+        self._blank.append(0)
 
     patch(BlockPool, "__init__", init)
 

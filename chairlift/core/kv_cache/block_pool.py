@@ -1,10 +1,9 @@
-"""Blocks of one cache group: reference counts, and a free list in LRU order (PagedAttention; Kwon et al., SOSP
-2023)."""
+"""Blocks of one cache group: reference counts, and a free list (PagedAttention; Kwon et al., SOSP 2023)."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
+from chairlift.core.kv_cache.eviction.lru import LRU
+from chairlift.core.kv_cache.eviction.rule import EvictionRule
 from chairlift.core.kv_cache.prefix_node import PrefixNode
 from chairlift.errors import ConfigError, InvariantError
 
@@ -19,15 +18,11 @@ class BlockPool:
     """``num_blocks`` blocks with ids ``0 .. num_blocks - 1``; block 0 is the null block.
 
     A block is *used* while its reference count is above zero. An unused block is *cached* if the prefix cache knows its
-    content; then it can be shared again. When the pool has no other block, the least recently used cached block is
-    evicted.
-
-    Cached blocks with a retention level above 0 are *protected*: they are evicted after all blocks of lower levels. At
-    most half of the pool is protected. If there are more, the least recently used protected block gets level 0, so that
-    no tenant can fill the whole cache for ever.
+    content; then it can be shared again. When the pool has no other block, a cached block is evicted. ``eviction`` says
+    which one (default: the least recently used).
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, eviction: EvictionRule | None = None) -> None:
         if num_blocks < 2:
             raise ConfigError(f"a block pool needs at least 2 blocks (one is the null block), got {num_blocks}")
         self.num_blocks = num_blocks
@@ -38,12 +33,9 @@ class BlockPool:
         self.num_shares = 0
         """Number of block tables that contain a used block, minus the number of used blocks: the blocks that sharing
         saves."""
-        # The first block is allocated next. Blocks without content are put at the front, cached blocks at the back.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
-        self._levels = [0] * num_blocks
-        # Retention level -> {protected block -> number of its release}, in the order in which the blocks were released.
-        self._protected: dict[int, OrderedDict[int, int]] = {1: OrderedDict(), 2: OrderedDict()}
-        self._num_releases = 0
+        self._blank = list(range(num_blocks - 1, 0, -1))
+        """Unused blocks without content. The last one is allocated next."""
+        self._cached = (eviction or LRU()).order(self.capacity)
 
     @property
     def capacity(self) -> int:
@@ -53,11 +45,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Number of blocks that can be allocated now, including cached blocks."""
-        return len(self._free) + self.num_protected
-
-    @property
-    def num_protected(self) -> int:
-        return len(self._protected[1]) + len(self._protected[2])
+        return len(self._blank) + self.num_cached
 
     @property
     def num_used(self) -> int:
@@ -66,31 +54,25 @@ class BlockPool:
     def allocate(self) -> tuple[int, PrefixNode | None]:
         """Allocate one block. Returns (block, prefix-cache node that was evicted for it or None). ``num_free`` must be
         above 0."""
-        if self._free:
-            block, _ = self._free.popitem(last=False)
-        else:
-            block, _ = (self._protected[1] or self._protected[2]).popitem(last=False)
+        if self._blank:
+            block = self._blank.pop()
+            self.ref_counts[block] = 1
+            return block, None
+        block = self._cached.pop()
         self.ref_counts[block] = 1
-        self._levels[block] = 0
         evicted = self.nodes[block]
-        if evicted is not None:
-            self.nodes[block] = None
-            self.num_cached -= 1
+        self.nodes[block] = None
+        self.num_cached -= 1
         return block, evicted
 
     def share(self, block: int) -> None:
         """Count one more block table that contains this block."""
         if self.ref_counts[block] == 0:
-            self._withdraw(block)
+            self._cached.remove(block)
             self.num_cached -= 1
         else:
             self.num_shares += 1
         self.ref_counts[block] += 1
-
-    def retain(self, block: int, level: int) -> None:
-        """Give a used block a retention level of 0 to 2. If it already has a level, the higher one is kept while it is
-        cached."""
-        self._levels[block] = max(self._levels[block], level)
 
     def release(self, block: int) -> None:
         """Count one block table less that contains this block. When no table contains it, it becomes cached if it has
@@ -101,10 +83,10 @@ class BlockPool:
         self.ref_counts[block] = count
         if count == 0:
             if self.nodes[block] is None:
-                self._queue_first(block)
+                self._blank.append(block)
             else:
                 self.num_cached += 1
-                self._queue_cached(block)
+                self._cached.add(block)
         else:
             self.num_shares -= 1
 
@@ -117,33 +99,9 @@ class BlockPool:
         self.nodes[block] = None
         if self.ref_counts[block] == 0:
             self.num_cached -= 1
-            self._withdraw(block)
-            self._queue_first(block)
-
-    def _queue_first(self, block: int) -> None:
-        self._free[block] = None
-        self._free.move_to_end(block, last=False)
-
-    def _queue_cached(self, block: int) -> None:
-        """Put a cached block at the end of the queue of its retention level."""
-        level = self._levels[block]
-        if level == 0:
-            self._free[block] = None
-            return
-        self._num_releases += 1
-        self._protected[level][block] = self._num_releases
-        if self.num_protected > self.capacity // 2:
-            levels = [blocks for blocks in self._protected.values() if blocks]
-            oldest, _ = min(levels, key=lambda blocks: next(iter(blocks.values()))).popitem(last=False)
-            self._levels[oldest] = 0
-            self._free[oldest] = None
-
-    def _withdraw(self, block: int) -> None:
-        """Remove an unused block from the queue that contains it."""
-        if block in self._free:
-            del self._free[block]
-        else:
-            del self._protected[self._levels[block]][block]
+            self._cached.remove(block)
+            self._blank.append(block)
+        self._cached.forget(block)
 
     def check_invariants(self, references: dict[int, int]) -> None:
         """Compare all counts with ``references``: block -> number of block tables and deferred releases that contain
@@ -151,7 +109,8 @@ class BlockPool:
 
         Raises InvariantError.
         """
-        free = [*self._free, *self._protected[1], *self._protected[2]]
+        cached = list(self._cached)
+        free = [*self._blank, *cached]
         queued = set(free)
         for block, counted in enumerate(self.ref_counts):
             if block == NULL_BLOCK:
@@ -168,11 +127,8 @@ class BlockPool:
             raise InvariantError("a block stands in the free list twice")
         if NULL_BLOCK in queued or self.ref_counts[NULL_BLOCK] or self.nodes[NULL_BLOCK] is not None:
             raise InvariantError("the null block was given out")
-        cached = sum(1 for block in queued if self.nodes[block] is not None)
-        if cached != self.num_cached:
-            raise InvariantError(f"{cached} free blocks have cached content, but the pool counts {self.num_cached}")
-        for level, blocks in self._protected.items():
-            if any(self.nodes[block] is None or self._levels[block] != level for block in blocks):
-                raise InvariantError(f"level {level} protects blocks without content or of another level: {blocks}")
-        if self.num_protected > self.capacity // 2:
-            raise InvariantError(f"{self.num_protected} of {self.capacity} blocks are protected, more than half")
+        if len(cached) != self.num_cached or any(self.nodes[block] is None for block in cached):
+            raise InvariantError(f"{len(cached)} free blocks may be evicted, but {self.num_cached} have cached content")
+        if any(self.nodes[block] is not None for block in self._blank):
+            raise InvariantError(f"blocks {self._blank} are free without content, but one of them has some")
+        self._cached.check_invariants()

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
+from chairlift.base.outputs import FinishReason
 from chairlift.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
+from chairlift.core.kv_cache.eviction.lru import LRU
+from chairlift.core.kv_cache.eviction.rule import EvictionRule
 from chairlift.core.kv_cache.layout import CacheLayout
 from chairlift.core.kv_cache.prefix_cache import NEVER
 from chairlift.core.kv_cache.prefix_node import PrefixNode
@@ -16,18 +20,26 @@ from chairlift.errors import InvariantError
 
 __all__ = ["BlockTables"]
 
+_ENDED_WELL: Final = (FinishReason.STOP, FinishReason.LENGTH)
+
 
 class BlockTables:
     """Makes, extends, shrinks and frees the block tables of requests.
 
     ``evicted`` is called with (group, block, node) when the block of a prefix-cache node is allocated for other
-    content.
+    content. ``eviction`` says which cached block is evicted next (default: the least recently used).
     """
 
-    def __init__(self, layout: CacheLayout, evicted: Callable[[int, int, PrefixNode], None]) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        evicted: Callable[[int, int, PrefixNode], None],
+        eviction: EvictionRule | None = None,
+    ) -> None:
         self.layout = layout
         self.block_size = layout.block_size
-        self.pools = [BlockPool(group.num_blocks) for group in layout.groups]
+        self.eviction = eviction or LRU()
+        self.pools = [BlockPool(group.num_blocks, self.eviction) for group in layout.groups]
         self.reservations = Reservations(layout, self.pools)
         # The attributes of each cache kind that every new block needs are looked up once, here.
         self._spans = [kind.span for kind in layout.kinds]
@@ -195,6 +207,8 @@ class BlockTables:
         The last blocks of the table are released first, so that they are also evicted first: more requests share the
         first blocks of a prompt.
         """
+        if request.finish_reason in _ENDED_WELL:
+            self.eviction.ended(request)
         for group in range(len(request.block_ids)):
             self._cut(group, request, 0, in_flight)
             self.num_changes += self.reservations.reserve(group, request, 0, 0)
@@ -287,7 +301,7 @@ class BlockTables:
         if passed:
             if self.journal is not None:
                 self.journal.append((request.request_id, group, -first, [], [table[i] for i in passed]))
-            self._give_back(group, request, [table[i] for i in passed], in_flight)
+            self._give_back(group, request, passed, in_flight)
             for i in passed:
                 table[i] = NULL_BLOCK
         request.num_out_of_reach[group] = max(first, request.num_out_of_reach[group])
@@ -302,14 +316,19 @@ class BlockTables:
         if self.journal is not None:
             self.journal.append((request.request_id, group, end, [], table[end:]))
         self._count_held(group, -max(0, len(table) - end))
-        self._give_back(group, request, [block for block in reversed(table[end:]) if block != NULL_BLOCK], in_flight)
+        held = [entry for entry in range(len(table) - 1, end - 1, -1) if table[entry] != NULL_BLOCK]
+        self._give_back(group, request, held, in_flight)
         request.block_ids[group] = table[:end]
 
-    def _give_back(self, group: int, request: Request, blocks: list[int], in_flight: int) -> None:
-        if request.retention:
-            for block in blocks:
-                self.pools[group].retain(block, request.retention)
-        self._release(group, blocks, in_flight)
+    def _give_back(self, group: int, request: Request, entries: list[int], in_flight: int) -> None:
+        """Release the blocks in these entries of the request's table, in this order."""
+        table = request.block_ids[group]
+        if self.eviction.marks:
+            span = self._spans[group]
+            nodes = self.pools[group].nodes
+            known = [(entry * span, table[entry]) for entry in entries if nodes[table[entry]] is not None]
+            self.eviction.leaving(request, group, known)
+        self._release(group, [table[entry] for entry in entries], in_flight)
 
     def _release(self, group: int, blocks: list[int], in_flight: int) -> None:
         """Release the blocks when step ``in_flight`` has ended."""

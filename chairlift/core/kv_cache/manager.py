@@ -10,6 +10,7 @@ from typing import Any
 from chairlift.config import CacheGroup
 from chairlift.core.kv_cache.block_pool import NULL_BLOCK
 from chairlift.core.kv_cache.block_tables import BlockTables
+from chairlift.core.kv_cache.eviction.rule import EvictionRule
 from chairlift.core.kv_cache.invariants import check_manager
 from chairlift.core.kv_cache.layout import CacheLayout
 from chairlift.core.kv_cache.prefix_cache import NEVER, PrefixCache
@@ -40,7 +41,8 @@ class KVCacheManager:
     """Allocates and releases the blocks of requests. Raises InvariantError for calls that a scheduler must not make.
 
     ``max_step_tokens`` is the maximum number of tokens that one step computes for one request. With ``prefix_offload``,
-    evicted blocks of the prefix cache are saved in host blocks that no preempted request needs.
+    evicted blocks of the prefix cache are saved in host blocks that no preempted request needs. ``eviction`` says which
+    block of the prefix cache is evicted next (default: the least recently used).
     """
 
     def __init__(
@@ -53,10 +55,15 @@ class KVCacheManager:
         prefix_offload: bool = False,
         secret: bytes = b"",
         hash_function: Callable[[bytes], bytes] | None = None,
+        eviction: EvictionRule | None = None,
     ) -> None:
         self.layout = CacheLayout(groups, block_size, max_step_tokens)
         self.block_size = block_size
-        self.tables = BlockTables(self.layout, self._evicted)
+        self.tables = BlockTables(self.layout, self._evicted, eviction)
+        self.eviction = self.tables.eviction
+        self.eviction.prices.block_size = block_size
+        self.eviction.prices.step_tokens = max_step_tokens
+        self.eviction.prices.is_needed = self._is_needed
         self.pools = self.tables.pools
         self.swap_pool = SwapPool([group.num_host_blocks for group in groups])
         seam: dict[str, Any] = {} if hash_function is None else {"hash_function": hash_function}
@@ -112,6 +119,7 @@ class KVCacheManager:
         absent = [(group, i) for group, table in enumerate(tables) for i, block in enumerate(table) if block is None]
         if (wants := self._wants(request, tables, known, reserve, watermark)) is None:
             return None
+        self.eviction.joining(request, path)
         ends = [self.layout.kinds[group].last_block(i, self.block_size) for group, i in absent]
         found = [(group, i, path[end].hosts[group]) for (group, i), end in zip(absent, ends, strict=True)]
         hosts = [(group, i, host) for group, i, host in found if host is not None]
@@ -136,6 +144,13 @@ class KVCacheManager:
         """Number of leading positions whose KV exists already, if the request joins now."""
         swapped = self.swapped.get(request.request_id)
         return self._find_shared(request).num_tokens if swapped is None else swapped.num_tokens
+
+    def arrived(self, request: Request) -> int:
+        """Note that a request waits, so that its blocks are kept. Returns the number of leading positions whose KV
+        exists already."""
+        if self.prefix_cache is not None and request.may_share:
+            self.eviction.arrived(request, self.prefix_cache.keys(request, len(request.token_ids) // self.block_size))
+        return self.num_shared(request)
 
     def num_common(self, request: Request, other: Request, num_tokens: int) -> int:
         """Number of leading positions of ``request`` that have the same content in ``other``, among its first
@@ -297,6 +312,11 @@ class KVCacheManager:
             request.last_node = None
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
+
+    def _is_needed(self, group: int, index: int, num_tokens: int) -> bool:
+        """Whether a request that goes on after ``num_tokens`` positions reads the group's block ``index``."""
+        first = self.layout.first_in_reach(group, num_tokens) * self.layout.kinds[group].span
+        return (index + 1) * self.block_size > first
 
     def _wants(
         self, request: Request, tables: Sequence[Sequence[int | None]], known: int, reserve: int, watermark: float

@@ -197,7 +197,7 @@ class Batch:
             request.is_queued = True
             self.policy.queued(request, now)
         if request.size == SIZE_UNKNOWN:
-            request.size = len(request.token_ids) - self.kv.num_shared(request)
+            request.size = len(request.token_ids) - self.kv.arrived(request)
         self.waiting.add(request)
 
     def hold_back(self, request: Request) -> None:

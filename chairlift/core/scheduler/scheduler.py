@@ -256,7 +256,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Return the next step. If its ``num_tokens`` is 0, it must be neither executed nor updated."""
-        self.batch.now = now
+        self.batch.now = self.kv.eviction.now = now
         for request in list(self.decodes.retiring):
             self.decodes.stop(request)
         for request in self.policy.late(now):

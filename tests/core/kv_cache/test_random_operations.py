@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
-from chairlift.core.kv_cache.block_pool import BlockPool
+from chairlift.base.outputs import FinishReason
 from chairlift.core.kv_cache.block_tables import BlockTables
+from chairlift.core.kv_cache.eviction.leases import LeaseOrder
+from chairlift.core.kv_cache.eviction.rules import eviction_from_name
+from chairlift.core.kv_cache.eviction.tlru import TLRU
 from chairlift.core.kv_cache.manager import KVCacheManager
 from chairlift.core.kv_cache.reservations import Reservations
 from chairlift.core.kv_cache.swap import SwapPool
@@ -76,8 +79,10 @@ class Operations:
             num_host_blocks=self.rng.choice([0, 3, 8, 16]),
             enable_prefix_caching=self.rng.random() < 0.7,
             prefix_offload=self.rng.random() < 0.7,
+            eviction=eviction_from_name(random.Random(seed).choice(["lease", "lease", "tlru", "lru"])),
             **weak,
         )
+        self.kv.eviction.prices.step_tokens = 4
         self.watermark = self.rng.choice([0.0, 0.0, 0.2])
         self.depth = self.rng.choice([1, 2])
         self.guaranteed = self.rng.choice(["nobody", "some", "all"])
@@ -314,6 +319,7 @@ class Operations:
         return True
 
     def _end(self, one: Request) -> None:
+        one.finish_reason = FinishReason.STOP
         self.kv.tables.free(one, self.step)
         self._leave(one, RequestStatus.FINISHED)
 
@@ -404,15 +410,26 @@ def refusal_remembered_after_room_was_made(patch: Patch) -> None:
     patch(BlockTables, "_release", release)
 
 
-def protected_block_lost(patch: Patch) -> None:
-    def withdraw(self: BlockPool, block: int) -> None:
-        self._free.pop(block, None)
+def leased_block_lost(patch: Patch) -> None:
+    def withdraw(self: LeaseOrder, block: int) -> bool:
+        return self._ordinary.pop(block, False) is None
 
-    patch(BlockPool, "_withdraw", withdraw)
+    patch(LeaseOrder, "_withdraw", withdraw)
 
 
-def everything_protected(patch: Patch) -> None:
-    patch(BlockPool, "num_protected", property(lambda self: 0))
+def everything_leased(patch: Patch) -> None:
+    patch(LeaseOrder, "_shorten", lambda self: None)
+
+
+def tail_kept_twice(patch: Patch) -> None:
+    original = TLRU.order
+
+    def order(self: TLRU, capacity: int) -> Any:
+        made = original(self, capacity)
+        made.remove = lambda block: made._others.pop(block, None)
+        return made
+
+    patch(TLRU, "order", order)
 
 
 def kept_block_given_out_while_it_is_read(patch: Patch) -> None:
@@ -474,8 +491,9 @@ def shared_blocks_promised_once(patch: Patch) -> None:
             last_host_block_not_brought_back,
             blocks_of_a_window_left_behind_twice,
             refusal_remembered_after_room_was_made,
-            protected_block_lost,
-            everything_protected,
+            leased_block_lost,
+            everything_leased,
+            tail_kept_twice,
         ],
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chairlift.core.kv_cache.block_pool import NULL_BLOCK
+from chairlift.core.kv_cache.eviction.lease import LeaseRule
 from chairlift.core.kv_cache.manager import KVCacheManager
 from chairlift.core.kv_cache.swap import Swapped, SwapPool
 from chairlift.core.request import Request
@@ -283,7 +284,7 @@ def test_only_whole_blocks_are_kept() -> None:
 
 @pytest.mark.parametrize("how", ["free", "swap_out", "shrink"])
 def test_blocks_of_a_higher_retention_outlast_those_released_later(how: str) -> None:
-    kv = manager(num_blocks=17, num_host_blocks=8)
+    kv = manager(num_blocks=17, num_host_blocks=8, eviction=LeaseRule())
     kept, other = request("kept", 12), request("other", 12)
     kept.retention = 1
     for one in (kept, other):

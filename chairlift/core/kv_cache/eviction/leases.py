@@ -1,0 +1,218 @@
+"""Soft leases: an order in which leased blocks are evicted last, and no lease keeps a block from being allocated."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from chairlift.core.kv_cache.eviction.rule import EvictionRule
+from chairlift.errors import InvariantError
+
+__all__ = ["BUDGET", "Lease", "LeaseOrder"]
+
+BUDGET: Final = 0.5
+"""Largest part of a pool that unused blocks with a lease may take."""
+
+
+class Lease(NamedTuple):
+    """A lease. The greater of two leases of a block holds."""
+
+    level: int
+    """Leases of a lower level are evicted first."""
+    until: float = math.inf
+    """Time at which the lease ends, in seconds on the engine's clock."""
+    tenant: str = ""
+    """Tenant whose part of the budget the block takes."""
+    turn: int = 0
+    """Number of the turn that got the lease; 0 if no turn did."""
+
+
+_Queue = tuple[int, float]
+"""(level, end) of the leases whose blocks are in one queue."""
+
+
+class LeaseOrder:
+    """Blocks whose lease has ended are evicted first, then ordinary blocks, then leased ones: the lowest level first,
+    then the lease that ends first. Within each part the order is that in which the blocks were released. A request
+    releases its last block first, so a block is evicted before the blocks that it follows.
+
+    Times are compared when a block is needed. At most :data:`BUDGET` of the pool is leased and unused. When it is more,
+    the tenant with most leased blocks for its weight loses the lease of the block that it released first. So a tenant
+    within its weight's share of the budget loses nothing to others.
+    """
+
+    def __init__(self, capacity: int, rule: EvictionRule) -> None:
+        self._rule = rule
+        self._limit = int(capacity * BUDGET)
+        self._expired: OrderedDict[int, None] = OrderedDict()
+        self._ordinary: OrderedDict[int, None] = OrderedDict()
+        self._leases: dict[int, Lease] = {}
+        """Block, used or unused -> its lease."""
+        self._queues: dict[_Queue, OrderedDict[int, None]] = {}
+        self._ends: list[tuple[float, int]] = []
+        """Heap of (end, level) of the queues whose leases end. Queues that are gone are skipped."""
+        self._held: dict[str, OrderedDict[int, None]] = {}
+        """Tenant -> its leased blocks, in the order in which they were released."""
+        self._num_leased = 0
+        self._since: dict[int, float] = {}
+        """Unused block -> time at which it was released."""
+        self.evicted_at = -math.inf
+        """Time of the newest eviction of an ordinary block."""
+        self.lifetime = math.inf
+        """Seconds for which the ordinary block that was evicted last had not been used."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._expired
+        yield from self._ordinary
+        for queue in self._queues.values():
+            yield from queue
+
+    @property
+    def num_leased(self) -> int:
+        """Number of unused blocks with a lease. Those whose lease has ended are counted until a block is needed."""
+        return self._num_leased
+
+    @property
+    def num_ordinary(self) -> int:
+        """Number of unused blocks without a lease."""
+        return len(self._ordinary) + len(self._expired)
+
+    def is_old(self, block: int) -> bool:
+        """Whether a block is unused, has no lease, and has been unused for at least half as long as the ordinary block
+        that was evicted last."""
+        return block in self._ordinary and self._rule.now - self._since[block] >= self.lifetime / 2
+
+    def held_by(self) -> dict[str, int]:
+        """Tenant -> number of its unused blocks with a lease."""
+        return {tenant: len(blocks) for tenant, blocks in self._held.items()}
+
+    def lease(self, block: int, lease: Lease) -> None:
+        """Give a block a lease, unless it has one that is greater. Of several unused blocks, the first one that gets
+        its lease is evicted first, and is the first to lose it."""
+        before = self._leases.get(block)
+        if before is not None and before[:2] >= lease[:2] and before.until > self._rule.now:
+            if block in self._held.get(before.tenant, ()):
+                self._held[before.tenant].move_to_end(block)
+                self._queues[before[:2]].move_to_end(block)
+            return
+        is_unused = self._withdraw(block)
+        self._leases[block] = lease
+        if is_unused:
+            self._add(block)
+
+    def end(self, block: int, turn: int) -> None:
+        """End the lease of a block, if it is that of this turn. If no request uses the block, it is evicted before
+        ordinary ones."""
+        lease = self._leases.get(block)
+        if lease is not None and lease.turn == turn:
+            if self._withdraw(block):
+                self._expired[block] = None
+            del self._leases[block]
+
+    def add(self, block: int) -> None:
+        self._since[block] = self._rule.now
+        self._add(block)
+
+    def _add(self, block: int) -> None:
+        """Put a block at the end of the queue of its lease."""
+        lease = self._leases.get(block)
+        if lease is None or lease.until <= self._rule.now:
+            self._leases.pop(block, None)
+            self._ordinary[block] = None
+            return
+        self._expire()
+        name = lease[:2]
+        queue = self._queues.get(name)
+        if queue is None:
+            queue = self._queues[name] = OrderedDict()
+            if lease.until < math.inf:
+                heapq.heappush(self._ends, (lease.until, lease.level))
+        queue[block] = None
+        self._held.setdefault(lease.tenant, OrderedDict())[block] = None
+        self._num_leased += 1
+        if self._num_leased > self._limit:
+            self._shorten()
+
+    def remove(self, block: int) -> None:
+        del self._since[block]
+        self._withdraw(block)
+
+    def forget(self, block: int) -> None:
+        self._leases.pop(block, None)
+
+    def pop(self) -> int:
+        self._expire()
+        if self._expired:
+            block, _ = self._expired.popitem(last=False)
+        elif self._ordinary:
+            block, _ = self._ordinary.popitem(last=False)
+            self.evicted_at = self._rule.now
+            self.lifetime = self.evicted_at - self._since[block]
+        else:
+            block = next(iter(self._queues[min(self._queues)]))
+            self._withdraw(block)
+            del self._leases[block]
+        del self._since[block]
+        return block
+
+    def _withdraw(self, block: int) -> bool:
+        """Remove a block from the queue that has it. Returns whether there was one: the block is unused."""
+        for part in (self._ordinary, self._expired):
+            if block in part:
+                del part[block]
+                return True
+        lease = self._leases.get(block)
+        queue = None if lease is None else self._queues.get(lease[:2])
+        if lease is None or queue is None or block not in queue:
+            return False
+        del queue[block]
+        if not queue:
+            del self._queues[lease[:2]]
+        held = self._held[lease.tenant]
+        del held[block]
+        if not held:
+            del self._held[lease.tenant]
+        self._num_leased -= 1
+        return True
+
+    def _expire(self) -> None:
+        """Let the leases end whose time has come."""
+        now = self._rule.now
+        while self._ends and self._ends[0][0] <= now:
+            until, level = heapq.heappop(self._ends)
+            for block in list(self._queues.get((level, until), ())):
+                self._withdraw(block)
+                del self._leases[block]
+                self._expired[block] = None
+
+    def _shorten(self) -> None:
+        """End the oldest lease of the tenant with most leased blocks for its weight. Its block becomes ordinary."""
+        weights = self._rule.prices.tenant_weights
+        tenant = max(self._held, key=lambda name: len(self._held[name]) / weights.get(name, 1.0))
+        block = next(iter(self._held[tenant]))
+        self._withdraw(block)
+        del self._leases[block]
+        self._ordinary[block] = None
+
+    def check_invariants(self) -> None:
+        leased = [block for queue in self._queues.values() for block in queue]
+        held = {block: tenant for tenant, blocks in self._held.items() for block in blocks}
+        if len(leased) != self._num_leased or len(leased) > self._limit:
+            count = f"{self._num_leased} are counted, and {self._limit} may be"
+            raise InvariantError(f"{len(leased)} unused blocks are leased, {count}")
+        if self._since.keys() != set(self):
+            raise InvariantError("the times of release are not those of the unused blocks")
+        if sorted(leased) != sorted(held):
+            raise InvariantError("the leased blocks are not those that the tenants hold")
+        for name, queue in self._queues.items():
+            if not queue or (name[1] < math.inf and name[::-1] not in self._ends):
+                raise InvariantError(f"the queue {name} of leased blocks is empty, or is never looked at")
+            for block in queue:
+                lease = self._leases.get(block)
+                if lease is None or lease[:2] != name or held[block] != lease.tenant:
+                    raise InvariantError(f"block {block} is filed under a lease that it does not have")
+        if plain := [block for block in (*self._ordinary, *self._expired) if block in self._leases]:
+            raise InvariantError(f"blocks {plain} have a lease and are evicted as if they had none")

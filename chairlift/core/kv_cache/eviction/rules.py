@@ -1,0 +1,25 @@
+"""Makes the rule of eviction from its name."""
+
+from __future__ import annotations
+
+from typing import Final, cast
+
+from chairlift.base.plugins import load_plugin
+from chairlift.core.kv_cache.eviction.lease import LeaseRule
+from chairlift.core.kv_cache.eviction.lru import LRU
+from chairlift.core.kv_cache.eviction.rule import EvictionRule
+from chairlift.core.kv_cache.eviction.tlru import TLRU
+
+__all__ = ["eviction_from_name"]
+
+_RULES: Final = {rule.name: rule for rule in (LRU, TLRU, LeaseRule)}
+
+
+def eviction_from_name(name: str) -> EvictionRule:
+    """A new rule: ``lru``, ``tlru``, ``lease`` or ``module:Class``. Raises ConfigError for a custom class that cannot
+    be used."""
+    if name in _RULES:
+        return _RULES[name]()
+    members = [member for member in dir(LRU()) if not member.startswith("_")]
+    base = "chairlift.core.kv_cache.eviction.lru.LRU"
+    return cast(EvictionRule, load_plugin("cache_eviction", name, lambda owner: owner(), members, base))

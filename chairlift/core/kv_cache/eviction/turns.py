@@ -1,0 +1,130 @@
+"""The turns of conversations that have ended last, and where their blocks are in the prefix cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from chairlift.core.kv_cache.prefix_node import PrefixNode
+from chairlift.core.request import Request
+
+__all__ = ["Turn", "Turns", "path_of"]
+
+_MOST_TURNS: Final = 4096
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Turn:
+    """A request that has ended. The conversation may go on with a prompt that begins like its prompt and answer."""
+
+    number: int
+    """Number of the turn in the order in which turns ended, from 1."""
+    request_id: str
+    tenant: str
+    node: PrefixNode
+    """Node of its last full block."""
+    num_prompt_tokens: int
+    num_tokens: int
+    """Number of tokens of prompt and answer."""
+    ended_at: float
+    tools: tuple[str, ...] = ()
+    """Names of the tools that it called. Empty: it is not known to have called any."""
+    until: float = 0.0
+    """End of its lease; 0 without one."""
+    next_id: str = ""
+    """Id of the request that continues the conversation; empty until it arrives."""
+    keys: tuple[bytes, ...] = ()
+    """Keys of its last full block and of the last full block of its prompt, while it is found by them."""
+
+
+class Turns:
+    """The newest turns. Those that called tools are found by what the next prompt begins with: the prompt and the
+    answer, or at least the prompt, because some chat templates leave out the reasoning of earlier answers."""
+
+    def __init__(self) -> None:
+        self._turns: OrderedDict[str, Turn] = OrderedDict()
+        self._paused: dict[bytes, Turn] = {}
+        """Key of a block -> the newest turn that called tools and has this key."""
+        self._continued: dict[str, Turn] = {}
+        """Id of a request that continues a conversation and has not joined -> the turn before it."""
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    @property
+    def paused(self) -> list[Turn]:
+        """The turns that called tools and whose next turn has not joined."""
+        return [turn for turn in self._turns.values() if turn.tools]
+
+    def add(self, request: Request, now: float) -> None:
+        """Note that a turn has ended. Turns without a full block are not kept."""
+        name, node = request.request_id, request.last_node
+        if node is None or node.parent is None:
+            return
+        self._count += 1
+        if (older := self._turns.get(name)) is not None:
+            self._remove(older)
+        lengths = request.num_prompt_tokens, len(request.token_ids)
+        self._turns[name] = Turn(self._count, name, request.service.tenant, node, *lengths, now)
+        if len(self._turns) > _MOST_TURNS:
+            self._remove(next(iter(self._turns.values())))
+
+    def pause(self, request_id: str, tools: Iterable[str], block_size: int) -> Turn | None:
+        """Note that a turn called tools. Returns the turn; None if it is not known, or if this is known already."""
+        turn = self._turns.get(request_id)
+        if turn is None or turn.tools:
+            return None
+        turn.tools = tuple(tools)
+        last = turn.num_prompt_tokens // block_size - 1
+        prompt = [node.key for index, node in path_of(turn.node) if index == last]
+        turn.keys = turn.node.key, *prompt
+        for key in turn.keys:
+            self._paused[key] = turn
+        return turn
+
+    def arrived(self, request: Request, keys: Iterable[bytes]) -> Turn | None:
+        """The turn that a request continues, if it is the first one to do so. ``keys`` are those of the full blocks of
+        its prompt. They are not read while no turn has called tools. A prompt that is not longer is no next turn, but
+        the same one again."""
+        found = None
+        if self._paused:
+            for key in keys:
+                turn = self._paused.get(key)
+                if turn is not None and _continues(request, turn):
+                    found = turn
+        if found is not None:
+            found.next_id = request.request_id
+            self._continued[request.request_id] = found
+        return found
+
+    def joined(self, request_id: str) -> Turn | None:
+        """The turn that a request continues, which is forgotten."""
+        turn = self._continued.get(request_id)
+        if turn is not None:
+            self._remove(turn)
+        return turn
+
+    def _remove(self, turn: Turn) -> None:
+        del self._turns[turn.request_id]
+        for key in turn.keys:
+            if self._paused.get(key) is turn:
+                del self._paused[key]
+        self._continued.pop(turn.next_id, None)
+
+
+def _continues(request: Request, turn: Turn) -> bool:
+    own = turn.tenant == request.service.tenant and not turn.next_id
+    return own and request.num_prompt_tokens > turn.num_prompt_tokens
+
+
+def path_of(node: PrefixNode | None) -> Iterator[tuple[int, PrefixNode]]:
+    """(index of the block, node), from ``node`` up to the first block."""
+    nodes: list[PrefixNode] = []
+    while node is not None and node.parent is not None:
+        nodes.append(node)
+        node = node.parent
+    for above, each in enumerate(nodes):
+        yield len(nodes) - 1 - above, each
