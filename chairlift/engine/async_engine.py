@@ -73,6 +73,9 @@ Connect = Callable[["AsyncEngine"], RemoteCore]
 
 _CUT_OFF: Final = "the operator of the server has ended the request"
 _FIRST_PAUSE = 0.2
+_MAX_TOOLS: Final = 16
+"""Number of called tools, and the length of their names in the next line, that the core is told about."""
+_MAX_NAME: Final = 64
 _LONGEST_PAUSE = 30.0
 _SETTLED_SECONDS: Final = 60.0
 """If the engine process ran at least this many seconds before it died, the next pause before a restart is the shortest
@@ -426,6 +429,13 @@ class AsyncEngine:
         stream.settle()
         if self._outputs is not None and self._client is not None and request_id in self._outputs:
             self._client.abort(self._outputs.remove(request_id, now, died=isinstance(error, EngineDeadError)))
+
+    def paused(self, request_id: str, tools: Sequence[str]) -> None:
+        """Note that the only answer of a request that has ended calls these tools. Its KV may be kept until they have
+        run; see :mod:`chairlift.core.kv_cache.eviction.lease`."""
+        if self._client is not None:
+            names = [name[:_MAX_NAME] for name in tools[:_MAX_TOOLS]]
+            self._client.paused(request_id, names)
 
     def _cut_off(self, streams: Sequence[OutputStream]) -> None:
         """End requests with the finish reason ABORT. Their readers get the tokens that have arrived."""

@@ -112,6 +112,9 @@ class InProcess(ProcessCore):
     def stop(self, sequence_ids: Sequence[str]) -> None:
         self._left += self.core.stop(sequence_ids)
 
+    def paused(self, sequence_id: str, tools: Sequence[str]) -> None:
+        self.core.paused(sequence_id, tools)
+
     def move(self, order: MoveOrder) -> None:
         message = decode(encode(Move.of(order))[4:])
         assert isinstance(message, Move)

@@ -297,6 +297,11 @@ class FakeEngine:
         """Service class -> expected wait in seconds; 0 for classes that are not listed."""
         self.queued: list[tuple[FakeStream, Place]] = []
         self.events = Events("began", "ended", "steps")
+        self.pauses: list[tuple[str, list[str]]] = []
+        """(id of a request, names of the tools that its output calls), in order."""
+
+    def paused(self, request_id: str, tools: Sequence[str]) -> None:
+        self.pauses.append((request_id, list(tools)))
 
     @property
     def num_requests(self) -> int:

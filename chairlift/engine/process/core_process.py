@@ -37,6 +37,7 @@ from chairlift.engine.process.messages import (
     Message,
     Move,
     NotLoaded,
+    Paused,
     Ready,
     Refused,
     Step,
@@ -259,6 +260,8 @@ class CoreProcess:
             end = self._core.stop if message.stopped else self._core.abort
             finished = end(message.sequence_ids)
             self._deliver(CoreOutputs(finished=finished))
+        elif isinstance(message, Paused):
+            self._core.paused(message.sequence_id, message.tools)
         elif isinstance(message, Move):
             self._move(message)
         elif isinstance(message, Watch):

@@ -41,6 +41,7 @@ __all__ = [
     "Message",
     "Move",
     "NotLoaded",
+    "Paused",
     "Ready",
     "Refused",
     "Start",
@@ -140,6 +141,14 @@ class Leave(msgspec.Struct, tag="leave", forbid_unknown_fields=True):
 
     sequence_ids: list[str]
     stopped: bool
+
+
+class Paused(msgspec.Struct, tag="paused", forbid_unknown_fields=True):
+    """The answer of a sequence that has ended calls tools. The caller goes on with the conversation when they have
+    run."""
+
+    sequence_id: str
+    tools: list[str]
 
 
 class Refused(msgspec.Struct, tag="refused", forbid_unknown_fields=True):
@@ -253,6 +262,7 @@ Message = (
     | Log
     | Add
     | Leave
+    | Paused
     | Refused
     | Step
     | Move

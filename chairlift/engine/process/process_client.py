@@ -40,6 +40,7 @@ from chairlift.engine.process.messages import (
     Message,
     Move,
     NotLoaded,
+    Paused,
     Ready,
     Refused,
     Start,
@@ -259,6 +260,9 @@ class ProcessClient(ProcessCore):
 
     def stop(self, sequence_ids: Sequence[str]) -> None:
         self._send(Leave(list(sequence_ids), stopped=True))
+
+    def paused(self, sequence_id: str, tools: Sequence[str]) -> None:
+        self._send(Paused(sequence_id, list(tools)))
 
     def move(self, order: MoveOrder) -> None:
         """Give an order for the move of a sequence."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from chairlift.base.sampling_params import SamplingParams
@@ -237,9 +237,18 @@ def _no_budget(why: str) -> ApiError:
 
 
 class AnswerReading:
-    """Reads one output as it grows. ``ids`` are the ids of its tool calls, in order."""
+    """Reads one output as it grows. ``ids`` are the ids of its tool calls, in order. ``called`` is called once with
+    the names of the called tools, when the output has ended with complete calls."""
 
-    def __init__(self, plan: ChatPlan, tokenizer: Tokenizer | None, skips: bool) -> None:
+    def __init__(
+        self,
+        plan: ChatPlan,
+        tokenizer: Tokenizer | None,
+        skips: bool,
+        called: Callable[[Sequence[str]], None] | None = None,
+    ) -> None:
+        self._called = called
+        self._names: list[str] = []
         self._reader = AnswerReader(
             plan.tool_format,
             plan.reasoning,
@@ -275,12 +284,15 @@ class AnswerReading:
             if isinstance(event, Broken):
                 self.broken.append(event.reason)
             elif isinstance(event, CallBegun):
+                self._names.append(event.name)
                 result.append(dataclasses.replace(event, id=self._new_id(event)))
             elif isinstance(event, Piece) and event.kind != "content" and not self._include_reasoning:
                 continue
             else:
                 self.is_cut = self.is_cut or (isinstance(event, CallEnded) and event.is_cut)
                 result.append(event)
+        if ended and self._names and not self.is_cut and self._called is not None:
+            self._called(self._names)
         return result
 
     @property

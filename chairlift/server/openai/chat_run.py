@@ -7,7 +7,8 @@ queueing and the reading of tool calls and reasoning are the same for every API.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -56,6 +57,8 @@ class ChatRun:
     texts: TokenTexts
     was_shortened: bool = False
     """Whether ``max_tokens`` was reduced because prompt and output together would exceed the model's maximum length."""
+    called: Callable[[Sequence[str]], None] | None = None
+    """Function that tells the engine which tools the output calls; None with several outputs."""
 
     def head(self, prefix: str) -> dict[str, Any]:
         """Fields with which the responses and chunks of a chat completion begin."""
@@ -63,7 +66,7 @@ class ChatRun:
 
     def reading(self) -> AnswerReading:
         """A new reader of tool calls and reasoning, for one of the outputs."""
-        return AnswerReading(self.plan, self.texts.tokenizer, self.params.skip_special_tokens)
+        return AnswerReading(self.plan, self.texts.tokenizer, self.params.skip_special_tokens, self.called)
 
 
 async def begin_chat(
@@ -120,7 +123,8 @@ async def begin_chat(
     whose: dict[str, Any] = {"caller": caller, "adapter": adapter_named(state, model), "images": images}
     streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), **whose)
     texts = TokenTexts(state.engine.prompts.tokenizer, bool(chat.return_tokens_as_token_ids))
-    return ChatRun(chat, model, info, plan, params, prompt, streams, texts, shortened)
+    called = functools.partial(state.engine.paused, streams[0].request_id) if params.n == 1 else None
+    return ChatRun(chat, model, info, plan, params, prompt, streams, texts, shortened, called)
 
 
 def _without_bos(state: ServerState, prompt: list[int]) -> list[int]:

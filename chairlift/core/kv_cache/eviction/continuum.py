@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from chairlift.core.kv_cache.eviction.lease import LeaseRule
-from chairlift.core.kv_cache.eviction.turns import Turn
+from chairlift.core.kv_cache.eviction.turns import EndedTurn
 
 __all__ = ["Continuum"]
 
@@ -21,6 +21,6 @@ class Continuum(LeaseRule):
 
     name = "continuum"
 
-    def hold(self, turn: Turn) -> float:
+    def hold(self, turn: EndedTurn) -> float:
         gaps = self.gaps.of(turn.tenant, turn.tools)
         return _SECONDS if not gaps or sum(gaps) / len(gaps) <= _SECONDS else 0.0

@@ -13,7 +13,7 @@ from typing import Final
 from chairlift.core.kv_cache.eviction.gaps import Gaps, best_hold
 from chairlift.core.kv_cache.eviction.leases import Lease, LeaseOrder
 from chairlift.core.kv_cache.eviction.lru import LRU
-from chairlift.core.kv_cache.eviction.turns import Turn, Turns, path_of
+from chairlift.core.kv_cache.eviction.turns import EndedTurn, EndedTurns, path_of
 from chairlift.core.kv_cache.prefix_node import PrefixNode
 from chairlift.core.request import Request
 
@@ -44,7 +44,7 @@ class LeaseRule(LRU):
         super().__init__()
         self.orders: list[LeaseOrder] = []
         self.gaps = Gaps()
-        self.turns = Turns()
+        self.turns = EndedTurns()
         self._saved = 0.0
         """Seconds that hits saved in blocks that were soon to be evicted. Older hits count less."""
         self._saved_at = -math.inf
@@ -99,12 +99,12 @@ class LeaseRule(LRU):
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
-    def hold(self, turn: Turn) -> float:
+    def hold(self, turn: EndedTurn) -> float:
         """Seconds from the end of a turn that called tools until its lease ends; 0 for no lease."""
         num_blocks = turn.num_tokens // self.prices.block_size
         return best_hold(self.gaps.of(turn.tenant, turn.tools), self.saving(turn), self.price() * num_blocks)
 
-    def saving(self, turn: Turn) -> float:
+    def saving(self, turn: EndedTurn) -> float:
         """Seconds that the next turn saves if all blocks of this turn are still there: the time to compute or to load
         them, whichever is shorter."""
         compute = self.prices.compute_seconds
@@ -137,7 +137,7 @@ class LeaseRule(LRU):
             self._saved = self._saved * math.exp(-passed / _MEMORY_SECONDS) + seconds
             self._saved_at = self.now
 
-    def _lease(self, turn: Turn, until: float) -> None:
+    def _lease(self, turn: EndedTurn, until: float) -> None:
         """Give the blocks of a turn that its next turn needs a lease, the last block first."""
         turn.until = until
         lease = Lease(_PAUSE_LEVEL, until, turn.tenant, turn.number)
@@ -146,7 +146,7 @@ class LeaseRule(LRU):
                 if block is not None and self.prices.is_needed(group, index, turn.num_tokens):
                     self.orders[group].lease(block, lease)
 
-    def _release_branch(self, turn: Turn, kept: set[int]) -> None:
+    def _release_branch(self, turn: EndedTurn, kept: set[int]) -> None:
         """End the lease of the blocks that the next turn does not have, up to the first one that others continue."""
         for _, node in path_of(turn.node):
             if id(node) in kept or node.num_children > (node is not turn.node):

@@ -10,13 +10,13 @@ from typing import Final
 from chairlift.core.kv_cache.prefix_node import PrefixNode
 from chairlift.core.request import Request
 
-__all__ = ["Turn", "Turns", "path_of"]
+__all__ = ["EndedTurn", "EndedTurns", "path_of"]
 
 _MOST_TURNS: Final = 4096
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Turn:
+class EndedTurn:
     """A request that has ended. The conversation may go on with a prompt that begins like its prompt and answer."""
 
     number: int
@@ -39,15 +39,15 @@ class Turn:
     """Keys of its last full block and of the last full block of its prompt, while it is found by them."""
 
 
-class Turns:
+class EndedTurns:
     """The newest turns. Those that called tools are found by what the next prompt begins with: the prompt and the
     answer, or at least the prompt, because some chat templates leave out the reasoning of earlier answers."""
 
     def __init__(self) -> None:
-        self._turns: OrderedDict[str, Turn] = OrderedDict()
-        self._paused: dict[bytes, Turn] = {}
+        self._turns: OrderedDict[str, EndedTurn] = OrderedDict()
+        self._paused: dict[bytes, EndedTurn] = {}
         """Key of a block -> the newest turn that called tools and has this key."""
-        self._continued: dict[str, Turn] = {}
+        self._continued: dict[str, EndedTurn] = {}
         """Id of a request that continues a conversation and has not joined -> the turn before it."""
         self._count = 0
 
@@ -55,12 +55,12 @@ class Turns:
         return len(self._turns)
 
     @property
-    def paused(self) -> list[Turn]:
+    def paused(self) -> list[EndedTurn]:
         """The turns that called tools and whose next turn has not joined."""
         return [turn for turn in self._turns.values() if turn.tools]
 
     def add(self, request: Request, now: float) -> None:
-        """Note that a turn has ended. Turns without a full block are not kept."""
+        """Note that a turn has ended. EndedTurns without a full block are not kept."""
         name, node = request.request_id, request.last_node
         if node is None or node.parent is None:
             return
@@ -68,11 +68,11 @@ class Turns:
         if (older := self._turns.get(name)) is not None:
             self._remove(older)
         lengths = request.num_prompt_tokens, len(request.token_ids)
-        self._turns[name] = Turn(self._count, name, request.service.tenant, node, *lengths, now)
+        self._turns[name] = EndedTurn(self._count, name, request.service.tenant, node, *lengths, now)
         if len(self._turns) > _MOST_TURNS:
             self._remove(next(iter(self._turns.values())))
 
-    def pause(self, request_id: str, tools: Iterable[str], block_size: int) -> Turn | None:
+    def pause(self, request_id: str, tools: Iterable[str], block_size: int) -> EndedTurn | None:
         """Note that a turn called tools. Returns the turn; None if it is not known, or if this is known already."""
         turn = self._turns.get(request_id)
         if turn is None or turn.tools:
@@ -85,7 +85,7 @@ class Turns:
             self._paused[key] = turn
         return turn
 
-    def arrived(self, request: Request, keys: Iterable[bytes]) -> Turn | None:
+    def arrived(self, request: Request, keys: Iterable[bytes]) -> EndedTurn | None:
         """The turn that a request continues, if it is the first one to do so. ``keys`` are those of the full blocks of
         its prompt. They are not read while no turn has called tools. A prompt that is not longer is no next turn, but
         the same one again."""
@@ -100,14 +100,14 @@ class Turns:
             self._continued[request.request_id] = found
         return found
 
-    def joined(self, request_id: str) -> Turn | None:
+    def joined(self, request_id: str) -> EndedTurn | None:
         """The turn that a request continues, which is forgotten."""
         turn = self._continued.get(request_id)
         if turn is not None:
             self._remove(turn)
         return turn
 
-    def _remove(self, turn: Turn) -> None:
+    def _remove(self, turn: EndedTurn) -> None:
         del self._turns[turn.request_id]
         for key in turn.keys:
             if self._paused.get(key) is turn:
@@ -115,7 +115,7 @@ class Turns:
         self._continued.pop(turn.next_id, None)
 
 
-def _continues(request: Request, turn: Turn) -> bool:
+def _continues(request: Request, turn: EndedTurn) -> bool:
     own = turn.tenant == request.service.tenant and not turn.next_id
     return own and request.num_prompt_tokens > turn.num_prompt_tokens
 
