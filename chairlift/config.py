@@ -30,6 +30,7 @@ from chairlift.text.tool_calls.formats import NONE, REASONING_FORMATS, TOOL_FORM
 
 __all__ = [
     "BUNDLED_MODEL",
+    "CLOSED_BATCHING",
     "CPU_CACHE_SHARE",
     "ONE_STATE",
     "CacheConfig",
@@ -53,6 +54,8 @@ CPU_CACHE_SHARE: Final = 0.4
 BUNDLED_MODEL = "bundled"
 """Name of the small model that comes with the package."""
 
+CLOSED_BATCHING = ("static", "dynamic")
+"""Values of ``batching`` with which requests join an empty batch only."""
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "runner": ("auto", "generate", "pooling"),
@@ -66,10 +69,8 @@ _CHOICES = {
     "kv_cache_dtype": ("auto", "int8"),
     "kv_store_mode": ("rw", "ro"),
     "preset": tuple(PRESETS),
-    "batching": ("continuous", "static", "dynamic"),
     "late_requests": ("downgrade", "drop"),
     "preemption_mode": ("auto", "recompute", "swap", "none"),
-    "prefill_mode": ("mixed", "prefill_first", "decode_first", "separate", "auto"),
     "metrics_prefix": ("chairlift", "vllm"),
     "routing": ("rr", "p2c", "least", "prefix", "forecast"),
     "log_format": ("text", "json"),
@@ -78,6 +79,8 @@ _EXTENSIBLE = {
     "model_impl": (("auto", "native", "transformers"), "module:FAMILY"),
     "scheduling_policy": (("fcfs", "priority"), "module:Class"),
     "cache_eviction": (("lease", "lru", "tlru"), "module:Class"),
+    "batching": (("continuous", *CLOSED_BATCHING), "module:Class"),
+    "prefill_mode": (("mixed", "prefill_first", "decode_first", "separate", "auto"), "module:Class"),
     "governor": (("off", "rules"), "module:Class"),
     "tool_call_parser": (("auto", *TOOL_FORMATS, NONE), "module:FORMAT"),
     "reasoning_parser": (("auto", *REASONING_FORMATS, NONE), "module:FORMAT"),
@@ -375,13 +378,14 @@ class SchedulerConfig:
     drop."""
     prefill_mode: str = "mixed"
     """Contents of a step: mixed (decodes, then prompts with the rest of the budget), prefill_first, decode_first,
-    separate (only prompts or only decodes), or auto (mixed, prefill_first or separate, by predicted step time)."""
+    separate (only prompts or only decodes), auto (mixed, prefill_first or separate, by predicted step time), or
+    module:Class, a custom mode."""
     preemption_mode: str = "auto"
     """How a running request is preempted: recompute, swap (its KV is saved in host memory), auto (the cheaper of both),
     or none (a request is admitted only if there is room for its longest possible answer)."""
     batching: str = "continuous"
     """continuous (a new batch in every step), or a baseline: static (requests of a batch end together), or dynamic
-    (batches start as static ones do, and requests end one by one)."""
+    (batches start as static ones do, and requests end one by one); or module:Class, a custom rule."""
     batch_wait_ms: float = 0.0
     """Milliseconds that a static or dynamic batch waits for more requests before it starts."""
     preferred_batch_sizes: str = ""
@@ -451,7 +455,7 @@ class SchedulerConfig:
     @property
     def open_policy_share(self) -> float:
         """``policy_share``, or 1 for static and dynamic batches, which are filled in the policy's order only."""
-        return self.policy_share if self.batching == "continuous" else 1.0
+        return 1.0 if self.batching in CLOSED_BATCHING else self.policy_share
 
     @property
     def promises(self) -> dict[str, ServiceClass] | None:

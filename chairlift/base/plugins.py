@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from chairlift.errors import ConfigError
 
-__all__ = ["is_plugin", "load_plugin", "load_value"]
+__all__ = ["is_plugin", "load_named", "load_plugin", "load_value"]
 
 Kind = TypeVar("Kind")
 
@@ -30,6 +30,11 @@ def load_plugin(setting: str, path: str, make: Callable[[Any], Any], members: Se
     if missing:
         raise ConfigError(f"{setting} {path!r} has no {', '.join(missing)}; start from {example}")
     return plugin
+
+
+def load_named(setting: str, path: str) -> Any:
+    """Import what ``module:NAME`` names, whatever it is. Raises ConfigError if this fails."""
+    return _made(setting, path, lambda found: found)
 
 
 def load_value(setting: str, path: str, kind: type[Kind], example: str) -> Kind:

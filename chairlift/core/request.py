@@ -63,6 +63,12 @@ class Service:
     retention: int = 0
     """Rank of the request's blocks in the prefix cache after the request has left the batch: 0, 1 or 2. Blocks of a
     higher rank are evicted later."""
+    session: str = ""
+    """Name of the conversation or program that the request is a turn of. Only policies read it and the next two."""
+    tool: str = ""
+    """Name of the tool that the client calls after the answer; empty if it calls none, or if this is unknown."""
+    predicted_tokens: int | None = None
+    """Predicted number of tokens of the answer; None without a prediction."""
 
     @property
     def has_deadline(self) -> bool:

@@ -38,6 +38,7 @@ _HELD_UP_BY: Final = (
     "image",
     "prefix",
     "kv_load",
+    "policy",
 )
 _WAITS: Final = ("waiting_step", *(f"waiting_{what}" for what in _HELD_UP_BY[1:]))
 _RUNS: Final = ("decode", "stretched", "host")

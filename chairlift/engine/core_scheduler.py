@@ -18,6 +18,7 @@ from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.spec_decode.adaptive import speculator_from_config
 from chairlift.engine.estimates import estimator_from
 from chairlift.engine.preparers import Preparers
+from chairlift.errors import ConfigError
 from chairlift.executor.executor import Executor
 
 __all__ = ["scheduler_from_config"]
@@ -46,13 +47,19 @@ def scheduler_from_config(
     """The scheduler for these settings. ``policy`` replaces the one from the settings. Raises ConfigError."""
     grammars = preparers.grammars
     grammars.made_ahead = any(group.state_span is not None for group in executor.cache_groups)
+    policy = policy or policy_from_config(config, estimator_from(costs, answer_lengths, kv))
+    if getattr(policy, "operators", 0) and not getattr(executor, "ends_between_operators", False):
+        raise ConfigError(
+            f"scheduling_policy {policy.name} ends steps between operators, which only a simulated machine does; use"
+            " chairlift sim, or another policy"
+        )
     drafting = executor.num_lookahead_steps, grammars, getattr(executor, "drafter", None)
     return Scheduler(
         kv,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
-        policy=policy or policy_from_config(config, estimator_from(costs, answer_lengths, kv)),
+        policy=policy,
         prefill_mode=prefill_mode_from_name(config.prefill_mode, costs, config.max_num_batched_tokens),
         membership=membership_from_name(config.batching, config.batch_wait_ms, config.batch_sizes),
         watermark=config.admission_watermark,
@@ -61,6 +68,7 @@ def scheduler_from_config(
         max_preemptions=_MAX_PREEMPTIONS,
         preemption=PreemptionMode(config.preemption_mode, costs),
         costs=costs,
+        answer_lengths=answer_lengths,
         policy_share=config.policy_share,
         drop_late=config.late_requests == "drop",
         speculator=speculator_from_config(config, costs, *drafting),

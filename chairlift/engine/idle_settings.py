@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from chairlift.config import BUNDLED_MODEL, EngineConfig
+from chairlift.config import BUNDLED_MODEL, CLOSED_BATCHING, EngineConfig
 from chairlift.engine.info import EngineInfo
 
 __all__ = ["idle_settings"]
@@ -45,7 +45,7 @@ def _of_scheduling(config: EngineConfig) -> _Idle:
     return {
         "batch_wait_ms": (scheduler.batching == "continuous", "a continuous batch never waits"),
         "policy_share": (
-            scheduler.batching != "continuous",
+            scheduler.batching in CLOSED_BATCHING,
             f"a {scheduler.batching} batch is filled in the policy's order only",
         ),
         "num_lookahead_steps": (

@@ -38,6 +38,7 @@ BATCH_OUTCOMES = ("completed", "failed")
 CAUSES = (
     *("front_door", "waiting_step", "waiting_slots", "waiting_blocks", "waiting_tokens", "waiting_reservation"),
     *("waiting_batch", "waiting_grammar", "waiting_adapter", "waiting_image", "waiting_prefix", "waiting_kv_load"),
+    "waiting_policy",
     *("preempted", "prefill", "decode", "stretched", "host", "delivery"),
 )
 """Causes to which the time of a request is charged; docs/why-slow.md explains each cause."""

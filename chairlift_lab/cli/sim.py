@@ -51,7 +51,8 @@ _SEEDS: Final = """Run the engine in random worlds with faults, and check every 
 A seed determines the whole execution. A failing world is reduced to the events that the failure needs."""
 _GATE: Final = """Run your own policy in random worlds with faults, and check its results and the engine's invariants.
 
-A policy that passes is safe to use. For a failing policy, the output names the broken rule and how to repeat it."""
+A prefill mode or a batch membership can be tested as well. A class that passes is safe to use. For a failing class, the
+output names the broken rule and how to repeat it."""
 _NOT_SIMULATED: Final = {
     "model",
     "revision",
@@ -115,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     seeds.add_argument("--first", metavar="N", type=whole, default=0, help="seed of the first world (default: 0)")
     seeds.set_defaults(parser=seeds)
     gate = others.add_parser("gate", help="test your own policy in random worlds", description=_GATE)
-    gate.add_argument("policy", metavar="module:Class", help="class of the policy; it is created without arguments")
+    gate.add_argument("policy", metavar="module:Class", help="class of a policy, prefill mode or batch membership")
     gate.add_argument("--seed", dest="one_seed", metavar="N", type=whole, help="run only the world with this seed")
     gate.add_argument("--seeds", metavar="N", type=whole, default=300, help="number of worlds (default: 300)")
     gate.add_argument("--first", metavar="N", type=whole, default=0, help="seed of the first world (default: 0)")

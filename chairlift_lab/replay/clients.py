@@ -114,7 +114,7 @@ def enter(
     if collector.watch is not None:
         collector.watch(timing)
     try:
-        prepared = inputs.prepare(name, prompt, params, arrival, tenant=request.tenant)
+        prepared = _with_hints(inputs.prepare(name, prompt, params, arrival, tenant=request.tenant), request)
         add(prepared)
     except RequestError as error:
         timing.error = str(error)
@@ -134,3 +134,11 @@ def enter(
     timing.request = dataclasses.replace(timing.request, **of_class)
     collector.timings[name] = timing
     return True
+
+
+def _with_hints(prepared: PreparedRequest, request: TracedRequest) -> PreparedRequest:
+    """Add what the trace says about a request, and only policies read."""
+    hints = {name: getattr(request, name) for name in ("session", "tool", "predicted_tokens")}
+    if not any(hints.values()):
+        return prepared
+    return dataclasses.replace(prepared, service=dataclasses.replace(prepared.service, **hints))

@@ -58,6 +58,8 @@ class SimExecutor:
     With the system's clock, the executor sleeps.
     """
 
+    ends_between_operators = True
+
     def __init__(
         self,
         cost: CostModel,
@@ -75,17 +77,32 @@ class SimExecutor:
         self.block_size = block_size
         self.block_bytes = [block_size * bytes_per_token]
         self.num_lookahead_steps = 0
+        self.operators = 0
+        """Number of operators after each of which a prefill may stop, as the policy says; 0: steps end as a whole."""
+        self._prompts: dict[int, int] = {}
+        """Row -> number of known tokens of its request when it joined. Kept only with :attr:`operators`."""
         self._cost = cost
         self._clock = clock
         self._free_at = 0.0
 
     def execute(self, out: SchedulerOutput) -> SchedulerOutput:
         features = StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks, out.kind_bytes, out.shared_tokens)
-        seconds = self._cost.step_seconds(features)
+        seconds = self._by_operators(out, features) if self.operators else self._cost.step_seconds(features)
         if out.swap_out or out.swap_in:
             seconds += self._cost.copy_seconds((len(out.swap_out) + len(out.swap_in)) * self.block_bytes[0])
         self._free_at = max(self._free_at, self._clock.now()) + seconds
         return out
+
+    def _by_operators(self, out: SchedulerOutput, features: StepFeatures) -> float:
+        """Seconds of a step whose chunks are operators of a prefill: each chunk takes its part of the time of its whole
+        prompt, as if the weights were read once for all of them."""
+        self._prompts |= {row.slot: len(row.token_ids) for row in out.joined}
+        decodes = features._replace(prefill_tokens=0, prefill_context=0.0)
+        seconds = self._cost.step_seconds(decodes) if out.num_decodes else 0.0
+        for chunk in out.chunks:
+            whole = max(self._prompts[chunk.slot], chunk.end)
+            seconds += self._cost.prefill_seconds(whole) * chunk.num_tokens / whole
+        return seconds
 
     def sample(self, handle: SchedulerOutput, masks: Masks | None = None) -> _Pending:
         count = handle.num_decodes + sum(chunk.samples for chunk in handle.chunks)
@@ -233,6 +250,7 @@ def simulated_core(
     )
     preparers = Preparers(adapters=adapters)
     core = EngineCore(executor, scheduler, max_model_len=longest, cache=cache, clock=clock, preparers=preparers)
+    executor.operators = getattr(core.scheduler.policy, "operators", 0)
     return core, ModelLimits(_VOCAB_SIZE, longest, (), scheduler.promises)
 
 

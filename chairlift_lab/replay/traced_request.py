@@ -40,6 +40,10 @@ class TracedRequest:
     be missing, because a trace can begin in the middle of a chat."""
     cancel_ms: float | None = None
     """Time in ms after which the client disconnects if the answer is not complete. None: it never disconnects."""
+    tool: str = ""
+    """Name of the tool that the client calls after this turn. Empty if it calls none."""
+    predicted_tokens: int | None = None
+    """Predicted number of tokens of the answer, for policies that use predictions. None: no prediction."""
     tenant: str = ""
     priority: int = 0
     """Priority of the request. A lower number is served first."""
@@ -70,7 +74,10 @@ class TracedRequest:
         ):
             if limit is not None:
                 check_number(name, limit, (int, float), 0, 1e12)
-        for name, text in (("tenant", self.tenant), ("service_tier", self.service_tier), ("session", self.session)):
+        if self.predicted_tokens is not None:
+            check_number("predicted_tokens", self.predicted_tokens, (int,), 1, _MAX_TOKENS)
+        for name in ("tenant", "service_tier", "session", "tool"):
+            text = getattr(self, name)
             if not isinstance(text, str):
                 raise ConfigError(f"{name} must be text, got {text!r:.40}")
         if self.turn and not self.session:

@@ -1,26 +1,31 @@
 """Tests a scheduling policy in many simulated worlds: ``chairlift sim gate module:Class``.
 
 In every world, the policy must follow the rules of the :class:`~chairlift.core.scheduler.policy.Policy` protocol, and
-the engine's own checks must pass.
+the engine's own checks must pass. A prefill mode or a batch membership of your own is tested with the worlds' policies.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from chairlift.base.plugins import load_named
+from chairlift.core.scheduler.costs import Costs
+from chairlift.core.scheduler.membership import Membership, membership_from_name
 from chairlift.core.scheduler.policies import load_policy
 from chairlift.core.scheduler.policy import Policy
+from chairlift.core.scheduler.prefill_mode import prefill_mode_from_name
 from chairlift_lab.sim.minimise import minimise
 from chairlift_lab.sim.policy_watch import PROMISES, Violation
 from chairlift_lab.sim.simulator import Simulation
 from chairlift_lab.sim.world import Event, World, make_world
 
-__all__ = ["BrokenRule", "GateReport", "check_policy", "run_gate"]
+__all__ = ["BrokenRule", "GateReport", "check_class", "check_policy", "run_gate"]
 
-MakePolicy = Callable[[], Policy]
-"""Function that returns a new policy in its initial state."""
+MakePolicy = Callable[[], Policy | None]
+"""Function that returns a new policy in its initial state, or None for the policy of the world."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,10 +70,13 @@ class GateReport:
         return "\n".join(lines)
 
 
-def check_policy(make_policy: MakePolicy, seeds: Sequence[int], *, path: str = "") -> GateReport:
+def check_policy(
+    make_policy: MakePolicy, seeds: Sequence[int], *, path: str = "", settings: Mapping[str, Any] | None = None
+) -> GateReport:
     """Run the world of each seed twice, up to the first world in which a check fails.
 
-    ``make_policy`` is called once per run. ``path`` is the ``module:Class`` of the policy, shown in the replay command.
+    ``make_policy`` is called once per run; if it returns None, the policy of the world is used. ``path`` is the
+    ``module:Class`` of the policy, shown in the replay command. ``settings`` replace those of the worlds' schedulers.
     """
     name = path or f"{make_policy.__module__}:{make_policy.__qualname__}"
     checked: Counter[str] = Counter(dict.fromkeys(PROMISES, 0))
@@ -76,6 +84,7 @@ def check_policy(make_policy: MakePolicy, seeds: Sequence[int], *, path: str = "
     broken = None
     for seed in seeds:
         world = make_world(seed)
+        world = dataclasses.replace(world, scheduler={**world.scheduler, **(settings or {})})
         num_seeds += 1
         violation, steps = _run(make_policy, world, checked)
         num_steps += steps
@@ -125,11 +134,23 @@ def _reduced(make_policy: MakePolicy, world: World, violation: Violation, path: 
 
 
 def run_gate(path: str, seeds: Sequence[int]) -> int:
-    """Check the policy ``module:Class`` and print the report. Returns 0 if the policy passes, otherwise 1.
-
-    The class is called without arguments. Raises ConfigError when this fails.
-    """
-    load_policy(path)
-    report = check_policy(lambda: load_policy(path), seeds, path=path)
+    """Check the class ``module:Class`` and print the report. Returns 0 if it passes, otherwise 1. Raises ConfigError if
+    no object of the class can be made."""
+    report = check_class(path, seeds)
     print(report)
     return 0 if report.passed else 1
+
+
+def check_class(path: str, seeds: Sequence[int], settings: Mapping[str, Any] | None = None) -> GateReport:
+    """Check the policy, prefill mode or batch membership ``module:Class``. ``settings`` replace those of the worlds'
+    schedulers. Raises ConfigError if no object of the class can be made."""
+    found = load_named("scheduling_policy", path)
+    settings = dict(settings or {})
+    if isinstance(found, type) and issubclass(found, Membership):
+        membership_from_name(path)
+        return check_policy(lambda: None, seeds, path=path, settings={**settings, "batching": path})
+    if hasattr(found, "turn"):
+        prefill_mode_from_name(path, Costs([1]), 1)
+        return check_policy(lambda: None, seeds, path=path, settings={**settings, "prefill_mode": path})
+    load_policy(path)
+    return check_policy(lambda: load_policy(path), seeds, path=path, settings=settings)

@@ -8,6 +8,7 @@ from typing import Any
 
 from chairlift.core.request import Request, RequestStatus
 from chairlift.core.scheduler.policy import Policy, Resource
+from chairlift.core.scheduler.view import View
 
 __all__ = ["PROMISES", "PolicyWatch", "Violation"]
 
@@ -19,6 +20,8 @@ PROMISES = {
     "share": "share() gives each request at most once, no more than it needs, no more than the budget, and not nothing",
     "victim": "victim() is one of the candidates, or None",
     "yields": "no two running requests yield to each other",
+    "budget": "budget() is a whole number",
+    "admits": "admits() is True or False",
     "late": "late() and moved() report requests that have not ended; late() reports each at most once",
     "hooks": "queued, joined, left and forgotten follow the life of every request",
     "front": "preempted requests wait before requests of the same lane that have not started",
@@ -52,6 +55,9 @@ class PolicyWatch:
         self.checked: Counter[str] = Counter()
         self.name = policy.name
         self.preemptive = policy.preemptive
+        for hook in ("budget", "admits"):  # the scheduler asks only policies that have them
+            if hasattr(policy, hook):
+                setattr(self, hook, getattr(self, f"_{hook}"))
         self._stages: dict[str, str] = {}
         self._places: dict[str, tuple[Hashable, tuple[float, ...]]] = {}
         self._reported: set[str] = set()
@@ -115,6 +121,16 @@ class PolicyWatch:
         idle = self._idle_shares > _MAX_IDLE_SHARES
         self._expect("share", not idle, "share() gave no tokens to any request in {} steps in a row", self._idle_shares)
         return shares
+
+    def _budget(self, view: View) -> int:
+        tokens: int = self._ask("budget", view)
+        self._expect("budget", type(tokens) is int, "budget() gave {!r}, which is not a whole number", tokens)
+        return tokens
+
+    def _admits(self, request: Request, view: View) -> bool:
+        answer: bool = self._ask("admits", request, view)
+        self._expect("admits", type(answer) is bool, "admits() gave {!r}, which is not True or False", answer)
+        return answer
 
     def observe(self, running: Iterable[Request], now: float) -> None:
         self._ask("observe", running, now)

@@ -175,6 +175,8 @@ class _FaultyRows(InputBatch):
 class _WatchedExecutor(LocalExecutor):
     """A local executor that records which KV blocks the steps in flight read and write."""
 
+    ends_between_operators = True  # no times are checked, so steps that end as a whole do
+
     def __init__(self, runner: _FaultyModel, *, num_slots: int, max_model_len: int, block_size: int) -> None:
         super().__init__(runner, num_slots=num_slots, max_model_len=max_model_len, block_size=block_size)
         self._layout = CacheLayout(runner.cache_groups, block_size, max_model_len)

@@ -241,5 +241,7 @@ FIELDS: Final[dict[str, Callable[[Any], Any]]] = {
     "cancel_ms": _number,
     "session": _text,
     "turn": _count,
+    "tool": _text,
+    "predicted_tokens": _count,
 }
 """Field -> function that converts the text of a column. Raises ValueError for an invalid text."""

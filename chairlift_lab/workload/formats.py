@@ -46,6 +46,8 @@ _OWN_FIELDS: Final = {
     "cancel_ms": None,
     "session": "",
     "turn": 0,
+    "tool": "",
+    "predicted_tokens": None,
 }
 """Name of a field -> default value, for the fields that have the same name in a file and in TracedRequest."""
 _BAILIAN_BLOCK: Final = 16

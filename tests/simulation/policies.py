@@ -12,9 +12,20 @@ from typing import Any
 from chairlift.core.plugins.longest_prefix import LongestPrefixFirst
 from chairlift.core.request import Request
 from chairlift.core.scheduler.fairness import VirtualTokenCounters
+from chairlift.core.scheduler.membership import Membership
 from chairlift.core.scheduler.policy import FirstComeFirstServed, Resource
+from chairlift.core.scheduler.view import View
 
-__all__ = ["BROKEN", "EarliestDeadlineFirst", "FairShares", "SeededRandom", "ShortBeginnings", "ShortestPromptFirst"]
+__all__ = [
+    "BROKEN",
+    "EarliestDeadlineFirst",
+    "FairShares",
+    "NeverOpens",
+    "ReturnsNoTurn",
+    "SeededRandom",
+    "ShortBeginnings",
+    "ShortestPromptFirst",
+]
 
 
 class EarliestDeadlineFirst(FirstComeFirstServed):
@@ -279,6 +290,35 @@ class EatsDeadlines(FirstComeFirstServed):
         request.token_ids.append(0)
 
 
+class BudgetIsAFraction(FirstComeFirstServed):
+    def budget(self, view: View) -> Any:
+        return view.token_budget / 2
+
+
+class AdmitsANumber(FirstComeFirstServed):
+    def admits(self, request: Request, view: View) -> Any:
+        return view.free_rows
+
+
+class NeverOpens(Membership):
+    """Broken membership: no request ever joins."""
+
+    def __init__(self, batch_wait: float, preferred_sizes: tuple[int, ...]) -> None:
+        super().__init__("never", closed=False, held=False)
+
+    def opens(self, *_: Any) -> bool:
+        return False
+
+
+class ReturnsNoTurn:
+    """Broken prefill mode: its answer is no kind of step."""
+
+    name = "no turn"
+
+    def turn(self, view: View) -> Any:
+        return "never"
+
+
 BROKEN: dict[type[FirstComeFirstServed], str] = {
     OrderChanges: "order",
     OrderIsNoNumber: "order",
@@ -294,6 +334,8 @@ BROKEN: dict[type[FirstComeFirstServed], str] = {
     LateTwice: "late",
     MovesTheGone: "late",
     LateWithoutADeadline: "engine",
+    BudgetIsAFraction: "budget",
+    AdmitsANumber: "admits",
     FailsNowAndThen: "exceptions",
     FailsInTheMiddle: "exceptions",
     LetsNobodyBack: "engine",

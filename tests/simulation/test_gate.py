@@ -55,7 +55,9 @@ def test_good_policy_passes(name: str, pytestconfig: pytest.Config) -> None:
     report = check_policy(GOOD[name], range(first, first + count))
     assert report.passed, str(report)
     assert report.num_seeds == count
-    assert all(report.checked[promise] > 0 for promise in set(PROMISES) - {"late", "yields"}), report.checked
+    assert all(report.checked[promise] > 0 for promise in set(PROMISES) - {"late", "yields", "budget", "admits"}), (
+        report.checked
+    )
 
 
 @pytest.mark.nightly

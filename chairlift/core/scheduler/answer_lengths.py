@@ -42,6 +42,11 @@ class AnswerLengths:
         max_tokens = request.max_total_tokens - request.num_prompt_tokens
         return request.min_tokens >= max_tokens or self._curve(request).num_ended >= _MIN_ANSWERS
 
+    def recent(self, request: Request) -> list[int]:
+        """Lengths of the newest answers on which the estimate for this request is based, oldest first. Answers that
+        were cut off have the length at which they were."""
+        return self._curve(request).lengths
+
     def expected(self, request: Request) -> int:
         """Expected total number of tokens of the request's answer."""
         curve = self._curve(request)
@@ -74,6 +79,11 @@ class _Curve:
     @property
     def count(self) -> int:
         return len(self._recent)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of the recent answers in tokens, oldest first."""
+        return [num_tokens for num_tokens, _ in self._recent]
 
     @property
     def num_ended(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from chairlift.base.outputs import FinishReason
@@ -22,6 +22,7 @@ from chairlift.core.scheduler.policy import Policy
 from chairlift.core.scheduler.preemption import PreemptionMode, is_pinned
 from chairlift.core.scheduler.prompt_share import PromptShare
 from chairlift.core.scheduler.prompts_in_flight import PromptsInFlight
+from chairlift.core.scheduler.view import View
 
 __all__ = ["Batch"]
 
@@ -74,6 +75,10 @@ class Batch:
         self.reads_shared_once = False
         """Whether decode rows that share blocks read them together: the executor reads the K and V of a shared block
         once per step. Otherwise it reads them once per row."""
+        self.view: View = getattr(policy, "view", None) or View()
+        """What the policy sees of this batch."""
+        self.admits: Callable[[Request, View], bool] | None = getattr(policy, "admits", None)
+        """The policy's own limit of the batch; None for most policies."""
         self.requests: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.unready: dict[str, Request] = {}
@@ -130,6 +135,11 @@ class Batch:
     def free_rows(self) -> int:
         """Number of additional requests that may join now."""
         return max(0, self.running_limit - len(self.running))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether waiting requests may join the batch now, if there is room for them."""
+        return self.membership.opens(self.waiting, len(self.running), self.free_rows, self.now)
 
     @property
     def open_rows(self) -> int:
@@ -193,11 +203,11 @@ class Batch:
             self.unready[request.request_id] = request
             return
         request.is_guaranteed = self.membership.closed or is_pinned(request, self.max_preemptions)
+        if request.size == SIZE_UNKNOWN:
+            request.size = len(request.token_ids) - self.kv.arrived(request)
         if not request.is_queued:
             request.is_queued = True
             self.policy.queued(request, now)
-        if request.size == SIZE_UNKNOWN:
-            request.size = len(request.token_ids) - self.kv.arrived(request)
         self.waiting.add(request)
 
     def hold_back(self, request: Request) -> None:
@@ -233,10 +243,13 @@ class Batch:
         return self.kv.num_shared(request) if share or request.status is RequestStatus.SWAPPED else 0
 
     def refile(self, request: Request) -> None:
-        """Move a waiting request to its new position in the queue, after its sort key has changed."""
+        """Move a waiting request to its new position in the queue, after its sort key has changed. If the rank of a
+        running request has changed, compare the queue with it again."""
         if request in self.waiting:
             self.waiting.remove(request)
             self.waiting.add(request)
+        else:
+            self.waiting.num_changes += 1
 
     def shared_tokens(self, aside: Iterable[Request] = ()) -> int:
         """Number of computed positions of the running requests whose KV a step reads only for another row: the
@@ -270,11 +283,14 @@ class Batch:
         return sum([kind.num_bytes(rows, decodes) for kind in self.kinds])
 
     def obstacle(self, request: Request) -> str:
-        """Name of the kind that keeps a waiting request from the next step, whatever rows and blocks are free; empty if
-        none does."""
+        """Name of the kind that keeps a waiting request from the next step, whatever rows and blocks are free, or
+        ``policy`` if the policy does; empty if nothing does. The policy is asked only while requests run, so that it
+        cannot stop the engine."""
         for kind in request.kinds:
             if kind.obstacle(request):
                 return kind.name
+        if self.admits is not None and self.running and not self.admits(request, self.view):
+            return "policy"
         return ""
 
     def admit(self, request: Request, out: SchedulerOutput, *, reserved: bool = False) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
+from chairlift.base.plugins import is_plugin, load_plugin
 from chairlift.core.request import Request
 from chairlift.errors import ConfigError
 
@@ -38,10 +39,14 @@ class Membership:
     """Sizes at which a closed batch starts without waiting for more requests, ascending (Triton's
     preferred_batch_size)."""
 
+    def opens(self, waiting: _Waiting, num_running: int, free_slots: int, now: float) -> bool:
+        """Whether waiting requests may join a batch that is not closed, if there is room for them."""
+        return True
+
     def places(self, waiting: _Waiting, num_running: int, free_slots: int, now: float) -> int:
         """Number of waiting requests that may join in this step."""
         if not self.closed:
-            return free_slots
+            return free_slots if self.opens(waiting, num_running, free_slots, now) else 0
         if num_running or not len(waiting):
             return 0
         if now >= waiting.oldest_arrival + self.batch_wait:
@@ -84,13 +89,26 @@ class Membership:
 
 
 def membership_from_name(name: str, batch_wait_ms: float = 0.0, preferred_sizes: tuple[int, ...] = ()) -> Membership:
-    """Rules for ``continuous``, ``static`` or ``dynamic``. Raises ConfigError for any other name."""
+    """Rules for ``continuous``, ``static`` or ``dynamic``, or those of the class ``module:Class``. The class is derived
+    from :class:`Membership`, is not closed, and is created with ``batch_wait`` (seconds) and ``preferred_sizes``.
+    Raises ConfigError for any other name."""
     wait = batch_wait_ms / 1000.0
+    if is_plugin(name):
+        members = [member for member in dir(Membership) if not member.startswith("_")]
+        base = "chairlift.core.scheduler.membership.Membership"
+        made = cast(
+            Membership, load_plugin("batching", name, lambda owner: owner(wait, preferred_sizes), members, base)
+        )
+        if made.closed or made.held:
+            raise ConfigError(
+                f"batching {name!r} is closed or held, which only static and dynamic are; set both to False"
+            )
+        return made
     known = {
         "continuous": Membership("continuous", closed=False, held=False),
         "static": Membership("static", closed=True, held=True, batch_wait=wait, preferred_sizes=preferred_sizes),
         "dynamic": Membership("dynamic", closed=True, held=False, batch_wait=wait, preferred_sizes=preferred_sizes),
     }
     if name not in known:
-        raise ConfigError(f"batching must be one of {', '.join(known)}; got {name!r}")
+        raise ConfigError(f"batching must be {', '.join(known)} or module:Class; got {name!r}")
     return known[name]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+import inspect
+from typing import Any, cast
 
 from chairlift.base.plugins import load_plugin
 from chairlift.base.service_class import parse_service_classes, parse_tenant_weights
@@ -10,6 +11,7 @@ from chairlift.config import SchedulerConfig
 from chairlift.core.scheduler.deadlines import EstimateOf
 from chairlift.core.scheduler.policy import FCFS, Policy
 from chairlift.core.scheduler.precedence import Precedence
+from chairlift.core.scheduler.view import View
 
 __all__ = ["load_policy", "policy_from_config"]
 
@@ -30,8 +32,12 @@ def policy_from_config(config: SchedulerConfig, estimate: EstimateOf | None = No
 
 
 def load_policy(path: str) -> Policy:
-    """Create an object of the policy class ``module:Class``. Raises ConfigError if this fails, or if the class lacks a
-    member that policies need."""
+    """Create an object of the policy class ``module:Class``. Its constructor gets a view if it has a parameter
+    ``view``. Raises ConfigError if this fails, or if the class lacks a member that policies need."""
     members = [name for name in dir(type(FCFS)) if not name.startswith("_")]
     base = "chairlift.core.scheduler.policy.FirstComeFirstServed"
-    return cast(Policy, load_plugin("scheduling_policy", path, lambda owner: owner(), members, base))
+    return cast(Policy, load_plugin("scheduling_policy", path, _made, members, base))
+
+
+def _made(owner: Any) -> Any:
+    return owner(view=View()) if "view" in inspect.signature(owner).parameters else owner()

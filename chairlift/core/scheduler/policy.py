@@ -104,7 +104,8 @@ class Policy(Protocol):
         ...
 
     def moved(self) -> Iterable[Request]:
-        """Waiting requests whose lane or order has changed, once for every change. Called after :meth:`late`."""
+        """Waiting requests whose lane or order has changed, and running requests that others outrank from now on, once
+        for every change. Called at each step, after :meth:`late`."""
         ...
 
     def queued(self, request: Request, now: float) -> None:

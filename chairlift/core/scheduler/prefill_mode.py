@@ -5,13 +5,15 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Protocol
 
+from chairlift.base.plugins import is_plugin, load_plugin
 from chairlift.core.scheduler.costs import Costs
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
     from chairlift.core.scheduler.batch import Batch
+    from chairlift.core.scheduler.view import View
 
-__all__ = ["MIXED", "PrefillMode", "Turn", "prefill_mode_from_name"]
+__all__ = ["MIXED", "PrefillMode", "PrefillModePlugin", "Turn", "prefill_mode_from_name"]
 
 
 class Turn(enum.Enum):
@@ -133,11 +135,36 @@ _HYSTERESIS = 0.03
 _PROMPTS_DOMINATE = 32.0
 
 
+class PrefillModePlugin(Protocol):
+    """Interface of a prefill mode of your own (``--prefill-mode module:Class``), which is created without arguments."""
+
+    name: str
+
+    def turn(self, view: View) -> Turn:
+        """The kind of the next step. Called once per step."""
+        ...
+
+
+class _Plugged:
+    """A mode from outside the package."""
+
+    def __init__(self, plugin: PrefillModePlugin) -> None:
+        self._plugin = plugin
+        self.name = plugin.name
+
+    def turn(self, batch: Batch) -> Turn:
+        return Turn(self._plugin.turn(batch.view))
+
+
 def prefill_mode_from_name(name: str, costs: Costs, max_tokens: int) -> PrefillMode:
-    """A new mode. ``max_tokens`` is the token budget of a step. Raises ConfigError for an unknown name."""
+    """A new mode, also from the class ``module:Class`` (:class:`PrefillModePlugin`). ``max_tokens`` is the token budget
+    of a step. Raises ConfigError for an unknown name."""
+    if is_plugin(name):
+        base = "chairlift.core.scheduler.prefill_mode.PrefillModePlugin"
+        return _Plugged(load_plugin("prefill_mode", name, lambda owner: owner(), ("name", "turn"), base))
     if name == "auto":
         return _Auto(costs, max_tokens)
     modes: dict[str, type[PrefillMode]] = {mode.name: mode for mode in (_Mixed, _PrefillFirst, _DecodeFirst, _Separate)}
     if name not in modes:
-        raise ConfigError(f"prefill_mode must be one of {', '.join(modes)}, auto; got {name!r}")
+        raise ConfigError(f"prefill_mode must be {', '.join(modes)}, auto or module:Class; got {name!r}")
     return modes[name]()

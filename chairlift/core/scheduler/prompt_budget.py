@@ -141,7 +141,7 @@ class PromptBudget:
     def _smallest_newcomer(self, step: ScheduledStep) -> Request | None:
         """The smallest waiting request that may join and has the same :meth:`Policy.standing` as the first request in
         policy order; None if there is none."""
-        if step.out.preempted or not self.waiting or not self.batch.free_rows:
+        if step.out.preempted or not self.waiting or not self.batch.free_rows or not self.batch.is_open:
             return None
         self._look_past()
         while (found := self._smallest_to_try(step)) is not None:

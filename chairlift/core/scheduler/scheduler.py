@@ -12,7 +12,7 @@ a step reads no request, and its update only appends the tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from chairlift.base.outputs import FinishReason
 from chairlift.core.kv_cache.manager import KVCacheManager
@@ -20,6 +20,7 @@ from chairlift.core.kv_cache.tables import Admission
 from chairlift.core.request import Request, RequestStatus
 from chairlift.core.rows.kind import RowKind
 from chairlift.core.scheduler.admission import WaitingQueue
+from chairlift.core.scheduler.answer_lengths import AnswerLengths
 from chairlift.core.scheduler.batch import Batch
 from chairlift.core.scheduler.costs import Costs
 from chairlift.core.scheduler.decode_rows import DecodeRows, receivers
@@ -34,6 +35,7 @@ from chairlift.core.scheduler.prefill_mode import MIXED, PrefillMode, Turn
 from chairlift.core.scheduler.prompt_budget import PromptBudget
 from chairlift.core.scheduler.prompt_share import DEFAULT_POLICY_SHARE
 from chairlift.core.scheduler.step import ScheduledStep
+from chairlift.core.scheduler.view import View
 from chairlift.errors import PromptTooLongError, RequestError
 
 __all__ = ["Scheduler"]
@@ -65,6 +67,7 @@ class Scheduler:
         drop_late: bool = False,
         preemption: PreemptionMode = RECOMPUTE,
         costs: Costs | None = None,
+        answer_lengths: AnswerLengths | None = None,
         policy_share: float = DEFAULT_POLICY_SHARE,
         speculator: Speculator | None = None,
         guide: Guide | None = None,
@@ -102,6 +105,9 @@ class Scheduler:
         self.prefill_mode = prefill_mode
         self.drop_late = drop_late
         self.costs = costs
+        self.answer_lengths = answer_lengths
+        batch.view.attach(batch, costs, answer_lengths)
+        self._budget_of: Callable[[View], int] | None = getattr(policy, "budget", None)
         self.num_late = 0
         self.num_past_deadline = 0
         """Number of requests that were found to miss their deadline in any case."""
@@ -134,6 +140,7 @@ class Scheduler:
             drop_late=self.drop_late,
             preemption=batch.preemption if batch.preemption.never else RECOMPUTE,
             costs=self.costs,
+            answer_lengths=self.answer_lengths,
             policy_share=batch.prompt_share.fraction,
             kinds=[twin for kind in batch.kinds if (twin := kind.twin()) is not None],
             reads_shared_once=batch.reads_shared_once,
@@ -276,10 +283,12 @@ class Scheduler:
             limit = min(self.batch.paced.values()) - self.costs.host_seconds
             begin = max([request.num_computed_tokens for request in self.batch.catching_up], default=0)
             budget = self.costs.chunk_budget(self.batch.features(out.num_decodes), limit, budget, begin=begin)
+        if self._budget_of is not None and budget > 1 and (self.waiting or self.batch.catching_up):
+            budget = min(budget, max(1, self._budget_of(self.batch.view)))
         for kind in self.batch.kinds:
             kind.begin(out.num_decodes)
         ahead = self.policy.preemptive and turn is not Turn.DECODE and not self.membership.closed
-        if ahead and self.waiting and not out.preempted:
+        if ahead and self.waiting and not out.preempted and self.batch.is_open:
             self.preemptor.admit_ahead(step, budget)
         self.prompts.run(step, budget, turn)
         if turn is Turn.PREFILL and not out.chunks:  # no request could join

@@ -102,7 +102,7 @@ def test_the_watermark_holds_back_newcomers_but_not_an_empty_batch(watermark: fl
 
 
 def test_an_unknown_membership_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="continuous, static, dynamic; got 'none'"):
+    with pytest.raises(ConfigError, match="continuous, static, dynamic or module:Class; got 'none'"):
         membership_from_name("none")
 
 

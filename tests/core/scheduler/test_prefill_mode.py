@@ -29,7 +29,9 @@ def crowd(mode: str, **settings: int) -> Driver:
 
 
 def test_unknown_mode_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="mixed, prefill_first, decode_first, separate, auto; got 'best'"):
+    with pytest.raises(
+        ConfigError, match="mixed, prefill_first, decode_first, separate, auto or module:Class; got 'best'"
+    ):
         mode_named("best")
 
 

@@ -72,6 +72,8 @@ def requests(draw: st.DrawFn) -> list[TracedRequest]:
                 session=session,
                 turn=place if session else 0,
                 cancel_ms=draw(LIMITS),
+                tool=draw(st.sampled_from(["", "search"])),
+                predicted_tokens=draw(st.none() | st.integers(1, 1 << 24)),
                 tenant=draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=5)),
                 priority=draw(st.integers(-(2**31), 2**31)),
                 service_tier=draw(st.sampled_from(["", "flex"])),

@@ -8,6 +8,7 @@ const CAUSES = {  // docs/why-slow.md explains them
   waiting_blocks: "the KV cache was full", waiting_tokens: "other requests used the token budget", waiting_reservation: "free rows were reserved for another class",
   waiting_batch: "its static batch had not begun, or had not ended", waiting_grammar: "its grammar was being compiled",
   waiting_image: "its images were being encoded", waiting_prefix: "another request was computing the beginning of its prompt", waiting_kv_load: "its KV was being read from disk",
+  waiting_policy: "the scheduling policy let no further request join",
   waiting_adapter: "its adapter did not fit into the steps, or was being read",
   preempted: "it was preempted", prefill: "computing its prompt", decode: "generating its tokens",
   stretched: "work for other requests in its steps", host: "between two steps", delivery: "from its last token to the client",

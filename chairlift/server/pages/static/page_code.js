@@ -62,6 +62,7 @@ const CAUSES = {
   waiting_image: "its images were being encoded",
   waiting_prefix: "another request was computing the beginning of its prompt",
   waiting_kv_load: "its KV was being read from disk",
+  waiting_policy: "the scheduling policy let no further request join",
   waiting_adapter: "its adapter was being read, or did not fit into the steps",
   preempted: "preempted, until it was back at its position",
   prefill: "computing its prompt",
