@@ -61,22 +61,17 @@ class LongestPrefixFirst(FirstComeFirstServed):
             return 0
         newest = self._newest[begin]
         if self._common[begin][:2] != (head.request_id, newest.request_id):
-            pairs = enumerate(zip(head.token_ids, newest.token_ids, strict=False))
-            length = next((i for i, (one, other) in pairs if one != other), len(head.token_ids))
-            self._common[begin] = (head.request_id, newest.request_id, length)
+            self._common[begin] = (head.request_id, newest.request_id, _num_common(head, newest))
         return self._common[begin][2]
 
     def moved(self) -> Iterable[Request]:
-        moved = [request for request in self._moved if request.request_id in self._begins]
-        self._moved = []
+        moved, self._moved = [each for each in self._moved if each.request_id in self._begins], []
         self._lanes |= {request.request_id: self._begins[request.request_id] for request in moved}
         return moved
 
     def queued(self, request: Request, now: float) -> None:
         if request.request_id not in self._begins:
-            first = (request.cache_salt, request.adapter_id, *request.token_ids[: self.beginning_tokens])
-            is_short = len(request.token_ids) < self.beginning_tokens
-            self._begins[request.request_id] = None if is_short else hash(first)
+            self._begins[request.request_id] = _beginning(request, self.beginning_tokens)
         begin = self._begins[request.request_id]
         self._waiting[begin][request.request_id] = request
         self._open_lane(begin)
@@ -89,9 +84,8 @@ class LongestPrefixFirst(FirstComeFirstServed):
         self._open_lane(begin)
 
     def _open_lane(self, begin: Hashable) -> None:
-        if begin is None or begin in self._common or len(self._common) >= _MAX_LANES:
-            return
-        if self._running[begin] and self._waiting[begin]:
+        may_open = begin is not None and begin not in self._common and len(self._common) < _MAX_LANES
+        if may_open and self._running[begin] and self._waiting[begin]:
             self._common[begin] = ("", "", 0)
             self._moved += self._waiting[begin].values()
 
@@ -105,3 +99,15 @@ class LongestPrefixFirst(FirstComeFirstServed):
         if not self._waiting[begin] and not self._running[begin]:
             for each in (self._waiting, self._running, self._newest, self._common):
                 each.pop(begin, None)
+
+
+def _beginning(request: Request, num_tokens: int) -> Hashable:
+    """A value that requests with equal first tokens have in common; None for a shorter request."""
+    first = (request.cache_salt, request.adapter_id, *request.token_ids[:num_tokens])
+    return None if len(request.token_ids) < num_tokens else hash(first)
+
+
+def _num_common(one: Request, other: Request) -> int:
+    """Number of leading tokens of ``one`` that are equal in ``other``."""
+    pairs = enumerate(zip(one.token_ids, other.token_ids, strict=False))
+    return next((index for index, (left, right) in pairs if left != right), len(one.token_ids))
