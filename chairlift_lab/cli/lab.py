@@ -51,7 +51,7 @@ _SHOW: Final = "Print the results in a directory again, and write its page again
 _DEFAULTS: Final[dict[str, Any]] = {
     "policies": "all",
     "traces": "all",
-    "machines": "h100-sxm:llama-3.1-8b,here",
+    "machines": "l4:llama-3.1-8b,here",
     "loads": [0.8, 0.95],
     "memory": [1.0],
     "policy_share": [0.75, 1.0],
@@ -107,7 +107,7 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--machines",
         metavar="NAME,...",
         help="MACHINE:MODEL, a file with a cost model, or here, which is this machine with --model; policies are also"
-        " measured here (default: h100-sxm:llama-3.1-8b,here)",
+        " measured here (default: l4:llama-3.1-8b,here)",
     )
     what.add_argument(
         "--loads", metavar="X,...", type=_numbers, help="rates as shares of what fcfs sustains (default: 0.8,0.95)"
@@ -328,14 +328,13 @@ def _print(record: dict[str, Any], *, everything: bool = False) -> None:
 
 
 def _policies(args: argparse.Namespace) -> int:
-    from chairlift_lab.bench.report import aligned
     from chairlift_lab.laboratory.policies import known_policies
 
-    rows = [["name", "settings", "source: claim"]]
     for policy in known_policies().values():
-        settings = " ".join(f"{name}={value}" for name, value in policy.settings.items())
-        rows.append([policy.name, settings, f"{policy.source}: {policy.claim}" if policy.claim else policy.source])
-    print("\n".join(aligned(rows)))
+        print(f"{policy.name}: {policy.source}")
+        print(f"    {' '.join(f'{name}={value}' for name, value in policy.settings.items())}")
+        if policy.claim:
+            print(f"    claim: {policy.claim}")
     return 0
 
 

@@ -16,8 +16,7 @@ from chairlift_lab.laboratory.figures import CellFigures, MeasuredWindow, figure
 from chairlift_lab.laboratory.knots import TraceKnots
 from chairlift_lab.laboratory.targets import STRICT, LabTargets, targets_of
 from chairlift_lab.replay.machines import Deployment
-from chairlift_lab.replay.replay import RequestTiming, replay, serve_trace, simulated_core
-from chairlift_lab.replay.served import kept_up
+from chairlift_lab.replay.replay import RequestTiming, serve_trace, simulated_core
 from chairlift_lab.replay.traced_request import TracedRequest
 from chairlift_lab.workload.sample import sample_trace
 from chairlift_lab.workload.trace import read_trace
@@ -26,8 +25,8 @@ __all__ = ["CellTask", "LabMachine", "LabTrace", "RateTask", "find_capacity", "f
 
 _TARGET_SEED: Final = 1_000_003
 """Seed of the requests from which targets and capacity follow. No cell has it."""
-_SUSTAINED: Final = 0.95
-_HALVINGS: Final = 6
+_QUEUE: Final = 400
+_STEADY: Final = (0.35, 0.95)
 _ROOM: Final = 8
 """The KV cache holds at least so many long requests: otherwise the lengths of the trace are scaled down."""
 
@@ -135,26 +134,25 @@ def _scaled(request: TracedRequest, scale: float, most: int) -> TracedRequest:
 def find_capacity(task: RateTask) -> tuple[float, LabTargets]:
     """(highest rate that the baseline sustains, targets of this trace on this machine).
 
-    A rate is sustained if at least 95 requests end for 100 that arrive, in the second half of the arrivals. The search
-    halves the range between a fifth and the double of the rate at which all requests at once are served.
+    No queue can grow slower than it is served. So the capacity is the rate at which requests start while a queue never
+    empties: all requests arrive at once, and the starts count from the 35th to the 95th of each 100, when the first
+    batch is gone and the last has not begun to drain.
     """
     config = task.config({"scheduling_policy": "fcfs"})
     deployment = task.machine.deployment
-    trace = task.requests(task.trace.knots.rate if task.trace.knots else 1.0, _TARGET_SEED)
-    at_once = [dataclasses.replace(request, arrival=0.0, session="", turn=0) for request in trace]
-    budget = config.scheduler.max_num_batched_tokens
-    targets = targets_of(trace, deployment.cost, budget)
-    most = replay(at_once, config, deployment).served.requests_per_second
-    low, high = most / 5, most * 2
-    for _ in range(_HALVINGS):
-        rate = (low * high) ** 0.5
-        core, limits = simulated_core(deployment, config)
-        timings: list[RequestTiming] = []
-        serve_trace(core, task.requests(rate, _TARGET_SEED), limits, timings)
-        end = core.clock.now()
-        kept = kept_up([(each.request.arrival, each.last if each.ended else end) for each in timings])
-        low, high = (rate, high) if kept >= _SUSTAINED else (low, rate)
-    return float(f"{low:.3g}"), targets
+    many = dataclasses.replace(task, count=max(task.count, _QUEUE))
+    trace = many.requests(task.trace.knots.rate if task.trace.knots else 1.0, _TARGET_SEED)
+    targets = targets_of(trace, deployment.cost, config.scheduler.max_num_batched_tokens)
+    queue = [dataclasses.replace(request, arrival=0.0, session="", turn=0) for request in trace]
+    core, limits = simulated_core(deployment, config)
+    timings: list[RequestTiming] = []
+    serve_trace(core, queue, limits, timings)
+    starts = sorted(timing.started for timing in timings)
+    first, last = (int(share * len(starts)) for share in _STEADY)
+    seconds = starts[last] - starts[first]
+    if seconds <= 0:  # all requests fit into one batch
+        first, last, seconds = 0, len(starts), core.clock.now()
+    return float(f"{(last - first) / seconds:.3g}"), targets
 
 
 def run_cell(task: CellTask) -> tuple[CellFigures, MeasuredWindow]:

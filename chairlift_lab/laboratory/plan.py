@@ -55,13 +55,14 @@ class PlannedCell:
 
     @property
     def row(self) -> str:
-        """Name of the row: the policy, and its share if that is not the usual one."""
-        return self.policy.name if self.share == USUAL_SHARE else f"{self.policy.name}, share {self.share:g}"
+        """Name of the row: the policy, and its share unless it is the usual one or part of the idea."""
+        known = self.share == USUAL_SHARE or "policy_share" in self.policy.settings
+        return self.policy.name if known else f"{self.policy.name}, share {self.share:g}"
 
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of the engine that the policy and its share need."""
-        return {**self.policy.settings, "policy_share": self.share}
+        return {"policy_share": self.share, **self.policy.settings}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,8 @@ class LabPlan:
                         yield PlannedCell(group, policy, share, seed)
 
     def _shares_of(self, policy: LabPolicy) -> Sequence[float]:
+        if "policy_share" in policy.settings:
+            return [policy.settings["policy_share"]]
         orders = "scheduling_policy" in policy.settings
         return sorted({USUAL_SHARE, *self.shares}) if orders else [USUAL_SHARE]
 

@@ -42,7 +42,9 @@ def test_the_traces_are_listed_with_target_and_drawn(chairlift: Run) -> None:
 def test_the_policies_are_listed(chairlift: Run) -> None:
     code, out, _ = chairlift("lab", "policies")
     assert code == 0
-    assert [line.split()[0] for line in out[1:5]] == ["fcfs", "priority", "random", "oracle-srpt"]
+    names = [line.partition(":")[0] for line in out if not line.startswith(" ")]
+    assert names[:5] == ["fcfs", "priority", "fcfs-targets", "random", "oracle-srpt"]
+    assert out[1] == "    scheduling_policy=fcfs"
 
 
 def test_knots_of_a_file_are_a_trace(chairlift: Run, tmp_path: Path) -> None:
