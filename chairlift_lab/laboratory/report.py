@@ -8,7 +8,7 @@ from typing import Any, Final
 from chairlift_lab.bench import plots
 from chairlift_lab.bench.report import Block, Facts, Report, Section, Table, Text
 from chairlift_lab.laboratory.table import (
-    claims_table,
+    claim_facts,
     group_tables,
     measured_table,
     summary_tables,
@@ -46,13 +46,13 @@ def printed_summary(record: Mapping[str, Any], *, everything: bool = False) -> I
     table = measured_table(record)
     if table is not None:
         yield table
-    yield claims_table(record)
+    yield claim_facts(record)
 
 
 def lab_report(record: Mapping[str, Any]) -> Report:
     """The page of a run."""
-    policies = len(record["policies"])
-    title = f"{policies} batching policies on {len(record['traces'])} traces"
+    traces = len(record["traces"])
+    title = f"{len(record['policies'])} batching policies on {traces} {'trace' if traces == 1 else 'traces'}"
     return Report(record, title=title, lead=_lead(record), sections=_sections(record))
 
 
@@ -85,6 +85,8 @@ def _lead(record: Mapping[str, Any]) -> str:
     if not won:
         return "No cell has been run yet."
     best = max(won, key=lambda name: (won[name] - lost[name], won[name]))
+    if won[best] <= 0:
+        return f"No policy beats fcfs beyond doubt in {len(record['groups'])} comparisons."
     never = [name for name in won if not won[name]]
     text = f"{best} wins {won[best]} and loses {lost[best]} of {len(record['groups'])} comparisons with fcfs."
     return f"{text} {len(never)} of {len(won)} rows win nowhere." if never else text
@@ -92,7 +94,8 @@ def _lead(record: Mapping[str, Any]) -> str:
 
 def _sections(record: Mapping[str, Any]) -> Iterator[Section]:
     yield Section("Where each policy wins", [Text(_MARK), *summary_tables(record), *_charts(record)])
-    yield Section("Claims and findings", [claims_table(record)])
+    text = "What was found is goodput within 5 times the idle medians, against fcfs, with the better policy share."
+    yield Section("Claims and findings", [Text(text), claim_facts(record)])
     measured = measured_table(record)
     if measured is not None:
         text = "Each row: the median over the rounds as measured, and as simulated for the same requests."

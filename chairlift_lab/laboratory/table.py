@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from chairlift_lab.bench.report import Table
+from chairlift_lab.bench.report import Facts, Table
 
-__all__ = ["claims_table", "group_tables", "measured_table", "signed", "summary_tables", "trace_table", "verdict_of"]
+__all__ = ["claim_facts", "group_tables", "measured_table", "signed", "summary_tables", "trace_table", "verdict_of"]
 
 _SURE: Final = 0.05
 """Holm's corrected p value below which a difference is marked."""
@@ -141,14 +141,14 @@ def _interval(ratio: Mapping[str, Any] | None) -> str:
     return f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {high})"
 
 
-def claims_table(record: Mapping[str, Any]) -> Table:
+def claim_facts(record: Mapping[str, Any]) -> Facts:
     """For each policy: source, claim, and what was found."""
-    lines = [
-        [policy["name"], policy["source"], policy["claim"] or "-", verdict_of(record, policy["name"])]
-        for policy in record["policies"]
-        if policy["name"] != record["policies"][0]["name"]
-    ]
-    return Table(["policy", "source", "claim", "found here (goodput 5x against fcfs)"], lines)
+    facts = {}
+    for policy in record["policies"]:
+        found = verdict_of(record, policy["name"])
+        claim = f"claim: {policy['claim']}\n" if policy["claim"] else ""
+        facts[policy["name"]] = f"{policy['source']}\n{claim}found: {found}"
+    return Facts(facts)
 
 
 def verdict_of(record: Mapping[str, Any], policy: str) -> str:
@@ -163,6 +163,8 @@ def verdict_of(record: Mapping[str, Any], policy: str) -> str:
         if known:
             best = max(known, key=lambda ratio: ratio["ratio"])
             found.append((best["ratio"], is_sure(best), f"{group['trace']}, load {group['load']:g}"))
+    if policy == record["policies"][0]["name"]:
+        return "all ratios are to this policy"
     if not found:
         return f"failed in {failed} groups" if failed else "not run"
     won = sum(sure and ratio > 1 for ratio, sure, _ in found)
@@ -178,9 +180,3 @@ def trace_table(trace: Mapping[str, Any]) -> Table:
     """Targets of a trace beside 2,000 drawn requests."""
     lines = [[name, f"{target:,.4g}", f"{drawn:,.4g}"] for name, target, drawn in trace["drawn"]]
     return Table([trace["name"], "target", "drawn"], lines, f"{trace['title']} ({trace['basis']})")
-
-
-def best_of(rows: Sequence[Mapping[str, Any]], figure: str) -> Mapping[str, Any] | None:
-    """The row with the highest ratio of a figure."""
-    known = [row for row in rows if row.get("seeds") and row["ratios"].get(figure) is not None]
-    return max(known, key=lambda row: row["ratios"][figure]["ratio"], default=None)

@@ -185,7 +185,9 @@ def test_the_page_and_the_text_show_every_policy_its_claim_and_its_command(tmp_p
     assert "<b>" not in page and "<script" not in page
     assert page.count("chairlift lab run --policies") >= 3
     lines = list(text(*printed_summary(record)))
-    assert any(line.startswith("idea <b>") and "wins" in line for line in lines)
+    at = next(number for number, line in enumerate(lines) if line.startswith("idea <b>") and "a paper" in line)
+    assert lines[at + 1].strip() == "claim: 2x & more"
+    assert lines[at + 2].strip().startswith("found: wins ")
     assert any("--traces sharegpt" in line for line in text(*printed_summary(record, everything=True)))
 
 
