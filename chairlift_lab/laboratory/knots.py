@@ -29,8 +29,14 @@ _MORE: Final = 1.6
 """More requests are drawn than asked for, and a run from their middle is taken, so that a trace begins and ends with
 sessions under way."""
 _BEFORE: Final = 0.35
-_LENGTHS, _TURNS, _GAPS, _TENANTS = range(2, 6)
+_LENGTHS, _TURNS, _GAPS, _TENANTS, _HINTS = range(2, 7)
 """Numbers of the random streams. Arrivals have number 1."""
+_PREDICTION_ERROR: Final = 0.7
+"""Standard deviation of the logarithm of (predicted / true answer length). With the answers of chats, predicted and true
+lengths then have a rank correlation (Kendall) of about 0.6, as published predictors have."""
+_TOOLS: Final = 3
+_OTHER_TOOL: Final = 0.2
+"""Fraction of the calls whose tool says nothing about its time. Otherwise tool 0 is fast and tool 2 is slow."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +112,7 @@ class TraceKnots:
         prompts = _tokens(self.prompt.at(of_prompt))
         later = prompts if self.sessions is None else _tokens(self.sessions.fresh.at(of_prompt))
         tenants = self._tenants(count, seed)
+        predicted, tools = self._hints(outputs, gaps, seed)
         next_id = self.shared_tokens // self.block
         index = session = 0
         while index < count:
@@ -119,7 +126,8 @@ class TraceKnots:
                 if turn and prompt + outputs[index] > self._most:
                     break
                 ids = -(-prompt // self.block)
-                yield self._request(session, turn, time, prompt, outputs[index], next_id, tenants[session])
+                request = self._request(session, turn, time, prompt, outputs[index], next_id, tenants[session])
+                yield dataclasses.replace(request, predicted_tokens=predicted[index], tool=tools[index])
                 text = prompt + outputs[index]
                 time += float(gaps[index])
                 index += 1
@@ -156,6 +164,18 @@ class TraceKnots:
         turns = self.sessions.turns.at(np.random.default_rng([seed, _TURNS]).random(count))
         gaps = self.sessions.gap_seconds.at(np.random.default_rng([seed, _GAPS]).random(count))
         return np.maximum(1, np.rint(turns)), gaps if self.sessions.keeps_gaps else gaps * (self.rate / rate)
+
+    def _hints(self, outputs: list[int], gaps: NDArray[np.float64], seed: int) -> tuple[list[int], list[str]]:
+        """(predicted answer length, name of the tool that is called after the answer) of each request."""
+        rng = np.random.default_rng([seed, _HINTS])
+        factors = np.exp(_PREDICTION_ERROR * rng.standard_normal(len(outputs)))
+        predicted = _tokens(np.minimum(np.array(outputs) * factors, 1 << 20))
+        if self.sessions is None or not self.sessions.keeps_gaps:
+            return predicted, [""] * len(outputs)
+        ranks = np.argsort(np.argsort(gaps)) * _TOOLS // len(gaps)
+        other = rng.random(len(gaps)) < _OTHER_TOOL
+        tools = np.where(other, rng.integers(0, _TOOLS, len(gaps)), ranks)
+        return predicted, [f"tool-{int(tool)}" for tool in tools]
 
     def _tenants(self, count: int, seed: int) -> list[str]:
         weights = 1 / np.arange(1, self.tenants + 1)

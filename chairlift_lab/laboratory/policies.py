@@ -91,6 +91,17 @@ _OWN: Final = (
         settings={"scheduling_policy": "chairlift.core.scheduler.policy:FirstComeFirstServed"},
         source="control: fcfs that is told the targets, so that the engine paces prompts for TPOT",
     ),
+    LabPolicy(
+        name="evict-lru",
+        settings={"cache_eviction": "lru"},
+        source="control: the cache evicts the least recently used block, without leases",
+    ),
+    LabPolicy(
+        name="t-lru",
+        settings={"cache_eviction": "tlru"},
+        source="T-LRU, arXiv 2510.15152 (abstract)",
+        claim="TTFT p90 -27.5 %, p95 -23.9 % against LRU on WildChat conversations",
+    ),
     LabPolicy(name="random", settings={"scheduling_policy": f"{_HERE}:RandomOrder"}, source="control"),
     LabPolicy(name="oracle-srpt", settings={"scheduling_policy": f"{_HERE}:OracleShortest"}, source="control"),
 )
