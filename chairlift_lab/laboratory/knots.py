@@ -32,8 +32,8 @@ _BEFORE: Final = 0.35
 _LENGTHS, _TURNS, _GAPS, _TENANTS, _HINTS = range(2, 7)
 """Numbers of the random streams. Arrivals have number 1."""
 _PREDICTION_ERROR: Final = 0.7
-"""Standard deviation of the logarithm of (predicted / true answer length). With the answers of chats, predicted and true
-lengths then have a rank correlation (Kendall) of about 0.6, as published predictors have."""
+"""Standard deviation of the logarithm of (predicted / true answer length). For answers like those of chats, the rank
+correlation (Kendall's) of predicted and true lengths is then about 0.6, as with published predictors."""
 _TOOLS: Final = 3
 _OTHER_TOOL: Final = 0.2
 """Fraction of the calls whose tool says nothing about its time. Otherwise tool 0 is fast and tool 2 is slow."""

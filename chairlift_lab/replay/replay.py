@@ -177,6 +177,8 @@ def serve_trace(
             collector.take(outputs, clock.now())
             collector.step(core)
             for ended in outputs.finished:
+                if tool := trace[int(ended.sequence_id)].tool:
+                    core.paused(ended.sequence_id, [tool])
                 clients.ended(int(ended.sequence_id), clock.now())
         elif not core.num_in_flight:
             events = [when for when in (core.next_event(), event) if when is not None]
