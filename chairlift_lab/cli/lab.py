@@ -19,6 +19,7 @@ from chairlift.base.writing import check_writable, replacing
 from chairlift.cli.flags import whole_number
 from chairlift.config import BUNDLED_MODEL, flat_fields
 from chairlift.errors import ConfigError
+from chairlift_lab.cli import lab_fit
 from chairlift_lab.cli.sim import setting_value
 from chairlift_lab.cli.tune import ProgressLine, duration, engine_maker
 
@@ -41,7 +42,7 @@ command continues. `chairlift lab traces` lists the traces, `chairlift lab polic
   chairlift lab run --policies mine:Policy --traces mooncake-conversation --machines h100-sxm:llama-3.1-8b
   chairlift lab run --traces my-traffic.jsonl --machines here --output mine
   chairlift lab show lab --all"""
-OTHERS: Final[dict[str, ModuleType]] = {}
+OTHERS: Final[dict[str, ModuleType]] = {"fit": lab_fit}
 """Name of a further subcommand -> its module, with SUMMARY, DESCRIPTION, add_arguments and run."""
 _TRACES: Final = "Show the traces: where they come from, and what is drawn from them beside its target."
 _KNOTS: Final = """Compute the knots of a trace file, from which requests like those of the trace are drawn.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("DESCRIPTION", "SUMMARY", "add_arguments", "add_traffic_flags", "read_traffic", "report_lines", "run"),
-    "setting_value",
+    *("NOT_SIMULATED", "setting_value"),
 ]
 
 SUMMARY: Final = "replay traffic through the engine on a simulated machine"
@@ -53,7 +53,7 @@ _GATE: Final = """Run your own policy in random worlds with faults, and check it
 
 A prefill mode or a batch membership can be tested as well. A class that passes is safe to use. For a failing class, the
 output names the broken rule and how to repeat it."""
-_NOT_SIMULATED: Final = {
+NOT_SIMULATED: Final = {
     "model",
     "revision",
     "tokenizer",
@@ -71,8 +71,10 @@ _NOT_SIMULATED: Final = {
     "image_memory_bytes",
     "speculative_config",
 }
+"""Settings that a simulation does not have."""
 _MAX_REQUESTS: Final = 1_000_000
 _A_SAMPLE: Final = 1000
+_USUAL_MODEL: Final = "llama-3-8b"
 _BUSY: Final = 0.1
 
 
@@ -82,15 +84,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_traffic_flags(parser, required=False)
     machine = parser.add_argument_group("machine")
     chosen = machine.add_mutually_exclusive_group()
-    chosen.add_argument("--machine", metavar="NAME", help="name of a known machine, such as h100-sxm or turin-9755")
+    chosen.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="name of a known machine, such as h100-sxm or turin-9755, or a machine file of chairlift lab fit",
+    )
     chosen.add_argument("--cost-model", metavar="FILE", type=Path, help="file with a cost model, written by --save")
     chosen.add_argument("--fit", metavar="MODEL", help="time some steps of this model on this machine")
     chosen.add_argument("--step-log", metavar="FILE", type=Path, help="learn from recorded steps, one JSON object each")
     machine.add_argument(
         "--model",
         metavar="NAME",
-        default="llama-3-8b",
-        help="with --machine or --step-log: a known model, or a directory with a config.json (default: llama-3-8b)",
+        help="with --machine NAME or --step-log: a known model, or a directory with a config.json"
+        f" (default: {_USUAL_MODEL})",
     )
     machine.add_argument("--save", metavar="FILE", type=Path, help="write the cost model to this file")
     machine.add_argument(
@@ -102,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     results.add_argument("--json", metavar="FILE", type=Path, help="write settings and results to this file")
     add_fleet_flags(parser)
-    add_engine_flags(parser, leave_out=_NOT_SIMULATED)
+    add_engine_flags(parser, leave_out=NOT_SIMULATED)
     others = parser.add_subparsers(title="other simulations", metavar="[NAME]", dest="simulation")
     seeds = others.add_parser("seeds", help="check every invariant in random worlds with faults", description=_SEEDS)
     seeds.add_argument(
@@ -139,8 +145,10 @@ def run(args: argparse.Namespace) -> int:
         others = [getattr(args, other, None) for other in (*read, *written) if other != flag]
         check_writable(getattr(args, flag), flag.replace("_", "-"), *others)
     check_flags(args)
+    if args.model is not None and (args.cost_model or (args.machine and Path(args.machine).is_file())):
+        raise ConfigError(f"--model {args.model}: a machine file has its own model; leave it out")
     settings, _ = read_settings(args, sampling=False)
-    refused = sorted(_NOT_SIMULATED & settings.keys())
+    refused = sorted(NOT_SIMULATED & settings.keys())
     if refused:
         raise ConfigError(f"{refused[0]} in {args.config} means nothing to a simulation; leave it out")
     configs = _configs(settings, args.compare)
@@ -204,7 +212,7 @@ def _configs(settings: dict[str, Any], compare: str | None) -> list[tuple[str, E
     if compare is None:
         return [("", EngineConfig.from_flat(settings))]
     name, _, values = compare.partition("=")
-    flags = {flag.name: flag for flag in flat_fields() if flag.name not in _NOT_SIMULATED}
+    flags = {flag.name: flag for flag in flat_fields() if flag.name not in NOT_SIMULATED}
     flag = flags.get(name.replace("-", "_"))
     if flag is None or not values:
         raise ConfigError(f"compare must be SETTING=A,B,... with one of {', '.join(flags)}; got {compare!r}")
@@ -276,7 +284,7 @@ def read_traffic(args: argparse.Namespace) -> tuple[list[TracedRequest], int | N
 
 def choose_deployment(args: argparse.Namespace, config: EngineConfig) -> Deployment:
     """Choose the machine and the model to simulate from the flags. Raises ConfigError."""
-    from chairlift_lab.replay.machines import MACHINES, deploy, read_deployment, shape_from_name
+    from chairlift_lab.replay.machines import MACHINES, machine_from_name, read_deployment
 
     if args.save_steps is not None and args.fit is None:
         raise ConfigError("save_steps goes with --fit, which times the steps; leave it out")
@@ -289,7 +297,7 @@ def choose_deployment(args: argparse.Namespace, config: EngineConfig) -> Deploym
     if args.machine is None:
         names = ", ".join(MACHINES)
         raise ConfigError(f"say on what: --machine (one of {names}), --cost-model FILE, --fit MODEL or --step-log FILE")
-    return deploy(args.machine, shape_from_name(args.model))
+    return machine_from_name(args.machine, args.model or _USUAL_MODEL)
 
 
 def _fitted_here(args: argparse.Namespace) -> Deployment:
@@ -325,7 +333,7 @@ def _fitted_on_log(args: argparse.Namespace, config: EngineConfig) -> Deployment
     from chairlift_lab.replay.machines import shape_from_name
 
     steps = read_steps(args.step_log)
-    shape = shape_from_name(args.model)
+    shape = shape_from_name(args.model or _USUAL_MODEL)
     memory = config.cache.kv_cache_memory_bytes
     if memory is None and config.cache.num_kv_blocks is None:
         raise ConfigError("a step log does not say how much memory there is; give --kv-cache-memory-bytes")

@@ -34,7 +34,9 @@ def add_fleet_size_flags(parser: argparse.ArgumentParser) -> None:
         help="find the smallest number of replicas that meets the target, and its cost",
     )
     fleet.add_argument(
-        "--machine", metavar="NAME", help="machine of each replica, such as h100-sxm (default: this one, timed)"
+        "--machine",
+        metavar="NAME",
+        help="machine of each replica, such as h100-sxm, or a machine file (default: this one, timed)",
     )
     fleet.add_argument("--cost-model", metavar="FILE", type=Path, help="the same, from a file of chairlift sim --save")
     fleet.add_argument(

@@ -172,7 +172,8 @@ def serve_cell(
     timings: list[RequestTiming] = []
     before = core.stats()
     begin = core.clock.now()
-    serve_trace(core, requests, limits, timings)
+    delay = task.of.machine.deployment.request_seconds
+    serve_trace(core, requests, limits, timings, request_seconds=delay)
     after = core.stats()
     window = task.window or window_of(timings, begin)
     figures = figures_of(

@@ -25,11 +25,16 @@ class Clients:
     given, at most that many requests are in flight, as with that many users who each wait for an answer.
     """
 
-    def __init__(self, trace: Sequence[TracedRequest], begin: float, max_concurrency: int | None) -> None:
+    def __init__(
+        self, trace: Sequence[TracedRequest], begin: float, max_concurrency: int | None, delay: float = 0.0
+    ) -> None:
+        """``delay``: seconds from sending a request until the engine has it."""
         self._trace = trace
-        self._begin = begin
-        self._idle_users = None if max_concurrency is None else deque([begin] * max_concurrency)
-        """One entry per user without a request in flight: the time at which the user's last request ended."""
+        self._delay = delay
+        self._begin = begin + delay
+        self._idle_users = None if max_concurrency is None else deque([self._begin] * max_concurrency)
+        """One entry per user without a request in flight: the time at which the engine can have the user's next
+        request."""
         self._later: dict[str, deque[int]] = {}
         order = list(range(len(trace)))
         if any(request.session for request in trace):
@@ -40,7 +45,7 @@ class Clients:
             if turns is not None:
                 turns.append(index)
                 continue
-            first.append((begin + trace[index].arrival, index))
+            first.append((self._begin + trace[index].arrival, index))
             if trace[index].session:
                 self._later[trace[index].session] = deque()
         heapq.heapify(first)
@@ -62,17 +67,18 @@ class Clients:
         )
 
     def send(self, now: float) -> tuple[int, float] | None:
-        """(index of the next request to send, time at which it became ready). None if no request is ready at
-        ``now``."""
+        """(index of the next request that the engine gets, time at which it was sent). None if the engine gets no
+        request by ``now``."""
         if not self._ready or self._ready[0][0] > now or (self._idle_users is not None and not self._idle_users):
             return None
         when, index = heapq.heappop(self._ready)
         if self._idle_users is not None:
             when = max(when, self._idle_users.popleft())
+        sent = when - self._delay
         patience = self._trace[index].cancel_ms
         if patience is not None:
-            heapq.heappush(self._leaving, (when + patience / 1000, index))
-        return index, when
+            heapq.heappush(self._leaving, (sent + patience / 1000, index))
+        return index, sent
 
     def leaving(self, now: float) -> list[int]:
         """Indices of the requests whose client disconnects by ``now``, including requests that have ended."""
@@ -83,6 +89,7 @@ class Clients:
 
     def ended(self, index: int, now: float) -> None:
         """Record that a request has ended, so that its user and the next turn of its session may continue."""
+        now += self._delay
         if self._idle_users is not None:
             self._idle_users.append(now)
         turns = self._later.get(self._trace[index].session)

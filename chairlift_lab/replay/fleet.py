@@ -199,7 +199,7 @@ class _Fleet:
         """Request id -> unfinished request, with the prompt with which it arrived."""
         self.collector = Collector(None, self.replicas[0].core.scheduler.membership.held)
         self.collector.timings = self.timings
-        self.clients = Clients(trace, 0.0, users)
+        self.clients = Clients(trace, 0.0, users, deployment.request_seconds)
         self._trace = trace
         self.refused = self.broken = self.moved = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []

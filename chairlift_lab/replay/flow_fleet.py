@@ -287,7 +287,7 @@ class _FlowFleet:
         policy = policy_from_config(dataclasses.replace(scheduler, max_num_seqs=rows))
         self.door = Door(views, router_from_name(plan.routing), policy)
         self.collector = Collector(None, False)
-        self.clients = Clients(trace, 0.0, users)
+        self.clients = Clients(trace, 0.0, users, deployment.request_seconds)
         self._trace = trace
         self._jobs: dict[str, _Job] = {}
         self.refused = 0

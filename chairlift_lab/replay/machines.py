@@ -27,6 +27,7 @@ __all__ = [
     "Machine",
     "ModelShape",
     "deploy",
+    "machine_from_name",
     "read_deployment",
     "shape_from_name",
     "write_deployment",
@@ -249,6 +250,11 @@ class Deployment:
     """``modelled, unvalidated``, or how well the cost model fits real steps."""
     reads_shared_once: bool = False
     """Whether decode rows that share a prefix read its KV together, once per step."""
+    capture_sizes: tuple[int, ...] = ()
+    """Numbers of tokens to which the machine rounds a step up, ascending: the sizes of its CUDA graphs. Empty: steps
+    have no padding."""
+    request_seconds: float = 0.0
+    """Seconds between sending a request and its arrival in the engine, for client, network and front end."""
 
     def to_dict(self) -> dict[str, Any]:
         """The deployment as data for JSON."""
@@ -266,9 +272,17 @@ class Deployment:
                 raise ConfigError(
                     f"this is not a cost model: {name} is {value!r:.40}; make one with chairlift sim --fit"
                 )
+        sizes = fields.get("capture_sizes", ())
+        if not isinstance(sizes, (list, tuple)) or any(type(size) is not int or size < 1 for size in sizes):
+            raise ConfigError(f"this is not a cost model: capture_sizes is {sizes!r:.40}; give whole numbers above 0")
+        delay = fields.get("request_seconds", 0.0)
+        if type(delay) not in (int, float) or not 0 <= delay < 1e6:
+            raise ConfigError(f"this is not a cost model: request_seconds is {delay!r:.40}; give seconds, 0 or more")
         return cls(
             cost=CostModel.from_dict(fields.get("cost") or {}),
             reads_shared_once=fields.get("reads_shared_once") is True,  # older versions read each row separately
+            capture_sizes=tuple(sorted(sizes)),
+            request_seconds=float(delay),
             **{name: fields[name] for name in texts + numbers},
         )
 
@@ -278,7 +292,7 @@ def deploy(machine_name: str, shape: ModelShape) -> Deployment:
     machine with too little memory."""
     machine = MACHINES.get(machine_name)
     if machine is None:
-        raise ConfigError(f"machine must be one of {', '.join(MACHINES)}; got {machine_name!r}")
+        raise ConfigError(f"machine must be one of {', '.join(MACHINES)}, or a machine file; got {machine_name!r}")
     room = int(machine.memory * machine.kv_share) - shape.weight_bytes
     if room < shape.kv_bytes * 1024:
         raise ConfigError(
@@ -294,6 +308,14 @@ def deploy(machine_name: str, shape: ModelShape) -> Deployment:
         max_model_len=shape.max_model_len,
         reads_shared_once=machine.reads_shared_once,
     )
+
+
+def machine_from_name(name: str, model: str) -> Deployment:
+    """Deployment of ``model`` on a machine of :data:`MACHINES`, or the deployment in the file ``name``, which already
+    has its model. Raises ConfigError."""
+    if name not in MACHINES and Path(name).is_file():
+        return read_deployment(Path(name))
+    return deploy(name, shape_from_name(model))
 
 
 def read_deployment(path: Path) -> Deployment:

@@ -25,6 +25,7 @@ from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.executor import ImageMemory
 from chairlift_lab.replay.clients import Clients, enter
 from chairlift_lab.replay.machines import Deployment
+from chairlift_lab.replay.padding import padded
 from chairlift_lab.replay.served import Collector, RequestTiming, ServedTrace, Watch
 from chairlift_lab.replay.traced_request import TracedRequest
 
@@ -70,6 +71,7 @@ class SimExecutor:
         bytes_per_token: int,
         images: ImageMemory | None = None,
         reads_shared_once: bool = False,
+        capture_sizes: Sequence[int] = (),
     ) -> None:
         self.images = images
         self.reads_shared_once = reads_shared_once
@@ -82,11 +84,13 @@ class SimExecutor:
         self._prompts: dict[int, int] = {}
         """Row -> number of known tokens of its request when it joined. Kept only with :attr:`operators`."""
         self._cost = cost
+        self._capture_sizes = capture_sizes
         self._clock = clock
         self._free_at = 0.0
 
     def execute(self, out: SchedulerOutput) -> SchedulerOutput:
         features = StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks, out.kind_bytes, out.shared_tokens)
+        features = padded(features, self._capture_sizes)
         seconds = self._by_operators(out, features) if self.operators else self._cost.step_seconds(features)
         if out.swap_out or out.swap_in:
             seconds += self._cost.copy_seconds((len(out.swap_out) + len(out.swap_in)) * self.block_bytes[0])
@@ -138,6 +142,7 @@ def serve_trace(
     *,
     max_concurrency: int | None = None,
     watch: Watch | None = None,
+    request_seconds: float = 0.0,
 ) -> ServedTrace:
     """Serve a trace to its end, with greedy sampling and answers of exactly the requested lengths.
 
@@ -148,6 +153,7 @@ def serve_trace(
     - With ``max_concurrency``, at most that many requests are in flight, as in a closed loop of users.
     - ``timings``, if given, gets one entry per admitted request.
     - ``watch``, if given, is called when a request is sent and when it has ended.
+    - ``request_seconds`` pass from sending a request until the engine has it.
 
     Requests that are refused, or dropped at their deadline, are counted in the result. Raises RequestError when an
     admitted request fails and there is no ``watch``.
@@ -157,7 +163,7 @@ def serve_trace(
     collector = Collector(watch, core.scheduler.membership.held)
     refused = 0
     preemptions = core.scheduler.num_preemptions
-    clients = Clients(trace, clock.now(), max_concurrency)
+    clients = Clients(trace, clock.now(), max_concurrency, request_seconds)
     while core.has_work or not clients.done:
         now = clock.now()
         while (sent := clients.send(now)) is not None:
@@ -249,6 +255,7 @@ def simulated_core(
         bytes_per_token=deployment.kv_bytes_per_token,
         images=images,
         reads_shared_once=deployment.reads_shared_once,
+        capture_sizes=deployment.capture_sizes,
     )
     preparers = Preparers(adapters=adapters)
     core = EngineCore(executor, scheduler, max_model_len=longest, cache=cache, clock=clock, preparers=preparers)
@@ -265,5 +272,7 @@ def replay(
     :func:`simulated_core`.
     """
     core, limits = simulated_core(deployment, config)
-    served = serve_trace(core, trace, limits, max_concurrency=max_concurrency)
+    served = serve_trace(
+        core, trace, limits, max_concurrency=max_concurrency, request_seconds=deployment.request_seconds
+    )
     return SimReport(deployment.machine, deployment.model, deployment.validity, served)

@@ -100,6 +100,9 @@ ALLOWED: dict[str, list[str]] = {
         *("", "errors", "config", "base", "chairlift_lab.bench", "chairlift_lab.replay", "chairlift_lab.workload"),
         *("core", "engine"),
     ],
+    "chairlift_lab.fitting": [
+        *("errors", "config", "core.scheduler.cost_model", "chairlift_lab.bench.report", "chairlift_lab.replay"),
+    ],
     "chairlift_lab.sim": [
         *("errors", "config", "base", "core", "engine", "executor", "models.hashlm", "models.vision"),
         *("text.grammar", "text.tokenizer"),

@@ -30,12 +30,16 @@ from chairlift.errors import ConfigError
 if TYPE_CHECKING:
     from chairlift.core.scheduler.output import Chunk
 
-__all__ = ["CostModel", "Roofline", "StepFeatures"]
+__all__ = ["PRICES", "CostModel", "Roofline", "StepFeatures"]
 
 _KNOTS_BELOW = 3
 _KNOTS_ABOVE = 7
 _NUM_KNOTS = _KNOTS_BELOW + _KNOTS_ABOVE + 1
-_NUM_PRICES = 6
+PRICES = ("row", "prompt", "context", "pair", "adapter", "shared")
+"""Names of the prices, which are the last coefficients of a model, in this order: seconds per decode row, per prompt
+token, per position that decode rows read, per position that prompt tokens attend to, per byte of adapters, and per
+position that is shared."""
+_NUM_PRICES = len(PRICES)
 _NUM_LOCAL = 2 + _NUM_PRICES
 """Number of features of a segment: the constant 1, the covered fraction of the segment, and six features with a price
 (decode rows, prompt tokens, context that is read, prompt context, bytes of adapters, context that is shared)."""
@@ -171,6 +175,23 @@ class CostModel:
     def copy_seconds(self, num_bytes: int) -> float:
         """Predicted seconds to copy KV between device and host memory."""
         return num_bytes / self.copy_bandwidth
+
+    # -- coefficients --------------------------------------------------------------------------------------------
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """Seconds of a step without tokens, the increase in each stretch between two knots, and the prices of
+        :data:`PRICES`."""
+        return tuple(self._coefficients)
+
+    def with_coefficients(self, coefficients: Sequence[float]) -> CostModel:
+        """A model with the same prior and these :attr:`coefficients`, and without observations. Raises ConfigError for
+        other numbers of coefficients, and if one is negative or not finite."""
+        if len(coefficients) != len(self._coefficients):
+            raise ConfigError(f"a cost model has {len(self._coefficients)} coefficients, got {len(coefficients)}")
+        model = CostModel(self.prior, self.copy_bandwidth)
+        fields = model.to_dict() | {"coefficients": list(coefficients), "num_observed": self.num_observed}
+        return CostModel.from_dict(fields | {"error": self._error, "log_scale": self._log_scale})
 
     # -- observations --------------------------------------------------------------------------------------------
 
