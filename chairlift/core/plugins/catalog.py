@@ -71,6 +71,7 @@ IDEAS: Final[Mapping[str, Idea]] = {
         "policy",
         "FlowPrefill, arXiv 2602.16603 (abstract)",
         "up to 5.6 times the goodput of DistServe",
+        {"prefill_mode": "prefill_first"},
         simulated_only=True,
     ),
     "lprs": Idea(

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from chairlift.core.plugins.keyed_policy import KeyedPolicy
 from chairlift.core.request import Request
+from chairlift.core.scheduler.policy import Policy
 from chairlift.core.scheduler.view import View
 
 __all__ = ["DepthFirstByWeight", "HighestResponseRatio", "LongestPrefixMatch"]
@@ -27,6 +28,10 @@ class LongestPrefixMatch(KeyedPolicy):
     most_waiting = 128
     """With more waiting requests, the order of arrival holds."""
     common_tokens = 32
+
+    def catch_up(self, original: Policy) -> None:
+        super().catch_up(original)
+        self.changes = False  # a forecast has no prefix cache, and copies of requests have other tokens
 
     def key(self, request: Request) -> tuple[float, ...]:
         return (0.0, 0.0)
