@@ -1,0 +1,321 @@
+"""Simulated worlds of agents: conversations that pause while a tool runs, beside floods of other prompts.
+
+One seed is one execution. Several tenants share a cache that is too small for all of them. Pauses are short, long or
+endless, and the clock may jump. The model is HashLM, so one wrong block changes an answer. After each step the world
+checks what is promised of leases: no more than the budget, no request waits because of them, blocks are evicted in the
+stated order, and a tenant within its share loses nothing to others.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import random
+from typing import Any
+
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.sampling_row import SamplingRow
+from chairlift.base.seeds import sample_seed
+from chairlift.config import CacheConfig, CacheGroup, SchedulerConfig
+from chairlift.core.kv_cache.eviction.gaps import MOST_SECONDS
+from chairlift.core.kv_cache.eviction.lease import LeaseRule
+from chairlift.core.kv_cache.eviction.leases import BUDGET, LeaseOrder
+from chairlift.core.kv_cache.eviction.turns import EndedTurn
+from chairlift.engine.clock import VirtualClock
+from chairlift.engine.engine import Engine
+from chairlift.engine.input_processor import ModelLimits
+from chairlift.executor.local import LocalExecutor
+from chairlift.models.hashlm import STATE, HashLM, reference_tokens
+
+__all__ = ["Wrong", "run_world"]
+
+_VOCAB = 17
+_LENGTH = 96
+_STEP_SECONDS = 0.05
+_TOOLS = ("search", "run_tests", "read")
+
+
+class Wrong(AssertionError):
+    """An answer is wrong, or what is promised of leases does not hold."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Agent:
+    """A conversation. It waits for its answer, or for its tool until ``next_at``."""
+
+    tenant: str
+    salt: str
+    tokens: list[int]
+    turns_left: int
+    next_at: float
+    tools: tuple[str, ...] = ()
+    ended_at: float | None = None
+    """Time at which the tool began; None while no tool runs."""
+
+
+class _World:
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.rng = rng = random.Random(seed)
+        self.clock = VirtualClock(1.0)
+        self.seen: collections.Counter[str] = collections.Counter()
+        self.block_size = rng.choice((1, 2, 4))
+        self.windows = rng.choice(((None,), (None,), (None,), (None, 7), (9,), (None, STATE)))
+        num_blocks = 1 + -(-_LENGTH // self.block_size) + rng.randrange(120 // self.block_size)
+        groups = [
+            CacheGroup(num_blocks, None, 0, 2 * self.block_size) if w == STATE else CacheGroup(num_blocks, w)
+            for w in self.windows
+        ]
+        model = HashLM(groups, self.block_size, _VOCAB, _LENGTH)
+        executor = LocalExecutor(model, num_slots=6, max_model_len=_LENGTH, block_size=self.block_size)
+        self.weights = rng.choice(({}, {}, {"a": 3.0, "flood": 0.5}))
+        settings: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": rng.choice((8, 24))}
+        if rng.random() < 0.5:
+            settings |= {"scheduling_policy": "priority", "tenant_weights": json.dumps(self.weights)}
+        else:
+            self.weights = {}
+        scheduler = SchedulerConfig(**settings)
+        self.engine = Engine(
+            executor,
+            ModelLimits(_VOCAB, _LENGTH, (), scheduler.promises),
+            scheduler,
+            cache=CacheConfig(cache_eviction="lease"),
+            clock=self.clock,
+        )
+        self.engine.core.costs.model.prefill_seconds = lambda num, begin=0: num / 20  # type: ignore[method-assign]
+        rule = self.engine.kv.eviction
+        assert isinstance(rule, LeaseRule)
+        self.rule = rule
+        self.tenants = rng.choice((("",), ("a", "b"), ("a", "b", "c")))
+        # Without salts, tenants share blocks, and a tenant may lose the lease of a block that others need, too.
+        self.is_plain = self.windows == (None,) and len(self.tenants) == 1
+        self.leased: dict[int, tuple[str, set[bytes]]] = {}
+        """Number of a turn that got a lease -> (its tenant, keys of its nodes)."""
+        self.asked: dict[str, tuple[list[int], SamplingParams, int, float]] = {}
+        self.agents_by_request: dict[str, _Agent] = {}
+        for order in rule.orders:
+            self._watch(order)
+        self._watch_rule()
+        self.jumps = rng.random() < 0.3
+        self.agents: list[_Agent] = []
+        self.number = 0
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    def _watch(self, order: LeaseOrder) -> None:
+        pop, shorten = order.pop, order._shorten
+
+        def watched_pop() -> int:
+            now = self.engine.scheduler.batch.now
+            waiting = list(order)
+            leases = {block: order._leases[block] for block in waiting if block in order._leases}
+            over = {block for block, lease in leases.items() if lease.until <= now}
+            over |= set(order._expired)
+            plain = [block for block in waiting if block not in leases]
+            block = pop()
+            if over:
+                right = block in over
+            elif plain:
+                right = block in plain
+                self.seen["spared"] += bool(leases)
+            else:
+                right = leases[block][:2] == min(lease[:2] for lease in leases.values())
+                self.seen["leased evicted"] += 1
+            if not right:
+                self.fail(f"block {block} was evicted before {over or plain or waiting}")
+            self.seen["expired"] += bool(over)
+            return block
+
+        def watched_shorten() -> None:
+            before = order.held_by()
+            shorten()
+            after = order.held_by()
+            losers = [tenant for tenant, count in before.items() if after.get(tenant, 0) < count]
+            shares = {tenant: count / self.weights.get(tenant, 1.0) for tenant, count in before.items()}
+            if any(shares[loser] < max(shares.values()) for loser in losers):
+                self.fail(f"{losers} lost leases, but the shares are {shares}")
+            self.seen["shortened"] += len(before) > 1
+
+        order.pop, order._shorten = watched_pop, watched_shorten  # type: ignore[method-assign]
+
+    def _watch_rule(self) -> None:
+        lease, release = self.rule._lease, self.rule._release_branch
+
+        def watched_release(turn: EndedTurn, kept: set[int]) -> None:
+            def others() -> list[dict[int, object]]:
+                every = [order._leases.items() for order in self.rule.orders]
+                return [{block: lease for block, lease in each if lease.turn != turn.number} for each in every]
+
+            before = others()
+            release(turn, kept)
+            if others() != before:
+                self.fail(f"the end of {turn} ended leases of other turns")
+            node = turn.node
+            while node.parent is not None and id(node) not in kept and node.num_children <= (node is not turn.node):
+                self.seen["branches"] += 1
+                for order, block in zip(self.rule.orders, node.blocks, strict=True):
+                    if block is not None and (found := order._leases.get(block)) and found.turn == turn.number:
+                        self.fail(f"block {block} of {turn} is still leased, but no turn goes on with it")
+                node = node.parent
+
+        self.rule._release_branch = watched_release  # type: ignore[method-assign]
+
+        def watched(turn: EndedTurn, until: float) -> None:
+            keys = set()
+            node = turn.node
+            while node.parent is not None:
+                keys.add(node.key)
+                node = node.parent
+            self.leased[turn.number] = turn.tenant, keys
+            if until > max(turn.ended_at, self.clock.now()) + MOST_SECONDS:
+                self.fail(f"a lease ends {until - turn.ended_at:.1f} s after its turn")
+            agent = self.agents_by_request.get(turn.request_id)
+            if agent is None or turn.tenant != agent.tenant:
+                self.fail(f"{turn} got a lease, but is a turn of {agent}")
+            self.seen["leases"] += 1
+            lease(turn, until)
+
+        self.rule._lease = watched  # type: ignore[method-assign]
+
+    def fail(self, why: str) -> None:
+        raise Wrong(f"seed {self.seed}: {why}")
+
+    def check(self) -> None:
+        try:
+            self.engine.check_invariants()
+        except Exception as error:
+            raise Wrong(f"seed {self.seed}: {error}") from error
+        for order, pool in zip(self.rule.orders, self.engine.kv.pools, strict=True):
+            unused = [block for block in range(1, pool.num_blocks) if not pool.ref_counts[block]]
+            leases = {block: lease for block, lease in order._leases.items() if block in set(order)}
+            if len(leases) > pool.capacity * BUDGET:
+                self.fail(f"{len(leases)} of {pool.capacity} blocks are leased and unused")
+            if pool.num_free != len(unused):
+                self.fail(f"{len(unused)} blocks are unused, but only {pool.num_free} can be allocated")
+            for block, lease in order._leases.items():
+                node = pool.nodes[block]
+                tenant, keys = self.leased.get(lease.turn, (lease.tenant, set()))
+                if node is None or lease.tenant != tenant or (lease.turn and node.key not in keys):
+                    self.fail(f"block {block} has {lease}, but is no block of this turn")
+                if self.is_plain and block in leases and lease.turn:
+                    parent = node.parent
+                    if parent is not None and parent.parent is not None and parent.blocks[0] is None:
+                        self.fail(f"block {block} is leased, but the block before it was evicted")
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def ask(self, tokens: list[int], num_tokens: int, tenant: str, salt: str) -> str:
+        self.number += 1
+        name = f"r{self.number}"
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=self.number, temperature=0.0)
+        self.engine.add_request(tokens, params, request_id=name, stream=False, cache_salt=salt, tenant=tenant)
+        self.asked[name] = tokens, params, int.from_bytes(salt.encode()[:8], "little"), self.clock.now()
+        return name
+
+    def turn(self, agent: _Agent) -> None:
+        """Send the next turn of an agent."""
+        rng = self.rng
+        agent.tokens = agent.tokens + [rng.randrange(_VOCAB) for _ in range(rng.randrange(1, 8))]
+        if rng.random() < 0.15 and agent.ended_at is not None:  # as a template that drops earlier reasoning
+            cut = rng.randrange(len(agent.tokens) // 2, len(agent.tokens))
+            agent.tokens = agent.tokens[:cut]
+        num_tokens = rng.randrange(1, 6)
+        if len(agent.tokens) + num_tokens > _LENGTH:
+            agent.turns_left = 0
+            return
+        before = self.rule.num_returns
+        name = self.ask(agent.tokens, num_tokens, agent.tenant, agent.salt)
+        before_it = self.rule.turns._continued.get(name)
+        own = before_it is not None and self.agents_by_request.get(before_it.request_id) is agent
+        if self.rule.num_returns > before and own and agent.ended_at is not None and not self.jumps:
+            gap = self.clock.now() - agent.ended_at
+            self.seen["own"] += 1
+            seen = self.rule.gaps.of(agent.tenant, agent.tools)
+            if agent.tools and not any(abs(each - gap) < 3 * _STEP_SECONDS for each in seen):
+                self.fail(f"{agent} paused for {gap} s, but the pauses are {seen}")
+        self.agents_by_request[name] = agent
+        agent.turns_left -= 1
+        agent.next_at = float("inf")
+        agent.ended_at = None
+
+    def answered(self, output: Any) -> None:
+        tokens, params, tag, _ = self.asked.pop(output.request_id)
+        answer = list(output.outputs[0].token_ids)
+        row = SamplingRow(params, sample_seed(params.seed or 0, 0), len(tokens), tag=tag)
+        expected = reference_tokens(tokens, row, self.windows, _VOCAB, params.max_tokens or 0)
+        if answer != expected:
+            self.fail(f"{output.request_id} got {answer}, alone it gets {expected}")
+        self.seen["answers"] += 1
+        agent = self.agents_by_request.get(output.request_id)
+        if agent is None:
+            return
+        agent.tokens = tokens + answer
+        rng = self.rng
+        agent.tools = ()
+        agent.ended_at = now = self.clock.now()
+        seconds = rng.choice((0.1, 0.5, 0.5, 2.0, 20.0, 400.0)) * rng.uniform(0.8, 1.2)
+        agent.next_at = now + seconds
+        if rng.random() < 0.85:
+            agent.tools = tuple(rng.sample(_TOOLS, rng.choice((1, 1, 1, 2))))
+            self.engine.core.paused(output.request_id, agent.tools)
+            self.seen["pauses"] += 1
+        if rng.random() < 0.1 and len(self.agents) < 16:  # another one goes on from here
+            copy = dataclasses.replace(agent, tools=(), ended_at=None, turns_left=rng.randrange(1, 4))
+            copy.next_at = now + rng.random()
+            self.agents.append(copy)
+
+
+def run_world(seed: int) -> collections.Counter[str]:
+    """Run a world, and return what happened in it. Raises :class:`Wrong`."""
+    world = _World(seed)
+    rng = world.rng
+    system = [rng.randrange(_VOCAB) for _ in range(rng.randrange(12))]
+    agents = world.agents
+    agents += [
+        _Agent(
+            rng.choice(world.tenants),
+            rng.choice(("", "", "salt")),
+            system + [rng.randrange(_VOCAB) for _ in range(rng.randrange(4, 24))],
+            rng.randrange(1, 6),
+            world.clock.now() + rng.random() * 3,
+        )
+        for _ in range(rng.randrange(1, 9))
+    ]
+    flood = rng.choice((0.0, 0.1, 0.3))
+    for _ in range(400):
+        world.clock.advance(_STEP_SECONDS)
+        if world.jumps and rng.random() < 0.02:
+            world.clock.advance(rng.choice((1.0, 30.0, 1000.0, -0.5)))
+            world.seen["jumps"] += 1
+        now = world.clock.now()
+        for agent in list(agents):
+            if agent.turns_left and agent.next_at <= now:
+                world.turn(agent)
+        if rng.random() < flood:
+            length = rng.randrange(4, 40)
+            world.ask([rng.randrange(_VOCAB) for _ in range(length)], rng.randrange(1, 4), "flood", "")
+            world.seen["flood"] += 1
+        _step(world)
+        if not world.asked and not flood:
+            soonest = min((agent.next_at for agent in agents if agent.turns_left), default=None)
+            if soonest is None:
+                break
+            world.clock.advance(max(0.0, soonest - world.clock.now()))
+    for _ in range(3_000):
+        if not world.engine.has_unfinished:
+            break
+        world.clock.advance(_STEP_SECONDS)
+        _step(world)
+    else:
+        world.fail(f"requests {sorted(world.asked)} never end")
+    world.seen["kept"] += world.rule.num_kept
+    world.seen["returned"] += world.rule.num_returns
+    return world.seen
+
+
+def _step(world: _World) -> None:
+    for output in world.engine.step():
+        if output.finished:
+            world.answered(output)
+    world.check()
