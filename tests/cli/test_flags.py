@@ -23,7 +23,8 @@ def parse(*argv: str, sampling: bool = True) -> argparse.Namespace:
 
 def test_every_setting_has_a_flag_that_reaches_the_engine() -> None:
     values = {"bool": [], "int": ["2"], "float": ["0.25"], "str": ["text"]}
-    known = {"scheduling_policy": "priority", "governor": "rules", "model_impl": "native"}
+    known = {"scheduling_policy": "priority", "batching": "dynamic", "prefill_mode": "mixed", "governor": "rules"}
+    known |= {"model_impl": "native", "cache_eviction": "lru"}
     known |= {"kv_store_bytes": "1048576", "kv_store_write_rate": "1024"}
     argv = []
     for flag in flat_fields():

@@ -59,7 +59,7 @@ def test_version_prints_the_version(chairlift: Run) -> None:
             ["generate", "Hi", "--max-tokens", "many"],
             "--max-tokens: must be a whole number, or one such as 32k (thousands) or 32K (of 1024); got 'many'",
         ),
-        (["generate", "Hi", "--batching", "sometimes"], "invalid choice: 'sometimes'"),
+        (["generate", "Hi", "--batching", "sometimes"], "--batching must be continuous"),
         (["generate", "Hi", "--temperature", "-1"], "error: --temperature must be"),
         (["generate", "Hi", "--block-size", "3"], "--block-size must be a power of two"),
         (["generate", "Hi", "--max-num-seqs", "0"], "--max-num-seqs must be"),
