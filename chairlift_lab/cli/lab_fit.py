@@ -147,7 +147,10 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
         name, equals, value = word.partition("=")
         flag = flags.get(name.replace("-", "_"))
         if flag is None or not equals:
-            raise ConfigError(f"a file may be FILE@SETTING=VALUE,... with one of {', '.join(flags)}; got {text!r}")
+            raise ConfigError(
+                f"{word!r} in {text} is not SETTING=VALUE with a setting of the engine that chairlift lab fit --help"
+                " lists, such as FILE@max_num_seqs=8,policy_share=1; correct it"
+            )
         found[flag.name] = setting_value(flag, value)
     return path, found
 

@@ -53,7 +53,7 @@ def test_settings_of_one_file(records: Path, capsys: pytest.CaptureFixture[str])
     [
         (["rate1.json", "--hold-back", "rate1.json"], "is fitted and held back"),
         (["rate1.json", "--capture-sizes", "0,4"], "--capture-sizes must be none, vllm, or whole numbers"),
-        (["rate1.json@max_num_seqs", "--no-polish"], "a file may be FILE@SETTING=VALUE"),
+        (["rate1.json@max_num_seqs", "--no-polish"], "'max_num_seqs' in "),
         (["rate1.json", "--save", "rate1.json"], "is read or written for something else"),
         (["none.json"], "cannot read"),
         (["rate1.json", "--machine", "h1000"], "machine must be one of"),

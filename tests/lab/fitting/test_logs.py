@@ -41,6 +41,8 @@ def test_vllm_lines_are_steps() -> None:
         (StepFeatures(3, 410, 0, 0.0), 0.009),
     ]
     assert list(run.unknown) == ["pair"]
+    on_cpu = read_vllm_log("a.log", VLLM.replace("GPU KV", "CPU KV"))
+    assert on_cpu.steps == run.steps
 
 
 def test_a_vllm_log_without_usage_has_no_positions() -> None:
