@@ -25,6 +25,9 @@ _QUEUE_SECONDS: Final = 60.0
 """Seconds for which the blocks of a conversation are kept when its next turn has arrived and waits."""
 _MEMORY_SECONDS: Final = 60.0
 """Time constant of the price of blocks."""
+_MOST_LIFETIMES: Final = 2
+"""Longest lease after calls of unknown tools, in lifetimes of an ordinary block. (If other blocks are worth as much as
+these, holding them for one lifetime costs what they save.)"""
 _SECONDS_PER_TOKEN: Final = 0.001
 """Price of a computed token while the costs are not known."""
 
@@ -102,7 +105,9 @@ class LeaseRule(LRU):
     def hold(self, turn: EndedTurn) -> float:
         """Seconds from the end of a turn that called tools until its lease ends; 0 for no lease."""
         num_blocks = turn.num_tokens // self.prices.block_size
-        return best_hold(self.gaps.of(turn.tenant, turn.tools), self.saving(turn), self.price() * num_blocks)
+        gaps = self.gaps.of(turn.tenant, turn.tools)
+        seconds = best_hold(gaps, self.saving(turn), self.price() * num_blocks)
+        return seconds if gaps else min(seconds, _MOST_LIFETIMES * self.orders[0].lifetime)
 
     def saving(self, turn: EndedTurn) -> float:
         """Seconds that the next turn saves if all blocks of this turn are still there: the time to compute or to load
