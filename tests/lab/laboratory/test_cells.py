@@ -19,7 +19,7 @@ BUDGET = 2048
 
 
 def timing(arrival: float, started: float, times: list[float], **fields: Any) -> RequestTiming:
-    request = TracedRequest(arrival=arrival, prompt_tokens=100, output_tokens=len(times), **fields)
+    request = TracedRequest(arrival=arrival, prompt_tokens=100, output_tokens=max(1, len(times)), **fields)
     left = times[-1] if times else -1.0
     return RequestTiming(request, 0, started=started, times=times, left=left, ended=bool(times))
 

