@@ -78,7 +78,7 @@ _CHOICES = {
 _EXTENSIBLE = {
     "model_impl": (("auto", "native", "transformers"), "module:FAMILY"),
     "scheduling_policy": (("fcfs", "priority"), "module:Class"),
-    "cache_eviction": (("lease", "lru", "tlru"), "module:Class"),
+    "cache_eviction": (("auto", "lease", "lru", "tlru"), "module:Class"),
     "batching": (("continuous", *CLOSED_BATCHING), "module:Class"),
     "prefill_mode": (("mixed", "prefill_first", "decode_first", "separate", "auto"), "module:Class"),
     "governor": (("off", "rules"), "module:Class"),
@@ -249,10 +249,11 @@ class CacheConfig:
     """Exact number of blocks per cache group, instead of a size in bytes."""
     enable_prefix_caching: bool = True
     """Reuse the KV of equal beginnings of prompts in several requests."""
-    cache_eviction: str = "lease"
-    """Rule that says which unused block of the prefix cache is evicted next: lease (the least recently used, and blocks
-    with a lease last), lru (the least recently used), tlru (first the ends of conversations that can
-    be computed again within the target for the first token), or module:Class, a rule of your own."""
+    cache_eviction: str = "auto"
+    """Rule that says which unused block of the prefix cache is evicted next: lru (the least recently used), lease (the
+    same, but blocks with a lease last), tlru (first the ends of conversations that can be computed again within the
+    target for the first token), or module:Class, a rule of your own. auto: lease if a class of service has a retention
+    level, otherwise lru."""
     state_snapshot_interval: int | None = None
     """Number of tokens between two snapshots of a recurrent model's state that the prefix cache keeps: a multiple of
     block_size. None: chosen so that snapshots take no more memory than K and V (1,024 for models without K and V)."""

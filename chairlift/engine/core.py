@@ -17,7 +17,7 @@ from chairlift.base.row_failures import output_reason
 from chairlift.base.service_class import parse_tenant_weights
 from chairlift.base.step_batch import SampledTokens
 from chairlift.config import CacheConfig, SchedulerConfig
-from chairlift.core.kv_cache.eviction.rules import eviction_from_name
+from chairlift.core.kv_cache.eviction.rules import eviction_from_config
 from chairlift.core.kv_cache.manager import KVCacheManager
 from chairlift.core.request import Request
 from chairlift.core.scheduler.answer_lengths import AnswerLengths
@@ -90,7 +90,7 @@ def _kv_cache(executor: Executor, config: SchedulerConfig, cache: CacheConfig, s
         enable_prefix_caching=cache.enable_prefix_caching and bool(executor.cache_groups),
         prefix_offload=cache.prefix_offload,
         secret=secret,
-        eviction=eviction_from_name(cache.cache_eviction),
+        eviction=eviction_from_config(cache, config),
     )
 
 

@@ -5,14 +5,25 @@ from __future__ import annotations
 from typing import Final, cast
 
 from chairlift.base.plugins import load_plugin
+from chairlift.base.service_class import parse_service_classes
+from chairlift.config import CacheConfig, SchedulerConfig
 from chairlift.core.kv_cache.eviction.lease import LeaseRule
 from chairlift.core.kv_cache.eviction.lru import LRU
 from chairlift.core.kv_cache.eviction.rule import EvictionRule
 from chairlift.core.kv_cache.eviction.tlru import TLRU
 
-__all__ = ["eviction_from_name"]
+__all__ = ["eviction_from_config", "eviction_from_name"]
 
 _RULES: Final = {rule.name: rule for rule in (LRU, TLRU, LeaseRule)}
+
+
+def eviction_from_config(cache: CacheConfig, scheduler: SchedulerConfig) -> EvictionRule:
+    """A new rule for these settings. Raises ConfigError for a custom class that cannot be used."""
+    name = cache.cache_eviction
+    if name == "auto":
+        classes = {} if scheduler.scheduling_policy == "fcfs" else parse_service_classes(scheduler.service_classes)
+        name = LeaseRule.name if any(each.retention for each in classes.values()) else LRU.name
+    return eviction_from_name(name)
 
 
 def eviction_from_name(name: str) -> EvictionRule:

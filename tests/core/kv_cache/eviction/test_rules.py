@@ -10,7 +10,7 @@ from chairlift.base.outputs import FinishReason
 from chairlift.config import CacheConfig, EngineConfig
 from chairlift.core.kv_cache.eviction.lru import LRU
 from chairlift.core.kv_cache.eviction.rule import EvictionRule, Prices
-from chairlift.core.kv_cache.eviction.rules import eviction_from_name
+from chairlift.core.kv_cache.eviction.rules import eviction_from_config, eviction_from_name
 from chairlift.core.kv_cache.eviction.tlru import TLRU
 from chairlift.core.kv_cache.manager import KVCacheManager
 from chairlift.core.request import Request, RequestStatus, Service
@@ -54,6 +54,18 @@ def test_each_rule_has_one_name(name: str) -> None:
     assert CacheConfig(cache_eviction=name).cache_eviction == name
 
 
+def test_the_rule_is_chosen_by_the_retention_levels() -> None:
+    without = '{"default": {"retention": 0}, "priority": {"retention": 0}}'
+    for settings, name in (
+        ({}, "lru"),
+        ({"scheduling_policy": "priority"}, "lease"),
+        ({"scheduling_policy": "priority", "service_classes": without}, "lru"),
+        ({"cache_eviction": "lease"}, "lease"),
+    ):
+        config = EngineConfig.from_flat(settings)
+        assert eviction_from_config(config.cache, config.scheduler).name == name
+
+
 def test_a_rule_of_ones_own_is_loaded_by_its_path() -> None:
     assert eviction_from_name(f"{__name__}:NewestFirst").name == "newest_first"
 
@@ -68,7 +80,7 @@ def test_a_class_that_cannot_be_used_is_refused(name: str, message: str) -> None
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cache_eviction must be lease, lru, tlru or module:Class; got 'fifo'"):
+    with pytest.raises(ConfigError, match="cache_eviction must be auto, lease, lru, tlru or module:Class; got 'fifo'"):
         EngineConfig.from_flat({"cache_eviction": "fifo"})
 
 

@@ -1,0 +1,283 @@
+"""Measures what leases are worth to agents whose tools take time, and what they cost others.
+
+    python benchmarks/sessions.py --rounds 10 --json benchmarks/results/sessions-simulated.json
+    python benchmarks/sessions.py --model /tmp/smollm --rounds 3 --json benchmarks/results/sessions.json
+
+``--agents`` agents share a system prompt. Each has ``--turns`` turns; between two of them its tool runs for a time that
+is drawn from a log-normal distribution. Beside them, prompts of ``--flood-tokens`` tokens arrive that never come again,
+at ``--flood-share`` of the speed at which prompts are computed. The KV cache holds eight of the twelve agents. The
+engines, in turns within each round and with equal memory for KV, are:
+
+- ``offload``: ``--cache-eviction lru --prefix-offload``, a tenth of the memory is host memory: the reference;
+- ``lru``, ``tlru``, ``lease`` and ``continuum``: the rule, and no host memory.
+
+All have the same arrivals, lengths and pauses in a round. Printed is, for each engine, the value divided by that of the
+reference: the seconds that agents wait for their turns (``job``), the 90th percentile of the agents' time to the first
+token, the 99th percentile of the flood's, and the flood's throughput in tokens per second. In the second trace,
+``chats``, LRU is right: half of the conversations call no tools and come back five times as fast, and the tools of the
+others take twenty times as long, so that it does not pay to keep their blocks.
+
+Without ``--model`` the engine is simulated, on a machine that computes about 3,000 prompt tokens per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import heapq
+import json
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from chairlift import LLM, __version__
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.config import EngineConfig
+from chairlift.core.scheduler.cost_model import CostModel
+from chairlift.engine.core import EngineCore
+from chairlift.engine.input_processor import InputProcessor, ModelLimits
+from chairlift_lab.replay.machines import MODELS, Deployment, Machine
+from chairlift_lab.replay.replay import simulated_core
+
+if __package__:
+    from benchmarks.offline import cpu_name
+else:
+    from offline import cpu_name
+
+BLOCK = 16
+VOCAB = 4000
+TOOL = ("run_tests",)
+CONTINUUM = "chairlift.core.kv_cache.eviction.continuum:Continuum"
+RULES = {"offload": "lru", "lru": "lru", "tlru": "tlru", "lease": "lease", "continuum": CONTINUUM}
+TWO_CORES = Machine("two-cores", 40e9, 1.7e12, 8e9, 0.75, 0.5, 0.0005, 0.5, True)
+
+
+@dataclasses.dataclass(slots=True)
+class Job:
+    """A conversation, or a single prompt of the flood."""
+
+    prompt: list[int]
+    pauses: list[float]
+    """Seconds before each further turn."""
+    added: list[list[int]]
+    """New tokens of each further turn."""
+    num_tokens: int
+    """Number of tokens of each answer."""
+    is_agent: bool
+    calls: bool
+    turn: int = 0
+    sent: float = 0.0
+    first: float | None = None
+    answer: list[int] = dataclasses.field(default_factory=list)
+
+
+def draw(args: argparse.Namespace, seed: int, trace: str, speed: float) -> list[tuple[float, Job]]:
+    """(arrival, job) of all jobs of a round. ``speed`` is in prompt tokens per second."""
+    rng = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(10, VOCAB) for _ in range(count)]
+
+    system = tokens(args.system)
+    jobs: list[tuple[float, Job]] = []
+    for index in range(args.agents):
+        calls = trace == "agents" or index % 2 == 0
+        factor = 1.0 if trace == "agents" else 20.0 if calls else 0.2
+        pauses = [rng.lognormvariate(0, args.spread) * args.pause * factor for _ in range(args.turns - 1)]
+        added = [tokens(args.added - args.answer) for _ in pauses]
+        job = Job(system + tokens(args.own), pauses, added, args.answer, True, calls)
+        jobs.append((rng.uniform(0, args.pause), job))
+    at = 0.0
+    seconds = args.turns * args.pause * 1.5
+    while at < seconds:
+        at += rng.expovariate(args.flood_share * speed / args.flood_tokens)
+        jobs.append((at, Job(tokens(args.flood_tokens), [], [], 8, False, False)))
+    return jobs
+
+
+def serve(core: EngineCore, limits: ModelLimits, jobs: list[tuple[float, Job]]) -> dict[str, float]:
+    """Serve all jobs. Returns the figures of the run."""
+    inputs = InputProcessor(limits, None, core.kv, seed=0)
+    clock = core.clock
+    begin = clock.now()
+    queue = [(begin + arrival, number, job) for number, (arrival, job) in enumerate(jobs)]
+    heapq.heapify(queue)
+    running: dict[str, Job] = {}
+    waits: list[float] = []
+    firsts: dict[bool, list[float]] = {True: [], False: []}
+    total = flooded = cached = 0
+    number = len(queue)
+    flood_end = begin
+    while queue or running:
+        now = clock.now()
+        while queue and queue[0][0] <= now:
+            when, _, job = heapq.heappop(queue)
+            name = f"{number}"
+            number += 1
+            job.sent, job.first, job.answer = when, None, []
+            params = SamplingParams(temperature=0.0, max_tokens=job.num_tokens, ignore_eos=True, seed=0)
+            core.add(inputs.prepare(name, job.prompt, params, when))
+            running[name] = job
+        if not core.has_work:
+            clock.wait_until(queue[0][0])
+            continue
+        outputs = core.step()
+        if outputs is None:
+            continue
+        now = clock.now()
+        cached += sum(count for _, count, _ in outputs.joined)
+        for name, token in zip(outputs.sequence_ids, outputs.token_ids, strict=True):
+            job = running[name]
+            job.answer.append(token)
+            if job.first is None:
+                job.first = now
+                firsts[job.is_agent].append(now - job.sent)
+        for ended in outputs.finished:
+            job = running.pop(ended.sequence_id)
+            total += len(job.prompt) + len(job.answer)
+            if not job.is_agent:
+                flooded += len(job.prompt) + len(job.answer)
+                flood_end = now
+                continue
+            waits.append(now - job.sent)
+            if job.turn == len(job.pauses):
+                continue
+            if job.calls:
+                core.paused(ended.sequence_id, TOOL)
+            job.prompt = job.prompt + job.answer + job.added[job.turn]
+            heapq.heappush(queue, (now + job.pauses[job.turn], number, job))
+            number += 1
+            job.turn += 1
+    return {
+        "job": sum(waits),
+        "agents_ttft_p90": quantile(firsts[True], 0.9),
+        "flood_ttft_p99": quantile(firsts[False], 0.99),
+        "flood_throughput": flooded / (flood_end - begin),
+        "cached_share": cached / total,
+    }
+
+
+def quantile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+def settings_of(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    blocks = args.cache_tokens // BLOCK
+    host = blocks // 10 if name == "offload" else 0
+    return {
+        "cache_eviction": RULES[name],
+        "prefix_offload": name == "offload",
+        "num_kv_blocks": 1 + blocks - host,
+        "max_num_seqs": 16,
+        "max_model_len": 4096,
+        "host": host,
+    }
+
+
+def simulated(args: argparse.Namespace, name: str) -> tuple[EngineCore, ModelLimits]:
+    shape = MODELS["smollm-135m"]
+    deployment = Deployment(
+        machine=TWO_CORES.name,
+        model=shape.name,
+        cost=CostModel(shape.on(TWO_CORES)),
+        kv_bytes_per_token=shape.kv_bytes,
+        kv_memory_bytes=1 << 40,
+        max_model_len=4096,
+        reads_shared_once=True,
+    )
+    settings = settings_of(args, name)
+    swap = settings.pop("host") * BLOCK * shape.kv_bytes
+    return simulated_core(deployment, EngineConfig.from_flat({**settings, "swap_space_bytes": swap}))
+
+
+def real(args: argparse.Namespace, name: str) -> tuple[EngineCore, ModelLimits]:
+    settings = settings_of(args, name)
+    shape = MODELS["smollm-135m"]
+    swap = settings.pop("host") * BLOCK * shape.kv_bytes
+    llm = LLM(str(args.model), skip_tokenizer_init=True, threads=args.threads, swap_space_bytes=swap, **settings)
+    return llm.engine.core, ModelLimits(VOCAB, 4096, ())
+
+
+def speed_of(core: EngineCore, args: argparse.Namespace) -> float:
+    """Prompt tokens per second: predicted, or measured with four prompts."""
+    if args.model is None:
+        return 2048 / CostModel(MODELS["smollm-135m"].on(TWO_CORES)).prefill_seconds(2048)
+    inputs = InputProcessor(ModelLimits(VOCAB, 4096, ()), None, core.kv, seed=0)
+    begin = core.clock.now()
+    for number in range(4):
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        core.add(inputs.prepare(f"warm {number}", [number + 10] * 1000, params, begin))
+    while core.has_work:
+        core.step()
+    return 4000 / (core.clock.now() - begin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="run this model instead of a simulation")
+    parser.add_argument("--engines", nargs="+", default=list(RULES), choices=list(RULES))
+    parser.add_argument("--traces", nargs="+", default=["agents", "chats"], choices=["agents", "chats"])
+    parser.add_argument("--agents", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--system", type=int, default=600, help="tokens of the common system prompt")
+    parser.add_argument("--own", type=int, default=900, help="further tokens of an agent's first prompt")
+    parser.add_argument("--added", type=int, default=210, help="tokens that a turn adds, answer included")
+    parser.add_argument("--answer", type=int, default=40, help="tokens of an agent's answer")
+    parser.add_argument("--pause", type=float, default=15.0, help="median seconds that a tool runs")
+    parser.add_argument("--spread", type=float, default=0.5, help="standard deviation of its logarithm")
+    parser.add_argument("--flood-tokens", type=int, default=500)
+    parser.add_argument("--flood-share", type=float, default=0.6)
+    parser.add_argument("--cache-tokens", type=int, default=14_200)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    runs: dict[str, dict[str, list[dict[str, float]]]] = {trace: {} for trace in args.traces}
+    speed = 0.0
+    for number in range(args.rounds):
+        for trace in args.traces:
+            for name in args.engines:
+                core, limits = (simulated if args.model is None else real)(args, name)
+                speed = speed or speed_of(core, args)
+                figures = serve(core, limits, draw(args, number, trace, speed))
+                core.shutdown()
+                runs[trace].setdefault(name, []).append(figures)
+                if args.model is not None:
+                    print(trace, name, {key: round(value, 3) for key, value in figures.items()}, flush=True)
+    ratios = {trace: ratios_of(of_trace, args.engines[0]) for trace, of_trace in runs.items()}
+    print(f"{speed:,.0f} prompt tokens per second; ratios to {args.engines[0]}, median (lowest to highest) of rounds")
+    for trace, of_trace in ratios.items():
+        for name, each in of_trace.items():
+            figures = [f"{key} {middle:.2f} ({low:.2f} to {high:.2f})" for key, (middle, low, high) in each.items()]
+            print(f"{trace:7s} {name:10s}", "  ".join(figures))
+    if args.json:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        record = {
+            "command": shlex.join(["sessions.py", *sys.argv[1:]]),
+            "commit": commit,
+            "chairlift": __version__,
+            "cpu": cpu_name(),
+            "prompt_tokens_per_second": round(speed),
+            "ratios": ratios,
+            "runs": runs,
+        }
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def ratios_of(runs: dict[str, list[dict[str, float]]], reference: str) -> dict[str, dict[str, tuple[float, ...]]]:
+    """Engine -> figure -> (median, lowest, highest) of the ratios to the reference over the rounds."""
+    found: dict[str, dict[str, tuple[float, ...]]] = {}
+    for name, own in runs.items():
+        found[name] = {}
+        for key in own[0]:
+            ratios = [mine[key] / max(theirs[key], 1e-9) for mine, theirs in zip(own, runs[reference], strict=True)]
+            found[name][key] = tuple(round(each, 3) for each in (statistics.median(ratios), min(ratios), max(ratios)))
+    return found
+
+
+if __name__ == "__main__":
+    main()
