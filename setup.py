@@ -44,7 +44,7 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         mode = "sanitize" if self.sanitize else "debug" if self.debug else "release"
         compiler = kernels.find_compiler()
-        objects = kernels.compile_objects(mode, compiler, kernels.chosen_sets())
+        objects = kernels.compile_objects(mode, compiler, kernels.chosen_sets(compiler))
         library = Path(self.get_ext_fullpath(ext.name)).resolve()
         library.parent.mkdir(parents=True, exist_ok=True)
         flags = [*kernels.COMMON, *kernels.MODES[mode]]

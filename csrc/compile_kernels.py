@@ -50,9 +50,24 @@ AVX512 = [*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq"]
 AVX512_VNNI = [*AVX512, "avx512vnni"]
 AVX512_BF16 = [*AVX512_VNNI, "avx512bf16"]
 AMX = [*AVX512_BF16, "amx-tile", "amx-bf16", "amx-int8"]
-SETS = {"avx2": AVX2, "avx512": AVX512, "avx512_vnni": AVX512_VNNI, "avx512_bf16": AVX512_BF16, "amx": AMX}
-"""Name of an instruction set -> compiler's names of its extensions. The oldest set is the first, and the position is
-the number of the path in ``cl_isa``. Code outside ``paths/`` runs on every x86-64 processor."""
+X86_SETS = {"avx2": AVX2, "avx512": AVX512, "avx512_vnni": AVX512_VNNI, "avx512_bf16": AVX512_BF16, "amx": AMX}
+"""Name of an instruction set of x86-64 -> compiler's names of its extensions. The oldest set is the first. Code outside
+``paths/`` runs on every processor of an architecture."""
+
+ARM_SETS = {"neon": "armv8.2-a+dotprod"}
+"""Name of an instruction set of ARM64 -> compiler's name of the architecture with its extensions."""
+
+NUMBERS = {name: number for number, name in enumerate([*X86_SETS, *ARM_SETS])}
+"""Name of an instruction set -> number of the path in ``cl_isa``."""
+
+FLAGS = {name: [f"-m{each}" for each in needed] for name, needed in X86_SETS.items()}
+FLAGS |= {name: [f"-march={architecture}"] for name, architecture in ARM_SETS.items()}
+
+SETS = {"x86_64": [*X86_SETS], "aarch64": [*ARM_SETS]}
+"""Name of a machine, as :func:`platform.machine` and compilers have it -> its instruction sets, the oldest first."""
+
+ARM_FEATURES = {"neon": {"asimddp"}}
+"""Name of an instruction set of ARM64 -> names in /proc/cpuinfo of what it needs."""
 
 LINUX_NAMES = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "amx-tile": "amx_tile"}
 LINUX_NAMES |= {"amx-bf16": "amx_bf16", "amx-int8": "amx_int8"}
@@ -88,35 +103,40 @@ class Job:
 
 def wanted() -> bool:
     """Whether the kernels can be compiled for this system, and the environment does not leave them out."""
-    native = sys.platform == "linux" and platform.machine() == "x86_64" and sys.maxsize > 2**32
+    native = sys.platform == "linux" and platform.machine() in SETS and sys.maxsize > 2**32
     return native and os.environ.get(WITHOUT_KERNELS, "0") in ("", "0")
 
 
-def sets_to_build(choice: str, processor: Sequence[str]) -> list[str]:
-    """Instruction sets to compile, the oldest first. ``choice`` is the value of CHAIRLIFT_KERNELS, and ``processor``
-    the sets that this processor can run, the oldest first. Raises SystemExit for a name that does not exist."""
+def sets_to_build(choice: str, processor: Sequence[str], machine: str = "x86_64") -> list[str]:
+    """Instruction sets to compile for ``machine``, the oldest first. ``choice`` is the value of CHAIRLIFT_KERNELS, and
+    ``processor`` the sets that the processor can run, the oldest first. Raises SystemExit for a name that this machine
+    does not have."""
     if choice in ("", "native"):
         return list(processor[-1:])
     if choice == "all":
-        return list(SETS)
+        return list(SETS[machine])
     names = {name.strip() for name in choice.split(",")}
-    if not names <= SETS.keys():
-        allowed = ", ".join(SETS)
-        raise SystemExit(f"{KERNELS} is {choice!r}; it must be native, all, or names separated by commas: {allowed}")
-    return [name for name in SETS if name in names]
+    if not names <= set(SETS[machine]):
+        allowed = ", ".join(SETS[machine])
+        raise SystemExit(
+            f"{KERNELS} is {choice!r}; for {machine} it must be native, all, or names separated by commas: {allowed}"
+        )
+    return [name for name in SETS[machine] if name in names]
 
 
-def sets_of_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+def sets_of_processor(cpuinfo: Path = Path("/proc/cpuinfo"), machine: str = platform.machine()) -> list[str]:
     """Instruction sets that this processor and this system can run, the oldest first. If the system does not describe
     its processor, all of them."""
     try:
-        flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+        flags = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
     except OSError:
         flags = None
     if flags is None:
-        return list(SETS)
+        return list(SETS.get(machine, ()))
     present = set(flags[1].split())
-    found = [name for name, needed in SETS.items() if {LINUX_NAMES.get(each, each) for each in needed} <= present]
+    if machine == "aarch64":
+        return [name for name, needed in ARM_FEATURES.items() if needed <= present]
+    found = [name for name, needed in X86_SETS.items() if {LINUX_NAMES.get(each, each) for each in needed} <= present]
     return found if tiles_granted() else [name for name in found if name != "amx"]
 
 
@@ -135,6 +155,19 @@ def find_compiler() -> list[str]:
     raise SystemExit(NO_COMPILER)
 
 
+def machine_of(compiler: list[str]) -> str:
+    """The machine for which ``compiler`` compiles: this one, or another with a cross-compiler. Raises SystemExit for a
+    machine without kernels."""
+    done = subprocess.run([*compiler, "-dumpmachine"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    machine = done.stdout.partition("-")[0] if done.returncode == 0 else platform.machine()
+    if machine not in SETS:
+        raise SystemExit(
+            f"{shlex.join(compiler)} compiles for {machine}, and Chairlift's CPU kernels are for {' and '.join(SETS)}. "
+            f"Choose another compiler ($CXX), or install without kernels: `{WITHOUT_KERNELS}=1 pip install .`"
+        )
+    return machine
+
+
 def jobs(mode: str, compiler: list[str], sets: Sequence[str]) -> list[Job]:
     """All objects of a build, in the order in which they must be linked.
 
@@ -142,33 +175,40 @@ def jobs(mode: str, compiler: list[str], sets: Sequence[str]) -> list[Job]:
     objects are those that run on every processor, then come the instruction sets, the oldest first.
     """
     command = [*compiler, *COMMON, *MODES[mode]]
-    paths = sum(1 << list(SETS).index(name) for name in sets)
+    paths = sum(1 << NUMBERS[name] for name in sets)
+    folder = folder_of(mode, compiler)
     version = subprocess.run([*compiler, "--version"], stdout=subprocess.PIPE, text=True).stdout
     made = []
     for source in sorted((ROOT / SOURCES).glob("*.cpp")):
         flags = [f"-DCL_PATHS={paths}"] if source.stem == "paths" else []
-        made.append(job_of(source.stem, source, [*command, *flags], mode, version))
+        made.append(job_of(source.stem, source, [*command, *flags], folder, version))
     for name in sets:
         flags = [
-            *(f"-m{each}" for each in SETS[name]),
+            *FLAGS[name],
             f"-DCL_NS=cl_{name}",
             *(["-DCL_USE_AMX"] if name == "amx" else []),
         ]
         for source in sorted((ROOT / SOURCES / "paths").glob("*.cpp"), key=longest_first):
-            made.append(job_of(f"{name}/{source.stem}", source, [*command, *flags], mode, version))
+            made.append(job_of(f"{name}/{source.stem}", source, [*command, *flags], folder, version))
     return made
+
+
+def folder_of(mode: str, compiler: list[str]) -> Path:
+    """Folder of a mode's objects. Another machine's have a folder of their own."""
+    machine = machine_of(compiler)
+    return OBJECTS / (mode if machine == platform.machine() else f"{mode}-{machine}")
 
 
 def longest_first(source: Path) -> int:
     return PATH_SOURCES.index(source.stem) if source.stem in PATH_SOURCES else len(PATH_SOURCES)
 
 
-def job_of(name: str, source: Path, command: list[str], mode: str, version: str) -> Job:
+def job_of(name: str, source: Path, command: list[str], folder: Path, version: str) -> Job:
     digest = hashlib.sha256(f"{version}\n{shlex.join(command)}\n".encode())
     for each in sorted(included(source)):
         content = each.read_bytes()
         digest.update(f"{each.relative_to(ROOT)} {len(content)}\n".encode() + content)
-    target = OBJECTS / mode / f"{name.replace('/', '-')}-{digest.hexdigest()[:32]}.o"
+    target = folder / f"{name.replace('/', '-')}-{digest.hexdigest()[:32]}.o"
     return Job(name, source.relative_to(ROOT), tuple(command), target)
 
 
@@ -194,13 +234,14 @@ def compile_objects(mode: str, compiler: list[str], sets: Sequence[str]) -> list
     missing = [job for job in everything if not (ROOT / job.target).exists()]
     missing.sort(key=lambda job: ("/" not in job.name, longest_first(job.source)))
     if missing:
-        (ROOT / OBJECTS / mode).mkdir(parents=True, exist_ok=True)
+        folder = ROOT / folder_of(mode, compiler)
+        folder.mkdir(parents=True, exist_ok=True)
         names = ", ".join(sets) or "no instruction set"
         print(f"kernels: {names} ({mode}), {len(missing)} of {len(everything)} files to compile", flush=True)
         compile_missing(missing)
         kept = {job.target.name for job in everything}
         stems = {job.target.name.rpartition("-")[0] for job in everything}
-        for old in (ROOT / OBJECTS / mode).glob("*.o"):
+        for old in folder.glob("*.o"):
             if old.name not in kept and old.name.rpartition("-")[0] in stems:
                 old.unlink(missing_ok=True)
     return [job.target for job in everything]
@@ -254,14 +295,18 @@ def run_compiler(command: list[str]) -> str:
     return done.stdout
 
 
-def chosen_sets() -> list[str]:
-    """The instruction sets that the environment and this processor ask for."""
-    return sets_to_build(os.environ.get(KERNELS, "").strip().lower(), sets_of_processor())
+def chosen_sets(compiler: list[str]) -> list[str]:
+    """The instruction sets that the environment and the processor ask for. A cross-compiler's processor is not known;
+    it is taken to have all of them."""
+    machine = machine_of(compiler)
+    processor = sets_of_processor() if machine == platform.machine() else SETS[machine]
+    return sets_to_build(os.environ.get(KERNELS, "").strip().lower(), processor, machine)
 
 
 def main() -> None:
     if wanted():
-        compile_objects("release", find_compiler(), chosen_sets())
+        compiler = find_compiler()
+        compile_objects("release", compiler, chosen_sets(compiler))
 
 
 if __name__ == "__main__":

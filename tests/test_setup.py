@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.kernels.cpu.library import built_isas, supported_isas
+from chairlift.kernels.cpu.library import ISA_NAMES, built_isas, supported_isas
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = Path("chairlift", "kernels", "cpu", "libchairlift_cpu.so")
@@ -171,13 +171,48 @@ def test_the_best_instruction_set_follows_from_the_flags_of_the_processor(
     (tmp_path / "cpuinfo").write_text(f"model name\t: One\nflags\t\t: {flags}\nbugs\t\t: none\n")
     monkeypatch.setattr(compile_kernels, "tiles_granted", lambda: granted)
     sets = compile_kernels.sets_of_processor(tmp_path / "cpuinfo")
-    assert sets == list(compile_kernels.SETS)[: len(sets)] and sets[-1] == best
+    assert sets == compile_kernels.SETS["x86_64"][: len(sets)] and sets[-1] == best
 
 
 def test_a_processor_that_nothing_describes_gets_every_instruction_set_it_may_have(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("flags\t\t: fpu sse2\n")
     assert compile_kernels.sets_of_processor(tmp_path / "cpuinfo") == []
-    assert compile_kernels.sets_of_processor(tmp_path / "nowhere") == list(compile_kernels.SETS)
+    assert compile_kernels.sets_of_processor(tmp_path / "nowhere") == compile_kernels.SETS["x86_64"]
+
+
+@pytest.mark.parametrize(("features", "sets"), [("fp asimd asimdhp asimddp", ["neon"]), ("fp asimd", [])])
+def test_arm64_needs_the_dot_product_instructions(features: str, sets: list[str], tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(f"BogoMIPS\t: 50.00\nFeatures\t: {features}\nCPU part\t: 0xd0c\n")
+    assert compile_kernels.sets_of_processor(tmp_path / "cpuinfo", "aarch64") == sets
+
+
+def test_each_instruction_set_has_the_number_of_its_path() -> None:
+    assert tuple(compile_kernels.NUMBERS) == ISA_NAMES == tuple(compile_kernels.FLAGS)
+
+
+def test_a_compiler_for_a_machine_without_kernels_is_refused(tree: Path, tmp_path: Path) -> None:
+    compiler = tmp_path / "riscv64-g++"
+    compiler.write_text("#!/bin/sh\necho riscv64-linux-gnu\n")
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    done = build(tree, CXX=f"'{compiler}'")
+    assert done.returncode != 0
+    last = done.stdout.splitlines()[-1]
+    assert "riscv64" in last and "x86_64 and aarch64" in last and "CHAIRLIFT_WITHOUT_KERNELS=1" in last
+    assert "Traceback" not in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-g++") is None, reason="needs aarch64-linux-gnu-g++")
+def test_a_cross_compiler_compiles_the_paths_of_its_machine(tree: Path) -> None:
+    head = tree / "csrc" / "cpu" / "paths" / "head.cpp"
+    head.write_text("int CL_NS() { return __ARM_FEATURE_DOTPROD; }\n")
+    native = build(tree, CHAIRLIFT_WITHOUT_KERNELS="1")
+    assert native.returncode == 0, native.stdout
+    crossed = build(tree, CXX="aarch64-linux-gnu-g++", CHAIRLIFT_KERNELS="all")
+    assert crossed.returncode == 0, crossed.stdout
+    assert compiled(crossed.stdout) == {"api", "memory", "neon/head"}
+    assert len(list((tree / "build" / "kernels" / "release-aarch64").glob("*.o"))) == 3
+    refused = build(tree, CXX="aarch64-linux-gnu-g++", CHAIRLIFT_KERNELS="avx2")
+    assert "for aarch64 it must be native, all, or names separated by commas: neon" in refused.stdout
 
 
 def test_the_kernels_pick_the_path_for_which_they_were_compiled() -> None:

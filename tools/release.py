@@ -17,6 +17,7 @@ import argparse
 import hashlib
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -257,7 +258,7 @@ def try_problems(programs: Path, work: Path) -> Iterator[str]:
     sys.path.insert(0, str(ROOT / "csrc"))
     from compile_kernels import SETS
 
-    lacking = [name for name in SETS if name not in done.stdout.split()]
+    lacking = [name for name in SETS[platform.machine()] if name not in done.stdout.split()]
     if lacking:
         yield f"the installed kernels lack {', '.join(lacking)}"
 

@@ -51,7 +51,7 @@ def build(work: Path, folder: Path, source: Path = ROOT) -> Path:
     (raw,) = (work / "raw").glob("chairlift-*.whl")
     with zipfile.ZipFile(raw) as content:
         if LIBRARY not in content.namelist():
-            raise SystemExit(f"{raw.name} has no {LIBRARY}: kernels are built on x86-64 Linux only")
+            raise SystemExit(f"{raw.name} has no {LIBRARY}: kernels are built on x86-64 and ARM64 Linux only")
     run(programs / "auditwheel", "repair", "--wheel-dir", work / "repaired", raw)
     (repaired,) = (work / "repaired").glob("chairlift-*.whl")
     folder.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ def product_kind(isa: str, dtype: torch.dtype) -> str:
     ``dtype``. Paths without instructions for bf16 multiply float32."""
     if dtype == torch.int8:
         return "int8"
-    return "f32" if dtype == torch.float32 or isa in ("avx2", "avx512", "avx512_vnni") else "bf16"
+    return "f32" if dtype == torch.float32 or isa in ("avx2", "avx512", "avx512_vnni", "neon") else "bf16"
 
 
 def l3_bytes(folder: Path, processors: Iterable[int]) -> int:

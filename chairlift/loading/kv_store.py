@@ -85,9 +85,8 @@ def open_store(config: EngineConfig, executor: Executor, info: EngineInfo) -> St
 def about_blocks(config: EngineConfig, executor: Executor, info: EngineInfo) -> dict[str, object]:
     """Everything that decides the bits of a block, besides its tokens and the content of the model's files."""
     model = dataclasses.asdict(config.model)
-    threads = (
-        {} if info.kernels in ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2") else {"threads": info.threads}
-    )
+    native = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "neon")
+    threads = {} if info.kernels in native else {"threads": info.threads}
     return {
         "format": _FORMAT,
         "version": __version__,

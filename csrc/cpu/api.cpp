@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <new>
 
+#include "isa/processor.h"
 #include "kernels.h"
 #include "plan.h"
 #include "pool.h"
@@ -235,8 +236,8 @@ struct Read {
 };
 
 // Reads one thread's part of the memory, to measure bandwidth. It combines all words by xor, so that the compiler
-// cannot omit a read. It uses only instructions that every x86-64 processor has; they are fast enough to use the full
-// memory bandwidth.
+// cannot omit a read. It uses only instructions that every processor has; they are fast enough to use the full memory
+// bandwidth.
 void read_on_thread(void* argument, int thread) {
   typedef long long Words __attribute__((vector_size(16)));
   Read& read = *static_cast<Read*>(argument);
@@ -249,7 +250,7 @@ void read_on_thread(void* argument, int thread) {
     for (int i = 0; i < 4; i++) sum[i] ^= reinterpret_cast<const Words*>(at)[i];
   }
   Words all = sum[0] ^ sum[1] ^ sum[2] ^ sum[3];
-  __asm__ volatile("" : : "x"(all));
+  __asm__ volatile("" : : CL_VECTOR_REGISTER(all));
 }
 
 struct Peak {

@@ -81,7 +81,11 @@ struct AttentionTask {
 
 // Whether this processor should prefetch keys and values into L2. AMD cores of family 19h (Zen 3 and Zen 4) can wait
 // for too few cache lines of L1 at once to use the full memory bandwidth.
+#if defined(CL_ARM)
+static bool fetches_far() { return false; }
+#else
 static bool fetches_far() { return __builtin_cpu_is("amdfam19h"); }
+#endif
 
 // Addresses of the K and V of at most one KV tile: `count` groups of sixteen tokens, from group number `first` of the
 // sequence on. The K of sixteen tokens of one KV head is contiguous, and their V follows it. `Stored` is the type of an

@@ -9,7 +9,9 @@ namespace CL_NS {
 
 // Vectors of 32-bit words, each in the low half of a 64-bit lane. The high halves are undefined; wmul does not read
 // them.
-#if defined(__AVX512F__)
+#if defined(CL_ARM)
+// In isa/neon.h.
+#elif defined(__AVX512F__)
 typedef __m512i wide;
 enum { WIDE = 8 };
 CL_INLINE wide wset(uint64_t x) { return _mm512_set1_epi64(int64_t(x)); }

@@ -45,7 +45,7 @@ struct RowBlock {
 // LaneOf<B>: integer type of a row's codes, for weights of B bits. Without VNNI, two products of 8-bit codes can
 // overflow 16 bits when they are added, so rows are stored as 16-bit integers. Products of 4-bit and 8-bit codes never
 // overflow.
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(CL_ARM)
 template <int B>
 struct LaneOf {
   typedef int8_t Lane;
@@ -67,7 +67,9 @@ struct Pair<Row, Code<B, M>> {
   enum { PARTS = 1 };
 };
 
+#if !defined(CL_ARM)
 CL_INLINE float to_float32(uint16_t half) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half))); }
+#endif
 
 // Dot products of one block of 32 k of one row with sixteen columns. They are integers, so they are exact in any order.
 // A step has four k of 8 bits, or eight k of 4 bits.
@@ -79,6 +81,10 @@ struct Dot {
   CL_INLINE vi start(const int32_t& offset, const int32_t&) { return ispread(four_at(&offset)); }
   CL_INLINE vi finish(vi sum, int32_t) { return sum; }
   CL_INLINE vi add(vi sum, vi codes, const Four& row) { return _mm512_dpbusd_epi32(sum, codes, ispread(row)); }
+#elif defined(CL_ARM)
+  CL_INLINE vi start(const int32_t& offset, const int32_t& zeros) { return iset(B == 8 ? offset + zeros : offset); }
+  CL_INLINE vi finish(vi sum, int32_t) { return sum; }
+  CL_INLINE vi add(vi sum, vi codes, const Four& row) { return add_products(sum, codes, row); }
 #else
   // 4-bit codes are summed in 16 bits over a whole block: a sum is at most 8 * 2 * 15 * 127 = 30480. With the table's
   // values, which are up to 24, a sum can exceed 16 bits and wrap around. But sums begin at `zeros`, so the final sums
@@ -99,7 +105,11 @@ struct Dot {
     const vi all = iload(codes);
     if (B == 4) {
       const vi nibbles = iand(part == 0 ? all : ishift16<4>(all), iset(0x0f0f0f0f));
+#if defined(CL_ARM)
+      return TABLE ? ilookup(E2M1_VALUES, nibbles) : nibbles;
+#else
       return TABLE ? ilookup(_mm_load_si128((const __m128i*)E2M1_VALUES), nibbles) : nibbles;
+#endif
     }
     return part == 0 ? iand(all, iset(0x00ff00ff)) : ishift16<8>(all);
   }
@@ -117,6 +127,17 @@ struct Dot<8, false> {
   CL_INLINE vi finish(vi sum, int32_t) { return sum; }
   CL_INLINE vi add(vi sum, vi codes, const Four& row) { return _mm512_dpbusd_epi32(sum, codes, ispread(row)); }
   CL_INLINE vi part(const uint8_t* codes, int) { return iload(codes); }
+  CL_INLINE const Four& row(const int8_t* code, int step, int) { return four_at(code + 4 * step); }
+};
+#elif defined(CL_ARM)
+template <>
+struct Dot<8, false> {
+  enum { STEPS = 8, PARTS = 1 };
+  typedef int8_t Lane;
+  CL_INLINE vi start(const int32_t& offset, const int32_t& zeros) { return iset(offset + zeros); }
+  CL_INLINE vi finish(vi sum, int32_t) { return sum; }
+  CL_INLINE vi add(vi sum, vi codes, const Four& row) { return add_products(sum, codes, row); }
+  CL_INLINE vi part(const uint8_t* codes, int) { return load_factors(codes); }
   CL_INLINE const Four& row(const int8_t* code, int step, int) { return four_at(code + 4 * step); }
 };
 #endif
@@ -226,6 +247,7 @@ void code_product(int rows, const typename Pair<float, Weight>::Left* a, int64_t
 #undef CL_CASE
 }
 
+#if !defined(CL_ARM)
 // Stores sixteen numbers, already rounded to the range of 8 bits, as codes of a row.
 CL_INLINE void store_codes(int16_t* to, vf x) {
   const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(lower_half(x)), _mm256_cvtps_epi32(upper_half(x)));
@@ -252,6 +274,7 @@ CL_INLINE int32_t zeros_of(const int8_t* code) {
   sum = _mm_add_epi16(sum, _mm_shuffle_epi32(sum, 0xb1));
   return _mm_cvtsi128_si32(_mm_mullo_epi16(sum, _mm_set1_epi16(-12)));
 }
+#endif
 
 // Rounds 32 numbers to 8 bits. If one is not finite, the scale is NaN, and so are the results of this row only.
 template <typename T, typename Lane, int ZERO>

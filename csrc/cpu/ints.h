@@ -3,6 +3,8 @@
 #pragma once
 #include "vec.h"
 
+#if !defined(CL_ARM)
+
 namespace CL_NS {
 
 // vi: a vector of sixteen integers of 32 bits, or of thirty-two integers of 16 bits.
@@ -89,3 +91,4 @@ CL_INLINE vi add_bytes(vi sum, const Four& row, vi columns) {
 #endif
 
 }  // namespace CL_NS
+#endif

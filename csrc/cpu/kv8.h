@@ -30,7 +30,9 @@ CL_INLINE const float* scales_of(const code8* piece, int head_dim) {
   return (const float*)(piece + int64_t(CL_KV_TOKENS) * head_dim);
 }
 
-#if defined(__AVX512F__)
+#if defined(CL_ARM)
+// In isa/neon.h.
+#elif defined(__AVX512F__)
 CL_INLINE vi load_pairs(const code8* p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
 CL_INLINE vf numbers_of(__m128i codes) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(codes)); }
 CL_INLINE __m128i codes_of(vf x) { return _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(x)); }
@@ -54,7 +56,10 @@ CL_INLINE __m128i codes_of(vf x) {
 }
 CL_INLINE void store_int16(int16_t* p, vf x) { _mm256_storeu_si256((__m256i*)p, words_of(x)); }
 #endif
+#if !defined(CL_ARM)
 CL_INLINE __m128i load_codes(const code8* p) { return _mm_loadu_si128((const __m128i*)p); }
+CL_INLINE void store_codes(code8* p, __m128i codes) { _mm_storeu_si128((__m128i*)p, codes); }
+#endif
 
 // Rounds the numbers x[dim] of one head to codes with a scale and a minimum. The scale is NaN if a number is not finite
 // or if highest - lowest exceeds float32. Then rows that read this head get NaN, as from a cache that stores NaN
@@ -72,7 +77,7 @@ static void round_head(const float* x, int dim, code8* codes, float& scale, floa
   scale = vsum(nothing) == 0.0f && range <= FLT_MAX ? range / 255.0f : NAN;
   const vf unit = vset(scale > 0.0f ? scale : 1.0f);  // if all numbers are (nearly) equal, every code is 0
   for (int d = 0; d < dim; d += LANES)
-    _mm_storeu_si128((__m128i*)(codes + d), codes_of(vdiv(vsub(vload(x + d), vset(minimum)), unit)));
+    store_codes(codes + d, codes_of(vdiv(vsub(vload(x + d), vset(minimum)), unit)));
 }
 
 // Widens keys [dim / 2][16][2] to bf16, and prefetches the piece at `ahead`.

@@ -13,7 +13,7 @@ namespace CL_NS {
 // For each row, prefetches the cache line to which the results of a panel will be written.
 template <typename T>
 CL_INLINE void fetch_to_write(T* at, int64_t stride, int rows) {
-  for (int r = 0; r < rows; r++) _mm_prefetch((const char*)(at + r * stride), _MM_HINT_T0);
+  for (int r = 0; r < rows; r++) fetch_line<true>((const char*)(at + r * stride));
 }
 
 // Calls `act` with the function of the given cl_activation. So the function is selected once per tile, not once per

@@ -13,6 +13,7 @@
 
 namespace CL_NS {
 
+#if !defined(CL_ARM)
 // Makes the processor treat subnormal numbers as zero during a run. Instructions that multiply bf16 always do so, and
 // all instruction sets must give results of the same kind.
 struct FlushSubnormals {
@@ -20,6 +21,7 @@ struct FlushSubnormals {
   FlushSubnormals() { _mm_setcsr(before | 0x8040); }
   ~FlushSubnormals() { _mm_setcsr(before); }
 };
+#endif
 
 // Releases the AMX tile registers after a run. Code that uses tiles sets their shapes first.
 struct Tiles {

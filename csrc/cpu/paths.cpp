@@ -1,5 +1,8 @@
 // Says which instruction-set paths this build contains, and which of them the processor can run. This file is compiled
-// for every x86-64 processor.
+// for every processor of an architecture.
+#if defined(__aarch64__)
+#include "isa/detect_arm.h"
+#else
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -56,6 +59,7 @@ bool processor_has(int32_t isa) {
 }
 
 }  // namespace
+#endif
 
 const Kernels* kernels_of(int32_t isa) {
   if (isa < 0 || isa >= CL_NUM_ISAS || !(CL_PATHS >> isa & 1) || !processor_has(isa)) return nullptr;
@@ -74,6 +78,9 @@ const Kernels* kernels_of(int32_t isa) {
 #endif
 #if CL_PATHS & 16
     case CL_AMX: return &cl_amx::table;
+#endif
+#if CL_PATHS & 32
+    case CL_NEON: return &cl_neon::table;
 #endif
   }
   return nullptr;

@@ -9,6 +9,8 @@
 #include <chrono>
 #include <new>
 
+#include "isa/processor.h"
+
 namespace {
 
 // Time that a thread waits actively before it sleeps. It is longer than threads wait for each other inside a step, and
@@ -31,14 +33,14 @@ void wait_for_change(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleeper
   const auto start = std::chrono::steady_clock::now();
   for (int spin = 1; spin % kPausesPerLook || std::chrono::steady_clock::now() - start < kSpinning; spin++) {
     if (word.load(std::memory_order_acquire) != value) return;
-    __builtin_ia32_pause();
+    pause_processor();
   }
   sleepers.fetch_add(1);
   while (word.load() == value) sleep_while(word, value);
   sleepers.fetch_sub(1);
 }
 
-// Maximum number of processors that Linux supports on x86-64. Linux refuses to fill a mask that is too small for the
+// Maximum number of processors that Linux supports. Linux refuses to fill a mask that is too small for the
 // machine.
 constexpr int kMaxProcessors = 8192;
 

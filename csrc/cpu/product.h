@@ -81,6 +81,7 @@ CL_INLINE void first_lines(const Prefetch& prefetch, int piece, const char* (&ah
   if (prefetch.lines > 2) ahead[2] = at[2], ahead[3] = at[3];
 }
 
+#if !defined(CL_ARM)
 template <bool NEAR>
 CL_INLINE void fetch_line(const char* at) {
   if (NEAR)
@@ -88,8 +89,11 @@ CL_INLINE void fetch_line(const char* at) {
   else
     _mm_prefetch(at, _MM_HINT_T1);
 }
+#endif
 
-#if defined(__AVX512F__)
+#if defined(CL_ARM)
+// In isa/neon.h.
+#elif defined(__AVX512F__)
 enum { ROWS = 12, GROUPS = 2, MAX_GROUPS = 4, GROUPS_AT_ONCE = 4 };  // at most 24 accumulators of 32 registers
 #else
 enum { ROWS = 6, GROUPS = 1, MAX_GROUPS = 2, GROUPS_AT_ONCE = 1 };  // at most 6 pairs of accumulators of 16 registers
@@ -99,6 +103,7 @@ enum { ROWS = 6, GROUPS = 1, MAX_GROUPS = 2, GROUPS_AT_ONCE = 1 };  // at most 6
 // time to prefetch the next data, so loops for fewer rows have no code for it.
 enum { MANY_ROWS = ROWS / 2 + 1 };
 
+#if !defined(CL_ARM)
 // Loads one part of a step of sixteen columns, in the form that multiply_add multiplies by an element of a row.
 template <int V>
 CL_INLINE vf load_part(const float* p, int) {
@@ -170,6 +175,7 @@ CL_INLINE vf broadcast_part(const bf16* p, int part) { return vset(to_float(p[pa
 CL_INLINE void load_anew() {}
 #else
 CL_INLINE void load_anew() { __asm__ volatile("" ::: "memory"); }
+#endif
 #endif
 
 // One step of k: prefetches the lines at offset `behind` from `ahead`, and adds the products of P elements of k to R x

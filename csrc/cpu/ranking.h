@@ -15,7 +15,9 @@ enum {
 
 CL_INLINE int whole_groups(int n) { return (n + GROUP - 1) / GROUP * GROUP; }
 
-#if defined(__AVX512F__)
+#if defined(CL_ARM)
+// In isa/neon.h.
+#elif defined(__AVX512F__)
 CL_INLINE vf vselect(uint32_t mask, vf x, vf otherwise) { return _mm512_mask_blend_ps(__mmask16(mask), otherwise, x); }
 // Stores the lanes of x whose bit in `mask` is set, without gaps, from p on. It may write all sixteen floats from p on.
 CL_INLINE void vcompress(float* p, uint32_t mask, vf x) { vstore(p, _mm512_maskz_compress_ps(__mmask16(mask), x)); }

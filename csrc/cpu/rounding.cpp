@@ -7,7 +7,7 @@
 
 // The functions below are compiled for several processors, and the fastest that can run is chosen when the library is
 // loaded. All copies give the same results, because no multiplication is fused with an addition.
-#if defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__)
 #define CL_FOR_EACH_PROCESSOR __attribute__((target_clones("arch=skylake-avx512", "avx2", "default")))
 #else
 #define CL_FOR_EACH_PROCESSOR

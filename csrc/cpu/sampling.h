@@ -39,7 +39,11 @@ static SampleScratch sample_scratch(void* memory, int32_t vocab) {
 // Prevents the compiler from fusing a multiplication with an addition, so that both are rounded as in
 // chairlift/executor/sampling.
 CL_INLINE float rounded(float x) {
+#if defined(CL_ARM)
+  __asm__("" : "+w"(x));
+#else
   __asm__("" : "+x"(x));
+#endif
   return x;
 }
 

@@ -1,8 +1,13 @@
-// Vectors of sixteen float32 lanes, as one __m512 or two __m256. Each instruction-set path includes this file once,
-// inside its own namespace CL_NS. Everything has internal linkage, so that the linker cannot use one path's code in
+// Vectors of sixteen float32 lanes, as one __m512, two __m256 or (isa/neon.h) four float32x4_t. Each instruction-set
+// path includes this file once, inside its own namespace CL_NS. Everything has internal linkage, so that the linker cannot use one path's code in
 // another path.
 #pragma once
+#if defined(__aarch64__)
+#define CL_ARM
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -40,6 +45,8 @@ CL_INLINE float to_float(bf16 x) {
   return out;
 }
 
+// On ARM64, isa/neon.h defines this section and its counterparts in the other headers.
+#if !defined(CL_ARM)
 #if defined(__AVX512F__)
 
 typedef __m512 vf;
@@ -188,12 +195,21 @@ CL_INLINE void vstore(bf16* p, vf x) {
 }
 #endif
 
+#endif
+}  // namespace CL_NS
+#if defined(CL_ARM)
+#include "isa/neon.h"
+#endif
+namespace CL_NS {
+
 CL_INLINE float from_float(float x, float) { return x; }
 CL_INLINE bf16 from_float(float x, bf16) { return to_bf16(x); }
 
 // Rounds x to float or bf16, whichever type the second argument has. The result is a vector of float32.
 CL_INLINE vf vrounded(vf x, float) { return x; }
-#if defined(__AVX512BF16__)
+#if defined(CL_ARM)
+// In isa/neon.h.
+#elif defined(__AVX512BF16__)
 CL_INLINE vf vrounded(vf x, bf16) {
   bf16 rounded[LANES];
   vstore(rounded, x);
@@ -211,7 +227,7 @@ CL_INLINE void store_rounded(float* p, vf x, bf16) { vstore(p, vrounded(x, bf16(
 // so its low bits are zero, and rounding it does not carry into its sign.
 template <typename To, typename T>
 CL_INLINE void store_power(To* p, vf x, T) { store_rounded(p, x, T()); }
-#if !defined(__AVX512BF16__)
+#if !defined(CL_ARM) && !defined(__AVX512BF16__)
 CL_INLINE __m256 round_power(__m256 x) {
   __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
@@ -220,6 +236,7 @@ CL_INLINE __m256 round_power(__m256 x) {
 CL_INLINE void store_power(float* p, vf x, bf16) { vstore(p, join(round_power(lower_half(x)), round_power(upper_half(x)))); }
 #endif
 
+#if !defined(CL_ARM)
 // vfirst: lane 0. vsum: sum of all lanes. vhighest: maximum of all lanes. vsum and vhighest halve the number of lanes
 // in each step, in the same order on every instruction set.
 CL_INLINE float vfirst(vf x) { return _mm256_cvtss_f32(lower_half(x)); }
@@ -235,6 +252,7 @@ CL_INLINE float vhighest(vf x) {
   __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
+#endif
 
 // 2^x with a relative error below 2e-7. It is exactly 0 for x below -126, also for -inf. NaN stays NaN.
 CL_INLINE vf vexp2(vf x) {

@@ -65,8 +65,11 @@ PRODUCTS = ("f32", "bf16", "int8")
 BUILD_ALL = "CHAIRLIFT_KERNELS=all pip install ."
 """Command that installs Chairlift from its sources with the kernels of all instruction sets."""
 
-ISA_NAMES = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
-"""Names of the instruction-set paths, in the order of ``cl_isa``, slowest first."""
+ISA_NAMES = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx", "neon")
+"""Names of the instruction-set paths, in the order of ``cl_isa``: of x86-64, slowest first, then of ARM64."""
+
+NATIVE_MACHINES = ("x86_64", "aarch64")
+"""What :func:`platform.machine` says on the machines for which there are kernels."""
 
 MAX_THREADS = 256
 """Maximum number of threads in a pool of compute threads."""
@@ -329,12 +332,13 @@ class Library(ctypes.CDLL):
 def _load() -> tuple[Library | None, str]:
     """Load the kernels. Returns (library, ""), or (None, reason) if the library is missing."""
     if not LIBRARY_PATH.exists():
-        if sys.platform == "linux" and platform.machine() == "x86_64":
+        if sys.platform == "linux" and platform.machine() in NATIVE_MACHINES:
             return None, (
                 "Chairlift was installed without its compiled CPU kernels; install it again on a machine with a C++ "
                 "compiler (in a source tree: python setup.py build_ext --inplace)"
             )
-        return None, f"the compiled CPU kernels are for x86-64 Linux, and this is {platform.machine()} {sys.platform}"
+        here = f"{platform.machine()} {sys.platform}"
+        return None, f"the compiled CPU kernels are for x86-64 Linux and ARM64 Linux, and this is {here}"
     try:
         library = Library(LIBRARY_PATH)
     except OSError as error:
@@ -349,6 +353,11 @@ def _load() -> tuple[Library | None, str]:
 
 def _why_none_runs(built: tuple[str, ...]) -> str:
     """Reason why this processor can run none of the ``built`` instruction-set paths, and what to do about it."""
+    if "neon" in built:
+        return (
+            "the compiled CPU kernels need a processor with the dot-product instructions of ARMv8.2 (asimddp in "
+            "/proc/cpuinfo), which this one does not have"
+        )
     if not built or ISA_NAMES[0] in built:
         return "the compiled CPU kernels need a processor with AVX2, FMA and F16C, which this one does not have"
     return (

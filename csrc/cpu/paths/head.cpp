@@ -54,6 +54,8 @@ static void code_peak(int64_t rounds) {
       sum[j] = Dot<8>::add(sum[j], codes, row);
 #if defined(__AVX512F__)
       __asm__ volatile("" : : "v"(sum[j]));
+#elif defined(CL_ARM)
+      compute(sum[j]);
 #else
       __asm__ volatile("" : : "x"(sum[j].lo), "x"(sum[j].hi));
 #endif
@@ -75,6 +77,8 @@ static void sum_peak(int64_t rounds) {
       sum[j] = multiply_add(sum[j], b, a);
 #if defined(__AVX512F__)
       __asm__ volatile("" : : "v"(sum[j]));
+#elif defined(CL_ARM)
+      compute(sum[j]);
 #else
       __asm__ volatile("" : : "x"(sum[j].lo), "x"(sum[j].hi));
 #endif
