@@ -85,7 +85,7 @@ Or install without kernels, several times slower: `{WITHOUT_KERNELS}=1 pip insta
 COMPILER_FAILED = f"""\
 The C++ compiler failed on Chairlift's CPU kernels, with the messages above. They need GCC 11 or Clang 12, or newer.
 Install one and try again: `apt install g++` (Debian, Ubuntu) or `dnf install gcc-c++` (Fedora, RHEL); $CXX picks it.
-An older compiler may suffice for an older instruction set: `{KERNELS}=avx2 pip install .`
+An older compiler may suffice for an older instruction set of x86-64: `{KERNELS}=avx2 pip install .`
 Or install without kernels, several times slower: `{WITHOUT_KERNELS}=1 pip install .`"""
 
 QUIET_SECONDS = 5

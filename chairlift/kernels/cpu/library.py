@@ -353,7 +353,7 @@ def _load() -> tuple[Library | None, str]:
 
 def _why_none_runs(built: tuple[str, ...]) -> str:
     """Reason why this processor can run none of the ``built`` instruction-set paths, and what to do about it."""
-    if "neon" in built:
+    if platform.machine() == "aarch64":
         return (
             "the compiled CPU kernels need a processor with the dot-product instructions of ARMv8.2 (asimddp in "
             "/proc/cpuinfo), which this one does not have"

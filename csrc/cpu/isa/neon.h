@@ -194,12 +194,14 @@ CL_INLINE const Four& four_at(const void* at) { return *static_cast<const Four*>
 // Adds the products of four bytes of a row with the same four bytes of every column, as signed numbers. Codes of 8 bits
 // are from 0 to 255, so load_factors subtracts 128 from them, and sums begin with 128 * (sum of the row's codes), which is
 // the field `zeros` of RowBlock. The sums are exact, as on every instruction set.
+// Inline assembly keeps the sums in registers: compilers would load elements of several rows at once, and move sums to
+// memory.
 CL_INLINE vi add_products(vi sum, vi codes, const Four& row) {
-  int32_t bits;
-  memcpy(&bits, &row, 4);
-  const int8x16_t factors = vreinterpretq_s8_s32(vdupq_n_s32(bits));
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) sum.q[i] = vdotq_s32(sum.q[i], vreinterpretq_s8_s32(codes.q[i]), factors);
+  int32x4_t x;
+  __asm__("ldr %s4, %5\n\tsdot %0.4s, %6.16b, %4.4b[0]\n\tsdot %1.4s, %7.16b, %4.4b[0]\n\t"
+          "sdot %2.4s, %8.16b, %4.4b[0]\n\tsdot %3.4s, %9.16b, %4.4b[0]"
+          : "+w"(sum.q[0]), "+w"(sum.q[1]), "+w"(sum.q[2]), "+w"(sum.q[3]), "=&w"(x)
+          : "m"(row), "w"(codes.q[0]), "w"(codes.q[1]), "w"(codes.q[2]), "w"(codes.q[3]));
   return sum;
 }
 CL_INLINE vi load_factors(const uint8_t* codes) {
@@ -274,10 +276,16 @@ CL_INLINE vf load_part(const float* p, int) {
   return vload(p);
 }
 CL_INLINE vf multiply_add(vf sum, vf a, vf b) { return vfma(a, b, sum); }
-CL_INLINE float32x4_t broadcast_part(const float* p, int part) { return vld1q_dup_f32(p + part); }
-CL_INLINE vf multiply_add(vf sum, float32x4_t a, vf b) {
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) sum.q[i] = vfmaq_f32(sum.q[i], a, b.q[i]);
+struct Element {
+  const float* at;
+};
+CL_INLINE Element broadcast_part(const float* p, int part) { return Element{p + part}; }
+CL_INLINE vf multiply_add(vf sum, Element a, vf b) {
+  float32x4_t x;
+  __asm__("ldr %s4, %5\n\tfmla %0.4s, %6.4s, %4.s[0]\n\tfmla %1.4s, %7.4s, %4.s[0]\n\t"
+          "fmla %2.4s, %8.4s, %4.s[0]\n\tfmla %3.4s, %9.4s, %4.s[0]"
+          : "+w"(sum.q[0]), "+w"(sum.q[1]), "+w"(sum.q[2]), "+w"(sum.q[3]), "=&w"(x)
+          : "m"(*a.at), "w"(b.q[0]), "w"(b.q[1]), "w"(b.q[2]), "w"(b.q[3]));
   return sum;
 }
 template <int V>
@@ -297,7 +305,7 @@ CL_INLINE void fetch_line(const char* at) {
   else
     __builtin_prefetch(at, 0, 2);
 }
-CL_INLINE void load_anew() {}
+CL_INLINE void load_anew() { __asm__ volatile("" ::: "memory"); }
 
 struct code8;
 // load_pairs separates the codes of even and odd k, so that add_pairs multiplies each by one number of the row.
@@ -312,16 +320,12 @@ CL_INLINE vi load_pairs(const code8* p) {
   return out;
 }
 CL_INLINE vi add_pairs(vi sum, const Four& row, vi columns) {
-  int16_t pair[2];
-  memcpy(pair, &row, 4);
-#pragma GCC unroll 2
-  for (int part = 0; part < 2; part++) {
-    const int16x8_t low = vreinterpretq_s16_s32(columns.q[2 * part]), high = vreinterpretq_s16_s32(columns.q[2 * part + 1]);
-    sum.q[0] = vmlal_n_s16(sum.q[0], vget_low_s16(low), pair[part]);
-    sum.q[1] = vmlal_high_n_s16(sum.q[1], low, pair[part]);
-    sum.q[2] = vmlal_n_s16(sum.q[2], vget_low_s16(high), pair[part]);
-    sum.q[3] = vmlal_high_n_s16(sum.q[3], high, pair[part]);
-  }
+  int16x8_t x;
+  __asm__("ldr %s4, %5\n\tsmlal %0.4s, %6.4h, %4.h[0]\n\tsmlal2 %1.4s, %6.8h, %4.h[0]\n\t"
+          "smlal %2.4s, %7.4h, %4.h[0]\n\tsmlal2 %3.4s, %7.8h, %4.h[0]\n\tsmlal %0.4s, %8.4h, %4.h[1]\n\t"
+          "smlal2 %1.4s, %8.8h, %4.h[1]\n\tsmlal %2.4s, %9.4h, %4.h[1]\n\tsmlal2 %3.4s, %9.8h, %4.h[1]"
+          : "+w"(sum.q[0]), "+w"(sum.q[1]), "+w"(sum.q[2]), "+w"(sum.q[3]), "=&x"(x)
+          : "m"(row), "w"(columns.q[0]), "w"(columns.q[1]), "w"(columns.q[2]), "w"(columns.q[3]));
   return sum;
 }
 CL_INLINE uint8x16_t load_codes(const code8* p) { return vld1q_u8(reinterpret_cast<const uint8_t*>(p)); }

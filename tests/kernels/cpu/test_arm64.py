@@ -33,6 +33,7 @@ from tests.kernels.cpu import (
     test_sampling,
 )
 from tests.kernels.cpu.bit_cases import CASES, digest_of, read_record
+from tests.kernels.cpu.inner_loops import INNER_LOOPS, inner_loops
 from tests.kernels.cpu.one_op import Machine
 from tests.kernels.cpu.recorded_calls import recorded
 from tests.lora.adapters import random_adapter
@@ -124,6 +125,20 @@ def test_a_processor_without_the_instructions_runs_no_path(quick: Arm64, tmp_pat
 
 def test_the_record_has_the_bits_of_avx2() -> None:
     assert all(digests["neon"] == digests["avx2"] for digests in read_record()["digests"].values())
+
+
+@pytest.mark.nightly
+def test_inner_loops_use_the_dot_products_and_keep_their_sums_in_registers(arm64: Arm64) -> None:
+    files = [arm64.objects[f"neon-{name}"] for name in ("products_of_codes", "run_f32", "run_bf16")]
+    loops = inner_loops(OBJDUMP, files)
+    assert {loop.kind for loop in loops} == set(INNER_LOOPS)
+    for loop in loops:
+        if loop.kind.startswith("codes") or loop.kind == "MXFP4":
+            assert loop.count("sdot") == loop.products / 16, loop[:3]
+        else:
+            # Codes add each block to float32 sums in memory. Other loops store nothing.
+            assert loop.count("st[rp]") == 0, loop[:3]
+        assert len(loop.instructions) < loop.products, loop[:3]
 
 
 @pytest.mark.nightly

@@ -140,15 +140,19 @@ def test_a_file_that_is_no_library_is_a_reason(
 
 
 @pytest.mark.parametrize(
-    ("built", "words"),
+    ("machine", "built", "words"),
     [
-        (0b10000, r"compiled for another processor \(amx\).*CHAIRLIFT_KERNELS=all pip install"),
-        (0b01010, r"compiled for another processor \(avx512, avx512_bf16\)"),
-        (0b11111, "need a processor with AVX2"),
-        (0b00000, "need a processor with AVX2"),
+        ("x86_64", 0b10000, r"compiled for another processor \(amx\).*CHAIRLIFT_KERNELS=all pip install"),
+        ("x86_64", 0b01010, r"compiled for another processor \(avx512, avx512_bf16\)"),
+        ("x86_64", 0b11111, "need a processor with AVX2"),
+        ("x86_64", 0b00000, "need a processor with AVX2"),
+        ("aarch64", 0b100000, "need a processor with the dot-product instructions of ARMv8.2"),
+        ("aarch64", 0b000000, "need a processor with the dot-product instructions of ARMv8.2"),
     ],
 )
-def test_kernels_of_another_processor_are_a_reason(monkeypatch: pytest.MonkeyPatch, built: int, words: str) -> None:
+def test_kernels_of_another_processor_are_a_reason(
+    monkeypatch: pytest.MonkeyPatch, machine: str, built: int, words: str
+) -> None:
     class Elsewhere:
         def __init__(self, path: Path) -> None:
             pass
@@ -159,6 +163,7 @@ def test_kernels_of_another_processor_are_a_reason(monkeypatch: pytest.MonkeyPat
         def cl_built_isas(self) -> int:
             return built
 
+    monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(library, "Library", Elsewhere)
     monkeypatch.setattr(library, "LIBRARY_PATH", Path(__file__))
     monkeypatch.setattr(library, "_load", library._load.__wrapped__)
