@@ -43,6 +43,7 @@ __all__ = [
     "ServerConfig",
     "SpeculativeConfig",
     "flat_fields",
+    "known_values",
     "server_fields",
 ]
 
@@ -868,6 +869,11 @@ def _check_text(name: str, value: Any) -> None:
         raise ConfigError(f"{name} must be text, got {value!r}")
     if re.search("[\0\ud800-\udfff]", str(value)):  # open() would raise for it, without the name of the setting
         raise ConfigError(f"{name} must be UTF-8 text without NUL, got {str(value)!a}; rename what it names")
+
+
+def known_values(name: str) -> tuple[str, ...]:
+    """Values of a setting that have names. Some settings take others, too."""
+    return _CHOICES.get(name) or _EXTENSIBLE.get(name, ((), ""))[0]
 
 
 def _check_range(name: str, value: Any, whole: bool) -> None:

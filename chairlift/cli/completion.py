@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from chairlift.config import known_values
+
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
 SUMMARY: Final = "print a script that completes commands and flags in your shell"
@@ -93,8 +95,9 @@ def _commands(parser: argparse.ArgumentParser, path: tuple[str, ...]) -> Iterato
             if action.option_strings and not _is_foreign(action):
                 long = [flag for flag in action.option_strings if flag.startswith("--")]
                 command.flags.update(dict.fromkeys(long, _first(action.help or "")))
-            if action.choices:
-                command.values.update({flag: list(map(str, action.choices)) for flag in action.option_strings or [""]})
+            values = list(map(str, action.choices or known_values(action.dest.removeprefix("engine_"))))
+            if values:
+                command.values.update(dict.fromkeys(action.option_strings or [""], values))
     yield command
     for name, each in below.items():
         yield from _commands(each, (*path, name))

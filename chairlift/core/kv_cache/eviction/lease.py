@@ -130,6 +130,8 @@ class LeaseRule(LRU):
         return saved / _MEMORY_SECONDS / max(1.0, order.num_ordinary / 2)
 
     def _count_saved(self, path: Sequence[PrefixNode]) -> None:
+        if not path:  # models without KV have no order
+            return
         order = self.orders[0]
         if self.now - order.evicted_at > _MEMORY_SECONDS:
             return

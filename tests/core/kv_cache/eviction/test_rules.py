@@ -49,6 +49,16 @@ def num_lost(kv: KVCacheManager, one: Request) -> int:
 
 
 @pytest.mark.parametrize("name", ["lru", "tlru", "lease"])
+def test_a_model_without_kv_has_requests_but_no_blocks(name: str) -> None:
+    kv = KVCacheManager((), 16, max_step_tokens=64, eviction=eviction_from_name(name))
+    one = Request("one", list(range(40)), max_tokens=1)
+    kv.arrived(one)
+    assert kv.admit(one, 40) is not None
+    one.finish_reason = FinishReason.STOP
+    kv.tables.free(one, -1)
+
+
+@pytest.mark.parametrize("name", ["lru", "tlru", "lease"])
 def test_each_rule_has_one_name(name: str) -> None:
     assert eviction_from_name(name).name == name
     assert CacheConfig(cache_eviction=name).cache_eviction == name
