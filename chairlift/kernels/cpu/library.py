@@ -407,15 +407,28 @@ def best_isa() -> str | None:
 
 
 def default_threads() -> int:
-    """Number of processors that this process may use, according to its affinity mask and its control groups' quotas. At
-    most 256."""
-    allowed = min(_allowed_processors(), MAX_THREADS)
+    """Number of processors that this process may use, according to its affinity mask and its control groups' quotas. Of
+    ARM64 processors with cores of several sizes, only the large cores count. At most 256."""
+    allowed = min(_large_cores(), MAX_THREADS)
     limit = processor_limit()
     return allowed if limit is None else max(1, min(allowed, math.ceil(limit)))
 
 
 def _allowed_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _large_cores(folder: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Number of allowed processors without the small cores of ARM64: those with less than half of the capacity of the
+    largest. All threads wait for the slowest after each operation, so small cores would slow large ones."""
+    if platform.machine() != "aarch64" or not hasattr(os, "sched_getaffinity"):
+        return _allowed_processors()
+    try:
+        files = [folder / f"cpu{processor}" / "cpu_capacity" for processor in os.sched_getaffinity(0)]
+        capacities = [int(file.read_text()) for file in files]
+    except (OSError, ValueError):  # a kernel that does not describe its cores
+        return _allowed_processors()
+    return sum(2 * capacity >= max(capacities) for capacity in capacities)
 
 
 class Memory:
