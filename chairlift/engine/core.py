@@ -119,7 +119,8 @@ class EngineCore(EngineClient):
         self.kv = kv or _kv_cache(executor, config, cache, cache_secret)
         self.costs = Costs(executor.block_bytes, max_step_tokens=config.max_num_batched_tokens)
         prices = self.kv.eviction.prices
-        prices.compute_seconds = lambda num_tokens, begin: self.costs.model.prefill_seconds(num_tokens, begin)
+        costs = self.costs  # not the core, which would then be freed by the garbage collector only
+        prices.compute_seconds = lambda num_tokens, begin: costs.model.prefill_seconds(num_tokens, begin)
         prices.tenant_weights = parse_tenant_weights(config.tenant_weights)
         self.answer_lengths = AnswerLengths()
         self.preparers = preparers or Preparers()

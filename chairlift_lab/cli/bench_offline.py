@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import chairlift
 from chairlift.cli.flags import add_engine_flags, load_llm, read_settings, whole
-from chairlift.config import BUNDLED_MODEL, EngineConfig, flat_fields
+from chairlift.config import BUNDLED_MODEL, EngineConfig, flat_fields, known_values
 from chairlift.errors import ConfigError
 from chairlift_lab.cli.bench_serve import (
     SIDES,
@@ -313,7 +313,7 @@ def _changes(text: str) -> dict[str, Any]:
     changes = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
-        if name in (flags["batching"].choices or ()) and not value:
+        if name in known_values("batching") and not value:
             name, value = "batching", name
         flag = flags.get(name.replace("-", "_"))
         if flag is None or not value:
