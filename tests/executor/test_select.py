@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import platform
 import re
 import subprocess
 import sys
@@ -94,6 +95,9 @@ def test_a_path_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -
     missing = "kernels is 'avx512_bf16', but Chairlift was compiled only for avx2, avx512, amx; .*CHAIRLIFT_KERNELS=all"
     with pytest.raises(ConfigError, match=missing):
         choose(kernels="avx512_bf16")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    with pytest.raises(ConfigError, match="kernels is 'neon', which is for ARM64, and this processor is x86_64; use"):
+        choose(kernels="neon")
 
 
 def pick(device: str = "cuda", head_dim: int = 32, dtype: torch.dtype = torch.float32, **settings: Any) -> str:

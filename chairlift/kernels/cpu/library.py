@@ -30,6 +30,7 @@ from chairlift.kernels.control_group import processor_limit
 
 __all__ = [
     "ABI_VERSION",
+    "ARM64_ISAS",
     "BUILD_ALL",
     "ISA_NAMES",
     "KV_KINDS",
@@ -67,6 +68,9 @@ BUILD_ALL = "CHAIRLIFT_KERNELS=all pip install ."
 
 ISA_NAMES = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx", "neon")
 """Names of the instruction-set paths, in the order of ``cl_isa``: of x86-64, slowest first, then of ARM64."""
+
+ARM64_ISAS = ("neon",)
+"""Those of :data:`ISA_NAMES` that are for ARM64."""
 
 NATIVE_MACHINES = ("x86_64", "aarch64")
 """What :func:`platform.machine` says on the machines for which there are kernels."""

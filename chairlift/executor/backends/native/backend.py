@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,7 @@ from chairlift.executor.image_bank import ImageBank
 from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.pooled_runner import NativePooledRunner, PooledExecutor
 from chairlift.kernels.cpu.library import (
+    ARM64_ISAS,
     BUILD_ALL,
     ISA_NAMES,
     ThreadPool,
@@ -141,6 +143,9 @@ def why_not_isa(kernels: str) -> str:
     if kernels in built_isas():
         runs = ", ".join(supported_isas())
         return f"kernels is {kernels!r}, but this processor runs {runs}; use one of them, or auto"
+    home = "ARM64" if kernels in ARM64_ISAS else "x86-64"
+    if (home == "ARM64") != (platform.machine() == "aarch64"):
+        return f"kernels is {kernels!r}, which is for {home}, and this processor is {platform.machine()}; use auto"
     return (
         f"kernels is {kernels!r}, but Chairlift was compiled only for {', '.join(built_isas())}; use auto, or compile "
         f"the kernels of all instruction sets: {BUILD_ALL}"
