@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import random
 import shutil
 import subprocess
 import sys
@@ -252,6 +253,46 @@ def test_a_killed_process_loses_nothing_that_was_written(tmp_path: Path) -> None
     llm = opened(make(model, tmp_path / "store"))
     assert answer(llm)[2] >= 64
     llm.engine.shutdown()
+
+
+_WRITING = """
+import random, sys, time
+from chairlift import LLM, SamplingParams
+llm = LLM(sys.argv[1], kv_store=sys.argv[2], kv_store_bytes="64MB", skip_tokenizer_init=True)
+blocks = llm.engine.core.preparers.kv_blocks
+while blocks.store is None:
+    time.sleep(0.01)
+print("open", flush=True)
+rng = random.Random(int(sys.argv[3]))
+while True:
+    start = rng.randrange(20)
+    llm.generate([list(range(3 + start, 90 + start))], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+"""
+
+
+@pytest.mark.nightly
+def test_thirty_killed_engines_leave_no_wrong_block(tmp_path: Path) -> None:
+    """Each is killed at a random time while it computes, writes and loads blocks of one directory."""
+    model = tiny_hf_model(tmp_path, "qwen2")
+    rng = random.Random(1)
+    for number in range(30):
+        command = [sys.executable, "-c", _WRITING, str(model), str(tmp_path / "store"), str(number)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            while (line := process.stdout.readline()) and line != "open\n":
+                pass
+            time.sleep(rng.random() * 0.3)
+            process.kill()
+    llm, plain = opened(make(model, tmp_path / "store")), LLM(str(model), skip_tokenizer_init=True)
+    cached = 0
+    for start in range(20):
+        prompt = list(range(3 + start, 90 + start))
+        (found,), (wanted,) = (each.generate([prompt], GREEDY) for each in (llm, plain))
+        assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
+        assert found.outputs[0].logprobs == wanted.outputs[0].logprobs
+        cached += found.num_cached_tokens
+    llm.engine.shutdown()
+    assert cached >= 10 * 64
 
 
 def test_engines_of_two_processes_share_a_directory_while_they_run(tmp_path: Path) -> None:
