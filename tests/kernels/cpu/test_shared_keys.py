@@ -168,6 +168,7 @@ def compiled(folder: Path, mutant: Mutant | None) -> library.Library:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++ to compile the kernels with")
+    shutil.copytree(SOURCES / "isa", folder / "isa")
     for source in [*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"), Path(__file__).with_name("attention_ops.cpp")]:
         text = source.read_text()
         if mutant is not None and source.name == mutant.header:
