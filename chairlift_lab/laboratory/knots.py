@@ -58,7 +58,7 @@ class SessionKnots:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceKnots:
-    """What is known of a public trace, and how to draw requests like it."""
+    """Statistics of a public trace, from which similar requests are drawn."""
 
     name: str
     title: str

@@ -43,7 +43,7 @@ class LabProgress:
 
 
 class TaskHands(Protocol):
-    """Whoever runs the tasks: processes, or a test."""
+    """Interface of the processes that run the tasks. Tests have their own."""
 
     def take(self, function: Callable[[Any], Any], tasks: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """(key, ``function(task)``) of each (key, task), in any order. Tasks may be left out for lack of time."""

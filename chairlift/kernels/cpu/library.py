@@ -70,7 +70,7 @@ ISA_NAMES = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx", "neon")
 """Names of the instruction-set paths, in the order of ``cl_isa``: of x86-64, slowest first, then of ARM64."""
 
 ARM64_ISAS = ("neon",)
-"""Those of :data:`ISA_NAMES` that are for ARM64."""
+"""Names of the paths for ARM64, a part of :data:`ISA_NAMES`."""
 
 NATIVE_MACHINES = ("x86_64", "aarch64")
 """What :func:`platform.machine` says on the machines for which there are kernels."""
