@@ -100,8 +100,8 @@ class LoraSettings:
     alpha: float = 32.0
     """Scale: the output of the adapter is multiplied by ``alpha / r``."""
     targets: tuple[str, ...] = ("all-linear",)
-    """Layers that get an adapter: the last part of a layer's name in transformers, such as ``q_proj``; or
-    ``all-linear``."""
+    """Layers that get an adapter: the last part of a layer's name in transformers, such as ``q_proj`` or ``lm_head``;
+    or ``all-linear``, which excludes the output head."""
     rslora: bool = False
     """Multiply the output by ``alpha / sqrt(r)`` instead of ``alpha / r`` (rsLoRA; Kalajdzievski, 2023)."""
     dropout: float = 0.0

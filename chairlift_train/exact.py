@@ -102,22 +102,24 @@ class ExactNetwork(NativeNetwork):
     def logits(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor) -> Tensor:
         """Logits float32 [R, V] at the positions ``rows``: the engine's, before bias, penalties and temperature."""
         hidden = self._hidden(batch, pack)[rows]
-        value = self._current.logits(hidden.detach().to(self._dtype))
+        value = self._current.logits(hidden.detach().to(self._dtype), self._adapters_at(pack, rows))
         head = self.model.lm_head
         if self.model.config.logit_cap is None and head.adapted is None:
             found: Tensor = _Product.apply(value, hidden, head.weight, head.bias)  # type: ignore[no-untyped-call]
             return found
-        return _given(value, self.model.compute_logits, hidden, [*head.parameters(), *_matrices(head)])
+        return _given(value, self._head(rows), hidden, [*head.parameters(), *_matrices(head)])
 
     def logprobs(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor, targets: Tensor) -> Tensor:
         """Log-probabilities float32 [R] of the tokens ``targets`` (int64 [R]) after the positions ``rows``: the numbers
         that a request with ``logprobs`` gets for these tokens."""
         hidden = self._hidden(batch, pack)[rows]
-        value = self._current.logprobs(hidden.detach().to(self._dtype), targets.numpy().astype(np.int32))
+        adapters = self._adapters_at(pack, rows)
+        value = self._current.logprobs(hidden.detach().to(self._dtype), targets.numpy().astype(np.int32), adapters)
         head = self.model.lm_head
+        logits_of = self._head(rows)
 
         def computed(hidden: Tensor) -> Tensor:
-            logits = self.model.compute_logits(hidden)
+            logits = logits_of(hidden)
             return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
         return _given(value, computed, hidden, [*head.parameters(), *_matrices(head)])
@@ -180,6 +182,11 @@ class ExactNetwork(NativeNetwork):
             values.append([each.to(torch.float32, copy=True) for each in (*runner.layer_inputs(len(out)), out)])
             chosen.append([torch.from_numpy(each).long() for each in runner.chosen_experts])
         return _joined(values), _joined(chosen)
+
+    def _adapters_at(self, pack: Pack, rows: Tensor) -> Any:
+        """Number of the adapter of each of the pack's ``rows``; None without adapters."""
+        found = self._adapters_of(0, pack.num_tokens)
+        return None if found is None else np.ascontiguousarray(found[rows.numpy()])
 
     def _adapters_of(self, first: int, count: int) -> Any:
         """Number of the adapter of ``count`` tokens of the pack, from ``first`` on; None without adapters."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,7 +103,19 @@ class NativeNetwork:
         hidden: Tensor = self.model(
             batch["input_ids"][0], batch["position_ids"][0], VarlenContext(pack.layout.cu_seqlens)
         )
-        return self.model.compute_logits(hidden[rows])
+        return self._head(rows)(hidden[rows])
+
+    def _head(self, rows: Tensor) -> Callable[[Tensor], Tensor]:
+        """Function from hidden states [R, D] to logits [R, V], for the ascending ``rows`` [R] of a pack."""
+        if not isinstance(self.adapter, TrainableAdapters):
+            return self.model.compute_logits
+        adapters = self.adapter
+
+        def computed(hidden: Tensor) -> Tensor:
+            with adapters.selecting(rows):
+                return self.model.compute_logits(hidden)
+
+        return computed
 
     def logprobs(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor, targets: Tensor) -> Tensor:
         """Log-probabilities float32 [R] of the tokens ``targets`` (int64 [R]) after the positions ``rows``."""

@@ -34,25 +34,31 @@ ALL_LINEAR: Final = "all-linear"
 """Target that means every linear layer except the output head and the experts, as in PEFT."""
 
 
+def _trainable(sites: Sites) -> dict[str, CheckpointPart]:
+    """Name of each module that may be trained -> its rows in a layer of this package. The output head is the last."""
+    return {**sites.parts, sites.head: sites.more[sites.head]}
+
+
 def target_parts(sites: Sites, targets: Sequence[str]) -> dict[str, CheckpointPart]:
     """Name of each module that the targets select -> its rows in a layer of this package. A target is a whole module
-    name, the last part of names (``q_proj``), or ``all-linear``. Raises ConfigError for a target that selects no
-    module."""
+    name, the last part of names (``q_proj``, ``lm_head``), or ``all-linear``. Raises ConfigError for a target that
+    selects no module."""
+    known_parts = _trainable(sites)
     chosen: dict[str, CheckpointPart] = {}
     for target in targets:
         found = {
             name: part
-            for name, part in sites.parts.items()
-            if target == ALL_LINEAR or name == target or name.endswith(f".{target}")
+            for name, part in known_parts.items()
+            if name == target or name.endswith(f".{target}") or (target == ALL_LINEAR and name != sites.head)
         }
         if not found:
-            known = ", ".join(sorted({_last(name) for name in sites.parts}))
+            known = ", ".join(sorted({_last(name) for name in known_parts}))
             raise ConfigError(
                 f"lora.targets has {target!r:.100}, and no layer of a {sites.family} model that an adapter may change"
                 f" is called so; take {ALL_LINEAR}, or some of {known}"
             )
         chosen |= found
-    return {name: part for name, part in sites.parts.items() if name in chosen}
+    return {name: part for name, part in known_parts.items() if name in chosen}
 
 
 def weights_digest(model: CausalLM) -> str:
@@ -81,8 +87,8 @@ class TrainableAdapter:
     """An adapter of rank ``r`` for the ``targets`` of a model. From now on the model's layers add its terms.
 
     ``model`` must have plain float weights, which are not changed. As in PEFT, A starts with Kaiming-uniform values
-    from PyTorch's generator, and B with zeros, so that the adapter changes nothing at first. The scale is
-    ``alpha / r``, or ``alpha / sqrt(r)`` with ``rslora`` (Kalajdzievski, 2023). ``dropout`` is the fraction of each
+    from ``generator`` (None: PyTorch's own), and B with zeros, so that the adapter changes nothing at first. The scale
+    is ``alpha / r``, or ``alpha / sqrt(r)`` with ``rslora`` (Kalajdzievski, 2023). ``dropout`` is the fraction of each
     layer's input that is zeroed in training mode. ``base`` is the name of the base model that is written into the
     adapter's config. With ``attached`` False the model's layers do not add the terms; the caller uses :attr:`products`.
     Raises ConfigError for targets that the model does not have, and for a model that already has an adapter.
@@ -99,6 +105,7 @@ class TrainableAdapter:
         dropout: float = 0.0,
         base: str = "",
         attached: bool = True,
+        generator: torch.Generator | None = None,
     ) -> None:
         self._sites = sites_in(model.config)
         self._model = model
@@ -115,7 +122,7 @@ class TrainableAdapter:
         device = next(model.parameters()).device
         for name, part in self._parts.items():
             a = torch.empty(r, part.shape[1], device=device)
-            nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+            nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
             self.parameters[_tensor(name, "A")] = nn.Parameter(a)
             self.parameters[_tensor(name, "B")] = nn.Parameter(torch.zeros(part.shape[0], r, device=device))
         if attached:
@@ -208,7 +215,7 @@ def _target_modules(names: list[str], sites: Sites, config: NetworkConfig) -> li
     """Value of ``target_modules``, sorted: the last parts of ``names`` if they select exactly these modules, otherwise
     the whole names."""
     ends = {_last(name) for name in names}
-    others = sum(_last(name) in ends for name in sites.parts) - len(names)
+    others = sum(_last(name) in ends for name in _trainable(sites)) - len(names)
     return sorted(names) if others or config.experts is not None else sorted(ends)
 
 

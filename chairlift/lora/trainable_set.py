@@ -6,7 +6,8 @@ to the rows of each adapter the product of that adapter (mLoRA: Ye et al., 2023)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,19 @@ class TrainableAdapters:
         """Assign the rows of the next forward passes to adapters: the first ``rows[0]`` rows to the first adapter, the
         next ``rows[1]`` rows to the second adapter, and so on."""
         self._rows[:] = rows
+
+    @contextlib.contextmanager
+    def selecting(self, rows: Tensor) -> Iterator[None]:
+        """Context for layers that compute only the ``rows`` (ascending int64 [R]) of the routed rows, such as the
+        output head."""
+        before = list(self._rows)
+        ends = torch.tensor(before).cumsum(0)
+        reached = torch.searchsorted(rows.cpu(), ends)
+        self._rows[:] = reached.diff(prepend=reached.new_zeros(1)).tolist()
+        try:
+            yield
+        finally:
+            self._rows[:] = before
 
     @property
     def rows(self) -> tuple[int, ...]:

@@ -90,6 +90,14 @@ def test_one_part_of_a_fused_layer_is_adapted_alone(target: str, tmp_path: Path)
     compare_gradients(tiny_hf_model(tmp_path, "llama", num_hidden_layers=2), tmp_path, targets=(target,))
 
 
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen3", True)])
+def test_an_output_head_learns_what_peft_teaches_it(family: str, tied: bool, tmp_path: Path) -> None:
+    model_dir = tiny_hf_model(tmp_path, family, tie_word_embeddings=tied)
+    compare_gradients(model_dir, tmp_path, targets=("all-linear", "lm_head"))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert "lm_head" in config["target_modules"]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", sorted({*FAMILIES, *MORE_FAMILIES} - set(KINDS)))
 def test_gradients_of_every_family_equal_pefts(family: str, tmp_path: Path) -> None:

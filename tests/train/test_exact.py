@@ -278,10 +278,10 @@ def test_gradients_in_16_bits_are_near_those_in_32(tmp_path: Path) -> None:
     assert 0 < whole_error(gradients(trainer.model), gradients(plain.model)) < 0.1
 
 
-def adapters_of(model: CausalLM, ranks: dict[str, int], *, attached: bool) -> dict[str, TrainableAdapter]:
+def adapters_of(model: CausalLM, ranks: dict[str, int], *, attached: bool, **more: Any) -> dict[str, TrainableAdapter]:
     made = {}
     for name, rank in ranks.items():
-        made[name] = TrainableAdapter(model, r=rank, alpha=2 * rank, attached=attached)
+        made[name] = TrainableAdapter(model, r=rank, alpha=2 * rank, attached=attached, **more)
         with torch.no_grad():
             for key, matrix in made[name].parameters.items():
                 if "lora_B" in key:
@@ -289,12 +289,25 @@ def adapters_of(model: CausalLM, ranks: dict[str, int], *, attached: bool) -> di
     return made
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_adapter_is_computed_as_the_engine_serves_it(dtype: str, tmp_path: Path) -> None:
-    folder = saved("qwen2", tmp_path / "model")
+WITH_HEAD = ("all-linear", "lm_head")
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "targets"),
+    [
+        ("qwen2", "float32", ("all-linear",)),
+        ("qwen2", "bfloat16", ("all-linear",)),
+        ("qwen2", "float32", WITH_HEAD),
+        ("gemma2", "bfloat16", WITH_HEAD),  # tied, and its logits are capped
+    ],
+)
+def test_an_adapter_is_computed_as_the_engine_serves_it(
+    family: str, dtype: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = saved(family, tmp_path / "model")
     policy = policy_of(folder).requires_grad_(False)
     torch.manual_seed(0)
-    adapter = adapters_of(policy, {"one": 4}, attached=True)["one"]
+    adapter = adapters_of(policy, {"one": 4}, attached=True, targets=targets)["one"]
     network = ExactNetwork(policy, adapter, dtype=getattr(torch, dtype))
     llm = LLM(folder, dtype=dtype, num_kv_blocks=64, skip_tokenizer_init=True, enable_lora=True)
     for version in (1, 2):
@@ -308,14 +321,22 @@ def test_an_adapter_is_computed_as_the_engine_serves_it(dtype: str, tmp_path: Pa
         assert max(differences(network, items)) > 0.0
 
 
-def test_several_adapters_learn_what_they_learn_without_the_engine(tmp_path: Path) -> None:
+@pytest.mark.planted("test_an_adapter_is_computed_as_the_engine_serves_it")
+def test_a_head_without_its_adapter_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ExactNetwork, "_adapters_at", lambda self, pack, rows: None)
+    with pytest.raises(AssertionError):
+        test_an_adapter_is_computed_as_the_engine_serves_it("qwen2", "float32", WITH_HEAD, tmp_path)
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), WITH_HEAD])
+def test_several_adapters_learn_what_they_learn_without_the_engine(targets: tuple[str, ...], tmp_path: Path) -> None:
     folder = saved("qwen2", tmp_path)
     items = [{**item, "adapter": name} for item, name in zip(examples(8), "abababba", strict=True)]
     found = []
     for forward in ("torch", "exact"):
         policy = policy_of(folder).requires_grad_(False)
         torch.manual_seed(0)
-        adapters = TrainableAdapters(adapters_of(policy, {"a": 2, "b": 5}, attached=False))
+        adapters = TrainableAdapters(adapters_of(policy, {"a": 2, "b": 5}, attached=False, targets=targets))
         result = one_step_of(policy, adapters, items, forward)
         found.append((result, {name: p.grad.clone() for name, p in adapters.parameters.items() if p.grad is not None}))
     (plain, expected), (made, given) = found

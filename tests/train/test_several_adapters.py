@@ -35,7 +35,7 @@ from tools.train_bundled_model import ASSETS_DIR
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "law": {"r": 4, "alpha": 8.0, "targets": ("all-linear",)},
-    "med": {"r": 7, "alpha": 3.0, "targets": ("q_proj", "down_proj"), "rslora": True},
+    "med": {"r": 7, "alpha": 3.0, "targets": ("q_proj", "down_proj", "lm_head"), "rslora": True},
     "art": {"r": 2, "alpha": 9.0, "targets": ("v_proj", "up_proj", "o_proj")},
 }
 Example = dict[str, Any]

@@ -244,18 +244,26 @@ class NativeModelRunner:
         """int32 [T, k] for each layer of experts: what the tokens of the newest step chose, if layers are kept."""
         return self.program.chosen
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits float32 [R, V] of the model's output head for hidden states [R, D], as the sampler sees them."""
-        return torch.from_numpy(self._logits_of(hidden, self._head_weight, self._cap)).contiguous()
+    def logits(self, hidden: Tensor, adapters: npt.NDArray[np.int32] | None = None) -> Tensor:
+        """Logits float32 [R, V] of the model's output head for hidden states [R, D], as the sampler sees them.
+        ``adapters`` [R]: number of each row's adapter, 0 for none; None if no row has one."""
+        return torch.from_numpy(self._logits_of(hidden, self._head_weight, self._cap, adapters)).contiguous()
 
-    def logprobs(self, hidden: Tensor, targets: npt.NDArray[np.int32]) -> Tensor:
+    def logprobs(
+        self, hidden: Tensor, targets: npt.NDArray[np.int32], adapters: npt.NDArray[np.int32] | None = None
+    ) -> Tensor:
         """Log-probabilities float32 [R] of the tokens ``targets`` [R], from the hidden states [R, D] before them: the
-        numbers that a request with ``logprobs`` or ``prompt_logprobs`` gets."""
+        numbers that a request with ``logprobs`` or ``prompt_logprobs`` gets. ``adapters`` is that of :meth:`logits`."""
         rows = NativeRows.for_targets(targets, 0, self._head_weight.n)
-        self._head(self._padded(hidden), np.arange(len(targets), dtype=np.int32), rows)
-        if rows.top_logprobs is None:
-            raise InvariantError("rows that report log-probabilities have no room for them")
-        return torch.from_numpy(rows.top_logprobs[:, 0].copy())
+        self._head(self._padded(hidden), np.arange(len(targets), dtype=np.int32), rows, adapters=adapters)
+        return _reported(rows)
+
+    def logprobs_of(self, logits: Tensor, targets: npt.NDArray[np.int32]) -> Tensor:
+        """The same as :meth:`logprobs`, [R], from the logits [R, V] that :meth:`logits` returned."""
+        vocab_size = self._head_weight.n
+        rows = NativeRows.for_targets(targets, 0, vocab_size)
+        self.program.sample(_aligned(logits), vocab_size, rows.records)
+        return _reported(rows)
 
     def embed(self, token_ids: Value) -> Tensor:
         """Record the look-up of ``token_ids`` in the served model's embedding table. The result is [T, D]."""
@@ -387,6 +395,25 @@ class NativeModelRunner:
             count = max(1, min(self._max_tokens, _SCRATCH_BYTES // (4 * width)))
             self._logits = Memory(4 * width * count).tensor(torch.float32, (count, width))
         return self._logits
+
+
+def _reported(rows: NativeRows) -> Tensor:
+    """Log-probabilities float32 [R] that the kernels have reported for the targets of ``rows``."""
+    if rows.top_logprobs is None:
+        raise InvariantError("rows that report log-probabilities have no room for them")
+    return torch.from_numpy(rows.top_logprobs[:, 0].copy())
+
+
+def _aligned(logits: Tensor) -> npt.NDArray[np.float32]:
+    """Logits [R, V] with rows of a multiple of 32 values, which the sampler reads. Not a copy if they are so."""
+    count, width = logits.shape
+    wide = -(-width // PANEL) * PANEL
+    if wide == width and logits.is_contiguous():
+        found: npt.NDArray[np.float32] = logits.numpy()
+        return found
+    padded = np.full((count, wide), -np.inf, dtype=np.float32)
+    padded[:, :width] = logits.numpy()
+    return padded
 
 
 def _record(model: CausalLM, recorder: Recorder, taps: Sequence[int]) -> tuple[Any, list[Value]]:
