@@ -1,0 +1,1 @@
+"""The computing half of the training service: adapters that train together on one frozen model."""
