@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from chairlift.base.quantities import reader_of
@@ -14,8 +15,9 @@ from chairlift.errors import ChairliftError, RequestError
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM
+    from chairlift.text.tool_calls import AnswerReader
 
-__all__ = ["Conversation", "LocalModel", "TextModel"]
+__all__ = ["Conversation", "LocalModel", "Spoken", "TextModel"]
 
 _HELP: Final = """/set system TEXT           sets the system message (/set nosystem: none), and forgets the conversation
 /set parameter NAME VALUE  sets a sampling parameter, such as temperature 0.7 or max_tokens 200
@@ -26,8 +28,18 @@ Ctrl-C stops an answer. A message of several lines begins and ends with three do
 _LEAVE: Final = ("/exit", "/quit", "/bye")
 _FORGET: Final = ("/reset", "/clear")
 _QUOTES: Final = '"' * 3
+_GREY: Final = "\x1b[90m"
+_NORMAL: Final = "\x1b[0m"
 _OLLAMA_NAMES: Final = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 """Parameter of Ollama's ``/set parameter`` -> its name here."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spoken:
+    """A piece of text, which may be empty: of the answer, or of the model's reasoning before it."""
+
+    text: str
+    is_reasoning: bool = False
 
 
 class TextModel(Protocol):
@@ -44,8 +56,10 @@ class TextModel(Protocol):
     def count_tokens(self, messages: Sequence[Mapping[str, str]]) -> int:
         """Number of tokens of the prompt that asks for the next answer."""
 
-    def stream(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[str, None, None]:
-        """Yield the answer in pieces of text, which may be empty.
+    def stream(
+        self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]
+    ) -> Generator[Spoken, None, None]:
+        """Yield the reasoning and the answer in pieces.
 
         Ctrl-C during the answer raises KeyboardInterrupt if the conversation can continue, otherwise SystemExit.
         Closing the iterator stops the answer. Raises ChairliftError.
@@ -75,10 +89,16 @@ class LocalModel:
     def count_tokens(self, messages: Sequence[Mapping[str, str]]) -> int:
         return len(self._encode(messages))
 
-    def stream(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[str, None, None]:
+    def stream(
+        self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]
+    ) -> Generator[Spoken, None, None]:
         engine = self._llm.engine
-        params = SamplingParams.from_dict({**self._defaults, **sampling})
-        request_id = engine.add_request(self._encode(messages), params)
+        prompt = self._encode(messages)
+        reader = self._reader(prompt)
+        settings = {**self._defaults, **sampling}
+        if reader is not None:
+            settings["skip_special_tokens"] = False  # some marks of reasoning are special tokens
+        request_id = engine.add_request(prompt, SamplingParams.from_dict(settings))
         length = 0
         try:
             with held_interrupt() as interrupted:
@@ -87,7 +107,7 @@ class LocalModel:
                         raise KeyboardInterrupt
                     for output in self._step():
                         text = output.outputs[0].text
-                        yield text[length:]
+                        yield from _read(reader, text[length:], ended=output.finished)
                         length = len(text)
                         if output.error is not None:
                             raise RequestError(output.error)
@@ -100,6 +120,17 @@ class LocalModel:
             return tokenizer.encode("\n\n".join(message["content"] for message in messages))
         return self._llm.encode_chat(messages)
 
+    def _reader(self, prompt: Sequence[int]) -> AnswerReader | None:
+        """Reader that tells the reasoning from the answer; None for a model that does not reason."""
+        from chairlift.text.tool_calls import AnswerReader, reasoning_format_of
+
+        tokenizer = self._llm.tokenizer
+        form = None if self._raw or tokenizer is None else reasoning_format_of(tokenizer.chat_template)
+        if form is None or tokenizer is None:
+            return None
+        inside = form.is_open_after(tokenizer.decode(prompt[-64:], False, final=False))
+        return AnswerReader(None, form, inside=inside, hidden=tuple(filter(None, tokenizer.special_texts.values())))
+
     def _step(self) -> Any:
         try:
             return self._llm.engine.step()
@@ -107,8 +138,25 @@ class LocalModel:
             raise SystemExit(130) from None
 
 
+def _read(reader: AnswerReader | None, text: str, *, ended: bool) -> Iterator[Spoken]:
+    """Pieces that the next part of an output completes."""
+    from chairlift.text.tool_calls import Piece
+    from chairlift.text.tool_calls.events import REASONING
+
+    if reader is None:
+        yield Spoken(text)
+        return
+    events = [*reader.feed(text), *(reader.finish() if ended else ())]
+    for event in events:
+        if isinstance(event, Piece):
+            yield Spoken(event.text, event.kind == REASONING)
+
+
 class Conversation:
     """A conversation with one model.
+
+    The answer goes to standard output. The model's reasoning goes to standard error, in grey, if that is a terminal; it
+    is not a part of the conversation.
 
     ``max_tokens`` is the maximum length of an answer if ``sampling`` has none and the context has room. With ``once``
     there is one message, and Ctrl-C ends the command; in a terminal it otherwise stops only the answer.
@@ -229,13 +277,18 @@ class Conversation:
         """Print the answer to a message while it is generated. Raises ChairliftError."""
         self._turns.append({"role": "user", "content": message})
         text = ""
+        thoughts = _Thoughts()
         refused = False
         try:
             sampling = self._fit()
             with contextlib.closing(self._model.stream(self._system + self._turns, sampling)) as pieces:
                 for piece in pieces:
-                    text += piece
-                    print(piece, end="", flush=True)
+                    if piece.is_reasoning:
+                        thoughts.show(piece.text)
+                    elif piece.text:
+                        thoughts.end()
+                        text += piece.text
+                        print(piece.text, end="", flush=True)
         except KeyboardInterrupt:
             if not self._interactive:
                 raise
@@ -243,6 +296,7 @@ class Conversation:
             refused = not text
             raise
         finally:
+            thoughts.end()
             if not refused:
                 print(flush=True)
         self._turns.append({"role": "assistant", "content": text})
@@ -264,3 +318,22 @@ class Conversation:
         if "max_tokens" not in fields:
             fields["max_tokens"] = max(1, min(self._max_tokens, room - count), fields.get("min_tokens") or 0)
         return fields
+
+
+class _Thoughts:
+    """Shows one answer's reasoning in grey on standard error, if that is a terminal."""
+
+    def __init__(self) -> None:
+        self._shows = sys.stderr.isatty()
+        self._open = False
+
+    def show(self, text: str) -> None:
+        if self._shows and text:
+            print(text if self._open else f"{_GREY}{text}", end="", file=sys.stderr, flush=True)
+            self._open = True
+
+    def end(self) -> None:
+        """End the grey text with an empty line, if there was any since the last call."""
+        if self._open:
+            print(f"{_NORMAL}\n", file=sys.stderr, flush=True)
+            self._open = False

@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from chairlift.cli.conversation import Spoken
 from chairlift.cli.remote_server import MAX_BYTES, NotThereError, RemoteServer, message, parse_object, plain
 from chairlift.errors import ConfigError, EngineDeadError, RequestError
 
@@ -14,6 +15,9 @@ __all__ = ["RemoteModel"]
 
 _NOT_SENT: Final = {"logprobs", "n"}
 """Sampling parameters that are not sent to the server, because a chat on a terminal cannot show their results."""
+_REASONING: Final = ("reasoning_content", "reasoning")
+"""Names that servers give to the reasoning in a chunk: SGLang and llama.cpp the first, newer vLLM the second. Some send
+both."""
 
 
 class RemoteModel:
@@ -62,8 +66,10 @@ class RemoteModel:
                 return count if isinstance(count, int) else 0
         return 0
 
-    def stream(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[str, None, None]:
-        """Yield the answer in pieces of text, without control characters. Closing the iterator closes the
+    def stream(
+        self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]
+    ) -> Generator[Spoken, None, None]:
+        """Yield the reasoning and the answer in pieces, without control characters. Closing the iterator closes the
         connection."""
         body = {name: value for name, value in sampling.items() if name not in _NOT_SENT and value is not None}
         body |= {"model": self._name, "messages": list(messages), "stream": True}
@@ -77,7 +83,8 @@ class RemoteModel:
                 event = parse_object(data)
                 if event.get("error"):
                     raise EngineDeadError(f"the answer broke off: {message(event)}")
-                yield plain(_content(event))
+                yield Spoken(plain(_added(event, *_REASONING)), is_reasoning=True)
+                yield Spoken(plain(_added(event, "content")))
         raise EngineDeadError("the answer broke off: the server closed the connection")
 
     def _models(self) -> dict[str, int]:
@@ -96,9 +103,10 @@ class RemoteModel:
         return models
 
 
-def _content(event: Mapping[str, Any]) -> str:
-    """Text that one chunk of a stream adds to the answer."""
+def _added(event: Mapping[str, Any], *names: str) -> str:
+    """Text that one chunk of a stream adds: in each choice, the first of these fields that has text."""
     try:
-        return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+        deltas = [choice["delta"] for choice in event["choices"]]
+        return "".join(next(filter(None, map(delta.get, names)), "") for delta in deltas)
     except (AttributeError, KeyError, TypeError):
         raise RequestError("the server's answer has chunks of another shape than OpenAI's") from None

@@ -12,6 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, SamplingParams
+from chairlift.cli.conversation import Conversation as TerminalConversation
+from chairlift.cli.conversation import LocalModel
 from chairlift.text.tokenizer import Tokenizer
 from tests.cli.conftest import Run
 from tests.cli.terminal import Terminal
@@ -51,6 +53,22 @@ def test_piped_lines_are_answered_with_their_history(
     code, out, err = chairlift("chat", model_dir, "--max-tokens", 6, "--system", "Be kind.")
     assert (code, err) == (0, [])
     assert out == lines_of(*expected)
+
+
+def test_the_reasoning_of_a_model_is_no_part_of_its_answer(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(model_dir, tmp_path / "thinks")
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}<think>{# ends with </think> #}"
+    (copy / "chat_template.jinja").write_text(template)
+    llm = LLM(str(copy))
+    forced = {"structured_outputs": {"regex": "aa</think>\n?b{3}"}, "temperature": 0, "max_tokens": 40}
+    model = LocalModel(llm, defaults=forced)
+    pieces = list(model.stream([{"role": "user", "content": "Hi"}], {}))
+    assert "".join(piece.text for piece in pieces if piece.is_reasoning) == "aa"
+    talk = TerminalConversation(model, forced, None, 40, once=True)
+    talk.answer("Hi")
+    assert capsys.readouterr() == ("bbb\n", "")
 
 
 def test_the_oldest_turns_leave_when_the_context_is_full(

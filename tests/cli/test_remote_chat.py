@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import socket
 import subprocess
 import sys
@@ -95,6 +96,20 @@ def test_a_server_that_counts_no_tokens_will_do(
     with serve_fake(other) as fake:
         say(monkeypatch, "Hi", "Ho")
         assert chairlift("chat", "--url", fake.url) == (0, ["1: Hi", "3: Ho"], [])
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_is_shown_on_a_terminal_and_stays_out_of_the_answer(
+    chairlift: Run, fake: FakeServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    deltas = [{name: "Let me"}, {name: " see."}, {"content": "Yes"}, {"content": "."}]
+    script = "script " + json.dumps([{"choices": [{"index": 0, "delta": delta}]} for delta in deltas])
+    say(monkeypatch, script, "and then?")
+    assert chairlift("chat", "--url", fake.url) == (0, ["Yes.", "3: and then?"], [])
+    assert fake.bodies[1]["messages"][1] == {"role": "assistant", "content": "Yes."}
+    terminal = Terminal("run", "tiny", script, "--url", fake.url)
+    assert "\x1b[90mLet me see.\x1b[0m\r\n\r\nYes.\r\n" in terminal.read_to_the_end()
+    assert terminal.process.wait() == 0
 
 
 def test_a_failed_turn_is_reported_and_leaves_the_history_as_it_was(
