@@ -64,11 +64,16 @@ class Service:
     """Rank of the request's blocks in the prefix cache after the request has left the batch: 0, 1 or 2. Blocks of a
     higher rank are evicted later."""
     session: str = ""
-    """Name of the conversation or program that the request is a turn of. Only policies read it and the next two."""
+    """Name of the conversation or program that the request is a turn of. Only policies and routers read it; only
+    policies read the next two."""
     tool: str = ""
     """Name of the tool that the client calls after the answer; empty if it calls none, or if this is unknown."""
     predicted_tokens: int | None = None
     """Predicted number of tokens of the answer; None without a prediction."""
+    leases: tuple[tuple[int, float], ...] = ()
+    """(number of leading tokens of the prompt whose blocks are to be kept, seconds after their last use)."""
+    payer: str = ""
+    """Tenant whose part of the budget these leases take. It may differ from the tenant that is charged for tokens."""
 
     @property
     def has_deadline(self) -> bool:

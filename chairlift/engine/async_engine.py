@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from chairlift.base.cache_hints import NO_HINTS, CacheHints
 from chairlift.base.outputs import FinishReason, OutputKind
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.base.service_class import DEFAULT_CLASS
@@ -284,12 +285,14 @@ class AsyncEngine:
         bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
         adapter: str = "",
         images: PlacedImages | None = None,
+        hints: CacheHints = NO_HINTS,
     ) -> OutputStream:
         """Queue a request and return the stream of its outputs of this ``kind``.
 
         ``tenant`` is charged; ``name`` is the caller's name for the request. ``arrival`` is on the monotonic clock.
         ``has_room``: :meth:`check_room` was called before. ``bad_word_ids`` come from :meth:`Prompts.encode_words`, an
-        expanded prompt with ``images`` from :meth:`Prompts.lay_out_chat`. ``adapter`` names a loaded adapter. Timeouts
+        expanded prompt with ``images`` from :meth:`Prompts.lay_out_chat`. ``adapter`` names a loaded adapter. ``hints``
+        are for the prefix cache. Timeouts
         (seconds after ``arrival``) replace the engine's. Raises RequestError for a request that cannot be served,
         QueueFullError when the queue is full or the forecast exceeds the timeouts, and EngineDeadError.
         """
@@ -304,7 +307,7 @@ class AsyncEngine:
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")
         whose = cache_salt, tenant, text, bad_word_ids, self.adapters.names.id_of(adapter)
-        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, *whose, images=images)
+        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, *whose, images=images, hints=hints)
         num_tokens = len(prepared.prompt_token_ids)
         service_class = prepared.service.service_class
         predicted = self._predicted(prepared)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 
+from chairlift.base.cache_hints import NO_HINTS, CacheHints
 from chairlift.base.lora_request import LoRARequest
 from chairlift.base.outputs import FinishReason, RequestOutput
 from chairlift.base.sampling_params import SamplingParams
@@ -116,6 +117,7 @@ class Engine:
         cache_salt: str = "",
         tenant: str = "",
         lora_request: LoRARequest | None = None,
+        hints: CacheHints = NO_HINTS,
     ) -> str:
         """Queue a request and return its id. If the request cannot be served, raises RequestError and changes nothing.
 
@@ -131,7 +133,7 @@ class Engine:
         params = SamplingParams() if params is None else params
         adapter_id = self._adapter_of(lora_request)
         who = cache_salt, tenant
-        prepared = self._inputs.prepare(request_id, prompt, params, now, *who, adapter_id=adapter_id)
+        prepared = self._inputs.prepare(request_id, prompt, params, now, *who, adapter_id=adapter_id, hints=hints)
         if params.structured_outputs is not None:
             self.core.preparers.grammars.check(params.structured_outputs.value, cache_salt)
         self._add(prepared, stream)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from chairlift.base.cache_hints import LONGEST_LEASE, MOST_LEASES, NO_HINTS, CacheHints
 from chairlift.base.image_spans import ImageSpan, ImageTile
 from chairlift.base.pooled_row import PooledRow
 from chairlift.base.sampling_params import SamplingParams
@@ -178,13 +179,14 @@ class InputProcessor:
         bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
         adapter_id: int = 0,
         images: PlacedImages | None = None,
+        hints: CacheHints = NO_HINTS,
     ) -> PreparedRequest:
         """Check the request, and tokenize its texts. Raises RequestError.
 
         ``tenant`` is charged for the tokens. If the caller has tokenized before, ``text`` is the text of ``prompt``,
         and ``bad_word_ids`` are the token ids of ``bad_words``. ``adapter_id`` is the number of an adapter that the
         core knows. ``images`` are the images of a prompt in which they already have their positions; images in a
-        mapping get their positions here.
+        mapping get their positions here. ``hints`` are what the caller asks of the prefix cache.
         """
         _check_caller(request_id, params, cache_salt, tenant)
         if params.logit_bias is not None:
@@ -210,6 +212,11 @@ class InputProcessor:
             raise RequestError(
                 f"thinking.end is {params.thinking.end}, which also ends the answer; leave it out of stop_token_ids"
             )
+        priority, service = self._service(params, arrival_time, tenant)
+        if hints is not NO_HINTS:
+            _check_hints(hints, len(token_ids))
+            session, leases, payer = hints.session, hints.leases, hints.payer
+            service = dataclasses.replace(service, session=session, leases=leases, payer=payer)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         return PreparedRequest(
             request_id,
@@ -222,7 +229,8 @@ class InputProcessor:
             self._bad_word_ids(params) if bad_word_ids is None else bad_word_ids,
             cache_salt,
             arrival_time,
-            *self._service(params, arrival_time, tenant),
+            priority,
+            service,
             adapter_id,
             image_spans=() if images is None else images.spans,
             image_tiles=() if images is None else images.tiles,
@@ -393,6 +401,19 @@ def _check_caller(request_id: str, params: SamplingParams, cache_salt: str, tena
         raise RequestError("cache_salt must be at most 64 characters from A-Z, a-z, 0-9, '_' and '-'")
     if not isinstance(tenant, str) or len(tenant) > _MAX_ID_LENGTH or not tenant.isprintable():
         raise RequestError(f"tenant must be a text of at most {_MAX_ID_LENGTH} printable characters")
+
+
+def _check_hints(hints: CacheHints, num_tokens: int) -> None:
+    for name, value in (("session", hints.session), ("payer", hints.payer)):
+        if not isinstance(value, str) or len(value) > _MAX_ID_LENGTH or not value.isprintable():
+            raise RequestError(f"{name} must be a text of at most {_MAX_ID_LENGTH} printable characters")
+    if len(hints.leases) > MOST_LEASES:
+        raise RequestError(f"a request may ask for {MOST_LEASES} leases, got {len(hints.leases)}; leave some out")
+    for end, seconds in hints.leases:
+        if not 0 < end <= num_tokens:
+            raise RequestError(f"a lease must cover from 1 to {num_tokens} tokens, the length of the prompt; got {end}")
+        if not 0 < seconds <= LONGEST_LEASE:
+            raise RequestError(f"a lease must be above 0 s and at most {LONGEST_LEASE:.0f} s long, got {seconds}")
 
 
 def images_of(prompt: Any) -> tuple[list[Any], Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from chairlift.core.kv_cache.block_pool import BlockPool
 from chairlift.core.kv_cache.block_tables import BlockTables
 from chairlift.core.kv_cache.eviction import lease as lease_module
+from chairlift.core.kv_cache.eviction.asked import AskedLeases
 from chairlift.core.kv_cache.eviction.gaps import Gaps
 from chairlift.core.kv_cache.eviction.lease import LeaseRule
 from chairlift.core.kv_cache.eviction.leases import Lease, LeaseOrder
@@ -170,3 +171,40 @@ def pause_counted_from_its_lease(patch: Patch) -> None:
 def pauses_of_all_tenants_together(patch: Patch) -> None:
     original = Gaps.observe
     patch(Gaps, "observe", lambda self, tenant, *args: original(self, "", *args))
+
+
+@mutant
+def asked_lease_beyond_its_breakpoint(patch: Patch) -> None:
+    original = AskedLeases.of
+    patch(AskedLeases, "of", lambda self, group, index: original(self, group, max(0, index - 1)))
+
+
+@mutant
+def all_asked_leases_as_long_as_the_longest(patch: Patch) -> None:
+    original = AskedLeases.of
+    patch(AskedLeases, "of", lambda self, group, index: original(self, group, index) and original(self, group, 0))
+
+
+@mutant
+def asked_lease_of_nobody(patch: Patch) -> None:
+    """Bug: nobody pays for the leases that clients ask for."""
+    original = AskedLeases.of
+
+    def of(self: AskedLeases, group: int, index: int) -> Lease | None:
+        lease = original(self, group, index)
+        return None if lease is None else lease._replace(tenant="nobody")
+
+    patch(AskedLeases, "of", of)
+
+
+@mutant
+def use_adds_to_the_rest_of_a_lease(patch: Patch) -> None:
+    original = LeaseOrder.add
+
+    def add(self: LeaseOrder, block: int) -> None:
+        before = self._leases.get(block)
+        original(self, block)
+        if before is not None and before.seconds and block in self._leases:
+            self.lease(block, before._replace(until=before.until + before.seconds))
+
+    patch(LeaseOrder, "add", add)

@@ -1,9 +1,10 @@
 """Simulated worlds of agents: conversations that pause while a tool runs, beside floods of other prompts.
 
 One seed is one execution. Several tenants share a cache that is too small for all of them. Pauses are short, long or
-endless, and the clock may jump. The model is HashLM, so one wrong block changes an answer. After each step the world
-checks what is promised of leases: no more than the budget, no request waits because of them, blocks are evicted in the
-stated order, and a tenant within its share loses nothing to others.
+endless, and the clock may jump. Clients ask for leases of parts of their prompts, some of them for all of it. The model
+is HashLM, so one wrong block changes an answer. After each step the world checks what is promised of leases: no more
+than the budget, none that nobody asked for, no request waits because of them, blocks are evicted in the stated order,
+and a tenant within its share loses nothing to others.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import json
 import random
 from typing import Any
 
+from chairlift.base.cache_hints import NO_HINTS, CacheHints
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.base.sampling_row import SamplingRow
 from chairlift.base.seeds import sample_seed
 from chairlift.config import CacheConfig, CacheGroup, SchedulerConfig
+from chairlift.core.kv_cache.eviction.asked import ASKED_LEVEL
 from chairlift.core.kv_cache.eviction.gaps import MOST_SECONDS
 from chairlift.core.kv_cache.eviction.lease import LeaseRule
-from chairlift.core.kv_cache.eviction.leases import BUDGET, LeaseOrder
+from chairlift.core.kv_cache.eviction.leases import BUDGET, Lease, LeaseOrder
 from chairlift.core.kv_cache.eviction.turns import EndedTurn
+from chairlift.core.request import Request
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import ModelLimits
@@ -94,6 +98,10 @@ class _World:
         """Number of a turn that got a lease -> (its tenant, keys of its nodes)."""
         self.asked: dict[str, tuple[list[int], SamplingParams, int, float]] = {}
         self.agents_by_request: dict[str, _Agent] = {}
+        self.hints = rng.choice((0.0, 0.3, 1.0))
+        """Share of the turns whose client asks for leases."""
+        self.asked_leases: dict[bytes, dict[str, float]] = {}
+        """Key of a block -> payer -> longest lease in seconds that it has asked for."""
         for order in rule.orders:
             self._watch(order)
         self._watch_rule()
@@ -195,6 +203,7 @@ class _World:
                 self.fail(f"{len(unused)} blocks are unused, but only {pool.num_free} can be allocated")
             for block, lease in order._leases.items():
                 node = pool.nodes[block]
+                self._check_asked(node, lease)
                 tenant, keys = self.leased.get(lease.turn, (lease.tenant, set()))
                 if node is None or lease.tenant != tenant or (lease.turn and node.key not in keys):
                     self.fail(f"block {block} has {lease}, but is no block of this turn")
@@ -203,13 +212,46 @@ class _World:
                     if parent is not None and parent.parent is not None and parent.blocks[0] is None:
                         self.fail(f"block {block} is leased, but the block before it was evicted")
 
+    def _check_asked(self, node: Any, lease: Lease) -> None:
+        """Check that a client has asked for this lease, and that it ends so long after its last use."""
+        if not lease.seconds or lease.turn:
+            return
+        asked = {} if node is None else self.asked_leases.get(node.key, {})
+        longest = max(asked.values(), default=0.0)
+        if lease.seconds > longest or lease.level != ASKED_LEVEL or asked.get(lease.tenant, 0.0) < lease.seconds:
+            self.fail(f"a block has {lease}, but {asked} was asked for it")
+        if not self.jumps and lease.until > self.clock.now() + lease.seconds:
+            self.fail(f"{lease} ends later than after a use that is now")
+        self.seen["asked"] += 1
+
+    def hold(self, tokens: list[int], salt: str) -> CacheHints:
+        """Leases for some parts of a prompt, the longest first. Some clients ask for all of it for an hour."""
+        rng = self.rng
+        if rng.random() >= self.hints:
+            return NO_HINTS
+        ends = sorted({rng.randrange(1, len(tokens) + 1) for _ in range(rng.randrange(1, 4))})
+        seconds = sorted((rng.choice((0.5, 2.0, 300.0, 3600.0)) for _ in ends), reverse=True)
+        if rng.random() < 0.3:
+            ends, seconds = [len(tokens)], [3600.0]
+        payer = rng.choice(self.tenants)
+        request = Request("look", tokens, max_tokens=1, cache_salt=salt)
+        cache = self.engine.kv.prefix_cache
+        assert cache is not None
+        for index, key in enumerate(cache.keys(request, ends[-1] // self.block_size)):
+            last = (index + 1) * self.block_size
+            longest = max(each for end, each in zip(ends, seconds, strict=True) if last <= end)
+            known = self.asked_leases.setdefault(key, {})
+            known[payer] = max(known.get(payer, 0.0), longest)
+        return CacheHints(leases=tuple(zip(ends, seconds, strict=True)), payer=payer)
+
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def ask(self, tokens: list[int], num_tokens: int, tenant: str, salt: str) -> str:
+    def ask(self, tokens: list[int], num_tokens: int, tenant: str, salt: str, hints: CacheHints = NO_HINTS) -> str:
         self.number += 1
         name = f"r{self.number}"
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=self.number, temperature=0.0)
-        self.engine.add_request(tokens, params, request_id=name, stream=False, cache_salt=salt, tenant=tenant)
+        whose: dict[str, Any] = {"cache_salt": salt, "tenant": tenant, "hints": hints}
+        self.engine.add_request(tokens, params, request_id=name, stream=False, **whose)
         self.asked[name] = tokens, params, int.from_bytes(salt.encode()[:8], "little"), self.clock.now()
         return name
 
@@ -225,7 +267,8 @@ class _World:
             agent.turns_left = 0
             return
         before = self.rule.num_returns
-        name = self.ask(agent.tokens, num_tokens, agent.tenant, agent.salt)
+        hints = self.hold(agent.tokens, agent.salt)
+        name = self.ask(agent.tokens, num_tokens, agent.tenant, agent.salt, hints)
         before_it = self.rule.turns._continued.get(name)
         own = before_it is not None and self.agents_by_request.get(before_it.request_id) is agent
         if self.rule.num_returns > before and own and agent.ended_at is not None and not self.jumps:

@@ -209,6 +209,8 @@ class BlockTables:
         """
         if request.finish_reason in _ENDED_WELL:
             self.eviction.ended(request)
+        if self.eviction.marks:
+            self.eviction.releasing(request)
         for group in range(len(request.block_ids)):
             self._cut(group, request, 0, in_flight)
             self.num_changes += self.reservations.reserve(group, request, 0, 0)

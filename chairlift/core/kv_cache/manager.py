@@ -62,6 +62,7 @@ class KVCacheManager:
         self.tables = BlockTables(self.layout, self._evicted, eviction)
         self.eviction = self.tables.eviction
         self.eviction.prices.block_size = block_size
+        self.eviction.prices.share_unit = self.layout.share_unit
         self.eviction.prices.step_tokens = max_step_tokens
         self.eviction.prices.is_needed = self._is_needed
         self.pools = self.tables.pools

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from chairlift.core.kv_cache.eviction.asked import ASKED_LEVEL, AskedLeases
 from chairlift.core.kv_cache.eviction.gaps import Gaps, best_hold
 from chairlift.core.kv_cache.eviction.leases import Lease, LeaseOrder
 from chairlift.core.kv_cache.eviction.lru import LRU
@@ -19,7 +20,7 @@ from chairlift.core.request import Request
 
 __all__ = ["LeaseRule"]
 
-_PAUSE_LEVEL: Final = 3
+_PAUSE_LEVEL: Final = ASKED_LEVEL
 """Level of the leases of pauses, above the retention levels of classes."""
 _QUEUE_SECONDS: Final = 60.0
 """Seconds for which the blocks of a conversation are kept when its next turn has arrived and waits."""
@@ -34,6 +35,7 @@ _SECONDS_PER_TOKEN: Final = 0.001
 
 class LeaseRule(LRU):
     """A turn that ends with calls of tools begins a pause: its blocks get a lease until the next turn probably arrives.
+    The blocks of a prompt for which its client asks for a lease have it from their last use on.
     A request whose class has a retention level leaves its blocks with a lease of this level, which does not end.
     Everything else is evicted as by :class:`~chairlift.core.kv_cache.eviction.lru.LRU`.
 
@@ -63,11 +65,25 @@ class LeaseRule(LRU):
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
+    def releasing(self, request: Request) -> None:
+        if not request.service.leases:
+            return
+        asked = AskedLeases(request, self.prices, self.now)
+        for index, node in path_of(request.last_node):
+            for group, block in enumerate(node.blocks):
+                if block is not None and (lease := asked.of(group, index)) is not None:
+                    self.orders[group].lease(block, lease)
+
     def leaving(self, request: Request, group: int, entries: Sequence[tuple[int, int]]) -> None:
         if request.retention:
             lease = Lease(request.retention, tenant=request.service.tenant)
             for _, block in entries:
                 self.orders[group].lease(block, lease)
+        if request.service.leases:  # for blocks that a sliding window passes; all others have their lease already
+            asked = AskedLeases(request, self.prices, self.now)
+            for first, block in entries:
+                if (found := asked.of(group, first // self.prices.block_size)) is not None:
+                    self.orders[group].lease(block, found)
 
     def ended(self, request: Request) -> None:
         self.turns.add(request, self.now)

@@ -16,6 +16,9 @@ __all__ = ["BUDGET", "Lease", "LeaseOrder"]
 BUDGET: Final = 0.5
 """Largest part of a pool that unused blocks with a lease may take."""
 
+_SPARE_ENDS: Final = 64
+"""Number of ends of leases that are noted in addition to two for each queue."""
+
 
 class Lease(NamedTuple):
     """A lease. The greater of two leases of a block holds."""
@@ -28,6 +31,8 @@ class Lease(NamedTuple):
     """Tenant whose part of the budget the block takes."""
     turn: int = 0
     """Number of the turn that got the lease; 0 if no turn did."""
+    seconds: float = 0.0
+    """If this is not 0, each use of the block renews the lease: it ends so many seconds after the use."""
 
 
 _Queue = tuple[int, float]
@@ -93,11 +98,14 @@ class LeaseOrder:
         """Give a block a lease, unless it has one that is greater. Of several unused blocks, the first one that gets
         its lease is evicted first, and is the first to lose it."""
         before = self._leases.get(block)
-        if before is not None and before[:2] >= lease[:2] and before.until > self._rule.now:
+        holds = before is not None and before.until > self._rule.now
+        if before is not None and holds and before[:2] >= lease[:2]:
             if block in self._held.get(before.tenant, ()):
                 self._held[before.tenant].move_to_end(block)
                 self._queues[before[:2]].move_to_end(block)
             return
+        if before is not None and holds and before.seconds > lease.seconds:
+            lease = lease._replace(seconds=before.seconds)
         is_unused = self._withdraw(block)
         self._leases[block] = lease
         if is_unused:
@@ -114,6 +122,9 @@ class LeaseOrder:
 
     def add(self, block: int) -> None:
         self._since[block] = self._rule.now
+        lease = self._leases.get(block)
+        if lease is not None and lease.seconds:
+            self._leases[block] = lease._replace(until=self._rule.now + lease.seconds)
         self._add(block)
 
     def _add(self, block: int) -> None:
@@ -129,16 +140,25 @@ class LeaseOrder:
         if queue is None:
             queue = self._queues[name] = OrderedDict()
             if lease.until < math.inf:
-                heapq.heappush(self._ends, (lease.until, lease.level))
+                self._note_end(lease.until, lease.level)
         queue[block] = None
         self._held.setdefault(lease.tenant, OrderedDict())[block] = None
         self._num_leased += 1
         if self._num_leased > self._limit:
             self._shorten()
 
+    def _note_end(self, until: float, level: int) -> None:
+        heapq.heappush(self._ends, (until, level))
+        if len(self._ends) > 2 * len(self._queues) + _SPARE_ENDS:  # renewed leases leave ends of queues that are gone
+            self._ends = [(end, each) for each, end in self._queues if end < math.inf]
+            heapq.heapify(self._ends)
+
     def remove(self, block: int) -> None:
         del self._since[block]
         self._withdraw(block)
+        lease = self._leases.get(block)
+        if lease is not None and lease.until <= self._rule.now:  # so that this use does not renew it
+            del self._leases[block]
 
     def forget(self, block: int) -> None:
         self._leases.pop(block, None)

@@ -48,6 +48,9 @@ class LRU:
     def order(self, capacity: int) -> BlockOrder:
         return LRUOrder()
 
+    def releasing(self, request: Request) -> None:
+        pass
+
     def leaving(self, request: Request, group: int, entries: Sequence[tuple[int, int]]) -> None:
         pass
 

@@ -43,6 +43,8 @@ class Prices:
     """What the engine tells a rule. Without a cost model only :attr:`step_tokens` is known."""
 
     block_size: int = 16
+    share_unit: int = 1
+    """Requests share leading positions in multiples of this number of tokens."""
     step_tokens: int = 2048
     """Maximum number of tokens in a step."""
     compute_seconds: Callable[[int, int], float] | None = None
@@ -78,10 +80,15 @@ class EvictionRule(Protocol):
     now: float
     """Seconds on the engine's clock at which the newest step was scheduled. The scheduler sets it."""
     marks: bool
-    """Whether :meth:`leaving` does anything. If not, it is not called."""
+    """Whether :meth:`releasing` and :meth:`leaving` do anything. If not, they are not called."""
 
     def order(self, capacity: int) -> BlockOrder:
         """The order of one pool with ``capacity`` blocks. It is called once for each cache group, in their order."""
+        ...
+
+    def releasing(self, request: Request) -> None:
+        """Note that a request is about to release all of its blocks, for any reason. ``request.last_node`` is the node
+        of its last full block. For each cache group, a call of :meth:`leaving` follows."""
         ...
 
     def leaving(self, request: Request, group: int, entries: Sequence[tuple[int, int]]) -> None:
