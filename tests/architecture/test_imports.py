@@ -114,6 +114,8 @@ ALLOWED: dict[str, list[str]] = {
     "chairlift_train": ["errors", "base", "kernels", "lora", "models", "text.tokenizer"],
     "chairlift_train.exact": ["errors", "config", "base", "chairlift_train", "executor", "kernels", "lora", "models"],
     "chairlift_train.rollout": ["errors", "base", "chairlift_train", "llm"],
+    "chairlift_train.service": ["errors", "base", "chairlift_train"],
+    "chairlift_train.service.log": ["errors", "chairlift_train.service.compute.calls"],
     "chairlift_train.service.schedule": ["errors"],
     "chairlift_train.cli": ["", "errors", "config", "base", "chairlift_train", "cli", "llm"],
 }

@@ -1,0 +1,324 @@
+"""The training log: sessions, models, their calls with results, checkpoints and samplers.
+
+The table of calls is reorder buffer, retry table and result store at once. A call is acknowledged when its row is on
+disk. Its result is on disk before a client can read it. After kill -9 the calls without a result run again, and the
+effect of those with one is in the model's newest saved state or comes from computing them again. Both give the same
+bits, so no step is lost and none is applied twice.
+
+The database uses a write-ahead log that is flushed at each commit, as the store of batches does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+import msgspec
+
+from chairlift.errors import ConfigError, StorageError
+from chairlift_train.service.compute.calls import AdapterConfig
+from chairlift_train.service.log.records import (
+    CallAnswer,
+    CheckpointRecord,
+    LoggedCall,
+    ModelRecord,
+    SamplerRecord,
+    SessionRecord,
+)
+
+__all__ = ["ReusedSeqError", "TrainingLog"]
+
+_VERSION: Final = 1
+_SCHEMA: Final = f"""
+CREATE TABLE sessions (
+    session_id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at REAL NOT NULL, metadata TEXT NOT NULL,
+    display_name TEXT NOT NULL, ended INTEGER NOT NULL
+);
+CREATE TABLE models (
+    model_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, owner TEXT NOT NULL, base_model TEXT NOT NULL,
+    config TEXT NOT NULL, metadata TEXT NOT NULL, created_at REAL NOT NULL, state_seq INTEGER, ended INTEGER NOT NULL
+);
+CREATE TABLE calls (
+    model_id TEXT NOT NULL, seq_id INTEGER NOT NULL, kind TEXT NOT NULL, digest BLOB NOT NULL, body BLOB,
+    form TEXT, payload BLOB, PRIMARY KEY (model_id, seq_id)
+);
+CREATE TABLE checkpoints (
+    model_id TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, owner TEXT NOT NULL, created_at REAL NOT NULL,
+    num_bytes INTEGER NOT NULL, expires_at REAL, metadata TEXT NOT NULL, optimizer INTEGER NOT NULL,
+    PRIMARY KEY (model_id, kind, name)
+);
+CREATE TABLE samplers (
+    sampler_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, owner TEXT NOT NULL, model_path TEXT NOT NULL,
+    directory TEXT NOT NULL
+);
+PRAGMA user_version = {_VERSION};
+"""
+_SESSION: Final = "session_id, owner, created_at, metadata, display_name, ended"
+_MODEL: Final = "model_id, session_id, owner, base_model, config, metadata, created_at, state_seq, ended"
+_CHECKPOINT: Final = "model_id, kind, name, owner, created_at, num_bytes, expires_at, metadata, optimizer"
+_SAMPLER: Final = "sampler_id, session_id, owner, model_path, directory"
+_CALL: Final = "model_id, seq_id, kind, body, form, payload"
+
+
+class ReusedSeqError(Exception):
+    """Raised for a second call with the sequence id of another one."""
+
+
+class TrainingLog:
+    """The log in ``directory``, which is created if needed.
+
+    One process at a time may open it, and one thread at a time may call it. ``max_bytes`` is the maximum size of the
+    database and of all checkpoints. Raises ConfigError for a directory that cannot be used. Methods raise StorageError
+    if something would exceed the maximum size, and OSError or sqlite3.Error for disk errors; the change that failed is
+    undone.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int = 1 << 60) -> None:
+        self.directory = directory
+        self._max_bytes = max_bytes
+        self._lock: IO[str] | None = None
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = (directory / "lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._db = self._connect(directory / "training.sqlite3")
+        except BlockingIOError:
+            self._unlock()
+            raise ConfigError(
+                f"another server trains in {directory}; give each its own --training-dir, or stop the other one"
+            ) from None
+        except (OSError, sqlite3.Error) as error:
+            self._unlock()
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(
+                f"cannot keep training runs in {directory}: {reason}; give another --training-dir"
+            ) from None
+        except ConfigError:
+            self._unlock()
+            raise
+
+    def close(self) -> None:
+        """Close the database and unlock the directory."""
+        self._db.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def _connect(self, path: Path) -> sqlite3.Connection:
+        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = FULL")
+            found = db.execute("PRAGMA user_version").fetchone()[0]
+            if found == 0:
+                db.executescript(f"BEGIN;{_SCHEMA}COMMIT;")
+            elif found != _VERSION:
+                raise ConfigError(
+                    f"{path} has format {found}, and this version reads format {_VERSION}; give another --training-dir"
+                )
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Context manager: run the whole block as one transaction."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._db
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:  # SQLite itself undoes a transaction for which the disk has no room
+                self._db.execute("ROLLBACK")
+            raise
+
+    # -- room ------------------------------------------------------------------------------------------------------
+
+    def num_bytes(self) -> int:
+        """Size in bytes of the database and of all checkpoints."""
+        saved = self._db.execute("SELECT COALESCE(SUM(num_bytes), 0) FROM checkpoints").fetchone()[0]
+        pages, free, size = (
+            self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+        )
+        return int(saved + (pages - free) * size)
+
+    def check_room(self, num_bytes: int, what: str) -> None:
+        """Raise StorageError if ``what``, which has ``num_bytes``, would exceed the maximum size."""
+        used = self.num_bytes()
+        if used + num_bytes > self._max_bytes:
+            raise StorageError(
+                f"training runs have {used:,} bytes on disk, and at most {self._max_bytes:,} are kept; {what} has"
+                f" {num_bytes:,} more: delete checkpoints, or start the server with a larger --max-training-dir-bytes",
+                is_quota=True,
+            )
+
+    # -- sessions and models ---------------------------------------------------------------------------------------
+
+    def add_session(self, session: SessionRecord) -> None:
+        """Add a session."""
+        self._insert("sessions", _SESSION, dataclasses.astuple(session))
+
+    def session(self, session_id: str) -> SessionRecord | None:
+        """The session with this id; None if there is none."""
+        rows = self._rows("sessions", _SESSION, "session_id = ?", session_id)
+        return SessionRecord(*rows[0][:5], bool(rows[0][5])) if rows else None
+
+    def sessions(self, *, ended: bool) -> list[SessionRecord]:
+        """All sessions that have ended, or all that have not."""
+        rows = self._rows("sessions", _SESSION, "ended = ?", int(ended))
+        return [SessionRecord(*row[:5], bool(row[5])) for row in rows]
+
+    def end_session(self, session_id: str) -> None:
+        """Note that a session takes no further calls. Its models end, too."""
+        with self._transaction() as db:
+            db.execute("UPDATE sessions SET ended = 1 WHERE session_id = ?", (session_id,))
+            db.execute("UPDATE models SET ended = 1 WHERE session_id = ?", (session_id,))
+
+    def add_model(self, model: ModelRecord) -> None:
+        """Add a model. A known id is left as it is."""
+        values = (model.model_id, model.session_id, model.owner, model.base_model, msgspec.json.encode(model.config))
+        rest = (model.metadata, model.created_at, model.state_seq, int(model.ended))
+        with self._transaction() as db:
+            db.execute(f"INSERT OR IGNORE INTO models ({_MODEL}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values + rest)
+
+    def model(self, model_id: str) -> ModelRecord | None:
+        """The model with this id; None if there is none."""
+        found = self._models("model_id = ?", model_id)
+        return found[0] if found else None
+
+    def models(self, *, ended: bool | None = None, owner: str | None = None) -> list[ModelRecord]:
+        """Models in the order of their creation."""
+        wheres, values = [], []
+        for name, value in (("ended", None if ended is None else int(ended)), ("owner", owner)):
+            if value is not None:
+                wheres.append(f"{name} = ?")
+                values.append(value)
+        return self._models(" AND ".join(wheres) or "1", *values)
+
+    def _models(self, where: str, *values: Any) -> list[ModelRecord]:
+        return [
+            ModelRecord(*row[:4], msgspec.json.decode(row[4], type=AdapterConfig), *row[5:8], bool(row[8]))
+            for row in self._rows("models", _MODEL, where, *values)
+        ]
+
+    def end_model(self, model_id: str) -> None:
+        """Note that a model takes no further calls."""
+        with self._transaction() as db:
+            db.execute("UPDATE models SET ended = 1 WHERE model_id = ?", (model_id,))
+
+    def set_config(self, model_id: str, config: AdapterConfig) -> None:
+        """Change the shape of a model whose weights were loaded."""
+        with self._transaction() as db:
+            db.execute("UPDATE models SET config = ? WHERE model_id = ?", (msgspec.json.encode(config), model_id))
+
+    def state_saved(self, model_id: str, seq_id: int) -> None:
+        """Note that a saved state has the effect of all calls up to ``seq_id``. Their requests are forgotten; their
+        results stay."""
+        with self._transaction() as db:
+            db.execute("UPDATE models SET state_seq = ? WHERE model_id = ?", (seq_id, model_id))
+            db.execute("UPDATE calls SET body = NULL WHERE model_id = ? AND seq_id <= ?", (model_id, seq_id))
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def append(self, model_id: str, seq_id: int, kind: str, body: bytes) -> bool:
+        """Log a call. Returns False if the same call was logged before. Raises ReusedSeqError if another call has its
+        id."""
+        digest = hashlib.sha256(kind.encode() + b"\0" + body).digest()
+        with self._transaction() as db:
+            row = db.execute(
+                "SELECT digest FROM calls WHERE model_id = ? AND seq_id = ?", (model_id, seq_id)
+            ).fetchone()
+            if row is None:
+                self.check_room(len(body), "a call")
+                db.execute(
+                    "INSERT INTO calls (model_id, seq_id, kind, digest, body) VALUES (?, ?, ?, ?, ?)",
+                    (model_id, seq_id, kind, digest, body),
+                )
+                return True
+        if row[0] != digest:
+            raise ReusedSeqError(
+                f"call {seq_id} of {model_id} was another call before; a repeated call must be the same, and a new one"
+                " needs the next seq_id"
+            )
+        return False
+
+    def finish(self, answers: Iterable[tuple[str, int, CallAnswer]]) -> None:
+        """Store the answers of calls, by model id and seq id. A call keeps its first answer."""
+        with self._transaction() as db:
+            db.executemany(
+                "UPDATE calls SET form = ?, payload = ? WHERE model_id = ? AND seq_id = ? AND form IS NULL",
+                [(answer.form, answer.payload, model_id, seq_id) for model_id, seq_id, answer in answers],
+            )
+
+    def call(self, model_id: str, seq_id: int) -> LoggedCall | None:
+        """One call; None if it was not logged."""
+        found = self._calls("model_id = ? AND seq_id = ?", model_id, seq_id)
+        return found[0] if found else None
+
+    def calls_after(self, model_id: str, seq_id: int) -> list[LoggedCall]:
+        """Calls of a model with larger ids, in order."""
+        return self._calls("model_id = ? AND seq_id > ? ORDER BY seq_id", model_id, seq_id)
+
+    def _calls(self, where: str, *values: Any) -> list[LoggedCall]:
+        return [
+            LoggedCall(*row[:4], None if row[4] is None else CallAnswer(row[4], row[5]))
+            for row in self._rows("calls", _CALL, where, *values)
+        ]
+
+    # -- checkpoints and samplers ----------------------------------------------------------------------------------
+
+    def add_checkpoint(self, checkpoint: CheckpointRecord) -> None:
+        """Add a checkpoint, or replace the one of the same path."""
+        values = dataclasses.astuple(checkpoint)
+        self._insert("checkpoints", _CHECKPOINT, values, replace=True)
+
+    def checkpoint(self, model_id: str, kind: str, name: str) -> CheckpointRecord | None:
+        """One checkpoint; None if there is none."""
+        found = self.checkpoints("model_id = ? AND kind = ? AND name = ?", model_id, kind, name)
+        return found[0] if found else None
+
+    def checkpoints(self, where: str = "1", *values: Any) -> list[CheckpointRecord]:
+        """Checkpoints for which the SQL condition holds, the oldest first."""
+        rows = self._rows("checkpoints", _CHECKPOINT, f"{where} ORDER BY created_at, name", *values)
+        return [CheckpointRecord(*row[:8], bool(row[8])) for row in rows]
+
+    def remove_checkpoint(self, checkpoint: CheckpointRecord) -> None:
+        """Forget a checkpoint. The caller deletes its directory afterwards."""
+        with self._transaction() as db:
+            db.execute(
+                "DELETE FROM checkpoints WHERE model_id = ? AND kind = ? AND name = ?",
+                (checkpoint.model_id, checkpoint.kind, checkpoint.name),
+            )
+
+    def add_sampler(self, sampler: SamplerRecord) -> None:
+        """Add a sampling session, or replace the one with its id."""
+        self._insert("samplers", _SAMPLER, dataclasses.astuple(sampler), replace=True)
+
+    def sampler(self, sampler_id: str) -> SamplerRecord | None:
+        """The sampling session with this id; None if there is none."""
+        rows = self._rows("samplers", _SAMPLER, "sampler_id = ?", sampler_id)
+        return SamplerRecord(*rows[0]) if rows else None
+
+    def samplers(self, session_id: str) -> list[SamplerRecord]:
+        """The sampling sessions of a session."""
+        return [SamplerRecord(*row) for row in self._rows("samplers", _SAMPLER, "session_id = ?", session_id)]
+
+    # -- SQL -------------------------------------------------------------------------------------------------------
+
+    def _rows(self, table: str, columns: str, where: str, *values: Any) -> list[tuple[Any, ...]]:
+        return self._db.execute(f"SELECT {columns} FROM {table} WHERE {where}", values).fetchall()
+
+    def _insert(self, table: str, columns: str, values: Sequence[Any], *, replace: bool = False) -> None:
+        marks = ", ".join("?" * len(values))
+        verb = "INSERT OR REPLACE" if replace else "INSERT"
+        with self._transaction() as db:
+            db.execute(f"{verb} INTO {table} ({columns}) VALUES ({marks})", values)
