@@ -18,7 +18,7 @@ from chairlift.server.http.errors import ApiError
 from chairlift.server.http.state import ServerState
 from chairlift.server.openai.protocol import GenerationRequest
 
-__all__ = ["parse_json", "read_json", "release_all", "release_body", "until_tokens", "when_done"]
+__all__ = ["parse_json", "read_bytes", "read_json", "release_all", "release_body", "until_tokens", "when_done"]
 
 _MAX_DEPTH: Final = 64
 _READ_SECONDS: Final = 30.0
@@ -56,9 +56,21 @@ async def read_json(request: Request, *, max_depth: int = _MAX_DEPTH, timeout: f
     if (read := request.scope["state"].pop("body", None)) is not None:  # it was read to choose the model
         known: dict[str, Any] = read
         return known
-    _check_headers(request)
     state: ServerState = request.app.state.server
-    limit = state.max_body_bytes
+    body = await read_bytes(request, "application/json", limit=state.max_body_bytes, timeout=timeout)
+    max_values = _MAX_VALUES + (0 if state.engine.info is None else state.engine.info.max_model_len)
+    if len(body) < _LONG_BODY:
+        return parse_json(body, max_depth=max_depth, max_values=max_values)
+    async with state.reading:  # otherwise many simultaneous bodies would be parsed before other work gets a turn
+        await asyncio.sleep(0)
+        return parse_json(body, max_depth=max_depth, max_values=max_values)
+
+
+async def read_bytes(request: Request, kind: str, *, limit: int, timeout: float = _READ_SECONDS) -> bytes:
+    """The body, which must be declared as the media type ``kind``. Until :func:`release_body`, it counts against the
+    limit on the bytes of bodies in progress. Raises ApiError 415, 413 above ``limit`` bytes, 408 and 503."""
+    _check_headers(request, kind)
+    state: ServerState = request.app.state.server
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
         raise _too_long(limit)
@@ -78,12 +90,7 @@ async def read_json(request: Request, *, max_depth: int = _MAX_DEPTH, timeout: f
         raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
     finally:
         request.scope["state"]["body_bytes"] = len(body)
-    max_values = _MAX_VALUES + (0 if state.engine.info is None else state.engine.info.max_model_len)
-    if len(body) < _LONG_BODY:
-        return parse_json(bytes(body), max_depth=max_depth, max_values=max_values)
-    async with state.reading:  # otherwise many simultaneous bodies would be parsed before other work gets a turn
-        await asyncio.sleep(0)
-        return parse_json(bytes(body), max_depth=max_depth, max_values=max_values)
+    return bytes(body)
 
 
 def release_body(request: Request) -> None:
@@ -172,11 +179,12 @@ def _name_given_twice(body: bytes) -> str:
     return f"the name {found[0]!r:.80}" if found else "the same name"
 
 
-def _check_headers(request: Request) -> None:
+def _check_headers(request: Request, expected: str) -> None:
     kinds = request.headers.getlist("content-type")
     kind, *parameters = (part.strip().lower() for part in (kinds[0] if len(kinds) == 1 else "").split(";"))
-    if kind != "application/json" or any(p not in ("", "charset=utf-8", 'charset="utf-8"') for p in parameters):
-        message = "the body must be JSON; send the header Content-Type: application/json"
+    if kind != expected or any(p not in ("", "charset=utf-8", 'charset="utf-8"') for p in parameters):
+        name = "JSON" if expected == "application/json" else "binary"
+        message = f"the body must be {name}; send the header Content-Type: {expected}"
         raise ApiError(415, message, code="unsupported_media_type")
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         message = "compressed bodies are not supported; send the body as it is, without Content-Encoding"

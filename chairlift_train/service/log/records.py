@@ -105,3 +105,5 @@ class SamplerRecord:
     """Path of a checkpoint; empty for the base model."""
     directory: str
     """Directory of the adapter; empty for the base model."""
+    follows: str = ""
+    """Training run whose newest weights its samples use; empty if its weights do not change."""

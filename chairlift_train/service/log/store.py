@@ -15,7 +15,7 @@ import dataclasses
 import fcntl
 import hashlib
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -55,14 +55,14 @@ CREATE TABLE checkpoints (
 );
 CREATE TABLE samplers (
     sampler_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, owner TEXT NOT NULL, model_path TEXT NOT NULL,
-    directory TEXT NOT NULL
+    directory TEXT NOT NULL, follows TEXT NOT NULL
 );
 PRAGMA user_version = {_VERSION};
 """
 _SESSION: Final = "session_id, owner, created_at, metadata, display_name, ended"
 _MODEL: Final = "model_id, session_id, owner, base_model, config, metadata, created_at, state_seq, ended"
 _CHECKPOINT: Final = "model_id, kind, name, owner, created_at, num_bytes, expires_at, metadata, optimizer"
-_SAMPLER: Final = "sampler_id, session_id, owner, model_path, directory"
+_SAMPLER: Final = "sampler_id, session_id, owner, model_path, directory, follows"
 _CALL: Final = "model_id, seq_id, kind, body, form, payload"
 
 
@@ -165,17 +165,17 @@ class TrainingLog:
 
     def add_session(self, session: SessionRecord) -> None:
         """Add a session."""
-        self._insert("sessions", _SESSION, dataclasses.astuple(session))
+        with self._transaction() as db:
+            _insert(db, "sessions", _SESSION, dataclasses.astuple(session))
 
     def session(self, session_id: str) -> SessionRecord | None:
         """The session with this id; None if there is none."""
         rows = self._rows("sessions", _SESSION, "session_id = ?", session_id)
-        return SessionRecord(*rows[0][:5], bool(rows[0][5])) if rows else None
+        return _session(rows[0]) if rows else None
 
     def sessions(self, *, ended: bool) -> list[SessionRecord]:
         """All sessions that have ended, or all that have not."""
-        rows = self._rows("sessions", _SESSION, "ended = ?", int(ended))
-        return [SessionRecord(*row[:5], bool(row[5])) for row in rows]
+        return [_session(row) for row in self._rows("sessions", _SESSION, "ended = ?", int(ended))]
 
     def end_session(self, session_id: str) -> None:
         """Note that a session takes no further calls. Its models end, too."""
@@ -185,10 +185,8 @@ class TrainingLog:
 
     def add_model(self, model: ModelRecord) -> None:
         """Add a model. A known id is left as it is."""
-        values = (model.model_id, model.session_id, model.owner, model.base_model, msgspec.json.encode(model.config))
-        rest = (model.metadata, model.created_at, model.state_seq, int(model.ended))
         with self._transaction() as db:
-            db.execute(f"INSERT OR IGNORE INTO models ({_MODEL}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values + rest)
+            _insert_model(db, model)
 
     def model(self, model_id: str) -> ModelRecord | None:
         """The model with this id; None if there is none."""
@@ -205,33 +203,24 @@ class TrainingLog:
         return self._models(" AND ".join(wheres) or "1", *values)
 
     def _models(self, where: str, *values: Any) -> list[ModelRecord]:
-        return [
-            ModelRecord(*row[:4], msgspec.json.decode(row[4], type=AdapterConfig), *row[5:8], bool(row[8]))
-            for row in self._rows("models", _MODEL, where, *values)
-        ]
+        return [_model(row) for row in self._rows("models", _MODEL, where, *values)]
 
     def end_model(self, model_id: str) -> None:
         """Note that a model takes no further calls."""
         with self._transaction() as db:
             db.execute("UPDATE models SET ended = 1 WHERE model_id = ?", (model_id,))
 
-    def set_config(self, model_id: str, config: AdapterConfig) -> None:
-        """Change the shape of a model whose weights were loaded."""
-        with self._transaction() as db:
-            db.execute("UPDATE models SET config = ? WHERE model_id = ?", (msgspec.json.encode(config), model_id))
-
     def state_saved(self, model_id: str, seq_id: int) -> None:
         """Note that a saved state has the effect of all calls up to ``seq_id``. Their requests are forgotten; their
         results stay."""
         with self._transaction() as db:
-            db.execute("UPDATE models SET state_seq = ? WHERE model_id = ?", (seq_id, model_id))
-            db.execute("UPDATE calls SET body = NULL WHERE model_id = ? AND seq_id <= ?", (model_id, seq_id))
+            _note_state(db, model_id, seq_id)
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
-    def append(self, model_id: str, seq_id: int, kind: str, body: bytes) -> bool:
-        """Log a call. Returns False if the same call was logged before. Raises ReusedSeqError if another call has its
-        id."""
+    def append(self, model_id: str, seq_id: int, kind: str, body: bytes, model: ModelRecord | None = None) -> bool:
+        """Log a call, together with its ``model`` if it makes one. Returns False if the same call was logged before.
+        Raises ReusedSeqError if another call has its id."""
         digest = hashlib.sha256(kind.encode() + b"\0" + body).digest()
         with self._transaction() as db:
             row = db.execute(
@@ -243,6 +232,8 @@ class TrainingLog:
                     "INSERT INTO calls (model_id, seq_id, kind, digest, body) VALUES (?, ?, ?, ?, ?)",
                     (model_id, seq_id, kind, digest, body),
                 )
+                if model is not None:
+                    _insert_model(db, model)
                 return True
         if row[0] != digest:
             raise ReusedSeqError(
@@ -251,13 +242,27 @@ class TrainingLog:
             )
         return False
 
-    def finish(self, answers: Iterable[tuple[str, int, CallAnswer]]) -> None:
-        """Store the answers of calls, by model id and seq id. A call keeps its first answer."""
+    def finish(
+        self,
+        answers: Sequence[tuple[str, int, CallAnswer]],
+        *,
+        checkpoint: CheckpointRecord | None = None,
+        sampler: SamplerRecord | None = None,
+        has_state: bool = False,
+    ) -> None:
+        """Store the answers of calls, by model id and seq id, with what the calls have made. A call keeps its first
+        answer. ``has_state``: the state of the models after these calls is saved."""
         with self._transaction() as db:
             db.executemany(
                 "UPDATE calls SET form = ?, payload = ? WHERE model_id = ? AND seq_id = ? AND form IS NULL",
                 [(answer.form, answer.payload, model_id, seq_id) for model_id, seq_id, answer in answers],
             )
+            if checkpoint is not None:
+                _insert(db, "checkpoints", _CHECKPOINT, dataclasses.astuple(checkpoint))
+            if sampler is not None:
+                _insert(db, "samplers", _SAMPLER, dataclasses.astuple(sampler))
+            for model_id, seq_id, _ in answers if has_state else ():
+                _note_state(db, model_id, seq_id)
 
     def call(self, model_id: str, seq_id: int) -> LoggedCall | None:
         """One call; None if it was not logged."""
@@ -269,17 +274,9 @@ class TrainingLog:
         return self._calls("model_id = ? AND seq_id > ? ORDER BY seq_id", model_id, seq_id)
 
     def _calls(self, where: str, *values: Any) -> list[LoggedCall]:
-        return [
-            LoggedCall(*row[:4], None if row[4] is None else CallAnswer(row[4], row[5]))
-            for row in self._rows("calls", _CALL, where, *values)
-        ]
+        return [_call(row) for row in self._rows("calls", _CALL, where, *values)]
 
     # -- checkpoints and samplers ----------------------------------------------------------------------------------
-
-    def add_checkpoint(self, checkpoint: CheckpointRecord) -> None:
-        """Add a checkpoint, or replace the one of the same path."""
-        values = dataclasses.astuple(checkpoint)
-        self._insert("checkpoints", _CHECKPOINT, values, replace=True)
 
     def checkpoint(self, model_id: str, kind: str, name: str) -> CheckpointRecord | None:
         """One checkpoint; None if there is none."""
@@ -289,7 +286,15 @@ class TrainingLog:
     def checkpoints(self, where: str = "1", *values: Any) -> list[CheckpointRecord]:
         """Checkpoints for which the SQL condition holds, the oldest first."""
         rows = self._rows("checkpoints", _CHECKPOINT, f"{where} ORDER BY created_at, name", *values)
-        return [CheckpointRecord(*row[:8], bool(row[8])) for row in rows]
+        return [_checkpoint(row) for row in rows]
+
+    def set_expiry(self, checkpoint: CheckpointRecord, expires_at: float | None) -> None:
+        """Change when a checkpoint expires."""
+        with self._transaction() as db:
+            db.execute(
+                "UPDATE checkpoints SET expires_at = ? WHERE model_id = ? AND kind = ? AND name = ?",
+                (expires_at, checkpoint.model_id, checkpoint.kind, checkpoint.name),
+            )
 
     def remove_checkpoint(self, checkpoint: CheckpointRecord) -> None:
         """Forget a checkpoint. The caller deletes its directory afterwards."""
@@ -301,7 +306,8 @@ class TrainingLog:
 
     def add_sampler(self, sampler: SamplerRecord) -> None:
         """Add a sampling session, or replace the one with its id."""
-        self._insert("samplers", _SAMPLER, dataclasses.astuple(sampler), replace=True)
+        with self._transaction() as db:
+            _insert(db, "samplers", _SAMPLER, dataclasses.astuple(sampler))
 
     def sampler(self, sampler_id: str) -> SamplerRecord | None:
         """The sampling session with this id; None if there is none."""
@@ -317,8 +323,45 @@ class TrainingLog:
     def _rows(self, table: str, columns: str, where: str, *values: Any) -> list[tuple[Any, ...]]:
         return self._db.execute(f"SELECT {columns} FROM {table} WHERE {where}", values).fetchall()
 
-    def _insert(self, table: str, columns: str, values: Sequence[Any], *, replace: bool = False) -> None:
-        marks = ", ".join("?" * len(values))
-        verb = "INSERT OR REPLACE" if replace else "INSERT"
-        with self._transaction() as db:
-            db.execute(f"{verb} INTO {table} ({columns}) VALUES ({marks})", values)
+
+def _insert(db: sqlite3.Connection, table: str, columns: str, values: Sequence[Any]) -> None:
+    marks = ", ".join("?" * len(values))
+    db.execute(f"INSERT OR REPLACE INTO {table} ({columns}) VALUES ({marks})", values)
+
+
+def _insert_model(db: sqlite3.Connection, model: ModelRecord) -> None:
+    values = {name: getattr(model, name) for name in _MODEL.split(", ")}
+    values["config"] = msgspec.json.encode(model.config)
+    marks = ", ".join(f":{name}" for name in values)
+    db.execute(f"INSERT OR IGNORE INTO models ({_MODEL}) VALUES ({marks})", values)
+
+
+def _note_state(db: sqlite3.Connection, model_id: str, seq_id: int) -> None:
+    db.execute("UPDATE models SET state_seq = ? WHERE model_id = ?", (seq_id, model_id))
+    db.execute("UPDATE calls SET body = NULL WHERE model_id = ? AND seq_id <= ?", (model_id, seq_id))
+
+
+def _named(columns: str, row: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(columns.split(", "), row, strict=True))
+
+
+def _session(row: Sequence[Any]) -> SessionRecord:
+    values = _named(_SESSION, row)
+    return SessionRecord(**{**values, "ended": bool(values["ended"])})
+
+
+def _model(row: Sequence[Any]) -> ModelRecord:
+    values = _named(_MODEL, row)
+    config = msgspec.json.decode(values["config"], type=AdapterConfig)
+    return ModelRecord(**{**values, "config": config, "ended": bool(values["ended"])})
+
+
+def _call(row: Sequence[Any]) -> LoggedCall:
+    values = _named(_CALL, row)
+    form, payload = values.pop("form"), values.pop("payload")
+    return LoggedCall(**values, answer=None if form is None else CallAnswer(form, payload))
+
+
+def _checkpoint(row: Sequence[Any]) -> CheckpointRecord:
+    values = _named(_CHECKPOINT, row)
+    return CheckpointRecord(**{**values, "optimizer": bool(values["optimizer"])})

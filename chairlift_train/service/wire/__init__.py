@@ -1,0 +1,1 @@
+"""The protocol of the ``tinker`` client: message bodies and HTTP endpoints."""
