@@ -29,7 +29,7 @@ import torch
 from benchmarks.make_random_model import make
 from chairlift import LLM, SamplingParams
 from chairlift.kernels.cpu import library as lib
-from chairlift.kernels.cpu.lowering import OpFlag, OpKind
+from chairlift.kernels.cpu.fused_op import OpFlag, OpKind
 from chairlift_lab.bench.machine import describe_machine
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}

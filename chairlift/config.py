@@ -89,6 +89,7 @@ _EXTENSIBLE = {
 """Setting -> (its values, form of further values). A value of this form names code outside the package."""
 _RANGES: dict[str, tuple[float, float]] = {
     "threads": (1, 256),
+    "tensor_parallel_size": (1, 64),
     "max_model_len": (2, 2**24),
     "seed": (-(2**63), 2**63 - 1),
     "block_size": (1, 256),
@@ -189,7 +190,11 @@ class ModelConfig:
     device: str = "cpu"
     """cpu or cuda (cuda:0, ...)."""
     threads: int | None = None
-    """CPU threads. None: all processors that this process may use."""
+    """CPU threads, of all processes of the model together. None: all processors that this process may use."""
+    tensor_parallel_size: int = 1
+    """Number of processes among which the CPU's native kernels divide a model, for machines with several sockets. Each
+    has a part of every layer and of the KV cache. The tokens are those of one process, bit for bit
+    (docs/capacity.md)."""
     model_impl: str = "auto"
     """Implementation of the layers: native (Chairlift's own), transformers (the class in transformers, run by PyTorch
     with Chairlift's attention, several times slower: docs/models.md), auto (native if there is one, otherwise

@@ -53,7 +53,6 @@ class Name:
 
 
 NAMES: Final[dict[str, Name]] = {
-    "tensor_parallel_size": Name(int, (1,), "a model runs on one device", ONE_DEVICE),
     "pipeline_parallel_size": Name(int, (1,), "a model runs on one device", ONE_DEVICE),
     "data_parallel_size": Name(int, (1,), "a model runs on one device", ONE_DEVICE),
     "distributed_executor_backend": Name(str, None, "a model runs on one device"),

@@ -131,7 +131,7 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag, prefix: str) -> None:
     else:
         options["type"] = _amount(flag.name, flag.kind) or flag.kind
         options["metavar"] = "JSON" if flag.name in _JSON else {int: "N", float: "X"}.get(flag.kind, "TEXT")
-    group.add_argument(_spelled(flag.name), **options)
+    group.add_argument(*([_SHORT[flag.name]] if flag.name in _SHORT else []), _spelled(flag.name), **options)
 
 
 def _explained(name: str, text: str) -> str:

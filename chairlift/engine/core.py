@@ -40,7 +40,7 @@ from chairlift.engine.preparers import Preparers
 from chairlift.engine.step_log import StepLog, StepRecord
 from chairlift.engine.step_masks import StepMasks
 from chairlift.engine.step_times import CoreTimes
-from chairlift.errors import ConfigError, InvariantError
+from chairlift.errors import ConfigError, EngineDeadError, InvariantError
 from chairlift.executor.executor import Executor, LiveWeights, OnProgress, WeightSource
 from chairlift.metrics.stats import EngineStats
 
@@ -416,6 +416,8 @@ class EngineCore(EngineClient):
         outputs = self._take_joined()
         try:
             tokens = flight.tokens()
+        except EngineDeadError:
+            raise
         except Exception as failure:
             _log.exception("step %d failed; its requests end with an error, the others go on", out.step)
             now = self._landed(out)

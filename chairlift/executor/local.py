@@ -196,4 +196,7 @@ class LocalExecutor:
         return "" if describe is None else str(describe())
 
     def shutdown(self) -> None:
-        """Do nothing: all resources are freed together with the object."""
+        """End processes that belong to the runner. All other resources are freed together with the object."""
+        end = getattr(self._runner, "shutdown", None)
+        if end is not None:
+            end()

@@ -223,7 +223,7 @@ def embedding(ids: Tensor, weight: Tensor | PackedMatrix) -> Tensor:
 
 def _packed_product(x: Value, weight: PackedMatrix) -> int:
     expect(x, "rows", weight.k)
-    return weight.out_features
+    return weight.layer_outputs
 
 
 @operation(_packed_product)

@@ -22,7 +22,14 @@ from chairlift.errors import ConfigError, InvariantError
 from chairlift.kernels import ops
 from chairlift.kernels.cpu.library import Memory, why_unavailable
 from chairlift.kernels.cpu.packed_codes import PackedCodes, packed_code_bytes
-from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PackedMatrix, PackedWeight, copy_rows, packed_bytes
+from chairlift.kernels.cpu.packing import (
+    NATIVE_DTYPES,
+    KeptRows,
+    PackedMatrix,
+    PackedWeight,
+    copy_rows,
+    packed_bytes,
+)
 from chairlift.kernels.fp8 import Fp8Weight
 from chairlift.kernels.grouped import GROUP, GroupedRows, GroupKind, dequantized
 
@@ -41,6 +48,14 @@ class MatrixShape(NamedTuple):
     """Kind of the integer groups in which a quantised checkpoint stores the weight; None if it stores floats."""
     stack: int = 1
     """Number of weights of equal shape, stored one above the other and used separately (experts)."""
+    kept: KeptRows | None = None
+    """Outputs that this process computes, if several processes share the layer; None: all. Only the native kernels'
+    format can keep a part."""
+
+    @property
+    def stored(self) -> int:
+        """Number of outputs that this process stores."""
+        return self.out_features if self.kept is None else self.kept.count
 
 
 class WeightFormat(abc.ABC):
@@ -201,7 +216,7 @@ class Native(WeightFormat):
         return self
 
     def nbytes(self, shape: MatrixShape, dtype: torch.dtype) -> int:
-        sizes = (shape.out_features, shape.in_features)
+        sizes = (shape.stored, shape.in_features)
         kind = self._kind_of(shape)
         if kind is None:
             return packed_bytes(*sizes, dtype, interleaved=shape.interleaved, stack=shape.stack)
@@ -215,10 +230,11 @@ class Native(WeightFormat):
         offset = 0
         weights = list[PackedMatrix]()
         for shape, size in zip(shapes, sizes, strict=True):
-            (n, k), kind = shape[:2], self._kind_of(shape)
+            n, k, kind = shape.stored, shape.in_features, self._kind_of(shape)
             layout: dict[str, Any] = {"interleaved": shape.interleaved, "stack": shape.stack}
             layout["memory"] = memory.part(offset, size)
             weights.append(PackedWeight(n, k, dtype, **layout) if kind is None else PackedCodes(n, k, kind, **layout))
+            weights[-1].kept = shape.kept
             offset += size
         return weights
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from chairlift.executor.drafters.source import DraftSource
     from chairlift.executor.image_bank import ImageBank
     from chairlift.executor.kv_tensors import KVPlan
-    from chairlift.executor.local import LocalExecutor
+    from chairlift.executor.local import LocalExecutor, ModelRunner
+    from chairlift.executor.parallel.processes import RankProcesses
     from chairlift.models.causal_lm import CausalLM
     from chairlift.models.context import LayerCache, LayerState
     from chairlift.models.fallback.config import TransformersConfig
@@ -96,7 +97,8 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     dtype = choose_dtype(network, config.model.dtype, device)
     backend = _choose_backend(config, network, dtype, device)
     _check_sizes(config, network, dtype, device, max_model_len, backend)
-    model = _load_weights(config, model_dir, network, dtype, device, backend, progress)
+    ranks = _start_ranks(config, network, backend, max_model_len)
+    model = _load_weights(config, model_dir, network, dtype, device, backend, progress, ranks)
     recurrent = any(isinstance(layer, LayerState) for layer in model.kv_cache_spec())
     refuse_for_states(config, recurrent)
     images = load_images(config, model_dir, network, dtype, backend)
@@ -104,18 +106,18 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     memory = config.cache.kv_cache_memory_bytes
     plan = _plan(
         config,
-        [*model.kv_cache_spec(), *([] if drafting is None else drafting.layers)],
+        [*_whole_spec(model, network, ranks), *([] if drafting is None else drafting.layers)],
         dtype,
         max_model_len,
         _cache_memory(config, network, dtype, device) if memory is None else memory,
     )
     check_fits(plan, device, memory)
-    executor = _make_executor(model, plan, config, dtype, device, backend, max_model_len, drafting, images)
+    executor = _make_executor(model, plan, config, dtype, device, backend, max_model_len, drafting, images, ranks)
     approximations = _approximations(config, model, network, dtype, plan, images)
     equal_bits = backend.abilities.equal_bits and not executor.calls
     info = EngineInfo(
         **serving_facts(config, executor, max_model_len),
-        **_computing_facts(network, model, backend, dtype, device, plan),
+        **_computing_facts(network, model, backend, dtype, device, plan, 0 if ranks is None else ranks.weight_bytes),
         model_dir=str(model_dir),
         vocab_size=network.vocab_size,
         eos_token_ids=tuple(network.eos_token_ids),
@@ -148,13 +150,15 @@ def _computing_facts(
     dtype: torch.dtype,
     device: torch.device,
     plan: KVPlan,
+    other_bytes: int,
 ) -> dict[str, Any]:
-    """Name -> value, for the fields of :class:`EngineInfo` about how the model is stored and computed."""
+    """Name -> value, for the fields of :class:`EngineInfo` about how the model is stored and computed. ``other_bytes``:
+    size of the weights that other processes have."""
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "model_impl": network.model_impl,
         "quantization": model.quantization,
-        "weight_bytes": model.weight_bytes,
+        "weight_bytes": model.weight_bytes + other_bytes,
         "kernels": backend.kernels,
         "records_graphs": backend.abilities.graphs,
         "device": device_name(device),
@@ -296,6 +300,7 @@ def _make_executor(
     max_model_len: int,
     drafting: DraftSource | None,
     images: ImageBank | None,
+    ranks: RankProcesses | None,
 ) -> LocalExecutor:
     """Allocate the caches and the buffers of a step. Raises ConfigError if there is not enough memory."""
     import torch
@@ -306,7 +311,11 @@ def _make_executor(
     rows = scheduler.max_num_seqs
     max_tokens = scheduler.max_num_batched_tokens
     try:
-        runner = backend.make_runner(model, plan, config, dtype, device, max_model_len, drafting, images)
+        runner: ModelRunner
+        if ranks is None:
+            runner = backend.make_runner(model, plan, config, dtype, device, max_model_len, drafting, images)
+        else:
+            runner = ranks.make_runner(cast("CausalLM", model), plan, config, dtype, max_model_len, backend.kernels)
     except (MemoryError, torch.OutOfMemoryError):
         message = f"no memory for {plan.total_bytes:,} bytes of KV cache (num_kv_blocks, kv_cache_memory_bytes)"
         raise ConfigError(f"{message} and steps of {max_tokens:,} tokens (max_num_batched_tokens); lower one") from None
@@ -369,8 +378,9 @@ def _load_weights(
     device: torch.device,
     backend: Backend,
     progress: Progress | None,
+    ranks: RankProcesses | None,
 ) -> CausalLM | TransformersLM:
-    """Load the weights in the format of the backend."""
+    """Load the weights in the format of the backend: those of this process, if the model is divided."""
     from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.loader import load_model
 
@@ -379,7 +389,44 @@ def _load_weights(
 
         return load_transformers_model(model_dir, network, dtype, device, progress)
     weight_format = backend.weight_format(config.model.quantization, config.model.dtype)
-    return load_model(model_dir, network, dtype, device, progress, weight_format=weight_format)
+    if ranks is None:
+        return load_model(model_dir, network, dtype, device, progress, weight_format=weight_format)
+    from chairlift.executor.parallel.processes import on_processors
+    from chairlift.executor.parallel.shares import divide_model
+
+    divide = functools.partial(divide_model, share=ranks.share)
+    with on_processors(ranks.processors[0]):
+        model = load_model(model_dir, network, dtype, device, progress, weight_format=weight_format, divide=divide)
+    ranks.wait_until_loaded()
+    return model
+
+
+def _start_ranks(
+    config: EngineConfig, network: NetworkConfig | TransformersConfig, backend: Backend, max_model_len: int
+) -> RankProcesses | None:
+    """Start the other processes of a model that is divided; None for a model on one process. Raises ConfigError for
+    what cannot be divided."""
+    if config.model.tensor_parallel_size == 1:
+        return None
+    from chairlift.executor.parallel.processes import RankProcesses
+    from chairlift.executor.parallel.shares import refuse_division
+
+    refuse_division(config, network, backend)
+    return RankProcesses(config, max_model_len)
+
+
+def _whole_spec(
+    model: CausalLM | TransformersLM, network: NetworkConfig | TransformersConfig, ranks: RankProcesses | None
+) -> Sequence[LayerCache | LayerState]:
+    """Shapes of the caches of all processes together."""
+    if ranks is None:
+        return model.kv_cache_spec()
+    import torch
+
+    from chairlift.models.causal_lm import CausalLM
+
+    with torch.device("meta"):
+        return CausalLM(cast("NetworkConfig", network)).kv_cache_spec()
 
 
 def _notes(
@@ -444,6 +491,9 @@ def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:
         raise ConfigError("kv_cache_dtype is 'int8', but HashLM's cache holds no K and V; leave kv_cache_dtype out")
     if config.lora.enable_lora:
         raise ConfigError("enable_lora is on, but HashLM has no weights to adapt; leave enable_lora out")
+    if config.model.tensor_parallel_size != 1:
+        size = config.model.tensor_parallel_size
+        raise ConfigError(f"tensor_parallel_size is {size}, but HashLM has no layers to divide; leave it out")
     if config.model.model_impl not in ("auto", "native"):
         raise ConfigError(f"model_impl is {config.model.model_impl!r}, but HashLM has no layers; leave model_impl out")
     from chairlift.executor.host_memory import host_memory

@@ -121,6 +121,9 @@ def load_pooling(config: EngineConfig, progress: Progress | None = None) -> Load
     scheduler = config.scheduler
     if config.lora.enable_lora:
         raise ConfigError("enable_lora is on, but models for embeddings or classes take no adapters; leave it out")
+    if settings.tensor_parallel_size != 1:
+        size = settings.tensor_parallel_size
+        raise ConfigError(f"tensor_parallel_size is {size}, but models for embeddings or classes run on one process")
     model_dir = model_directory(config)
     pooled = read_pooled(config, model_dir)
     network = pooled.network

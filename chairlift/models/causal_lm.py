@@ -167,14 +167,14 @@ class CausalLM(nn.Module):
 
     def kv_cache_spec(self) -> list[LayerCache | LayerState]:
         """Shapes of the caches, in layer order: a LayerCache for a layer with attention, a LayerState for a recurrent
-        layer. A layer with both has first a LayerCache, then a LayerState."""
-        heads = self.config.num_key_value_heads
+        layer. A layer with both has first a LayerCache, then a LayerState. If several processes share the model, these
+        are the caches of this process."""
         size = self.config.head_dim
         kept: list[LayerCache | LayerState] = []
         layers: list[Any] = list(self.model.layers)
         for layer, window in zip(layers, self.config.layer_windows, strict=True):
             if layer.self_attn is not None:
-                kept.append(LayerCache(heads, size, window))
+                kept.append(LayerCache(layer.self_attn.stored_kv_heads, size, window))
             if layer.mixer is not None:
                 kept.append(layer.mixer.state)
         return kept

@@ -125,20 +125,24 @@ def load_model(
     progress: Progress | None = None,
     *,
     weight_format: WeightFormat = ONEDNN,
+    divide: Callable[[CausalLM], None] | None = None,
 ) -> CausalLM:
     """Build the model of ``config`` with the weights in ``model_dir``, ready for inference (no gradients).
 
     ``progress`` is called with a label and the completed fraction (0 to 1). Linear weights are converted to
-    ``weight_format`` while they are loaded; a model for training or saving needs PLAIN. Raises
-    :class:`~chairlift.errors.ModelLoadError` when weights are missing, damaged, misshapen or pickled, or when a layer
-    of the model has surplus tensors. Raises :class:`~chairlift.errors.ConfigError` when the format is not possible; see
-    :meth:`~chairlift.kernels.weights.WeightFormat.fitting`.
+    ``weight_format`` while they are loaded; a model for training or saving needs PLAIN. ``divide`` is called before
+    the weights are allocated, if several processes share the model: it sets which outputs of the layers this process
+    keeps. Raises :class:`~chairlift.errors.ModelLoadError` when weights are missing, damaged, misshapen or pickled, or
+    when a layer of the model has surplus tensors. Raises :class:`~chairlift.errors.ConfigError` when the format is not
+    possible; see :meth:`~chairlift.kernels.weights.WeightFormat.fitting`.
     """
     torch_dtype = resolve_dtype(config, dtype)
     device = torch.device(device)
     weight_format = weight_format.fitting(torch_dtype, device)
     with torch.device("meta"):
         model = CausalLM(config)
+    if divide is not None:
+        divide(model)
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(model_dir, config, stack)
         parts = _checked_parts(tensors, model, model_dir)

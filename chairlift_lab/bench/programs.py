@@ -19,7 +19,7 @@ from torch import Tensor
 from chairlift.base.step_batch import StepBatch
 from chairlift.errors import InvariantError
 from chairlift.kernels.cpu import library as lib
-from chairlift.kernels.cpu.lowering import OpFlag, OpKind
+from chairlift.kernels.cpu.fused_op import OpFlag, OpKind
 from chairlift.kernels.cpu.packed_codes import code_format, packed_code_bytes
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, packed_bytes
 from chairlift.kernels.cpu.program import SPARE_ROWS

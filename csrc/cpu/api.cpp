@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <new>
 
+#include "comm.h"
 #include "isa/processor.h"
 #include "kernels.h"
 #include "plan.h"
@@ -182,7 +183,7 @@ int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batch* batch, 
   plan.handed = reinterpret_cast<float*>(shared + bytes);
   Run run{*pool, *kernels, *program, *batch, plan, first_op, end_op};
   pool->run(run_on_thread, &run);
-  return end_op;
+  return program->comm && program->comm->left() ? -2 : end_op;
 }
 
 int32_t cl_head(cl_pool* pool, const cl_program* program, const void* hidden, int64_t stride, const int32_t* token_rows,
@@ -199,6 +200,20 @@ int32_t cl_head(cl_pool* pool, const cl_program* program, const void* hidden, in
   const int64_t logits_stride = (int64_t(product->n) + CL_PANEL - 1) / CL_PANEL * CL_PANEL;
   Head head{*pool, kernels->head,
             HeadCall{*program, hidden, stride, token_rows, adapters, num_rows, product, product->n, rows, logits, logits_stride, shared}};
+  pool->run(head_on_thread, &head);
+  return 0;
+}
+
+int32_t cl_logits(cl_pool* pool, const cl_program* program, const void* hidden, int64_t stride, const int32_t* token_rows,
+                  const int32_t* adapters, int32_t num_rows, const cl_op* product, float* logits, int64_t logits_stride) {
+  const Kernels* kernels = kernels_of(program->isa);
+  if (!kernels || num_rows < 0) return -1;
+  if (num_rows == 0) return 0;
+  const size_t bytes = kernels->head_shared_bytes(pool->num_threads(), num_rows, stride, program->dtype, product->k);
+  void* shared = pool->shared(bytes);
+  if (!shared || !reserve(*pool, *kernels, program->dtype, product->n)) return -1;
+  Head head{*pool, kernels->head,
+            HeadCall{*program, hidden, stride, token_rows, adapters, num_rows, product, product->n, nullptr, logits, logits_stride, shared}};
   pool->run(head_on_thread, &head);
   return 0;
 }

@@ -13,7 +13,7 @@ extern "C" {
 
 #define CL_EXPORT __attribute__((visibility("default")))
 
-enum { CL_ABI_VERSION = 12 };
+enum { CL_ABI_VERSION = 13 };
 
 // Dtype of a program's activations, dense weights and KV cache (a KV layer may be stored in 8 bits instead: see
 // cl_kv_kind). Sums are always float32.
@@ -93,6 +93,9 @@ enum cl_op_kind {
   // the states: float32 [heads, head_dim / p, k, p], where p is 32 if 32 divides head_dim, else 16. weight: logarithms
   // of the decay rates, bias: added to the decays; both float32 [heads]
   CL_OP_DELTA_SCAN = 26,
+  // Waits until all processes of cl_program.comm have come to this operation. What they wrote to shared buffers before is
+  // then visible to all. Without a communicator it does nothing
+  CL_OP_GATHER = 27,
 };
 enum {
   CL_PACKED = 1,     // the weight is packed
@@ -106,6 +109,8 @@ enum {
   // only tests and benchmarks use this flag
   CL_APART = 256,
   CL_SIGMOID_GATE = 128,  // GATED_NORM: sigmoid(aux) in place of silu(aux)
+  // EMBED: the weight has the rows of the ids from `window` to `window` + n - 1; rows of other tokens are not written
+  CL_OWN_ROWS = 512,
   CL_ALL_HEADS = 4,  // HEADS: one norm over all heads of q together, and one over all heads of k
 };
 enum cl_activation { CL_NONE = 0, CL_GELU = 1, CL_GELU_TANH = 2, CL_RELU = 3, CL_RELU_SQUARED = 4 };
@@ -222,6 +227,9 @@ typedef struct {
   int32_t reserved;
 } cl_embedding;
 
+// A communicator: processes that run programs with the same operations, each with its own columns of the weights.
+typedef struct cl_comm cl_comm;
+
 // A step program: the operations of a model, in order, and the memory that they use.
 typedef struct {
   const cl_op* ops;
@@ -239,6 +247,7 @@ typedef struct {
   void* lora_rows;               // scratch [capacity, lora_stride] float32, if there are adapters
   int64_t lora_stride;           // at least the largest rank plus 16
   const cl_embedding* embeddings;  // [adapters], or null
+  cl_comm* comm;                 // processes that run the program together, or null
 } cl_program;
 
 // One step: N rows with T tokens in total. A row has the tokens of one sequence that this step computes.
@@ -340,7 +349,8 @@ CL_EXPORT int64_t cl_code_bytes(int64_t k);
 CL_EXPORT int64_t cl_expert_bytes(const cl_op* op, int32_t dtype, int32_t tokens);
 
 // Runs the operations from first_op up to the next CL_OP_CALL, or to the end. Returns the index of the first operation
-// that was not run, or -1 if an argument is invalid or memory is short.
+// that was not run, -1 if an argument is invalid or memory is short, or -2 if another process of the communicator has
+// ended or does not answer.
 CL_EXPORT int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batch* batch, int32_t first_op);
 
 // Output head: multiplies the R = num_rows rows token_rows of `hidden` (`stride` elements apart) by the weight [n, k]
@@ -351,12 +361,41 @@ CL_EXPORT int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batc
 CL_EXPORT int32_t cl_head(cl_pool* pool, const cl_program* program, const void* hidden, int64_t stride,
                           const int32_t* token_rows, const int32_t* adapters, int32_t num_rows, const cl_op* product,
                           cl_sampling_row* rows, float* logits, int64_t logits_rows);
+// Logits alone: as cl_head, but the rows' logits are stored in logits [num_rows, logits_stride] for a later cl_sample,
+// which then gives the results of cl_head. The weight may have a part of the vocabulary's rows; `logits` then points to
+// the column of its first row. If n is not a multiple of 32, the columns up to the next multiple are written, too.
+CL_EXPORT int32_t cl_logits(cl_pool* pool, const cl_program* program, const void* hidden, int64_t stride,
+                            const int32_t* token_rows, const int32_t* adapters, int32_t num_rows, const cl_op* product,
+                            float* logits, int64_t logits_stride);
 // 1 if sampling this row needs all its logits in memory. For other rows the token is chosen while the logits are
 // computed.
 CL_EXPORT int32_t cl_needs_logits(const cl_sampling_row* row);
 // Samples from given logits [num_rows, stride], for tests and for logits that another program computed.
 CL_EXPORT int32_t cl_sample(cl_pool* pool, const float* logits, int64_t stride, int32_t num_rows, int32_t vocab,
                             cl_sampling_row* rows, int32_t isa);
+
+// Processes that run programs together, at most 64. `shared` is memory of cl_comm_bytes() bytes that all of them have
+// mapped, zero at first. `lives` are sockets whose other ends belong to processes of the group: when such a process ends,
+// every wait ends. A process that lets the others wait for longer than `patience` seconds counts as ended. Returns null
+// on failure. Functions that wait return 0, or -2 after such an end or after cl_comm_end.
+CL_EXPORT int64_t cl_comm_bytes(void);
+CL_EXPORT cl_comm* cl_comm_create(void* shared, int32_t rank, int32_t size, const int32_t* lives, int32_t num_lives,
+                                  double patience);
+CL_EXPORT void cl_comm_destroy(cl_comm* comm);
+// Waits until every rank has called it as often as this one: the operation GATHER.
+CL_EXPORT int32_t cl_comm_meet(cl_comm* comm);
+// Messages of rank 0, of which the caller keeps the content in shared memory. Rank 0 waits until all have read the last
+// one, writes the next, and sends. The other ranks wait for a message, without a limit of time, copy it, and say that it
+// is read.
+CL_EXPORT int32_t cl_comm_wait_for_readers(cl_comm* comm);
+CL_EXPORT void cl_comm_send(cl_comm* comm);
+CL_EXPORT int32_t cl_comm_wait_for_message(cl_comm* comm);
+CL_EXPORT void cl_comm_read(cl_comm* comm);
+// Ends every wait of all ranks, now and in the future.
+CL_EXPORT void cl_comm_end(cl_comm* comm);
+// Seconds that this rank has waited for others in meetings, and number of meetings.
+CL_EXPORT double cl_comm_waited(const cl_comm* comm);
+CL_EXPORT int64_t cl_comm_meetings(const cl_comm* comm);
 
 // Measured limits of this machine. cl_measure_read: bytes/s at which all threads together read `bytes` bytes of memory.
 // cl_measure_peak: operations/s of the fastest multiply-add instruction of an instruction-set path for a cl_product. 0 if

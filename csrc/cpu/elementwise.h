@@ -69,7 +69,8 @@ static void embed(const cl_op& op, const cl_program& program, const cl_batch& ba
   const int32_t* ids = op.flags & CL_POSITIONS ? batch.positions : batch.token_ids;
   const bool adapted = batch.adapters && program.embeddings && !(op.flags & CL_POSITIONS);
   for (int t = share.begin; t < share.end; t++) {
-    const int32_t id = ids[t];
+    const int32_t id = op.flags & CL_OWN_ROWS ? ids[t] - op.window : ids[t];
+    if (op.flags & CL_OWN_ROWS && (id < 0 || id >= op.n)) continue;
     CL_ASSERT(id >= 0 && id < op.n);
     T* row = out + t * stride;
     clear_pad(row, op.k);

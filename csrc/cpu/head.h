@@ -107,7 +107,8 @@ static void head_of(cl_pool& pool, int thread, const HeadCall& call, const Panel
   Best* best = shared.best + int64_t(thread) * call.num_rows;
   for (int row = 0; row < call.num_rows; row++) best[row] = NO_BEST;
   if (thread == 0)
-    for (int row = 0, next = 0; row < call.num_rows; row++) shared.stored[row] = needs_logits(call.rows[row]) ? next++ : -1;
+    for (int row = 0, next = 0; row < call.num_rows; row++)
+      shared.stored[row] = !call.rows || needs_logits(call.rows[row]) ? next++ : -1;
   typedef GemmScratch<Row> Scratch;
   Scratch& scratch = *static_cast<Scratch*>(pool.scratch(thread, sizeof(Scratch)));
   pool.barrier(thread);
@@ -125,7 +126,7 @@ static void head_of(cl_pool& pool, int thread, const HeadCall& call, const Panel
   const WithAdapters<Row, ChooseOrStore, decltype(entries), decltype(input)> epilogue{choice, changes, call.stride, scratch, adapted};
   gemm<Row>(pool, thread, rows, stride, call.num_rows, weight, 4, scratch, epilogue, NOTHING, static_cast<KVAhead<Row>*>(nullptr));
   pool.barrier(thread);
-  choose(pool, thread, call, shared.best, shared.stored, threads);
+  if (call.rows) choose(pool, thread, call, shared.best, shared.stored, threads);
 }
 
 static void head(cl_pool& pool, int thread, const HeadCall& call) {

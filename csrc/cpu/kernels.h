@@ -4,7 +4,7 @@
 #include "plan.h"
 #include "pool.h"
 
-// Arguments of cl_head, or of cl_sample, which uses only vocab, num_rows, rows, logits and logits_stride.
+// Arguments of cl_head, of cl_logits, or of cl_sample, which uses only vocab, num_rows, rows, logits and logits_stride.
 struct HeadCall {
   const cl_program& program;
   const void* hidden;
@@ -14,7 +14,7 @@ struct HeadCall {
   int32_t num_rows;
   const cl_op* product;
   int32_t vocab;
-  cl_sampling_row* rows;
+  cl_sampling_row* rows;  // null: the logits of all rows are stored, and no token is chosen
   float* logits;
   int64_t logits_stride;
   void* shared;  // memory of head_shared_bytes(...) bytes, used by all threads

@@ -324,7 +324,8 @@ template <typename Row>
 static Ahead first_weights(const cl_program& program, int at, int end, int m, int thread, int threads) {
   do at++;
   while (at < end && (program.ops[at].kind == CL_OP_RMS_NORM || program.ops[at].kind == CL_OP_ADD ||
-                      program.ops[at].kind == CL_OP_LAYER_NORM || program.ops[at].kind == CL_OP_SCALE));
+                      program.ops[at].kind == CL_OP_LAYER_NORM || program.ops[at].kind == CL_OP_SCALE ||
+                      program.ops[at].kind == CL_OP_GATHER));
   if (at == end) return NOTHING;
   const cl_op& op = program.ops[at];
   if (op.kind != CL_OP_LINEAR && !gated(op) && op.kind != CL_OP_QKV) return NOTHING;

@@ -1,6 +1,7 @@
 // The program loop of an instruction-set path, for one type of activations.
 #pragma once
 #include "attention_tasks.h"
+#include "comm.h"
 #include "delta_rule.h"
 #include "experts.h"
 #include "linear.h"
@@ -36,6 +37,9 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
         attention<T>(pool, thread, op, program, batch, plan, scratch.attention, fetches_far());
         kv.look(i + 1, end_op);
         break;
+      case CL_OP_GATHER:
+        if (program.comm && thread == 0) program.comm->meet();
+        break;
       case CL_OP_EXPERTS: experts<T>(pool, thread, op, program, batch, scratch.gemm); break;
       default:
         with_weight<T>(op, [&](const auto& weight) {
@@ -44,6 +48,7 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
         });
     }
     pool.barrier(thread);
+    if (op.kind == CL_OP_GATHER && program.comm && program.comm->left()) break;
   }
 }
 

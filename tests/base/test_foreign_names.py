@@ -85,8 +85,8 @@ def test_messages_name_flags_on_the_command_line_and_keywords_in_python(capsys: 
     assert "error: --max-num-seqs must be a whole number" in capsys.readouterr().err
     assert main(["generate", "hi", "--max-model-len", "100000"]) == 2
     assert "error: --max-model-len is 100000, but the model was made for" in capsys.readouterr().err
-    assert main(["serve", "--tensor-parallel-size", "2", "--dry-run"]) == 2
-    assert "error: --tensor-parallel-size is 2" in capsys.readouterr().err
+    assert main(["serve", "--pipeline-parallel-size", "2", "--dry-run"]) == 2
+    assert "error: --pipeline-parallel-size is 2" in capsys.readouterr().err
 
 
 def test_names_of_a_config_file_stay_as_they_are(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,14 +118,17 @@ def test_vllms_settings_are_translated_to_ours() -> None:
         "runner": "pooling",
         "max_num_seqs": 3,
     }
-    assert translate({"enforce_eager": False, "tensor_parallel_size": None}) == {}
+    assert translate({"enforce_eager": False, "pipeline_parallel_size": None}) == {}
     assert len(notes(given)) == 4
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, which is not offered: one model runs on one device"),
+        (
+            {"pipeline_parallel_size": 2},
+            "pipeline_parallel_size is 2, which is not offered: one model runs",
+        ),
         ({"enable_chunked_prefill": False}, "always computed in chunks"),
         ({"quantization": "awq"}, "found in its files; leave quantization out"),
         ({"quantization": "modelopt_fp4"}, "quantization is 'modelopt_fp4'.*leave quantization out"),
@@ -142,7 +145,7 @@ def test_vllms_settings_are_translated_to_ours() -> None:
         ({"kv_cache_dtype": "bfloat16"}, "write auto, and bfloat16 as dtype"),
         ({"task": "transcribe"}, "known: auto, generate, embed"),
         ({"trust_remote_code": "yes"}, "must be of type bool, got 'yes'"),
-        ({"tensor_parallel_size": True}, "must be of type int, got True"),
+        ({"pipeline_parallel_size": True}, "must be of type int, got True"),
         ({"enforce_eager": True, "cuda_graphs": "lazy"}, "vLLM's name for cuda_graphs, and both are given"),
         ({"load_format": "pt"}, "only safetensors and GGUF"),
     ],
@@ -225,8 +228,8 @@ def test_a_command_line_for_vllm_is_accepted(capsys: pytest.CaptureFixture[str])
     out, err = capsys.readouterr()
     assert 'served_model_name: ["a", "b"]' in out
     assert "chairlift: trust_remote_code True is accepted: code in a model's directory is never run" in err
-    assert len(err.splitlines()) == 4
-    assert main(["serve", "bundled", "--tensor-parallel-size", "2", "--dry-run"]) == 2
+    assert len(err.splitlines()) == 3
+    assert main(["serve", "bundled", "--pipeline-parallel-size", "2", "--dry-run"]) == 2
     assert "a proxy before them" in capsys.readouterr().err
 
 

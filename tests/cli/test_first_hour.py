@@ -116,8 +116,8 @@ def test_from_vllm(chairlift: Run, hub: Hub, tmp_path: Path, monkeypatch: pytest
         code == 0 and "max_num_seqs: 8  # CHAIRLIFT_MAX_NUM_SEQS" in out and 'served_model_name: ["m"]' in "".join(out)
     )
     assert any("trust_remote_code" in line for line in err)
-    code, _, err = chairlift("serve", "people/model", "--tensor-parallel-size", "2", "--dry-run")
-    assert code == 2 and "--tensor-parallel-size is 2" in err[-1]
+    code, _, err = chairlift("serve", "people/model", "--pipeline-parallel-size", "2", "--dry-run")
+    assert code == 2 and "--pipeline-parallel-size is 2" in err[-1]
     code, _, err = chairlift("serve", "people/model", "--ssl-certfile", "x")
     assert code == 2 and "TLS ends at a reverse proxy" in err[-1]
     with ServerProcess(model, *flags) as server:

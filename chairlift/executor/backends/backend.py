@@ -51,6 +51,8 @@ class Abilities:
     """Rows may have images."""
     texts: bool = False
     """Models for embeddings, scores and classes."""
+    divides: bool = False
+    """Several processes may share a model."""
     equal_bits: bool = False
     """The bits of a row never depend on other rows, if all of the model's operations have kernels."""
     batch_invariant: bool = False

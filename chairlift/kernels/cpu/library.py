@@ -57,7 +57,7 @@ __all__ = [
     "why_unavailable",
 ]
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 """Value of ``CL_ABI_VERSION`` in the header that this module mirrors."""
 
 PRODUCTS = ("f32", "bf16", "int8")
@@ -218,6 +218,7 @@ class Program(ctypes.Structure):
         ("lora_rows", c_void_p),
         ("lora_stride", c_int64),
         ("embeddings", c_void_p),
+        ("comm", c_void_p),
     ]
 
 
@@ -300,8 +301,21 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
             *(POINTER(OpStruct), c_void_p, c_void_p, c_int64),  # product, rows, logits, logits_rows
         ],
     ),
+    "cl_logits": (
+        c_int32,
+        [
+            *(c_void_p, POINTER(Program), c_void_p, c_int64, c_void_p, c_void_p, c_int32),  # pool ... num_rows
+            *(POINTER(OpStruct), c_void_p, c_int64),  # product, logits, logits_stride
+        ],
+    ),
     "cl_needs_logits": (c_int32, [c_void_p]),
     "cl_sample": (c_int32, [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_void_p, c_int32]),
+    "cl_comm_bytes": (c_int64, []),
+    "cl_comm_create": (c_void_p, [c_void_p, c_int32, c_int32, POINTER(c_int32), c_int32, c_double]),
+    **dict.fromkeys(("cl_comm_destroy", "cl_comm_send", "cl_comm_read", "cl_comm_end"), (None, [c_void_p])),
+    **dict.fromkeys(("cl_comm_meet", "cl_comm_wait_for_readers", "cl_comm_wait_for_message"), (c_int32, [c_void_p])),
+    "cl_comm_waited": (c_double, [c_void_p]),
+    "cl_comm_meetings": (c_int64, [c_void_p]),
     "cl_measure_read": (c_double, [c_void_p, c_void_p, c_size_t]),
     "cl_measure_peak": (c_double, [c_void_p, c_int32, c_int32, c_double]),
 }

@@ -1,4 +1,4 @@
-"""Turns recorded nodes into fused operations, and assigns buffers to them. Nothing here calls the native library.
+"""Turns recorded nodes into fused operations. Nothing here calls the native library.
 
 Four patterns cover decoder layers. In each pattern, no other operation reads the result of the linear layer.
 - A linear layer and the activation that follows it, with or without a gate, become one operation.
@@ -10,120 +10,28 @@ Four patterns cover decoder layers. In each pattern, no other operation reads th
 from __future__ import annotations
 
 import collections
-import dataclasses
-import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
+from chairlift.kernels.cpu.division import divide
+from chairlift.kernels.cpu.fused_op import Activation, FusedOp, OpFlag, OpKind
 from chairlift.kernels.cpu.packing import PANEL, PackedMatrix
+from chairlift.kernels.cpu.placing import LoweringPlan, place
 from chairlift.kernels.delta_rule import DeltaRule
 from chairlift.kernels.mamba2 import Mamba2
 from chairlift.kernels.recording import Node, Op, Value, add, attention, recurrence
 from chairlift.kernels.short_conv import ShortConv
 
-__all__ = ["Activation", "FusedOp", "LoweringPlan", "OpFlag", "OpKind", "lower", "narrow_at"]
-
-
-class OpKind(enum.IntEnum):
-    """Values of the C enum ``cl_op_kind``."""
-
-    CALL = 0
-    EMBED = 1
-    ROTARY = 2
-    RMS_NORM = 3
-    LINEAR = 4
-    LINEAR_SILU = 5
-    QKV = 6
-    ATTENTION = 7
-    ADD = 8
-    EXPERTS = 9
-    LAYER_NORM = 16
-    LINEAR_GELU = 17
-    SCALE = 18
-    HEADS = 19
-    SHORT_CONV = 20
-    MAMBA_SCAN = 24
-    GATED_NORM = 25
-    DELTA_SCAN = 26
-
-
-class OpFlag(enum.IntFlag):
-    """Bits of ``cl_op.flags`` other than the activation."""
-
-    PACKED = 1
-    POSITIONS = 2
-    ALL_HEADS = 4
-    GATED = 8
-    SILU = 16
-    NORM_FIRST = 32
-    BOTH_WAYS = 64
-    SIGMOID_GATE = 128
-    APART = 256
-
-
-class Activation(enum.IntEnum):
-    """Values of the C enum ``cl_activation``."""
-
-    NONE = 0
-    GELU = 1
-    GELU_TANH = 2
-    RELU = 3
-    RELU_SQUARED = 4
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class FusedOp:
-    """One operation of a step program, as the C struct ``cl_op`` describes it, but without addresses. ``fields`` are
-    the numeric members of the struct, by name."""
-
-    kind: OpKind
-    out: Value
-    inputs: tuple[Value, ...]
-    """Activations that the operation reads: ``in`` of ``cl_op``, then ``aux``. For an operation that Python computes:
-    all arguments."""
-    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
-    weight: Tensor | PackedMatrix | None = None
-    bias: Tensor | None = None
-    """Bias of a norm, or the axis of each frequency of a rotation. The bias of a linear layer is stored with its
-    weight."""
-    sinks: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    norm_offset: float = 0.0
-    """Number that is added to a norm's weights before they are multiplied."""
-    rotary: Value | None = None
-    part: int = 0
-    """Index of the part of the layer's recurrent states that the operation reads and writes."""
-    experts: dict[str, Any] | None = None
-    """Arguments of the ``ops.experts`` operation that is fused here; None for other operations."""
-    call: Node | None = None
-
-
-@dataclasses.dataclass(slots=True)
-class LoweringPlan:
-    """Fused operations in the order of execution, and the buffers of their activations."""
-
-    ops: list[FusedOp]
-    buffer_of: dict[Value, int]
-    widths: list[int]
-    """Columns of each buffer. Activations share a buffer only if they have equal widths, so that the padding columns
-    stay zero."""
-
-    @property
-    def calls(self) -> list[str]:
-        """Names of the operations without a native kernel, which plain torch computes."""
-        return list(dict.fromkeys(op.call.label for op in self.ops if op.call is not None))
+__all__ = ["lower", "narrow_at"]
 
 
 def lower(nodes: Sequence[Node], *outputs: Value) -> LoweringPlan:
-    """Fuse ``nodes`` into operations and assign buffers. The buffers of ``outputs`` keep their contents after the
-    run."""
-    ops = _Fuser(nodes, outputs).fuse()
-    return _place(ops, outputs)
+    """Fuse ``nodes`` into operations, reduce them to this process's columns if the weights are divided, and assign
+    buffers. The buffers of ``outputs`` keep their contents after the run."""
+    division = divide(_Fuser(nodes, outputs).fuse(), outputs)
+    return place(division.ops, outputs, division.shared)
 
 
 def narrow_at(ops: Sequence[FusedOp], output: Value) -> tuple[int, set[Value]]:
@@ -198,6 +106,8 @@ def _embedding(fuser: _Fuser, node: Node, out: Value | None = None, factor: floa
     rows, width = (weight.out_features, weight.k) if packed else weight.shape
     flags = (OpFlag.PACKED if packed else 0) | (OpFlag.POSITIONS if node.inputs[0].role == "positions" else 0)
     fields = {"n": rows, "k": width, "flags": int(flags), "scale": factor}
+    if packed and weight.kept is not None:
+        fields |= {"flags": int(flags | OpFlag.OWN_ROWS), "window": weight.kept.first}
     yield FusedOp(OpKind.EMBED, out or node.out, (), fields, weight)
 
 
@@ -469,38 +379,3 @@ _KERNELS: dict[Op[..., Any], Callable[[_Fuser, Node], Iterable[FusedOp]]] = {
 def _product(kind: OpKind, product: Node, out: Value, *aux: Value) -> FusedOp:
     weight: PackedMatrix = product.attributes["weight"]
     return FusedOp(kind, out, (*product.inputs, *aux), {"n": weight.n, "k": weight.k}, weight)
-
-
-def _place(ops: list[FusedOp], outputs: Sequence[Value]) -> LoweringPlan:
-    """Assign a buffer to every activation. A buffer is reused after the last operation that reads it (linear-scan
-    allocation). An activation that no operation computes is an input, and has a buffer of its own."""
-    last_read: dict[Value, int] = {}
-    for index, op in enumerate(ops):
-        last_read[op.out] = index
-        last_read.update((value, index) for value in op.inputs)
-    last_read.update((value, len(ops)) for value in outputs)
-    plan = LoweringPlan(ops, {}, [])
-    computed = {op.out for op in ops}
-    for value in dict.fromkeys(value for op in ops for value in op.inputs):
-        if value.role == "rows" and value not in computed:
-            last_read[value] = len(ops)
-            plan.buffer_of[value] = len(plan.widths)
-            plan.widths.append(value.width)
-    free: dict[int, list[int]] = collections.defaultdict(list)
-    for index, op in enumerate(ops):
-        dying = [value for value in dict.fromkeys(op.inputs) if last_read[value] == index and value in plan.buffer_of]
-        if op.out.role == "rows":
-            aux = op.inputs[1] if op.kind == OpKind.LINEAR and len(op.inputs) == 2 else None
-            if aux in dying and aux != op.inputs[0]:  # the only operation that may write to the buffer that it reads
-                dying.remove(aux)
-                plan.buffer_of[op.out] = plan.buffer_of[aux]
-            elif free[op.out.width]:
-                plan.buffer_of[op.out] = free[op.out.width].pop()
-            else:
-                plan.buffer_of[op.out] = len(plan.widths)
-                plan.widths.append(op.out.width)
-            if last_read[op.out] == index:
-                dying.append(op.out)
-        for value in dying:
-            free[value.width].append(plan.buffer_of[value])
-    return plan

@@ -9,7 +9,8 @@ are padded to whole panels and inputs to 32, with zeros.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -22,6 +23,7 @@ from chairlift.kernels.grouped import GroupedRows, dequantized
 __all__ = [
     "NATIVE_DTYPES",
     "PANEL",
+    "KeptRows",
     "PackedMatrix",
     "PackedWeight",
     "by_slices",
@@ -51,6 +53,40 @@ def packed_bytes(
     if dtype not in NATIVE_DTYPES:
         raise ValueError(f"the CPU kernels have no {dtype}; use one of {', '.join(map(str, NATIVE_DTYPES))}")
     return padded_outputs(out_features, interleaved, stack) * _rounded(in_features) * dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeptRows:
+    """The outputs of a layer that this process computes, if several processes share the layer."""
+
+    whole: int
+    """Number of outputs of the whole layer."""
+    ranges: tuple[tuple[int, int], ...]
+    """(first, end) of each range of outputs, in the order in which the process stores them."""
+
+    @property
+    def count(self) -> int:
+        """Number of outputs that are kept."""
+        return sum(end - first for first, end in self.ranges)
+
+    @property
+    def first(self) -> int:
+        """First output of the first range."""
+        return self.ranges[0][0]
+
+    def pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """(first, end, place) of each piece of the rows ``start`` to ``start + count`` that is kept: its rows counted
+        from ``start``, and the index of the first of them among the kept rows."""
+        place = 0
+        for first, end in self.ranges:
+            begin, stop = max(first, start), min(end, start + count)
+            if begin < stop:
+                yield begin - start, stop - start, place + begin - first
+            place += end - first
+
+    def of(self, values: Tensor) -> Tensor:
+        """The kept entries of ``values`` [whole, ...]."""
+        return torch.cat([values[first:end] for first, end in self.ranges])
 
 
 class PackedMatrix(abc.ABC):
@@ -91,22 +127,40 @@ class PackedMatrix(abc.ABC):
         """Memory that holds the panels. The first panel begins at the first byte of the memory."""
         self.bias: Tensor | None = None
         """Bias, float32 [panels * 32] in the order of the packed columns; None if there is none."""
+        self.kept: KeptRows | None = None
+        """Outputs of the layer that the weight has, if other processes have the others: ``out_features`` of them. None
+        if the weight has all of them."""
         self.site = 0
         """Number by which the table of adapters knows this layer: 1 + its column; 0 if no adapter may change the
         layer. A stack has a column for each of its weights, and this is the number of the first one."""
 
+    @property
+    def layer_outputs(self) -> int:
+        """Number of outputs of the layer, including those that other processes have."""
+        return self.out_features if self.kept is None else self.kept.whole
+
     def pack_rows(self, source: Tensor | GroupedRows, first_row: int = 0, *, mapped: bool = False) -> None:
-        """Write ``source`` [rows, in], of any float dtype and device, as the outputs from ``first_row`` on.
+        """Write ``source`` [rows, in], of any float dtype and device, as the outputs from ``first_row`` on of the
+        layer. Rows that are not kept are not read.
 
         ``mapped`` says that the source is a file mapping that was never written to; its pages are released after
         reading. Raises ValueError when the source does not fit.
         """
         rows = source.shape[0]
-        if len(source.shape) != 2 or source.shape[1] != self.k or not 0 <= first_row <= self.out_features - rows:
+        if len(source.shape) != 2 or source.shape[1] != self.k or not 0 <= first_row <= self.layer_outputs - rows:
             raise ValueError(
                 f"rows {first_row} to {first_row + rows} of shape {list(source.shape)} do not fit into a weight of "
-                f"shape {[self.out_features, self.k]}"
+                f"shape {[self.layer_outputs, self.k]}"
             )
+        if self.kept is None:
+            self._pack_kept(source, first_row, mapped)
+            return
+        for begin, end, place in self.kept.pieces(first_row, rows):
+            self._pack_kept(source[begin:end], place, mapped)
+
+    def _pack_kept(self, source: Tensor | GroupedRows, first_row: int, mapped: bool) -> None:
+        """Write rows that the weight has, as its rows from ``first_row`` on."""
+        rows = source.shape[0]
         each = self.out_features // self.stack
         panels = self.panels // self.stack
         for member in range(first_row // each, -(-(first_row + rows) // each)):
@@ -123,11 +177,11 @@ class PackedMatrix(abc.ABC):
     def set_bias(self, bias: Tensor) -> None:
         """Set the bias [out], of any float dtype. A later call overwrites it in place. Raises ValueError for a wrong
         shape."""
-        if bias.shape != (self.out_features,):
-            raise ValueError(f"the bias has shape {list(bias.shape)}, but there are {self.out_features} outputs")
+        if bias.shape != (self.layer_outputs,):
+            raise ValueError(f"the bias has shape {list(bias.shape)}, but there are {self.layer_outputs} outputs")
         if self.bias is None:
             self.bias = torch.zeros(self.panels * PANEL)
-        self.bias[self.columns()] = bias.float()
+        self.bias[self.columns()] = (bias if self.kept is None else self.kept.of(bias)).float()
 
     def point(self, op: OpStruct) -> None:
         """Make the operation ``op`` use this weight and its bias. Both must outlive the operation."""

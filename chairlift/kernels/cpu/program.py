@@ -20,8 +20,10 @@ from torch import Tensor
 from chairlift.base.step_batch import StepBatch
 from chairlift.errors import InvariantError
 from chairlift.kernels.cpu import library as lib
+from chairlift.kernels.cpu.communicator import Communicator
+from chairlift.kernels.cpu.fused_op import Activation, FusedOp, OpKind
 from chairlift.kernels.cpu.low_rank import LowRankTable
-from chairlift.kernels.cpu.lowering import Activation, FusedOp, OpKind, lower, narrow_at
+from chairlift.kernels.cpu.lowering import lower, narrow_at
 from chairlift.kernels.cpu.packed_codes import PackedCodes
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, PackedMatrix
 from chairlift.kernels.recording import Node, Recorder, Value, recurrence
@@ -47,7 +49,9 @@ class StepProgram:
     in ``kv_layers``. ``adapters`` is the table of the adapters that steps may use, with scratch for ``max_tokens`` plus
     :data:`SPARE_ROWS` tokens. ``taps`` are activations of equal width, computed before the last
     operation that writes KV; each run stores them in :attr:`tapped` while ``captures`` is true. ``others`` are
-    activations whose buffers keep their contents after a run, too, for :meth:`rows_of`.
+    activations whose buffers keep their contents after a run, too, for :meth:`rows_of`. ``comm`` connects the processes
+    that run the program together, if the model's weights are divided; a run waits for the others, and raises
+    EngineDeadError if one has ended.
     """
 
     def __init__(
@@ -65,8 +69,10 @@ class StepProgram:
         taps: Sequence[Value] = (),
         others: Sequence[Value] = (),
         keeps_routing: bool = False,
+        comm: Communicator | None = None,
     ) -> None:
         self._library = lib.require()
+        self._comm = comm
         self._adapters = adapters
         self._adapter_rows: npt.NDArray[np.int32] | None = None
         self._pool = pool
@@ -85,28 +91,15 @@ class StepProgram:
         """For each converted copy of a weight: (copy in another dtype, source weight, number added to the source)."""
         capacity = max_tokens + SPARE_ROWS
         strides = [_stride(width, recorder.dtype.itemsize) for width in self.plan.widths]
-        self._buffers = [_buffer(capacity, stride, recorder.dtype) for stride in strides]
+        self._buffers = self._make_buffers(capacity, strides)
+        self._views: dict[tuple[int, int], int] = {}
+        """(buffer, first column) -> number of the view of the buffer from this column on. Views are numbered after the
+        buffers. Operations that compute a part of the columns write to views."""
         tables = [op.out for op in self.plan.ops if op.kind == OpKind.ROTARY]
         self._rotary = {value: i for i, value in enumerate(tables)}
         rotary = [_buffer(capacity, value.width, torch.float32) for value in tables]
         self._ops = (lib.OpStruct * len(self.plan.ops))(*map(self._op, self.plan.ops))
-        addresses = [(ctypes.c_void_p * len(each))(*(x.data_ptr() for x in each)) for each in (self._buffers, rotary)]
-        arrays = (ctypes.c_int64 * len(strides))(*strides), (lib.KVLayer * len(kv_layers))(*kv_layers)
-        self._referenced += [rotary, addresses, arrays]
-        self._program = lib.Program(
-            ops=self._ops,
-            buffers=addresses[0],
-            strides=arrays[0],
-            rotary=addresses[1],
-            kv_layers=arrays[1],
-            num_buffers=len(strides),
-            num_rotary=len(rotary),
-            num_kv_layers=len(kv_layers),
-            dtype=NATIVE_DTYPES[recorder.dtype],
-            isa=lib.ISA_NAMES.index(isa),
-            capacity=capacity,
-            codes=self._codes(capacity),
-        )
+        self._program = self._struct(strides, rotary, kv_layers, isa, capacity)
         self._expert_counts = self._expert_memory(keeps_routing)
         if adapters is not None:
             adapters.point(self._program)
@@ -115,7 +108,7 @@ class StepProgram:
         self._rows = self._output
         self._narrow_at, narrowed = narrow_at(self.plan.ops, output)
         # Buffers as numpy bytes. Indexing in torch would start threads that spin on the pool's processors.
-        self._narrowed = [self._buffers[self.plan.buffer_of[value]].view(torch.uint8).numpy() for value in narrowed]
+        self._narrowed = [self._own_columns(self.plan.buffer_of[value]) for value in narrowed]
         self._taps = self._make_taps(taps, capacity)
         self.captures = True
 
@@ -143,11 +136,69 @@ class StepProgram:
             self._run(step, begin, end)
             return self._rows_of_output(num_tokens)
         self._run(step, begin, self._narrow_at)
+        if self._comm is not None:
+            self._comm.meet()  # until now, another process may read rows of shared buffers
         for buffer in self._narrowed:
             buffer[: len(tokens)] = buffer[tokens]
+        if self._comm is not None:
+            self._comm.meet()
         if len(tokens):
             self._run(step.only(tokens), self._narrow_at, end)
         return self._rows_of_output(len(tokens))
+
+    def _struct(
+        self,
+        strides: Sequence[int],
+        rotary: Sequence[Tensor],
+        kv_layers: Sequence[lib.KVLayer],
+        isa: str,
+        capacity: int,
+    ) -> lib.Program:
+        """The C struct of the program, without experts and adapters. ``strides``: elements per row of each buffer.
+        ``rotary``: the tables of cosines and sines."""
+        dtype = self._recorder.dtype
+        places = [each.data_ptr() for each in self._buffers]
+        places += [places[buffer] + column * dtype.itemsize for buffer, column in self._views]
+        strides = [*strides, *(strides[buffer] for buffer, _ in self._views)]
+        addresses = [(ctypes.c_void_p * len(each))(*each) for each in (places, [x.data_ptr() for x in rotary])]
+        arrays = (ctypes.c_int64 * len(strides))(*strides), (lib.KVLayer * len(kv_layers))(*kv_layers)
+        self._referenced += [rotary, addresses, arrays]
+        return lib.Program(
+            ops=self._ops,
+            buffers=addresses[0],
+            strides=arrays[0],
+            rotary=addresses[1],
+            kv_layers=arrays[1],
+            num_buffers=len(strides),
+            num_rotary=len(rotary),
+            num_kv_layers=len(kv_layers),
+            dtype=NATIVE_DTYPES[dtype],
+            isa=lib.ISA_NAMES.index(isa),
+            capacity=capacity,
+            codes=self._codes(capacity),
+            comm=None if self._comm is None else self._comm.handle,
+        )
+
+    def _make_buffers(self, capacity: int, strides: Sequence[int]) -> list[Tensor]:
+        """The buffers of the plan, each [capacity, stride]."""
+        dtype = self._recorder.dtype
+        comm = self._comm
+        if comm is None:
+            if self.plan.shared:
+                raise InvariantError("the weights are divided among processes, so the program needs a communicator")
+            return [_buffer(capacity, stride, dtype) for stride in strides]
+        return [
+            comm.tensor(dtype, (capacity, stride)) if number in self.plan.shared else _buffer(capacity, stride, dtype)
+            for number, stride in enumerate(strides)
+        ]
+
+    def _own_columns(self, number: int) -> npt.NDArray[np.uint8]:
+        """Buffer ``number`` as bytes [capacity, ...]; of a shared buffer, the columns that this process narrows."""
+        rows = self._buffers[number].view(torch.uint8).numpy()
+        if self._comm is None or number not in self.plan.shared:
+            return rows
+        width = rows.shape[1]
+        return rows[:, width * self._comm.rank // self._comm.size : width * (self._comm.rank + 1) // self._comm.size]
 
     def _place_images(self, step: StepBatch, images: Mapping[bytes, npt.NDArray[np.uint8]]) -> int:
         """Run the operations up to the last one that image rows replace or change, and write the image rows. Returns
@@ -269,6 +320,8 @@ class StepProgram:
         """Run operations ``at`` to ``end`` (excluded) of the step to which ``_batch`` points."""
         self._program.num_ops = end
         while at != end and (at := self._library.cl_run(self._pool.handle, self._program, self._batch, at)) != end:
+            if self._comm is not None:
+                self._comm.check(at)
             if not 0 <= at < end:
                 raise InvariantError(f"the native kernels refused a step of {len(step.token_ids)} tokens ({at})")
             self._call_out(self.plan.ops[at], step)
@@ -310,6 +363,21 @@ class StepProgram:
         if code < 0:
             raise InvariantError(f"the native output head refused {len(token_rows)} rows ({code})")
 
+    def logits(
+        self, weight: PackedMatrix, hidden: Tensor, token_rows: npt.NDArray[np.int32], into: Tensor, cap: float | None
+    ) -> None:
+        """Multiply rows ``token_rows`` [R] of ``hidden`` with this process's rows of an output head, and write the
+        logits to their columns of ``into``, float32 [at least R, V rounded up to 32]. See :meth:`head`."""
+        product = lib.OpStruct(n=weight.n, k=weight.k, cap=cap or 0.0)
+        weight.point(product)
+        first = 0 if weight.kept is None else weight.kept.first
+        code = self._library.cl_logits(
+            *(self._pool.handle, self._program, hidden.data_ptr(), hidden.stride(0), token_rows.ctypes.data, None),
+            *(len(token_rows), product, into.data_ptr() + 4 * first, into.stride(0)),
+        )
+        if code < 0:
+            raise InvariantError(f"the native output head refused {len(token_rows)} rows ({code})")
+
     def sample(self, logits: npt.NDArray[np.float32], vocab_size: int, rows: npt.NDArray[np.void]) -> None:
         """Sample ``rows`` [R], as in :meth:`head`, from given logits [R, ``vocab_size`` rounded up to 32]."""
         isa = self._program.isa
@@ -335,8 +403,8 @@ class StepProgram:
         struct = lib.OpStruct(
             kind=op.kind,
             in_=source,
-            out=self.plan.buffer_of.get(op.out, -1),
-            aux=aux,
+            out=self._view(self.plan.buffer_of.get(op.out, -1), op.column),
+            aux=self._view(aux, op.column) if op.kind == OpKind.LINEAR else aux,
             rotary=-1 if op.rotary is None else self._rotary[op.rotary],
             **op.fields,
         )
@@ -361,6 +429,12 @@ class StepProgram:
             None if norm is None else self._keep(norm, torch.float32, op.norm_offset) for norm in (op.q_norm, op.k_norm)
         )
         return struct
+
+    def _view(self, buffer: int, column: int) -> int:
+        """Number of the view of a buffer from ``column`` on: the buffer's own number for column 0."""
+        if buffer < 0 or column == 0:
+            return buffer
+        return self._views.setdefault((buffer, column), len(self._buffers) + len(self._views))
 
     def _experts(
         self,

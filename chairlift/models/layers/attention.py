@@ -32,6 +32,8 @@ class Attention(nn.Module):
         self.window = config.layer_windows[layer]
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
+        self.stored_kv_heads = self.num_kv_heads
+        """Number of heads whose K and V this process stores: fewer if several processes share the layer."""
         self.head_dim = config.head_dim
         self.scale = config.layer_scales[layer]
         self.eps = config.norm_eps
@@ -55,6 +57,13 @@ class Attention(nn.Module):
         self.rotary = None
         if rope is not None and config.rotates_apart:
             self.rotary = RotaryEmbedding(self.head_dim, rope, config.max_position_embeddings)
+
+    @property
+    def splits_by_heads(self) -> bool:
+        """Whether the heads can be divided among processes: nothing between the matmul and attention needs all of
+        them. Otherwise each process computes all heads."""
+        apart = self.gate_width or self.qk_norm == "all" or self.clip is not None
+        return not (apart or self.rotary is not None or self.query_scaling is not None)
 
     def forward(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:
         product: Tensor = self.qkv_proj(x)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu import packed_codes
-from chairlift.kernels.cpu.lowering import OpFlag, OpKind
+from chairlift.kernels.cpu.fused_op import OpFlag, OpKind
 from chairlift.kernels.cpu.packed_codes import PackedCodes
 from chairlift.kernels.grouped import GroupedRows, GroupKind
 from chairlift.kernels.routing import Routing

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chairlift.base.step_batch import StepBatch
 from chairlift.kernels.cpu import library as lib
-from chairlift.kernels.cpu.lowering import OpKind
+from chairlift.kernels.cpu.fused_op import OpKind
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, packed_bytes
 from chairlift.kernels.cpu.program import SPARE_ROWS
 

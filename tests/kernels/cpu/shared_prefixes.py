@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chairlift.kernels.cpu.lowering import OpFlag, OpKind
+from chairlift.kernels.cpu.fused_op import OpFlag, OpKind
 from tests.kernels.cpu.one_op import Batch, Buffer, Cache, Machine, equal_bits, make_cache, normal, run, size_in
 
 __all__ = ["Forest", "Step", "attend", "check", "draw_forest", "draw_step"]

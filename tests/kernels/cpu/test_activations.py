@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.kernels.cpu.lowering import Activation, OpFlag, OpKind
+from chairlift.kernels.cpu.fused_op import Activation, OpFlag, OpKind
 from tests.kernels.cpu.approximate import Approximate, assert_near, products
 from tests.kernels.cpu.one_op import (
     Batch,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.kernels.cpu.lowering import OpKind
+from chairlift.kernels.cpu.fused_op import OpKind
 from tests.kernels.cpu.approximate import Approximate, U, assert_near, unit_roundoff
 from tests.kernels.cpu.one_op import (
     Batch,

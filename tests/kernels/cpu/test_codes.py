@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.kernels.cpu.lowering import OpKind
+from chairlift.kernels.cpu.fused_op import OpKind
 from chairlift.kernels.cpu.packed_codes import PackedCodes
 from chairlift.kernels.grouped import GroupedRows, GroupKind
 from tests.kernels.cpu.approximate import Approximate, assert_near

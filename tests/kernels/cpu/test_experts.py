@@ -11,7 +11,7 @@ from torch import Tensor
 
 from chairlift.kernels import ops
 from chairlift.kernels.cpu import library as lib
-from chairlift.kernels.cpu.lowering import OpKind
+from chairlift.kernels.cpu.fused_op import OpKind
 from chairlift.kernels.cpu.program import StepProgram
 from chairlift.kernels.experts import route
 from chairlift.kernels.grouped import GroupKind

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from chairlift.kernels.cpu import library as lib
-from chairlift.kernels.cpu.lowering import OpKind
+from chairlift.kernels.cpu.fused_op import OpKind
 from tests.kernels.cpu.approximate import Approximate, assert_near, products
 from tests.kernels.cpu.one_op import (
     Batch,

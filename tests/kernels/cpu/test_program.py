@@ -16,7 +16,9 @@ from chairlift.base.step_batch import StepBatch
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
 from chairlift.kernels.cpu import library as lib
-from chairlift.kernels.cpu.lowering import LoweringPlan, OpKind, lower
+from chairlift.kernels.cpu.fused_op import OpKind
+from chairlift.kernels.cpu.lowering import lower
+from chairlift.kernels.cpu.placing import LoweringPlan
 from chairlift.kernels.cpu.program import StepProgram
 from chairlift.kernels.recording import Recorder, Value, expect, operation
 from chairlift.kernels.weights import NATIVE, ONEDNN

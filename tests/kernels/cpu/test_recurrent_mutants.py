@@ -14,8 +14,8 @@ import pytest
 
 from chairlift import LLM, SamplingParams
 from chairlift.kernels.cpu import library
+from chairlift.kernels.cpu.fused_op import FusedOp, OpKind
 from chairlift.kernels.cpu.library import supported_isas
-from chairlift.kernels.cpu.lowering import FusedOp, OpKind
 from chairlift.kernels.cpu.program import StepProgram
 from tests.models.test_families import prompt
 from tests.models.tiny import tiny_hf_model

@@ -175,7 +175,9 @@ def compiled(folder: Path, mutant: Mutant | None) -> library.Library:
             assert text.count(mutant.right) == 1, f"{mutant.header} has not once: {mutant.right}"
             text = text.replace(mutant.right, mutant.wrong)
         (folder / source.name).write_text(text)
-    sources = [str(folder / f"{name}.cpp") for name in ("attention_ops", "api", "memory", "pack", "paths", "pool")]
+    sources = [
+        str(folder / f"{name}.cpp") for name in ("attention_ops", "api", "comm", "memory", "pack", "paths", "pool")
+    ]
     command = [compiler, *FLAGS, "-DCL_PATHS=1", f"-I{folder}", *sources, "-o", str(folder / "attention.so")]
     subprocess.run(command, check=True)
     return library.Library(folder / "attention.so")

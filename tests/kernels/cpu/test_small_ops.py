@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.kernels.cpu.lowering import OpKind
+from chairlift.kernels.cpu.fused_op import OpKind
 from tests.kernels.cpu.approximate import Approximate, assert_near
 from tests.kernels.cpu.one_op import Batch, Buffer, Machine, counts, equal_bits, normal, packed, run, size_in
 from tests.sweep import sweep

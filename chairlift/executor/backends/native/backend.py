@@ -48,6 +48,7 @@ _ABILITIES: Final = Abilities(
     draft_models=True,
     images=True,
     texts=True,
+    divides=True,
     equal_bits=True,
     batch_invariant=True,
     fused_head=True,

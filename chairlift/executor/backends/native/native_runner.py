@@ -25,6 +25,7 @@ from chairlift.executor.sampling.apart import sample_rows
 from chairlift.executor.sampling.logprobs import token_logprobs
 from chairlift.executor.sampling.sampler import processed_logits
 from chairlift.kernels import ops
+from chairlift.kernels.cpu.communicator import Communicator
 from chairlift.kernels.cpu.library import Memory, ThreadPool
 from chairlift.kernels.cpu.packing import PANEL, PackedMatrix
 from chairlift.kernels.cpu.program import SPARE_ROWS, StepProgram
@@ -49,7 +50,8 @@ class NativeModelRunner:
     does not depend on other rows of the batch. ``drafts`` is what makes drafts; the last layers of ``plan`` belong to
     it. ``kv`` is the cache of another runner; its layers from ``first_layer`` on belong to this
     runner. ``images`` holds the encoded images that steps may use. With ``keeps_layers``, a step keeps the input of
-    every decoder layer for :meth:`layer_inputs`.
+    every decoder layer for :meth:`layer_inputs`. ``comm`` connects the processes that share the model, if its weights
+    are divided.
     """
 
     _is_whole = False
@@ -71,6 +73,7 @@ class NativeModelRunner:
         images: ImageBank | None = None,
         keeps_layers: bool = False,
         logprobs_mode: str = "raw_logprobs",
+        comm: Communicator | None = None,
     ) -> None:
         self.reads_shared_once = True
         """Whether decode rows read the K and V of shared blocks together: the attention kernels group the rows."""
@@ -101,14 +104,15 @@ class NativeModelRunner:
         self.windows = {group: window for group, window in windows if window is not None}
         """Cache group -> its sliding window in positions, for the groups of this model's layers that have one."""
         how: dict[str, Any] = {"isa": isa, "max_tokens": max_tokens, "states": states, "adapters": table}
-        how |= {"taps": tapped, "others": self._layer_inputs, "keeps_routing": keeps_layers}
+        how |= {"taps": tapped, "others": self._layer_inputs, "keeps_routing": keeps_layers, "comm": comm}
         self.program = StepProgram(recorder, hidden, layers, pool, parts=self._kv.parts, **how)
         self.calls = self.program.plan.calls
         """Names of the operations without a native kernel, which PyTorch computes."""
         self._head_weight, self._cap = _head_of(model, recorder, hidden)
         self._reports_processed = logprobs_mode == "processed_logprobs"
-        self._templates = RowTemplates(self._head_weight.n)
-        self._draft_templates = RowTemplates(self._head_weight.n)
+        self._vocab_size = self._head_weight.layer_outputs
+        self._templates = RowTemplates(self._vocab_size)
+        self._draft_templates = RowTemplates(self._vocab_size)
         self._max_tokens = max_tokens
         self._dtype = dtype
         self._isa = isa
@@ -173,7 +177,7 @@ class NativeModelRunner:
             slot = int(batch.slots[row])
             try:
                 targets_rows = NativeRows.for_targets(
-                    targets, batch.sampling[row].params.prompt_logprobs, self._head_weight.n
+                    targets, batch.sampling[row].params.prompt_logprobs, self._vocab_size
                 )
                 own = None if batch.adapters is None else np.full(count, batch.adapters[batch.cu_seqlens[row]])
                 self._head(hidden, np.arange(start, start + count, dtype=np.int32), targets_rows, adapters=own)
@@ -254,13 +258,13 @@ class NativeModelRunner:
     ) -> Tensor:
         """Log-probabilities float32 [R] of the tokens ``targets`` [R], from the hidden states [R, D] before them: the
         numbers that a request with ``logprobs`` or ``prompt_logprobs`` gets. ``adapters`` is that of :meth:`logits`."""
-        rows = NativeRows.for_targets(targets, 0, self._head_weight.n)
+        rows = NativeRows.for_targets(targets, 0, self._vocab_size)
         self._head(self._padded(hidden), np.arange(len(targets), dtype=np.int32), rows, adapters=adapters)
         return _reported(rows)
 
     def logprobs_of(self, logits: Tensor, targets: npt.NDArray[np.int32]) -> Tensor:
         """The same as :meth:`logprobs`, [R], from the logits [R, V] that :meth:`logits` returned."""
-        vocab_size = self._head_weight.n
+        vocab_size = self._vocab_size
         rows = NativeRows.for_targets(targets, 0, vocab_size)
         self.program.sample(_aligned(logits), vocab_size, rows.records)
         return _reported(rows)
@@ -312,7 +316,7 @@ class NativeModelRunner:
             return found
         # The sampler supports only the ids of the served model's vocabulary. So it gets logits of the whole vocabulary;
         # tokens that the head does not have get minus infinity.
-        vocab_size = self._head_weight.n
+        vocab_size = self._vocab_size
         logits = np.full((len(states), -(-vocab_size // 32) * 32), -np.inf, dtype=np.float32)
         logits[:, token_ids] = drawn
         self.program.sample(logits, vocab_size, rows.records)
@@ -391,10 +395,14 @@ class NativeModelRunner:
     def _scratch(self) -> Tensor:
         """Scratch memory for logits, float32 [rows, V rounded up to 32]. It is allocated at first use."""
         if self._logits is None:
-            width = -(-self._head_weight.n // 32) * 32
-            count = max(1, min(self._max_tokens, _SCRATCH_BYTES // (4 * width)))
+            count, width = self._scratch_shape()
             self._logits = Memory(4 * width * count).tensor(torch.float32, (count, width))
         return self._logits
+
+    def _scratch_shape(self) -> tuple[int, int]:
+        """(rows, V rounded up to 32) of the memory for logits."""
+        width = -(-self._vocab_size // PANEL) * PANEL
+        return max(1, min(self._max_tokens, _SCRATCH_BYTES // (4 * width))), width
 
 
 def _reported(rows: NativeRows) -> Tensor:

@@ -1,0 +1,151 @@
+#include "comm.h"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <new>
+
+#include "isa/processor.h"
+
+namespace {
+
+// A rank waits actively for as long as a thread of a pool does. Then it sleeps, and looks at the other processes after
+// each pause.
+constexpr double kSpinning = 50e-6;
+constexpr int kPausesPerLook = 32;
+constexpr long kPauseNanoseconds = 100 * 1000 * 1000;
+
+double seconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+}
+
+// Other processes change the words, so the calls are not the private ones of a pool.
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+  const timespec pause = {0, kPauseNanoseconds};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &pause, nullptr, 0);
+}
+
+void wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
+}
+
+bool reached(uint32_t count, uint32_t value) { return int32_t(count - value) >= 0; }
+
+}  // namespace
+
+cl_comm::cl_comm(void* shared, int rank, int size, const int32_t* lives, int num_lives, double patience)
+    : shared_(*static_cast<Shared*>(shared)), rank_(rank), size_(size), num_lives_(num_lives), patience_(patience) {
+  for (int i = 0; i < num_lives; i++) lives_[i] = lives[i];
+}
+
+bool cl_comm::meet() {
+  left_ = broken_;
+  if (left_) return false;
+  turn_++;
+  meetings_++;
+  Member& own = shared_.members[rank_];
+  own.met.store(turn_);
+  changed(own.met);
+  const double start = seconds();
+  bool all = true;
+  for (int rank = 0; rank < size_ && all; rank++) {
+    Member& other = shared_.members[rank];
+    if (rank != rank_) all = wait(other, other.met, turn_, patience_);
+  }
+  waited_ += seconds() - start;
+  left_ = !all;
+  return all;
+}
+
+bool cl_comm::wait_for_readers() {
+  const uint32_t sent = shared_.members[0].sent.load(std::memory_order_relaxed);
+  for (int rank = 1; rank < size_; rank++) {
+    Member& reader = shared_.members[rank];
+    if (!wait(reader, reader.received, sent, patience_)) return false;
+  }
+  return true;
+}
+
+void cl_comm::send() {
+  Member& own = shared_.members[0];
+  own.sent.fetch_add(1);
+  changed(own.sent);
+}
+
+bool cl_comm::wait_for_message() {
+  Member& sender = shared_.members[0];
+  return wait(sender, sender.sent, shared_.members[rank_].received.load(std::memory_order_relaxed) + 1, 0.0);
+}
+
+void cl_comm::read() {
+  Member& own = shared_.members[rank_];
+  own.received.fetch_add(1);
+  changed(own.received);
+}
+
+void cl_comm::end() {
+  broken_ = true;
+  shared_.broken.store(1);
+  for (int rank = 0; rank < size_; rank++) {
+    Member& member = shared_.members[rank];
+    wake_all(member.met);
+    wake_all(member.sent);
+    wake_all(member.received);
+  }
+}
+
+void cl_comm::changed(std::atomic<uint32_t>& word) {
+  if (shared_.members[rank_].asleep.load() > 0) wake_all(word);
+}
+
+// A rank that is about to sleep first says so, then looks at the counter again. A rank that changes a counter looks for
+// sleepers afterwards. So no wake-up is lost. A rank that is killed while it sleeps leaves a count behind, which costs
+// system calls only, and the communicator ends anyway.
+bool cl_comm::wait(Member& owner, std::atomic<uint32_t>& word, uint32_t value, double patience) {
+  if (reached(word.load(std::memory_order_acquire), value)) return !broken_;
+  const double start = seconds();
+  for (int spin = 1; spin % kPausesPerLook || seconds() - start < kSpinning; spin++) {
+    if (reached(word.load(std::memory_order_acquire), value)) return !broken_;
+    pause_processor();
+  }
+  owner.asleep.fetch_add(1);
+  for (uint32_t seen = word.load(); !reached(seen, value) && !broken_; seen = word.load()) {
+    if (shared_.broken.load() || somebody_ended() || (patience > 0.0 && seconds() - start > patience)) {
+      end();
+      break;
+    }
+    sleep_while(word, seen);
+  }
+  owner.asleep.fetch_sub(1);
+  return !broken_;
+}
+
+bool cl_comm::somebody_ended() const {
+  pollfd looks[kMaxRanks];
+  for (int i = 0; i < num_lives_; i++) looks[i] = pollfd{lives_[i], 0, 0};
+  return poll(looks, nfds_t(num_lives_), 0) > 0;  // without asking, the system reports POLLHUP, POLLERR and POLLNVAL
+}
+
+extern "C" int64_t cl_comm_bytes(void) { return int64_t(sizeof(cl_comm::Shared)); }
+
+extern "C" cl_comm* cl_comm_create(void* shared, int32_t rank, int32_t size, const int32_t* lives, int32_t num_lives,
+                                   double patience) {
+  if (size < 1 || size > cl_comm::kMaxRanks || rank < 0 || rank >= size || num_lives < 0 || num_lives > cl_comm::kMaxRanks)
+    return nullptr;
+  return new (std::nothrow) cl_comm(shared, rank, size, lives, num_lives, patience);
+}
+
+extern "C" void cl_comm_destroy(cl_comm* comm) { delete comm; }
+extern "C" int32_t cl_comm_meet(cl_comm* comm) { return comm->meet() ? 0 : -2; }
+extern "C" int32_t cl_comm_wait_for_readers(cl_comm* comm) { return comm->wait_for_readers() ? 0 : -2; }
+extern "C" void cl_comm_send(cl_comm* comm) { comm->send(); }
+extern "C" int32_t cl_comm_wait_for_message(cl_comm* comm) { return comm->wait_for_message() ? 0 : -2; }
+extern "C" void cl_comm_read(cl_comm* comm) { comm->read(); }
+extern "C" void cl_comm_end(cl_comm* comm) { comm->end(); }
+extern "C" double cl_comm_waited(const cl_comm* comm) { return comm->waited(); }
+extern "C" int64_t cl_comm_meetings(const cl_comm* comm) { return comm->meetings(); }

@@ -1,0 +1,173 @@
+"""An engine whose model is divided among processes: equal tokens, and what happens when a process dies or hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift.base.outputs import RequestOutput
+from chairlift.base.sampling_params import SamplingParams
+from chairlift.config import EngineConfig
+from chairlift.engine.engine import Engine
+from chairlift.errors import ConfigError, EngineDeadError
+from chairlift.executor.local import LocalExecutor
+from chairlift.executor.parallel import processes
+from chairlift.executor.parallel.parallel_runner import ParallelRunner
+from chairlift.executor.parallel.processes import divide_processors, on_processors, rank_threads
+from chairlift.llm import LLM
+from tests.kernels.cpu.models import tiny_model
+from tests.native import needs_kernels
+
+pytestmark = needs_kernels
+
+SIZES: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 64, "threads": 2}
+PROMPTS = [[5, 9, 11, 40, 41, 7] * 4, [5, 9, 11, 40, 41, 7] * 4 + [3, 2], [17] * 50, [90, 91], [6, 7, 8, 99, 120]]
+PARAMS = [SamplingParams(temperature=0.9, seed=n, max_tokens=30, logprobs=1) for n in range(len(PROMPTS))]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[Any]:
+    return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
+
+
+def answers(model_dir: Path, size: int, **settings: Any) -> tuple[list[Any], Any]:
+    llm = LLM(str(model_dir), tensor_parallel_size=size, **SIZES, **settings)
+    found = tokens(llm.generate(PROMPTS, PARAMS))
+    found += tokens(llm.generate(PROMPTS, PARAMS))  # the prompts are in the prefix cache
+    return found, engine_of(llm).core.stats()
+
+
+def engine_of(llm: LLM) -> Engine:
+    assert llm._engine is not None
+    return llm._engine
+
+
+def runner_of(llm: LLM) -> ParallelRunner:
+    executor = engine_of(llm).core.executor
+    assert isinstance(executor, LocalExecutor)
+    runner = executor._runner
+    assert isinstance(runner, ParallelRunner)
+    return runner
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "swap": {"num_kv_blocks": 9, "swap_space_bytes": 1 << 20, "preemption_mode": "swap"},
+    "recompute": {"num_kv_blocks": 9, "swap_space_bytes": 0, "preemption_mode": "recompute"},
+    "offload": {"num_kv_blocks": 9, "swap_space_bytes": 1 << 20, "prefix_offload": True},
+    "drafts": {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'},
+    "int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_two_processes_give_the_tokens_of_one(settings: str, tmp_path: Path) -> None:
+    model_dir = tiny_model(tmp_path, "qwen3", dtype="bfloat16")
+    alone, before = answers(model_dir, 1, **SETTINGS[settings])
+    divided, after = answers(model_dir, 2, **SETTINGS[settings])
+    assert divided == alone
+    if settings in ("swap", "recompute"):
+        assert before.num_preemptions > 0
+        assert after.num_preemptions > 0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_dies_or_hangs_ends_the_engine(
+    signum: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "PATIENCE", 2.0)
+    llm = LLM(str(tiny_model(tmp_path, "llama")), tensor_parallel_size=2, **SIZES)
+    llm.generate(PROMPTS, PARAMS)
+    ranks = runner_of(llm).processes
+    assert isinstance(ranks, processes.RankProcesses)
+    os.kill(ranks.pids[0], signum)
+    with pytest.raises(EngineDeadError, match="another process of tensor_parallel_size 2 ended, or did not answer"):
+        llm.generate(PROMPTS, PARAMS)
+    with pytest.raises(EngineDeadError):
+        llm.generate(PROMPTS, PARAMS)
+    if signum == signal.SIGSTOP:
+        os.kill(ranks.pids[0], signal.SIGCONT)
+    ranks.close()
+    assert [each.returncode for each in ranks._processes] != [None]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_processes_end_with_the_engine(asked: bool, tmp_path: Path) -> None:
+    llm = LLM(str(tiny_model(tmp_path, "llama")), tensor_parallel_size=2, **SIZES)
+    ranks = runner_of(llm).processes
+    assert isinstance(ranks, processes.RankProcesses)
+    children = list(ranks._processes)
+    if asked:
+        engine_of(llm).shutdown()
+    del llm, ranks
+    assert [each.returncode for each in children] == [0]
+
+
+def test_an_error_in_another_process_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir = tiny_model(tmp_path, "llama")
+    config = EngineConfig.from_flat({"model": str(model_dir), "tensor_parallel_size": 2, **SIZES})
+    (model_dir / "config.json").rename(tmp_path / "kept.json")
+    ranks = processes.RankProcesses(config, 64)
+    with pytest.raises(ConfigError, match=r"in process 1 of tensor_parallel_size 2: .*config\.json"):
+        ranks.wait_until_loaded()
+    ranks.close()
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "this model has 2 KV heads, and each process needs one; use at most 2": {"tensor_parallel_size": 3, "threads": 3},
+    "PyTorch's kernels run this model": {"kernels": "torch"},
+    "threads is 1, and each process needs one; set threads to 2": {"threads": 1},
+    "enable_lora cannot be divided among processes yet": {"enable_lora": True},
+    "kv_store cannot be divided": {"kv_store": "/tmp/kv"},
+    "processed_logprobs cannot be divided": {"logprobs_mode": "processed_logprobs"},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_divided_is_refused_by_name(words: str, tmp_path: Path) -> None:
+    settings = {"tensor_parallel_size": 2, **SIZES, **REFUSED[words]}
+    with pytest.raises(ConfigError, match=words):
+        LLM(str(tiny_model(tmp_path, "llama")), **settings)
+
+
+def test_experts_and_hashlm_are_refused(tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    with pytest.raises(ConfigError, match="layers of experts cannot be divided among processes yet"):
+        LLM(str(tiny_model(tmp_path, "mixtral", **sizes)), tensor_parallel_size=2, **SIZES)
+    with pytest.raises(ConfigError, match="HashLM has no layers to divide"):
+        LLM("hashlm", tensor_parallel_size=2)
+
+
+def test_the_weights_of_a_divided_model_cannot_be_replaced(tmp_path: Path) -> None:
+    model_dir = tiny_model(tmp_path, "llama")
+    llm = LLM(str(model_dir), tensor_parallel_size=2, **SIZES)
+    with pytest.raises(ConfigError, match="cannot be replaced yet"):
+        llm.update_weights(model_dir, 1)
+    assert llm.generate(PROMPTS[:1], PARAMS[0])
+
+
+def test_processors_are_divided_by_memory_node(tmp_path: Path) -> None:
+    for processor in range(8):  # nodes alternate, as on some machines
+        (tmp_path / f"cpu{processor}" / f"node{processor % 2}").mkdir(parents=True)
+    assert divide_processors(2, set(range(8)), tmp_path) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert divide_processors(4, set(range(8)), tmp_path) == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert divide_processors(3, {0, 1}, tmp_path) == [[0, 1]] * 3
+    assert divide_processors(2, {1, 2, 3}, tmp_path / "none") == [[1], [2, 3]]
+
+
+def test_threads_are_divided() -> None:
+    assert rank_threads(7, 3) == [2, 2, 3]
+    assert rank_threads(1, 2) == [1, 1]
+    assert sum(rank_threads(None, 2)) >= 2
+
+
+def test_processors_are_restored() -> None:
+    before = os.sched_getaffinity(0)
+    with on_processors([min(before)]):
+        assert os.sched_getaffinity(0) == {min(before)}
+    assert os.sched_getaffinity(0) == before
+    assert torch.get_num_threads() >= 1

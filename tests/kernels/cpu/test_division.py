@@ -1,0 +1,108 @@
+"""Programs of several processes: no process reads what another has not written, or overwrites what another may read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift.executor.parallel.shares import Share, divide_model
+from chairlift.kernels.cpu.fused_op import FusedOp, OpKind
+from chairlift.kernels.cpu.lowering import lower
+from chairlift.kernels.cpu.packing import PackedMatrix
+from chairlift.kernels.cpu.placing import LoweringPlan, place
+from chairlift.kernels.recording import Recorder, Value
+from chairlift.kernels.weights import NATIVE
+from chairlift.models.loader import load_model
+from chairlift.models.model_files import read_config
+from tests.kernels.cpu.models import FAMILIES, tiny_model
+from tests.native import needs_kernels
+
+pytestmark = needs_kernels
+
+
+def plan_of(model_dir: Path, share: Share) -> LoweringPlan:
+    model = load_model(
+        model_dir,
+        read_config(model_dir),
+        "float32",
+        weight_format=NATIVE,
+        divide=lambda model: divide_model(model, share),
+    )
+    recorder = Recorder(torch.float32)
+    hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
+    return lower(recorder.nodes, hidden)
+
+
+def races(plan: LoweringPlan) -> list[str]:
+    """Pairs of operations, in two steps one after the other, that two processes may run at the same time although one
+    writes to a shared buffer where the other reads. Of the second input of a product, a process reads its own columns
+    only."""
+    found = []
+    written: dict[int, int] = {}
+    read: dict[int, int] = {}
+    for index, op in enumerate([*plan.ops, *plan.ops]):
+        if op.kind == OpKind.GATHER:
+            written.clear()
+            read.clear()
+            continue
+        for buffer in full_reads(op, plan):
+            if buffer in written:
+                found.append(f"{index} {op.kind.name} reads buffer {buffer} that {written[buffer]} writes")
+            read[buffer] = index
+        out = plan.buffer_of.get(op.out, -1)
+        if out in plan.shared:
+            if out in read:
+                found.append(f"{index} {op.kind.name} overwrites buffer {out} that {read[out]} reads")
+            written[out] = index
+    return found
+
+
+def full_reads(op: FusedOp, plan: LoweringPlan) -> list[int]:
+    divided = isinstance(op.weight, PackedMatrix) and op.weight.kept is not None
+    read = op.inputs[:1] if op.kind == OpKind.LINEAR and divided else op.inputs
+    return [plan.buffer_of[value] for value in read if plan.buffer_of.get(value) in plan.shared]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("family", [*FAMILIES, "cohere", "gemma2", "gpt_neox", "falcon_h1", "phi3", "granite"])
+def test_a_plan_has_no_races(family: str, rank: int, tmp_path: Path) -> None:
+    plan = plan_of(tiny_model(tmp_path, family), Share(rank, 2))
+    assert plan.shared
+    assert races(plan) == []
+
+
+def test_a_layer_has_four_waits(tmp_path: Path) -> None:
+    plan = plan_of(tiny_model(tmp_path, "qwen3"), Share(1, 2))
+    kinds = [op.kind.name for op in plan.ops]
+    attention = ["RMS_NORM", "QKV", "ATTENTION", "GATHER", "LINEAR", "GATHER"]
+    layer = [*attention, "RMS_NORM", "LINEAR_SILU", "GATHER", "LINEAR", "GATHER"]
+    assert kinds == ["GATHER", "EMBED", "ROTARY", *3 * layer, "RMS_NORM"]
+
+
+def test_processes_have_the_same_operations_and_buffers(tmp_path: Path) -> None:
+    model_dir = tiny_model(tmp_path, "llama", num_key_value_heads=4, num_attention_heads=8)
+    plans = [plan_of(model_dir, Share(rank, 3)) for rank in range(3)]
+    for plan in plans[1:]:
+        assert [op.kind for op in plan.ops] == [op.kind for op in plans[0].ops]
+        assert plan.widths == plans[0].widths
+        assert plan.shared == plans[0].shared
+    heads = [[op.fields["kv_heads"] for op in plan.ops if op.kind == OpKind.ATTENTION] for plan in plans]
+    assert [sum(each) for each in zip(*heads, strict=True)] == [4, 4, 4]
+    assert all(each == [1, 1, 1] for each in heads[:2])
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_shared_buffer_is_reused_after_the_wait_behind_its_last_reader(adds: bool, waits: bool) -> None:
+    recorder = Recorder(torch.float32)
+    given, first, normed, second = (Value(recorder, "rows", 64) for _ in range(4))
+    gather = FusedOp(OpKind.GATHER, Value(recorder, "nothing", 0), ())
+    ops = [gather, FusedOp(OpKind.LINEAR, first, (given,)), gather, FusedOp(OpKind.RMS_NORM, normed, (first,))]
+    ops += [gather] if waits else []
+    ops += [FusedOp(OpKind.LINEAR, second, (normed, first) if adds else (normed,))]
+    plan = place(ops, [second], {first, second})
+    assert (plan.buffer_of[first] == plan.buffer_of[second]) == waits
+    assert plan.shared == {plan.buffer_of[first], plan.buffer_of[second]}
