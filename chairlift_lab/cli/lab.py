@@ -64,6 +64,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "output": Path("lab"),
     "set": [],
     "quick": False,
+    "stop_decided": False,
 }
 _QUICK: Final = {"loads": [0.95], "policy_share": [0.75], "seeds": 3, "requests": 120, "time_limit": 270.0}
 _MOST_MEASURED: Final = 0.3
@@ -127,6 +128,11 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--requests", metavar="N", type=whole_number(40, 100_000), help="requests of a cell (default: 300)"
     )
     how.add_argument("--workers", metavar="N", type=whole_number(1, 512), help="processes (default: one per processor)")
+    how.add_argument(
+        "--stop-decided",
+        action="store_true",
+        help="after 3, 5, 8, 12 and 16 seeds, end the rows that win beyond doubt or will hardly win",
+    )
     how.add_argument(
         "--time-limit", metavar="TIME", type=duration, help="time after which no new cell begins, such as 20m"
     )
@@ -225,6 +231,7 @@ def _plan(args: argparse.Namespace, state: LabState, progress: ProgressLine) -> 
         seeds=args.seeds,
         requests=args.requests,
         settings=_settings(args.set),
+        stops_decided=args.stop_decided,
     )
 
 

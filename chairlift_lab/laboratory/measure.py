@@ -41,7 +41,9 @@ def best_rows(plan: LabPlan, state: LabState, group: LabGroup) -> list[tuple[Pla
         if cells[0].is_baseline or policy.name in CONTROLS or policy.simulated_only:
             continue
         ours = [_goodput(plan, state, cell) for cell in cells]
-        ratio = PairedRatio.of(ours, theirs)
+        # A row of a race may have fewer seeds than the default.
+        pairs = [pair for pair in zip(ours, theirs, strict=True) if None not in pair]
+        ratio = PairedRatio.of([mine for mine, _ in pairs], [other for _, other in pairs])
         if ratio is not None:
             scored.append((ratio.ratio, tuple(cells)))
     scored.sort(key=lambda each: -each[0])
@@ -50,7 +52,7 @@ def best_rows(plan: LabPlan, state: LabState, group: LabGroup) -> list[tuple[Pla
 
 def _goodput(plan: LabPlan, state: LabState, cell: PlannedCell) -> float | None:
     result = state.cells.get(plan.key(cell))
-    return None if result is None or result.figures is None else result.figures.goodput_strict
+    return None if result is None else result.goodput
 
 
 def measure(

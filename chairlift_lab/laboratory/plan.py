@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from chairlift_lab.laboratory.cell import CellTask, LabMachine, LabTrace, RateTask, fitting_scale
 from chairlift_lab.laboratory.figures import MeasuredWindow
-from chairlift_lab.laboratory.policies import BASELINE, LabPolicy
+from chairlift_lab.laboratory.policies import BASELINE, CONTROL, LabPolicy
 from chairlift_lab.laboratory.targets import LabTargets
 
 __all__ = ["USUAL_SHARE", "LabGroup", "LabPlan", "PlannedCell"]
@@ -19,6 +19,7 @@ USUAL_SHARE: Final = 0.75
 """The engine's default of ``policy_share``. A policy that orders is run with 1, too: otherwise the product's own rule
 (a quarter of the prompt tokens for the smallest) would get its credit."""
 _SAMPLE: Final = 400
+_LOOKS: Final = (3, 5, 8, 12, 16)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +55,18 @@ class PlannedCell:
         return self.policy.name == BASELINE and self.share == USUAL_SHARE
 
     @property
+    def is_reference(self) -> bool:
+        """Whether other rows are compared with this one: the baseline, and the control that knows the targets."""
+        return self.policy.name in (BASELINE, CONTROL) and self.share == USUAL_SHARE
+
+    @property
+    def reference(self) -> str:
+        """Name of the row that this row must beat. Every policy but the baseline's is told the targets, so an order is
+        compared with the control that is told them, too."""
+        told = self.policy.settings.get("scheduling_policy", BASELINE) != BASELINE
+        return CONTROL if told and self.policy.name != CONTROL else BASELINE
+
+    @property
     def row(self) -> str:
         """Name of the row: the policy, and its share unless it is the usual one or part of the idea."""
         known = self.share == USUAL_SHARE or "policy_share" in self.policy.settings
@@ -80,8 +93,15 @@ class LabPlan:
     requests: int
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Settings of the engine that all cells have."""
+    stops_decided: bool = False
+    """Whether rows that are decided get no more seeds (:mod:`chairlift_lab.laboratory.racing`)."""
     _tasks: dict[str, RateTask] = dataclasses.field(default_factory=dict, repr=False)
     _digests: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def looks(self) -> Sequence[int]:
+        """Numbers of seeds after which decided rows end."""
+        return [look for look in _LOOKS if look < self.seeds] if self.stops_decided else []
 
     def groups(self) -> Iterator[LabGroup]:
         """Every trace on every machine at every load."""
@@ -148,7 +168,10 @@ class LabPlan:
     def key(self, cell: PlannedCell) -> str:
         """Name of a cell in the state file."""
         policy = cell.policy
-        return f"{cell.group.key}|{self.digest(cell.group)}|{policy.name}|{policy.digest}|{cell.share:g}|{cell.seed}"
+        if policy.name not in self._digests:  # reads the file of a class
+            self._digests[policy.name] = policy.digest
+        code = self._digests[policy.name]
+        return f"{cell.group.key}|{self.digest(cell.group)}|{policy.name}|{code}|{cell.share:g}|{cell.seed}"
 
 
 def _file_digest(trace: LabTrace) -> str:

@@ -23,10 +23,12 @@ from chairlift.core.request import Request
 from chairlift.core.scheduler.policy import FirstComeFirstServed
 from chairlift.errors import ConfigError
 
-__all__ = ["BASELINE", "LabPolicy", "OracleShortest", "RandomOrder", "chosen_policies", "known_policies"]
+__all__ = ["BASELINE", "CONTROL", "LabPolicy", "OracleShortest", "RandomOrder", "chosen_policies", "known_policies"]
 
 BASELINE: Final = "fcfs"
 """The default of the engine: every ratio is taken against it."""
+CONTROL: Final = "fcfs-targets"
+"""The default that is told the targets: what an order adds is its ratio to this row."""
 _CATALOG: Final = "chairlift.core.plugins.catalog"
 _HERE: Final = "chairlift_lab.laboratory.policies"
 
@@ -87,14 +89,14 @@ _OWN: Final = (
     LabPolicy(name=BASELINE, settings={"scheduling_policy": "fcfs"}, source="the default"),
     LabPolicy(name="priority", settings={"scheduling_policy": "priority"}, source="the engine's second policy"),
     LabPolicy(
-        name="fcfs-targets",
+        name=CONTROL,
         settings={"scheduling_policy": "chairlift.core.scheduler.policy:FirstComeFirstServed"},
         source="control: fcfs that is told the targets, so that the engine paces prompts for TPOT",
     ),
     LabPolicy(
-        name="evict-lru",
-        settings={"cache_eviction": "lru"},
-        source="control: the cache evicts the least recently used block, without leases",
+        name="lease",
+        settings={"cache_eviction": "lease"},
+        source="our own: a conversation keeps its blocks while its tool runs, as in Continuum, but bounded",
     ),
     LabPolicy(
         name="t-lru",
@@ -107,6 +109,46 @@ _OWN: Final = (
         settings={"cache_eviction": "chairlift.core.kv_cache.eviction.continuum:Continuum"},
         source="Continuum, arXiv 2511.02230 (abstract; rule of its released code)",
         claim="time of an agent's job up to 8 times shorter (SWE-Bench, BFCL)",
+    ),
+    LabPolicy(
+        name="prefill_first",
+        settings={"prefill_mode": "prefill_first"},
+        source="vLLM's first scheduler, and SGLang: prompts get steps of their own, before decodes",
+    ),
+    LabPolicy(
+        name="decode_first",
+        settings={"prefill_mode": "decode_first"},
+        source="FasterTransformer's order: prompts only while fewer than half of the rows decode",
+    ),
+    LabPolicy(
+        name="separate",
+        settings={"prefill_mode": "separate"},
+        source="Text Generation Inference: steps of prompts and steps of decodes take turns",
+    ),
+    LabPolicy(
+        name="prefill_auto",
+        settings={"prefill_mode": "auto"},
+        source="our own: mixed, prefill_first or separate, by the predicted time of a step",
+    ),
+    LabPolicy(
+        name="static",
+        settings={"batching": "static"},
+        source="FasterTransformer: a batch runs until its last row ends",
+    ),
+    LabPolicy(
+        name="dynamic",
+        settings={"batching": "dynamic"},
+        source="Triton's dynamic batcher: nobody joins a running batch",
+    ),
+    LabPolicy(
+        name="governor_rules",
+        settings={"governor": "rules"},
+        source="our own: rows, budget and watermark follow the traffic by rules",
+    ),
+    LabPolicy(
+        name="governor_learned",
+        settings={"governor": "chairlift.core.plugins.learned_governor:LearnedGovernor"},
+        source="our own: the same three settings by a policy that was learned in the simulator",
     ),
     LabPolicy(name="random", settings={"scheduling_policy": f"{_HERE}:RandomOrder"}, source="control"),
     LabPolicy(name="oracle-srpt", settings={"scheduling_policy": f"{_HERE}:OracleShortest"}, source="control"),

@@ -10,7 +10,9 @@ from chairlift_lab.bench.report import Block, Facts, Report, Section, Table, Tex
 from chairlift_lab.laboratory.table import (
     claim_facts,
     group_tables,
+    is_sure,
     measured_table,
+    merit_of,
     summary_tables,
     trace_table,
 )
@@ -19,7 +21,8 @@ __all__ = ["lab_report", "printed_summary"]
 
 _MARK: Final = (
     "Each number is a ratio to fcfs on the same requests, the geometric mean over the seeds. A star marks a difference"
-    " that remains at 5 % after Holm's correction for all rows of the column. Numbers below 1 are losses."
+    " that remains at 5 % after Holm's correction for all rows of the column. Numbers below 1 are losses. A row's"
+    " reference is fcfs-targets for a policy, because every policy is told the targets, and fcfs for any other setting."
 )
 _METHOD: Final = (
     "Every policy serves the same requests of a seed. A ratio is taken within a seed, and its interval is that of"
@@ -75,26 +78,25 @@ def _lead(record: Mapping[str, Any]) -> str:
     lost: dict[str, int] = {}
     for group in record["groups"]:
         for row in group["rows"]:
-            ratio = (row.get("ratios") or {}).get("goodput_strict")
+            ratio = merit_of(row)
             if ratio is None or row["baseline"]:
                 continue
             name = row["row"]
-            sure = float(ratio.get("holm", 1.0)) < 0.05
-            won[name] = won.get(name, 0) + (sure and ratio["ratio"] > 1)
-            lost[name] = lost.get(name, 0) + (sure and ratio["ratio"] < 1)
+            won[name] = won.get(name, 0) + (is_sure(ratio) and ratio["ratio"] > 1)
+            lost[name] = lost.get(name, 0) + (is_sure(ratio) and ratio["ratio"] < 1)
     if not won:
         return "No cell has been run yet."
     best = max(won, key=lambda name: (won[name] - lost[name], won[name]))
     if won[best] <= 0:
-        return f"No policy beats fcfs beyond doubt in {len(record['groups'])} comparisons."
+        return f"Nothing beats its reference beyond doubt in {len(record['groups'])} comparisons."
     never = [name for name in won if not won[name]]
-    text = f"{best} wins {won[best]} and loses {lost[best]} of {len(record['groups'])} comparisons with fcfs."
+    text = f"{best} wins {won[best]} and loses {lost[best]} of {len(record['groups'])} comparisons with its reference."
     return f"{text} {len(never)} of {len(won)} rows win nowhere." if never else text
 
 
 def _sections(record: Mapping[str, Any]) -> Iterator[Section]:
     yield Section("Where each policy wins", [Text(_MARK), *summary_tables(record), *_charts(record)])
-    text = "What was found is goodput within 5 times the idle medians, against fcfs, with the better policy share."
+    text = "What was found is goodput within 5 times the idle medians, against the reference, with the better share."
     yield Section("Claims and findings", [Text(text), claim_facts(record)])
     measured = measured_table(record)
     if measured is not None:

@@ -13,6 +13,7 @@ from chairlift_lab.laboratory.figures import CellFigures
 from chairlift_lab.laboratory.measure import CONTROLS
 from chairlift_lab.laboratory.plan import LabGroup, LabPlan, PlannedCell
 from chairlift_lab.laboratory.policies import BASELINE
+from chairlift_lab.laboratory.racing import Rows, reference_of, rows_of, seeds_of_rows
 from chairlift_lab.laboratory.state import CellResult, LabState
 from chairlift_lab.laboratory.statistics import PairedRatio, holm
 
@@ -24,18 +25,23 @@ COMPARED: Final = (
 )
 """Figures of which a paired ratio to the baseline is given."""
 
+_GOODPUT: Final = "goodput_strict"
+
 
 def lab_record(plan: LabPlan, state: LabState, *, command: str) -> dict[str, Any]:
     """The results of all cells that were run. ``command``: the command line of the whole run."""
-    found = [_group(plan, state, group) for group in plan.groups()]
+    seeds = seeds_of_rows(plan, state)
+    rows = {key: cells[: seeds[key]] for key, cells in rows_of(plan).items()}
+    found = [_group(plan, state, group, rows) for group in plan.groups()]
     groups = [group for group in found if group is not None]
-    _correct(groups)
+    _correct(groups, len(plan.looks) + 1)
     return {
         "benchmark": "lab",
         "chairlift": chairlift.__version__,
         "command": command,
         "requests": plan.requests,
         "seeds": plan.seeds,
+        "looks": [*plan.looks, plan.seeds],
         "machines": {
             machine.name: {
                 "machine": machine.deployment.machine,
@@ -72,14 +78,11 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _group(plan: LabPlan, state: LabState, group: LabGroup) -> dict[str, Any] | None:
-    """Results of one trace, machine, memory and load; None if nothing was run."""
-    rows: dict[str, list[PlannedCell]] = {}
-    for cell in plan.cells():
-        if cell.group.key == group.key:
-            rows.setdefault(cell.row, []).append(cell)
+def _group(plan: LabPlan, state: LabState, group: LabGroup, rows: Rows) -> dict[str, Any] | None:
+    """Results of one trace, machine, memory and load; None if nothing was run. ``rows``: those of all groups."""
     rates = state.rates.get(plan.rate_key(group))
-    default = next(cells for cells in rows.values() if cells[0].is_baseline)
+    own = [cells for (key, _), cells in rows.items() if key == group.key]
+    default = next(cells for cells in own if cells[0].is_baseline)
     if rates is None or plan.key(default[0]) not in state.cells:
         return None
     capacity, targets = rates
@@ -93,23 +96,31 @@ def _group(plan: LabPlan, state: LabState, group: LabGroup) -> dict[str, Any] | 
         "length_scale": plan.rate_task(group).scale,
         "targets": targets.to_dict(),
         "target_words": targets.words(),
-        "rows": [_row(plan, state, cells, default) for cells in rows.values()],
+        "rows": [_row(plan, state, cells, default, reference_of(rows, cells)) for cells in own],
     }
 
 
 def _row(
-    plan: LabPlan, state: LabState, cells: Sequence[PlannedCell], default: Sequence[PlannedCell]
+    plan: LabPlan,
+    state: LabState,
+    cells: Sequence[PlannedCell],
+    default: Sequence[PlannedCell],
+    reference: Sequence[PlannedCell],
 ) -> dict[str, Any]:
     first = cells[0]
+    ours, theirs, others = ([plan.key(cell) for cell in row] for row in (cells, default, reference))
     row: dict[str, Any] = {
         "row": first.row,
         "policy": first.policy.name,
         "share": first.share,
         "baseline": first.is_baseline,
-        "command": _command(plan, first),
+        "command": _command(plan, first, len(cells)),
     }
-    row |= _side(state.cells, [plan.key(cell) for cell in cells], [plan.key(cell) for cell in default])
-    measured = _side(state.measured, [plan.key(cell) for cell in cells], [plan.key(cell) for cell in default])
+    row |= _side(state.cells, ours, theirs)
+    if reference and row["seeds"]:
+        row["reference"] = first.reference
+        row["merit"] = _side(state.cells, ours, others).get("ratios", {}).get(_GOODPUT)
+    measured = _side(state.measured, ours, theirs)
     if measured["seeds"] or measured.get("error"):
         row["measured"] = measured
     return row
@@ -119,7 +130,7 @@ def _side(results: Mapping[str, CellResult], ours: Sequence[str], theirs: Sequen
     """Medians over the seeds that both sides have, and paired ratios to the baseline."""
     pairs = [
         (results[mine], results[other])
-        for mine, other in zip(ours, theirs, strict=True)
+        for mine, other in zip(ours, theirs, strict=False)  # a row that was decided has fewer seeds
         if mine in results and other in results
     ]
     failed = next((mine.error for mine, _ in pairs if mine.error), "")
@@ -129,13 +140,15 @@ def _side(results: Mapping[str, CellResult], ours: Sequence[str], theirs: Sequen
     if not figures:
         return {"seeds": 0}
     names = CellFigures.__dataclass_fields__
+    goodput = ([mine.goodput for mine, _ in pairs], [other.goodput for _, other in pairs])
     return {
         "seeds": len(figures),
         "figures": {name: _median([getattr(mine, name) for mine, _ in figures]) for name in names},
         "ratios": {
             name: _ratio([getattr(mine, name) for mine, _ in figures], [getattr(other, name) for _, other in figures])
             for name in COMPARED
-        },
+        }
+        | {_GOODPUT: _ratio(*goodput)},
     }
 
 
@@ -152,8 +165,9 @@ def _ratio(ours: Sequence[float | None], theirs: Sequence[float | None]) -> dict
     return {"ratio": _short(ratio.ratio), "low": _short(ratio.low), "high": high, "p": _short(ratio.p_value)}
 
 
-def _correct(groups: Sequence[dict[str, Any]]) -> None:
-    """Add Holm's corrected p value to each ratio, column by column: one figure over all rows and groups."""
+def _correct(groups: Sequence[dict[str, Any]], looks: int) -> None:
+    """Add Holm's corrected p value to each ratio, column by column: one figure over all rows and groups. Simulated
+    rows were looked at ``looks`` times."""
     for side in ("simulated", "measured"):
         rows = [
             row if side == "simulated" else row.get("measured", {})
@@ -161,16 +175,20 @@ def _correct(groups: Sequence[dict[str, Any]]) -> None:
             for row in group["rows"]
             if not row["baseline"]
         ]
+        times = looks if side == "simulated" else 1
         for name in COMPARED:
-            ratios = [row.get("ratios", {}).get(name) for row in rows]
-            for ratio, corrected in zip(
-                ratios, holm([None if each is None else each["p"] for each in ratios]), strict=True
-            ):
-                if ratio is not None and corrected is not None:
-                    ratio["holm"] = _short(corrected)
+            _correct_column([row.get("ratios", {}).get(name) for row in rows], times)
+        _correct_column([row.get("merit") for row in rows], times)
 
 
-def _command(plan: LabPlan, cell: PlannedCell) -> str:
+def _correct_column(ratios: Sequence[dict[str, Any] | None], looks: int) -> None:
+    values = [None if ratio is None else min(1.0, ratio["p"] * looks) for ratio in ratios]
+    for ratio, corrected in zip(ratios, holm(values), strict=True):
+        if ratio is not None and corrected is not None:
+            ratio["holm"] = _short(corrected)
+
+
+def _command(plan: LabPlan, cell: PlannedCell, seeds: int) -> str:
     """The command that runs this row again, beside the baseline."""
     group = cell.group
     words = ["chairlift lab run"]
@@ -184,7 +202,7 @@ def _command(plan: LabPlan, cell: PlannedCell) -> str:
         f"--loads {group.load:g}",
         f"--memory {group.machine.memory:g}",
         f"--policy-share {cell.share:g}",
-        f"--seeds {plan.seeds}",
+        f"--seeds {seeds}",
         f"--requests {plan.requests}",
     ]
     words += [f"--set {name}={value}" for name, value in plan.settings.items()]

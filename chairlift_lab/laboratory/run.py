@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import multiprocessing
 import signal
 import time
@@ -14,6 +15,7 @@ from typing import Any, Final, Protocol
 from chairlift.errors import ChairliftError
 from chairlift_lab.laboratory.cell import CellTask, find_capacity, run_cell
 from chairlift_lab.laboratory.plan import LabPlan, PlannedCell
+from chairlift_lab.laboratory.racing import seeds_of_rows
 from chairlift_lab.laboratory.state import CellResult, LabState
 
 __all__ = ["LabProgress", "TaskHands", "processes", "run_plan"]
@@ -51,18 +53,23 @@ class TaskHands(Protocol):
 
 
 def run_plan(plan: LabPlan, state: LabState, hands: TaskHands, *, say: Say) -> LabProgress:
-    """Run what the state does not have yet: capacities, then baselines, then all other cells. The state is saved also
-    if that is interrupted."""
+    """Run what the state does not have yet: capacities, then baselines, then all other cells; with
+    ``plan.stops_decided`` only those of rows that are not decided. The state is saved also if that is interrupted."""
     cells = [(cell, plan.key(cell)) for cell in plan.cells()]
     progress = LabProgress(len(cells))
     try:
         _find_rates(hands, plan, state, say)
-        for baseline in (True, False):
-            for key, result in hands.take(_result_of, _tasks(plan, state, cells, baseline, progress)):
-                state.add(key, result)
-                progress.done += 1
-                progress.new += 1
-                say(progress.words())
+        for begin, end in itertools.pairwise([0, *plan.looks, plan.seeds]):
+            seeds = seeds_of_rows(plan, state)
+            stage = [(cell, key) for cell, key in cells if begin <= cell.seed < end]
+            wanted = [(cell, key) for cell, key in stage if cell.seed < seeds[cell.group.key, cell.row]]
+            progress.total -= len(stage) - len(wanted)
+            for baseline in (True, False):
+                for key, result in hands.take(_result_of, _tasks(plan, state, wanted, baseline, progress)):
+                    state.add(key, result)
+                    progress.done += 1
+                    progress.new += 1
+                    say(progress.words())
     finally:
         state.save()
     return progress

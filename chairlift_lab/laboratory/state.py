@@ -16,7 +16,9 @@ __all__ = ["CellResult", "LabState"]
 
 _FORMAT: Final = 1
 _EVERY: Final = 2.0
-"""Seconds between two writes."""
+"""Seconds between two writes, at least."""
+_PART: Final = 0.02
+"""Largest part of the time that is spent on writing: a large file is written less often."""
 
 
 class CellResult:
@@ -30,6 +32,15 @@ class CellResult:
         self.figures = figures
         self.window = window
         self.error = error
+
+    @property
+    def goodput(self) -> float | None:
+        """Requests per second that met the strict targets; None without figures. No request at all counts as half a
+        request, so that a ratio to it exists."""
+        if self.figures is None or self.window is None:
+            return None
+        seconds = max(self.window.end - self.window.start, 1e-9)
+        return self.figures.goodput_strict or 0.5 / seconds
 
     def to_dict(self) -> dict[str, Any]:
         """The result as data for JSON."""
@@ -59,18 +70,20 @@ class LabState:
         self.measured: dict[str, CellResult] = {}
         """Results of the real engine, under the keys of the simulated cells of the same seeds."""
         self.resumed = path.exists()
-        self._saved = 0.0
+        self._next_save = 0.0
         if self.resumed:
             self._read()
 
     def add(self, key: str, result: CellResult, *, measured: bool = False) -> None:
-        """Keep a result. The file is written at most every two seconds; :meth:`save` writes it at once."""
+        """Keep a result. The file is written every two seconds at most, and a large file less often; :meth:`save`
+        writes it at once."""
         (self.measured if measured else self.cells)[key] = result
-        if time.monotonic() >= self._saved + _EVERY:
+        if time.monotonic() >= self._next_save:
             self.save()
 
     def save(self) -> None:
         """Write the file atomically. Raises ConfigError if that fails."""
+        begun = time.monotonic()
         record = {
             "format": _FORMAT,
             "machines": self.machines,
@@ -83,7 +96,8 @@ class LabState:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
             raise ConfigError(f"cannot write {self.path}: {error.strerror}; give another --output") from None
-        self._saved = time.monotonic()
+        now = time.monotonic()
+        self._next_save = now + max(_EVERY, (now - begun) / _PART)
 
     def _read(self) -> None:
         way_out = f"give another --output, or remove {self.path}"

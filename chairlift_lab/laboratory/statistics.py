@@ -29,14 +29,17 @@ class PairedRatio:
     """Geometric mean of the ratios of the seeds."""
     low: float
     high: float
-    """Interval of :data:`LEVEL_OF_SEEDS`. From 0 to infinity with one seed."""
+    """Interval, by default of :data:`LEVEL_OF_SEEDS`. From 0 to infinity with one seed."""
     p_value: float
     """Probability of so large a difference, in either direction, if both are equal."""
     seeds: int
 
     @classmethod
-    def of(cls, ours: Sequence[float | None], theirs: Sequence[float | None]) -> PairedRatio | None:
-        """Ratio of ``ours`` to ``theirs``, one value per seed. None if a value is missing or not above 0."""
+    def of(
+        cls, ours: Sequence[float | None], theirs: Sequence[float | None], level: float = LEVEL_OF_SEEDS
+    ) -> PairedRatio | None:
+        """Ratio of ``ours`` to ``theirs``, one value per seed. None if a value is missing or not above 0. ``level``:
+        probability that the interval contains the true ratio."""
         pairs = list(zip(ours, theirs, strict=True))
         if not pairs or any(mine is None or other is None or mine <= 0 or other <= 0 for mine, other in pairs):
             return None
@@ -48,7 +51,7 @@ class PairedRatio:
         if error == 0:
             return cls(math.exp(mean), math.exp(mean), math.exp(mean), 1.0 if mean == 0 else 0.0, len(logs))
         freedom = len(logs) - 1
-        margin = student_quantile(0.5 + LEVEL_OF_SEEDS / 2, freedom) * error
+        margin = student_quantile(0.5 + level / 2, freedom) * error
         p_value = 2 * (1 - student_share(abs(mean) / error, freedom))
         return cls(math.exp(mean), math.exp(mean - margin), math.exp(mean + margin), p_value, len(logs))
 

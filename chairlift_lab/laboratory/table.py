@@ -8,7 +8,17 @@ from typing import Any, Final
 
 from chairlift_lab.bench.report import Facts, Table
 
-__all__ = ["claim_facts", "group_tables", "measured_table", "signed", "summary_tables", "trace_table", "verdict_of"]
+__all__ = [
+    "claim_facts",
+    "group_tables",
+    "is_sure",
+    "measured_table",
+    "merit_of",
+    "signed",
+    "summary_tables",
+    "trace_table",
+    "verdict_of",
+]
 
 _SURE: Final = 0.05
 """Holm's corrected p value below which a difference is marked."""
@@ -58,14 +68,28 @@ def summary_tables(record: Mapping[str, Any], figure: str = "goodput_strict") ->
         ]
         caption = f"{machine}, load {load:g}" + ("" if memory == 1 else f", {memory:.0%} of the memory")
         yield Table(["goodput 5x / fcfs", *traces[key]], lines, caption)
+        merits = [
+            [name, *(_cell(by_trace.get(trace)) for trace in traces[key])]
+            for name, by_trace in rows.items()
+            if any("merit" in row for row in by_trace.values())
+        ]
+        if merits:
+            yield Table(["goodput 5x / reference", *traces[key]], merits, caption)
 
 
-def _cell(row: Mapping[str, Any] | None, figure: str) -> str:
+def _cell(row: Mapping[str, Any] | None, figure: str = "") -> str:
+    """The ratio of a figure to the baseline's, or without a figure the row's merit."""
     if row is None or (not row.get("seeds") and not row.get("error")):
         return ""
     if row.get("error"):
         return "failed"
-    return signed(row["ratios"].get(figure))
+    return signed(row["ratios"].get(figure) if figure else row.get("merit"))
+
+
+def merit_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Ratio of the strict goodput of a row to that of its reference. Without a reference: to the baseline."""
+    ratio: Mapping[str, Any] | None = row.get("merit") or (row.get("ratios") or {}).get("goodput_strict")
+    return ratio
 
 
 def group_tables(record: Mapping[str, Any]) -> Iterator[Table]:
@@ -152,19 +176,20 @@ def claim_facts(record: Mapping[str, Any]) -> Facts:
 
 
 def verdict_of(record: Mapping[str, Any], policy: str) -> str:
-    """What was found for a policy, with its better share: groups won, groups lost, the best and the worst."""
+    """What was found for a policy against its reference, with its better share: groups won, groups lost, the best and
+    the worst."""
     found: list[tuple[float, bool, str]] = []
     failed = 0
     for group in record["groups"]:
         rows = [row for row in group["rows"] if row["policy"] == policy]
         failed += any(row.get("error") for row in rows)
-        ratios = [row["ratios"]["goodput_strict"] for row in rows if row.get("seeds")]
+        ratios = [merit_of(row) for row in rows if row.get("seeds")]
         known = [ratio for ratio in ratios if ratio is not None]
         if known:
             best = max(known, key=lambda ratio: ratio["ratio"])
             found.append((best["ratio"], is_sure(best), f"{group['trace']}, load {group['load']:g}"))
     if policy == record["policies"][0]["name"]:
-        return "all ratios are to this policy"
+        return "the baseline"
     if not found:
         return f"failed in {failed} groups" if failed else "not run"
     won = sum(sure and ratio > 1 for ratio, sure, _ in found)
