@@ -19,6 +19,7 @@ from typing import Any, Final, get_args, get_origin, get_type_hints
 from chairlift.base.draft_methods import DRAFT_METHODS
 from chairlift.base.field_docs import field_docs
 from chairlift.base.foreign_names import answer_to
+from chairlift.base.plugin_names import PLUGIN_NAMES
 from chairlift.base.plugins import is_plugin
 from chairlift.base.presets import PRESETS, with_preset
 from chairlift.base.quantities import reader_of
@@ -55,7 +56,7 @@ CPU_CACHE_SHARE: Final = 0.4
 BUNDLED_MODEL = "bundled"
 """Name of the small model that comes with the package."""
 
-CLOSED_BATCHING = ("static", "dynamic")
+CLOSED_BATCHING = tuple(PLUGIN_NAMES["batching"])
 """Values of ``batching`` with which requests join an empty batch only."""
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -79,9 +80,9 @@ _CHOICES = {
 _EXTENSIBLE = {
     "model_impl": (("auto", "native", "transformers"), "module:FAMILY"),
     "scheduling_policy": (("fcfs", "priority"), "module:Class"),
-    "cache_eviction": (("auto", "lease", "lru", "tlru"), "module:Class"),
-    "batching": (("continuous", *CLOSED_BATCHING), "module:Class"),
-    "prefill_mode": (("mixed", "prefill_first", "decode_first", "separate", "auto"), "module:Class"),
+    "cache_eviction": (("auto", "lease", "lru", *PLUGIN_NAMES["cache_eviction"]), "module:Class"),
+    "batching": (("continuous", *PLUGIN_NAMES["batching"]), "module:Class"),
+    "prefill_mode": (("mixed", *PLUGIN_NAMES["prefill_mode"]), "module:Class"),
     "governor": (("off", "rules"), "module:Class"),
     "tool_call_parser": (("auto", *TOOL_FORMATS, NONE), "module:FORMAT"),
     "reasoning_parser": (("auto", *REASONING_FORMATS, NONE), "module:FORMAT"),

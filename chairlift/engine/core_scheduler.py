@@ -60,7 +60,7 @@ def scheduler_from_config(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         policy=policy,
-        prefill_mode=prefill_mode_from_name(config.prefill_mode, costs, config.max_num_batched_tokens),
+        prefill_mode=prefill_mode_from_name(config.prefill_mode),
         membership=membership_from_name(config.batching, config.batch_wait_ms, config.batch_sizes),
         watermark=config.admission_watermark,
         look_ahead=_LOOK_AHEAD,

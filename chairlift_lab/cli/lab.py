@@ -66,7 +66,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "quick": False,
     "stop_decided": False,
 }
-_QUICK: Final = {"loads": [0.95], "policy_share": [0.75], "seeds": 3, "requests": 120, "time_limit": 270.0}
+_QUICK: Final = {"loads": [0.95], "policy_share": [0.75], "seeds": 2, "requests": 60, "time_limit": 270.0}
 _MOST_MEASURED: Final = 0.3
 """Part of a time limit that is kept for the measured rounds."""
 

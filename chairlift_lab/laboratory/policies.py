@@ -72,6 +72,9 @@ class LabPolicy:
         for value in self.settings.values():
             if is_plugin(value) and (path := _file_of(value.partition(":")[0])) is not None:
                 found.update(path.read_bytes())
+                data = path.with_suffix(".json")  # such as learned weights
+                if data.is_file():
+                    found.update(data.read_bytes())
         return found.hexdigest()[:10]
 
 

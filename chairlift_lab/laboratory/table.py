@@ -186,8 +186,8 @@ def verdict_of(record: Mapping[str, Any], policy: str) -> str:
         ratios = [merit_of(row) for row in rows if row.get("seeds")]
         known = [ratio for ratio in ratios if ratio is not None]
         if known:
-            best = max(known, key=lambda ratio: ratio["ratio"])
-            found.append((best["ratio"], is_sure(best), f"{group['trace']}, load {group['load']:g}"))
+            better = max(known, key=lambda ratio: ratio["ratio"])
+            found.append((better["ratio"], is_sure(better), f"{group['trace']}, load {group['load']:g}"))
     if policy == record["policies"][0]["name"]:
         return "the baseline"
     if not found:

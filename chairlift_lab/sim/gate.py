@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from chairlift.base.plugins import load_named
-from chairlift.core.scheduler.costs import Costs
 from chairlift.core.scheduler.membership import Membership, membership_from_name
 from chairlift.core.scheduler.policies import load_policy
 from chairlift.core.scheduler.policy import Policy
@@ -150,7 +149,7 @@ def check_class(path: str, seeds: Sequence[int], settings: Mapping[str, Any] | N
         membership_from_name(path)
         return check_policy(lambda: None, seeds, path=path, settings={**settings, "batching": path})
     if hasattr(found, "turn"):
-        prefill_mode_from_name(path, Costs([1]), 1)
+        prefill_mode_from_name(path)
         return check_policy(lambda: None, seeds, path=path, settings={**settings, "prefill_mode": path})
     load_policy(path)
     return check_policy(lambda: load_policy(path), seeds, path=path, settings=settings)

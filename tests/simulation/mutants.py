@@ -477,14 +477,14 @@ def end_not_watched_for(patch: Patch) -> None:
 
 @mutant
 def waiting_for_a_batch_never_ends(patch: Patch) -> None:
-    from chairlift.core.scheduler.membership import Membership
+    from chairlift.core.plugins.closed_batches import ClosedBatch
 
-    original = Membership.places
+    original = ClosedBatch.places
 
-    def places(self: Membership, waiting: Any, running: int, free: int, now: float) -> int:
-        return 0 if self.closed and len(waiting) < free else original(self, waiting, running, free, now)
+    def places(self: ClosedBatch, waiting: Any, running: int, free: int, now: float) -> int:
+        return 0 if len(waiting) < free else original(self, waiting, running, free, now)
 
-    patch(Membership, "places", places)
+    patch(ClosedBatch, "places", places)
 
 
 @mutant

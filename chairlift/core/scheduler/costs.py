@@ -128,14 +128,6 @@ class Costs:
         seconds = whole_steps * max(self._shortest[1 : 1 + self._max_step_tokens.bit_length()])
         return seconds + max(self._shortest[1 : rest.bit_length()], default=0.0)
 
-    def mixed_cost(self, decodes: StepFeatures, num_tokens: int) -> float:
-        """Seconds of one step with the rows of ``decodes`` and ``num_tokens`` prompt tokens, divided by the seconds of
-        two steps that compute them separately."""
-        pairs = num_tokens * (num_tokens + 1) / 2
-        both = self.model.step_seconds(decodes._replace(prefill_tokens=num_tokens, prefill_context=pairs))
-        decode = self.model.step_seconds(decodes)
-        return both / (decode + self.model.step_seconds(StepFeatures(0, 0, num_tokens, pairs)))
-
     def chunk_budget(
         self, decodes: StepFeatures, seconds: float, limit: int, at_least: int | None = None, begin: int = 0
     ) -> int:

@@ -1,15 +1,16 @@
 """Rules that say when requests may join a batch and when they may leave it.
 
-``continuous`` is iteration-level scheduling (Orca, OSDI 2022). ``static`` and ``dynamic`` are baselines for comparison:
-request-level batches as in FasterTransformer and in Triton's dynamic batcher.
+``continuous`` is iteration-level scheduling (Orca, OSDI 2022), and the only rule of the core. ``static`` and
+``dynamic``, request-level batches for comparison, are plugins (:mod:`chairlift.core.plugins.closed_batches`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
+from chairlift.base.plugin_names import PLUGIN_NAMES, plugin_path
 from chairlift.base.plugins import is_plugin, load_plugin
 from chairlift.core.request import Request
 from chairlift.errors import ConfigError
@@ -34,10 +35,9 @@ class Membership:
     held: bool
     """Whether a finished row computes on, and no output is delivered, until all rows of the batch have finished."""
     batch_wait: float = 0.0
-    """Seconds that a closed batch waits for more requests before it starts although it is not full."""
+    """Seconds for which requests wait for more requests, in a rule that waits."""
     preferred_sizes: tuple[int, ...] = ()
-    """Sizes at which a closed batch starts without waiting for more requests, ascending (Triton's
-    preferred_batch_size)."""
+    """Numbers of waiting requests at which such a rule waits no longer, ascending (Triton's preferred_batch_size)."""
 
     def opens(self, waiting: _Waiting, num_running: int, free_slots: int, now: float) -> bool:
         """Whether waiting requests may join a batch that is not closed, if there is room for them."""
@@ -45,22 +45,15 @@ class Membership:
 
     def places(self, waiting: _Waiting, num_running: int, free_slots: int, now: float) -> int:
         """Number of waiting requests that may join in this step."""
-        if not self.closed:
-            return free_slots if self.opens(waiting, num_running, free_slots, now) else 0
-        if num_running or not len(waiting):
-            return 0
-        if now >= waiting.oldest_arrival + self.batch_wait:
-            return free_slots
-        return self._ready_size(waiting, free_slots)
+        return free_slots if self.opens(waiting, num_running, free_slots, now) else 0
 
     def fires_at(self, waiting: _Waiting, free_slots: int) -> float:
         """Time at which the requests in ``waiting`` may join, if no request runs and no other request arrives."""
-        ready = not self.closed or self._ready_size(waiting, free_slots)
-        return waiting.oldest_arrival + (0.0 if ready else self.batch_wait)
+        return waiting.oldest_arrival
 
     def _ready_size(self, waiting: _Waiting, free_slots: int) -> int:
-        """Number of waiting requests with which a closed batch may start now: a full batch, otherwise the largest
-        preferred size that is reached, otherwise 0."""
+        """Number of waiting requests that are worth to start with: a full batch, otherwise the largest preferred size
+        that is reached, otherwise 0. For rules that wait for more requests."""
         if len(waiting) >= free_slots:
             return free_slots
         return max((size for size in self.preferred_sizes if size <= len(waiting)), default=0)
@@ -68,47 +61,34 @@ class Membership:
     def lacks(self, places: int) -> str:
         """Name of the resource that prevents the next waiting request from joining. ``places`` is the number of
         requests that may still join in this step."""
-        if places:
-            return "tokens"
-        if self.closed:
-            return "batch"
-        return "slots"
+        return "tokens" if places else "slots"
 
     def needs_budget(self) -> int:
         """Number of tokens that the step's budget must have left before one more request may join."""
-        return 0 if self.closed else 1
+        return 1
 
     def prepare(self, batch: Sequence[Request], limit: int) -> None:
-        """Set for each request of ``batch`` how many positions its row computes (at most ``limit``), before the request
-        joins."""
-        if self.held:
-            longest = max((request.max_total_tokens - request.num_prompt_tokens for request in batch), default=0)
-            for request in batch:
-                own = request.max_total_tokens - 1
-                request.limit = max(own, min(request.num_prompt_tokens + longest - 1, limit))
+        """Set for each request of a closed ``batch`` how many positions its row computes (at most ``limit``), before
+        the request joins."""
 
 
 def membership_from_name(name: str, batch_wait_ms: float = 0.0, preferred_sizes: tuple[int, ...] = ()) -> Membership:
-    """Rules for ``continuous``, ``static`` or ``dynamic``, or those of the class ``module:Class``. The class is derived
-    from :class:`Membership`, is not closed, and is created with ``batch_wait`` (seconds) and ``preferred_sizes``.
-    Raises ConfigError for any other name."""
+    """Rules for ``continuous``, for a named plugin (``static``, ``dynamic``), or those of the class ``module:Class``.
+    The class is derived from :class:`Membership`, is not closed, and is created with ``batch_wait`` (seconds) and
+    ``preferred_sizes``. Raises ConfigError for any other name."""
+    if name == _CONTINUOUS.name:
+        return _CONTINUOUS
+    path = plugin_path("batching", name)
+    if not is_plugin(path):
+        named = ", ".join(PLUGIN_NAMES["batching"])
+        raise ConfigError(f"batching must be {_CONTINUOUS.name}, {named} or module:Class; got {name!r}")
     wait = batch_wait_ms / 1000.0
-    if is_plugin(name):
-        members = [member for member in dir(Membership) if not member.startswith("_")]
-        base = "chairlift.core.scheduler.membership.Membership"
-        made = cast(
-            Membership, load_plugin("batching", name, lambda owner: owner(wait, preferred_sizes), members, base)
-        )
-        if made.closed or made.held:
-            raise ConfigError(
-                f"batching {name!r} is closed or held, which only static and dynamic are; set both to False"
-            )
-        return made
-    known = {
-        "continuous": Membership("continuous", closed=False, held=False),
-        "static": Membership("static", closed=True, held=True, batch_wait=wait, preferred_sizes=preferred_sizes),
-        "dynamic": Membership("dynamic", closed=True, held=False, batch_wait=wait, preferred_sizes=preferred_sizes),
-    }
-    if name not in known:
-        raise ConfigError(f"batching must be {', '.join(known)} or module:Class; got {name!r}")
-    return known[name]
+    members = [member for member in dir(Membership) if not member.startswith("_")]
+    base = "chairlift.core.scheduler.membership.Membership"
+    made = cast(Membership, load_plugin("batching", path, lambda owner: owner(wait, preferred_sizes), members, base))
+    if path == name and (made.closed or made.held):
+        raise ConfigError(f"batching {name!r} is closed or held, which only static and dynamic are; set both to False")
+    return made
+
+
+_CONTINUOUS: Final = Membership("continuous", closed=False, held=False)

@@ -88,6 +88,16 @@ class View:
         """The requests with a row that have more than one token to compute."""
         return () if self._batch is None else self._batch.computable()
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a prompt is being computed, or a waiting request could get a free row."""
+        return self._batch is not None and self._batch.has_prefill_work
+
+    def prompt_tokens(self, limit: int) -> int:
+        """Number of tokens that the running requests and the first waiting ones still have to compute, at most
+        ``limit``."""
+        return 0 if self._batch is None else self._batch.num_prefill_tokens(limit)
+
     # -- memory --------------------------------------------------------------------------------------------------
 
     @property
@@ -173,6 +183,10 @@ class View:
                 prefill_context=tokens * (begin + (tokens + 1) / 2),
             )
         )
+
+    def prompt_seconds(self, tokens: int) -> float:
+        """Predicted seconds of a step that computes nothing but the first ``tokens`` tokens of a prompt."""
+        return self._costs.model.step_seconds(StepFeatures(0, 0, tokens, tokens * (tokens + 1) / 2))
 
     def decode_seconds(self, joining: Iterable[Request] = ()) -> float:
         """Predicted seconds of a step in which all running requests and those in ``joining`` decode."""

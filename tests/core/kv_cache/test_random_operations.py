@@ -18,10 +18,10 @@ from chairlift.base.outputs import FinishReason
 from chairlift.core.kv_cache.block_tables import BlockTables
 from chairlift.core.kv_cache.eviction.leases import LeaseOrder
 from chairlift.core.kv_cache.eviction.rules import eviction_from_name
-from chairlift.core.kv_cache.eviction.tlru import TLRU
 from chairlift.core.kv_cache.manager import KVCacheManager
 from chairlift.core.kv_cache.reservations import Reservations
 from chairlift.core.kv_cache.swap import SwapPool
+from chairlift.core.plugins.tlru import TLRU
 from chairlift.core.request import Request, RequestStatus
 from chairlift.errors import InvariantError
 from tests.core.kv_cache.make import BLOCK, manager, request

@@ -133,7 +133,7 @@ def test_max_utilization_pauses_the_request_that_started_last(share: float) -> N
 
 def test_sarathi_is_the_mode_mixed() -> None:
     """8 tokens per step, 3 decode rows, prompts of 10 and 3: steps of 3 + 5, 3 + 5 and 4 + 3."""
-    mode = prefill_mode_from_name("mixed", Costs([1]), 8)
+    mode = prefill_mode_from_name("mixed")
     drive = Driver(prefill_mode=mode, max_num_batched_tokens=8, policy_share=1.0)
     drive.add(*(request(f"r{number}", 2, 40) for number in range(3)))
     drive.step()
@@ -188,7 +188,7 @@ def test_running_requests_go_on_while_newcomers_wait_for_each_other(share: float
 @both_shares
 def test_waiting_ratio_pauses_answers_only_for_enough_prompts(share: float) -> None:
     """With 10 decode rows, 3 waiting requests are worth a pause, and 2 are after 20 steps."""
-    mode = prefill_mode_from_name("chairlift.core.plugins.waiting_ratio:WaitingRatio", Costs([1]), 64)
+    mode = prefill_mode_from_name("chairlift.core.plugins.waiting_ratio:WaitingRatio")
     assert mode.name == WaitingRatio.name and isinstance(WaitingRatio().turn(KnownView()), Turn)
     drive = Driver(prefill_mode=mode, policy_share=share, max_num_seqs=16, num_blocks=400)
     drive.add(*(request(f"r{number}", 2, 60) for number in range(10)))

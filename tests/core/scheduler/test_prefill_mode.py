@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from chairlift.core.scheduler.costs import Costs
 from chairlift.core.scheduler.output import SchedulerOutput
 from chairlift.core.scheduler.prefill_mode import PrefillMode, Turn, prefill_mode_from_name
 from chairlift.errors import ConfigError
@@ -14,7 +13,7 @@ MODES = ["mixed", "prefill_first", "decode_first", "separate"]
 
 
 def mode_named(name: str) -> PrefillMode:
-    return prefill_mode_from_name(name, Costs([1024]), 8)
+    return prefill_mode_from_name(name)
 
 
 def kinds(out: SchedulerOutput) -> tuple[bool, bool]:

@@ -6,7 +6,6 @@ import pytest
 
 from chairlift.base.service_class import ServiceClass
 from chairlift.core.request import Service
-from chairlift.core.scheduler.costs import Costs
 from chairlift.core.scheduler.output import SchedulerOutput
 from chairlift.core.scheduler.precedence import Precedence
 from chairlift.core.scheduler.prefill_mode import prefill_mode_from_name
@@ -32,7 +31,7 @@ def busy(**settings: object) -> Driver:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_a_short_prompt_behind_long_ones_is_served_in_its_first_step(mode: str, policy: str) -> None:
-    settings: dict[str, object] = {"prefill_mode": prefill_mode_from_name(mode, Costs([64]), 64)}
+    settings: dict[str, object] = {"prefill_mode": prefill_mode_from_name(mode)}
     if policy == "priority":
         settings["policy"] = Precedence({}, max_running=8)
     driver = busy(**settings)

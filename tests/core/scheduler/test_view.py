@@ -204,7 +204,7 @@ class Closed(Membership):
         (membership_from_name, f"{__name__}:Pair", r"has no .*closed.*start from .*Membership"),
         (membership_from_name, f"{__name__}:Closed", "only static and dynamic are"),
         (membership_from_name, "nowhere:Class", "cannot be imported"),
-        (lambda name: prefill_mode_from_name(name, Costs([1]), 8), "collections:Counter", "has no name, turn"),
+        (prefill_mode_from_name, "collections:Counter", "has no name, turn"),
     ],
 )
 def test_a_class_of_another_kind_is_refused(load: object, path: str, message: str) -> None:

@@ -11,8 +11,8 @@ from chairlift.config import CacheConfig, EngineConfig
 from chairlift.core.kv_cache.eviction.lru import LRU
 from chairlift.core.kv_cache.eviction.rule import EvictionRule, Prices
 from chairlift.core.kv_cache.eviction.rules import eviction_from_config, eviction_from_name
-from chairlift.core.kv_cache.eviction.tlru import TLRU
 from chairlift.core.kv_cache.manager import KVCacheManager
+from chairlift.core.plugins.tlru import TLRU
 from chairlift.core.request import Request, RequestStatus, Service
 from chairlift.errors import ConfigError
 from tests.core.kv_cache.make import BLOCK, admit, compute, manager, request
