@@ -23,7 +23,7 @@ ALLOWED: dict[str, list[str]] = {
     "base": ["errors"],
     "config": ["errors", "base", "text.tool_calls.formats"],
     "core": ["errors", "config", "base"],
-    "core.plugins": ["errors", "base", "core.request", "core.scheduler"],
+    "core.plugins": ["errors", "base", "core.request", "core.scheduler", "core.kv_cache.eviction"],
     "text": ["errors", "config", "base", "models.formats.gguf"],
     "text.grammar.lark": ["errors"],
     "text.grammar.strings": ["errors"],
