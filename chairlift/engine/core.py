@@ -184,6 +184,7 @@ class EngineCore(EngineClient):
             self.clock,
             governor=self.governor,
             expert_load=self.expert_load,
+            collective_seconds=getattr(self.executor, "collective_seconds", float),
             reserved=[name for name, each in (self.config.promises or {}).items() if each.min_seqs],
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from chairlift.core.request import Request
@@ -26,7 +26,8 @@ _SHARES_SECONDS: Final = 1.0
 
 class CoreStatistics:
     """Counts what a core's steps computed, and reads what its parts count. ``reserved`` are the classes of service that
-    have reserved rows. ``expert_load`` is None for a model that does not count the tokens of its experts."""
+    have reserved rows. ``expert_load`` is None for a model that does not count the tokens of its experts.
+    ``collective_seconds`` returns the seconds that the executor has waited for other processes of its model."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class CoreStatistics:
         *,
         governor: GovernorLoop | None,
         expert_load: ExpertLoad | None,
+        collective_seconds: Callable[[], float],
         reserved: Iterable[str],
     ) -> None:
         self._scheduler = scheduler
@@ -45,6 +47,7 @@ class CoreStatistics:
         self._clock = clock
         self._governor = governor
         self._expert_load = expert_load
+        self._collective_seconds = collective_seconds
         self._reserved = list(reserved)
         self._counted = EngineStats()
         self._shares_noted = -math.inf
@@ -105,6 +108,7 @@ class CoreStatistics:
             token_budget=scheduler.batch.token_budget,
             watermark=scheduler.batch.watermark,
             num_governor_decisions=0 if self._governor is None else self._governor.num_decisions,
+            collective_seconds=self._collective_seconds(),
             floor_share=None if floor is None else floor.share,
             expert_imbalance=[] if self._expert_load is None else self._expert_load.imbalance,
         )

@@ -190,6 +190,12 @@ class LocalExecutor:
             )
         self._runner.update_weights(source, progress)
 
+    def collective_seconds(self) -> float:
+        """Seconds that this process has waited, inside steps, for the other processes of its model. 0 if there are
+        none."""
+        waited = getattr(self._runner, "collective_seconds", None)
+        return 0.0 if waited is None else float(waited())
+
     def describe_graphs(self) -> str:
         """Text about the CUDA graphs recorded so far; empty if there are none."""
         describe = getattr(self._runner, "describe_graphs", None)

@@ -405,6 +405,9 @@ def _ours(
     if engine.floor_share is not None:
         text = "Least time this machine could take for the last steps, over the time they took; 0 while nothing runs."
         yield names.gauge("floor_share", text, 0.0 if idle or not up else engine.floor_share)
+    if engine.collective_seconds:
+        text = "Time inside steps in which the engine waited for the other processes of its model."
+        yield names.counter("collective_seconds", text, engine.collective_seconds)
     if engine.expert_imbalance:
         text = "Tokens of a layer's busiest expert over the mean of its experts, lately; 1 when all have as many."
         layers = {str(number): each for number, each in enumerate(engine.expert_imbalance)}

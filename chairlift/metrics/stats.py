@@ -174,6 +174,9 @@ class EngineStats:
     """Number of ended outputs that had a thinking budget. The next field: outputs whose reasoning was ended by the
     budget."""
     num_thinking_ended: int = 0
+    collective_seconds: float = 0.0
+    """Seconds that the engine's process waited for the other processes of its model, inside steps. 0 for a model on
+    one process."""
     floor_share: float | None = None
     """Minimum time that this machine needs for the last steps, divided by the time that they took. None if the
     machine's limits were not measured."""
@@ -491,7 +494,8 @@ class RequestStats:
 _COUNTERS = tuple(
     field.name
     for field in dataclasses.fields(EngineStats)
-    if field.name.startswith(("num_", "prefix_", "grammar_")) and field.name not in ("num_running", "num_waiting")
+    if field.name.startswith(("num_", "prefix_", "grammar_", "collective_"))
+    and field.name not in ("num_running", "num_waiting")
 )
 _SUMMED = (
     *_COUNTERS,

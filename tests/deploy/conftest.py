@@ -24,6 +24,7 @@ def exposed() -> dict[str, Exposed]:
     engine.replicas.engine_pid = os.getpid()
     engine.stats.last_token_time = 0.0
     engine.stats.engine.floor_share = 0.5  # as with the native kernels
+    engine.stats.engine.collective_seconds = 0.5  # as with tensor_parallel_size
     engine.stats.engine.max_loras = 4
     engine.stats.engine.max_image_bytes = 1 << 20
     engine.stats.engine.expert_imbalance = [1.5]

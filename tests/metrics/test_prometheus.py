@@ -181,6 +181,14 @@ def promised(**fields: object) -> FinishedRequest:
     return finished(has_deadline=True, **fields)
 
 
+def test_the_time_in_collectives_is_shown_for_a_divided_model() -> None:
+    stats = busy()
+    name = "chairlift:collective_seconds_total"
+    assert (name, frozenset()) not in samples(stats)
+    stats.engine.collective_seconds = 1.5
+    assert value(samples(stats), name) == 1.5
+
+
 def test_the_share_of_the_machines_floor_is_shown() -> None:
     stats = busy()
     assert ("chairlift:floor_share", frozenset()) not in samples(stats), "nobody has measured the machine"

@@ -129,10 +129,14 @@ class ParallelRunner(RankRunner):
             " new ones instead"
         )
 
+    def collective_seconds(self) -> float:
+        """Seconds that this process has waited for the others."""
+        return self._comm.waited
+
     @property
-    def share_waited(self) -> tuple[float, int]:
-        """(seconds that this process has waited for the others, number of times that it met them)."""
-        return self._comm.waited, self._comm.meetings
+    def meetings(self) -> int:
+        """Number of times that the processes have met."""
+        return self._comm.meetings
 
     def shutdown(self) -> None:
         """End the other processes."""

@@ -70,6 +70,7 @@ def test_two_processes_give_the_tokens_of_one(settings: str, tmp_path: Path) -> 
     alone, before = answers(model_dir, 1, **SETTINGS[settings])
     divided, after = answers(model_dir, 2, **SETTINGS[settings])
     assert divided == alone
+    assert before.collective_seconds == 0.0 < after.collective_seconds
     if settings in ("swap", "recompute"):
         assert before.num_preemptions > 0
         assert after.num_preemptions > 0

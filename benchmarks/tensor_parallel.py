@@ -1,0 +1,116 @@
+"""Decode steps of a model on several processes of one thread each, against one process with as many threads.
+
+    python benchmarks/tensor_parallel.py                                  # 1 and 16 rows, 2 processes
+    python benchmarks/tensor_parallel.py --rows 1 4 16 --processes 2 --json tensor_parallel.json
+
+A model of a real shape with random weights in bfloat16 is loaded three times: in one process with one thread, in one
+process with ``--processes`` threads, and on ``--processes`` processes of one thread. Each decodes the same rows. Steps
+of the three take turns, in rounds of random order. Results are the median time of a step, and the median ratios within
+the rounds. On one socket, the processes share what the threads share, so a ratio of 1 means that the division costs
+nothing. A gain needs a machine with several memory nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.make_random_model import make
+from chairlift import LLM, SamplingParams
+from chairlift_lab.bench.machine import describe_machine
+
+
+def prepare(llm: LLM, rows: int, prompt: int, steps: int) -> None:
+    """Have the engine compute the prompts of ``rows`` requests, so that its next steps only decode."""
+    rng = random.Random(rows)
+    for seed in range(rows):
+        text = [rng.randrange(2, 30_000) for _ in range(prompt)]
+        llm.engine.add_request(text, SamplingParams(temperature=1.0, seed=seed, max_tokens=steps, ignore_eos=True))
+    while True:
+        llm.engine.step()
+        step = llm.engine.step_log[-1].features
+        if step.num_decodes == rows and not step.prefill_tokens:
+            return
+
+
+def finish(llm: LLM) -> list[tuple[int, ...]]:
+    """Compute all other tokens. Returns the token ids of all requests."""
+    found = []
+    while llm.engine.has_unfinished:
+        found += [each for each in llm.engine.step() if each.finished]
+    return sorted(tuple(each.outputs[0].token_ids) for each in found)
+
+
+def measure(engines: dict[str, LLM], rows: int, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Name -> seconds of each decode step."""
+    rng = random.Random(rows)
+    for llm in engines.values():
+        prepare(llm, rows, args.prompt, args.rounds + 12)
+    taken: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(args.rounds):
+        for name in rng.sample(list(engines), len(engines)):
+            begin = time.perf_counter()
+            engines[name].engine.step()
+            taken[name].append(time.perf_counter() - begin)
+    texts = [finish(llm) for llm in engines.values()]
+    if any(each != texts[0] for each in texts):
+        raise SystemExit("the engines gave different tokens")
+    return {name: seconds[3:] for name, seconds in taken.items()}
+
+
+def report(rows: int, taken: dict[str, list[float]]) -> dict[str, float]:
+    """Print and return medians and the ratios within rounds: above 1, the processes are faster."""
+    found = {f"{name} ms": 1e3 * statistics.median(seconds) for name, seconds in taken.items()}
+    for name in ("threads", "one"):
+        ratios = sorted(other / own for other, own in zip(taken[name], taken["processes"], strict=True))
+        low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
+        found[f"{name} / processes"] = statistics.median(ratios)
+        found[f"{name} / processes, of minima"] = min(taken[name]) / min(taken["processes"])
+        print(
+            f"{rows} rows: {name} {found[f'{name} ms']:.2f} ms, processes {found['processes ms']:.2f} ms, ratio"
+            f" {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f}),"
+            f" of minima {found[f'{name} / processes, of minima']:.3f}"
+        )
+    return found
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen2.5-0.5b")
+    parser.add_argument("--model", help="directory with a model; default: random weights of --shape")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model or str(make(Path(folder), args.shape))
+        sizes: dict[str, Any] = {"max_num_seqs": max(args.rows), "max_model_len": 2048, "skip_tokenizer_init": True}
+        sizes |= {"enable_prefix_caching": False, "kv_cache_memory_bytes": 1 << 30}
+        settings = {
+            "one": {"threads": 1},
+            "threads": {"threads": args.processes},
+            "processes": {"threads": args.processes, "tensor_parallel_size": args.processes},
+        }
+        engines = {name: LLM(model, **sizes, **own) for name, own in settings.items()}
+        results = {str(rows): report(rows, measure(engines, rows, args)) for rows in args.rows}
+        runner = engines["processes"].engine.core.executor._runner  # type: ignore[attr-defined]
+        waited, meetings = runner.collective_seconds(), runner.meetings
+        print(f"the first process waited {1e6 * waited / max(1, meetings):.1f} us in each of {meetings} meetings")
+    if args.json:
+        args.json.write_text(
+            json.dumps({"machine": dataclasses.asdict(describe_machine()), "results": results}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
