@@ -95,5 +95,9 @@ def _load(pipe: IO[bytes], sock: socket.socket, file: int) -> RankRunner | None:
 
 
 def _answer(pipe: IO[bytes], fields: dict[str, Any]) -> None:
-    pipe.write(encode_frame(fields))
-    pipe.flush()
+    """Send a frame to process 0. If that has ended, this process ends, too."""
+    try:
+        pipe.write(encode_frame(fields))
+        pipe.flush()
+    except BrokenPipeError:
+        os._exit(0)
