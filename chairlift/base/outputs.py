@@ -8,6 +8,8 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Generic, SupportsIndex, TypeVar, overload
 
+from chairlift.base.turn_cache import ResumedTurn
+
 __all__ = [
     "ClassificationOutput",
     "CompletionOutput",
@@ -210,6 +212,9 @@ class RequestMetrics:
     """Ids of the sequences that preempted the request: at most the last three, the newest at the end."""
     preempted_during: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     """Intervals (from, until), in seconds, in which the request was preempted: at most the last eight."""
+    resumed: ResumedTurn | None = None
+    """For the first turn after tools were called: the turn that called them, and what this one found of its cache. None
+    for other requests."""
 
 
 @dataclasses.dataclass(slots=True)

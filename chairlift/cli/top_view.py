@@ -29,6 +29,9 @@ _MIN_ENDED: Final = 20
 _SAMPLE: Final = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _BAR: Final = 20
+_TOOLS: Final = 3
+"""Maximum number of tools that are named. The next number: of characters of a name."""
+_TOOL: Final = 16
 _PROMPT_BAR: Final = 8
 _PROGRESS: Final = 11
 _CLASS: Final = 9
@@ -218,13 +221,13 @@ def _gauges(now: Snapshot, before: Snapshot | None, width: int) -> list[Line]:
         _machine(metrics.value("floor_share"), metrics.maximum("expert_imbalance")),
     ]
     if _MIN_WIDTH <= width < _TWO_COLUMNS:
-        return [*left, *([(more, "")] for more in right if more), *_sources(metrics)]
+        return [*left, *([(more, "")] for more in right if more), *_sources(metrics), *_conversations(metrics, width)]
     lines = []
     for line, more in zip(left, right, strict=True):
         gap = max(2, 46 - len(text_of(line)))
         fits = len(text_of(line)) + gap + len(more) <= width or width < _MIN_WIDTH
         lines += [[*line, (" " * gap + more, "")]] if fits else [line, [(more, "")]]
-    return [*lines, *_sources(metrics)]
+    return [*lines, *_sources(metrics), *_conversations(metrics, width)]
 
 
 def _sources(metrics: Metrics) -> list[Line]:
@@ -236,6 +239,28 @@ def _sources(metrics: Metrics) -> list[Line]:
     total = sum(counts.values())
     shares = ", ".join(f"{name} {count / total:.0%}" for name, count in counts.items() if count)
     return [[("prompts   ", ""), (shares, "")]]
+
+
+def _conversations(metrics: Metrics, width: int) -> list[Line]:
+    """Lines about conversations whose tools run, and the cache that is kept for them, if any answer called tools."""
+    if not metrics.value("pauses_total"):
+        return []
+    tools = {
+        tool: metrics.value("paused_conversations", tool=tool) or 0.0
+        for tool in metrics.values_of("paused_conversations", "tool")
+    }
+    ranked = sorted((tool for tool in tools if tools[tool]), key=lambda tool: -tools[tool])[:_TOOLS]
+    named = ", ".join(f"{_cut(plain(tool), _TOOL)} {tools[tool]:,.0f}" for tool in ranked)
+    ended, kept = metrics.value("turns_after_pause_total"), metrics.value("turns_after_pause_total", cache="kept")
+    found = [f"cache kept for {(kept or 0.0) / ended:.0%} of {ended:,.0f}"] if ended else []
+    leased, budget = metrics.value("leased_blocks"), metrics.value("lease_budget_blocks")
+    found += [f"leases {leased or 0.0:,.0f} of {budget:,.0f} blocks"] if budget else []
+    for name, metric in (("reused", "reuse_gap"), ("evicted", "idle_before_evict")):
+        median = quantile({}, metrics.buckets(f"kv_block_{metric}_seconds"), 0.5)
+        found += [f"{name} after {span(median)}"] if median is not None else []
+    texts = {"pauses": f"{sum(tools.values()):,.0f} now" + (f": {named}" if named else ""), "": ", ".join(found)}
+    room = max(width, _MIN_WIDTH) - 10
+    return [[(f"{name:<10}", ""), (_cut(text, room), "")] for name, text in texts.items() if text]
 
 
 def _replicas(metrics: Metrics | None) -> list[Line]:

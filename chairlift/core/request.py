@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.base.image_spans import ImageSpan
 from chairlift.base.outputs import FinishReason
+from chairlift.base.turn_cache import ResumedTurn
 from chairlift.core.kv_cache.prefix_node import PrefixNode
 from chairlift.errors import InvariantError
 
@@ -149,6 +150,7 @@ class Request:
         "refused_at",
         "request_id",
         "reserved",
+        "resumed",
         "resumed_at_step",
         "retention",
         "row_order",
@@ -289,6 +291,8 @@ class Request:
         """Number of known tokens at the last admission. The request is preempted again only after it has more."""
         self.admitted_at_step = -1
         """Index of the step in which the request got its row."""
+        self.resumed: ResumedTurn | None = None
+        """The paused turn that this request continues; set when it joins."""
         self.resumed_at_step = -1
         """Index of the step in which the request last resumed. Tokens that earlier steps sample for it are dropped."""
         self.short_of_blocks = False

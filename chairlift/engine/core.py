@@ -16,6 +16,7 @@ from chairlift.base.outputs import FinishReason
 from chairlift.base.row_failures import output_reason
 from chairlift.base.service_class import parse_tenant_weights
 from chairlift.base.step_batch import SampledTokens
+from chairlift.base.turn_cache import ResumedTurn
 from chairlift.config import CacheConfig, SchedulerConfig
 from chairlift.core.kv_cache.eviction.rules import eviction_from_config
 from chairlift.core.kv_cache.manager import KVCacheManager
@@ -166,13 +167,14 @@ class EngineCore(EngineClient):
     def _begin_books(self) -> None:
         """Initialise the core's records of its steps."""
         self.step_log = StepLog()
-        self.events = Events("added", "scheduled", "landed", "ended")
+        self.events = Events("added", "scheduled", "landed", "ended", "paused")
         self.events.subscribe("the step log", self.step_log)
         self.on_joined: Callable[[CoreOutputs], None] | None = None
         """Called before a step is computed, with the sequences that join in it; None: :meth:`step` returns them with
         the results of the step. For models whose requests live for one long step only."""
         self._joined: list[tuple[str, int, float]] = []
         self._fetched: list[tuple[str, int, int]] = []
+        self._resumed: list[tuple[str, ResumedTurn]] = []
         self._progress: list[Progress] = []
         self._flights: deque[Flight] = deque()
         self.masks = StepMasks(self.preparers, self.scheduler, self.costs, self.clock, self._flights)
@@ -234,7 +236,8 @@ class EngineCore(EngineClient):
 
     def paused(self, sequence_id: str, tools: Sequence[str]) -> None:
         """Note that the answer of a sequence that has ended calls these tools."""
-        self.kv.eviction.paused(sequence_id, tools)
+        if (turn := self.kv.eviction.paused(sequence_id, tools)) is not None:
+            self.events.tell("paused", turn)
 
     def fail(self, sequence_id: str, reason: str) -> list[FinishedSequence]:
         """End a sequence whose output cannot be made or sent; ``reason`` is the error message. Returns the sequences
@@ -385,6 +388,8 @@ class EngineCore(EngineClient):
                 self._joined.append((row.request_id, request.num_cached_tokens, now))
                 if request.num_host_tokens or request.num_disk_tokens:
                     self._fetched.append((row.request_id, request.num_host_tokens, request.num_disk_tokens))
+                if (resumed := request.resumed) is not None:
+                    self._resumed.append((row.request_id, resumed))
                 self._statistics.joined(request)
         if self.on_joined is not None and self._joined:
             self.on_joined(self._take_joined())
@@ -405,9 +410,10 @@ class EngineCore(EngineClient):
 
     def _take_joined(self) -> CoreOutputs:
         """Results that have only the sequences that have joined since the last call."""
-        outputs = CoreOutputs(joined=self._joined, fetched=self._fetched)
+        outputs = CoreOutputs(joined=self._joined, fetched=self._fetched, resumed=self._resumed)
         self._joined = []
         self._fetched = []
+        self._resumed = []
         return outputs
 
     def _land(self) -> CoreOutputs:

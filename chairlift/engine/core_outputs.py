@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from chairlift.base.outputs import FinishReason
+from chairlift.base.turn_cache import ResumedTurn
 from chairlift.engine.causes import DecodeSeconds
 from chairlift.engine.kv_store.report import StoreNews
 
@@ -114,6 +115,8 @@ class CoreOutputs:
     fetched: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
     """(sequence, prompt tokens whose KV came back from host memory, from disk) of each entry of ``joined`` that has
     such tokens."""
+    resumed: list[tuple[str, ResumedTurn]] = dataclasses.field(default_factory=list)
+    """(sequence, the turn that it continues) of each entry of ``joined`` that is the first turn after a pause."""
 
     def merge(self, later: CoreOutputs) -> None:
         """Append the results of later steps to this object, because this object could not be sent yet."""
@@ -124,6 +127,7 @@ class CoreOutputs:
         self.token_ids += later.token_ids
         self.joined += later.joined
         self.fetched += later.fetched
+        self.resumed += later.resumed
         self.prompt_logprobs += later.prompt_logprobs
         self.finished += later.finished
         self.decoding += later.decoding
@@ -156,6 +160,7 @@ def renamed(outputs: CoreOutputs, names: Mapping[str, str | None]) -> CoreOutput
         logprobs=None if outputs.logprobs is None else [outputs.logprobs[row] for row in rows],
         joined=pairs(outputs.joined),
         fetched=pairs(outputs.fetched),
+        resumed=pairs(outputs.resumed),
         prompt_logprobs=pairs(outputs.prompt_logprobs),
         finished=[fields(each) for each in outputs.finished if name(each.sequence_id) is not None],
         decoding=pairs(outputs.decoding),

@@ -13,6 +13,7 @@ from chairlift.core.scheduler.fairness import VirtualTokenCounters
 from chairlift.core.scheduler.governor_loop import GovernorLoop
 from chairlift.core.scheduler.output import SchedulerOutput
 from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.engine.cache_statistics import CacheStatistics
 from chairlift.engine.clock import Clock
 from chairlift.engine.expert_load import ExpertLoad
 from chairlift.engine.preparers import Preparers
@@ -53,6 +54,8 @@ class CoreStatistics:
         self._shares_noted = -math.inf
         self._tenant_gap = 0.0
         self._rows_by_class: dict[str, int] = {}
+        self._cache = CacheStatistics(scheduler.kv)
+        self._of_cache: dict[str, Any] = {}
 
     def joined(self, request: Request) -> None:
         """Count a request that is in a step for the first time."""
@@ -71,7 +74,8 @@ class CoreStatistics:
         counted.num_swapped_in_blocks += len(out.swap_in)
 
     def read(self) -> EngineStats:
-        """Statistics after the newest step. The numbers per class, adapter and tenant are at most one second old."""
+        """Statistics after the newest step. The numbers per class, adapter and tenant, and of the times of blocks, are
+        at most one second old."""
         self._note_shares()
         if self._expert_load is not None:
             self._expert_load.read(self._clock.now())
@@ -80,8 +84,12 @@ class CoreStatistics:
         counts = kv.counts()
         rate = scheduler.preemption_rate
         floor = self._times.floor
+        step_tokens = self._counted.step_tokens
+        self._counted.step_tokens = 0  # a later frame without a step must not report these tokens again
         return dataclasses.replace(
             self._counted,
+            step_tokens=step_tokens,
+            **self._of_cache,
             num_running=len(scheduler.running),
             num_waiting=scheduler.batch.num_waiting,
             used_blocks=counts.used,
@@ -125,8 +133,9 @@ class CoreStatistics:
         }
 
     def _note_shares(self) -> None:
-        """Update three statistics: running requests per class of service, adapters in use, and the largest difference
-        in service between tenants. They are not updated in every step, so that steady decoding stays cheap."""
+        """Update the statistics of running requests per class of service, adapters in use, the prefix cache, and the
+        largest difference in service between tenants. They are not updated in every step, so that steady decoding stays
+        cheap."""
         now = self._clock.now()
         running = self._scheduler.running
         if running and now < self._shares_noted + _SHARES_SECONDS:
@@ -136,6 +145,7 @@ class CoreStatistics:
             rows = Counter(request.service.service_class for request in running.values())
             self._rows_by_class = {name: rows[name] for name in self._reserved}
         self._preparers.adapters.note_use()
+        self._of_cache = self._cache.read()
         counters = getattr(self._scheduler.policy, "counters", None)
         if isinstance(counters, VirtualTokenCounters):
             service = [counters[tenant] for tenant in counters.active()]

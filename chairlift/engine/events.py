@@ -1,6 +1,7 @@
 """Events of an engine, and their subscribers.
 
-The core publishes ``added`` and ``ended`` for requests, ``scheduled`` and ``landed`` for steps. The engine in the
+The core publishes ``added`` and ``ended`` for requests, ``paused`` for those that called tools, ``scheduled`` and
+``landed`` for steps. The engine in the
 server's process publishes ``began`` and ``ended`` for requests, and ``steps``: lines of the core's recorder. An event
 without subscribers costs one call.
 """

@@ -414,6 +414,10 @@ class OutputProcessor:
     def take(self, step: CoreOutputs, now: float) -> list[str]:
         """Process the results of a step. Returns the ids of sequences that a stop string has ended."""
         fetched = {sequence_id: (host, disk) for sequence_id, host, disk in step.fetched}
+        for sequence_id, resumed in step.resumed:
+            found = self._answers.get(sequence_id)
+            if found is not None and found[0].metrics.resumed is None:
+                found[0].metrics.resumed = resumed
         for sequence_id, num_cached, when in step.joined:
             found = self._answers.get(sequence_id)
             if found is not None and found[0].metrics.first_scheduled_time is None:

@@ -193,6 +193,8 @@ class _Reader:
         request.started = started
 
     def _happened(self, what: str, number: int, *fields: Any) -> None:
+        if what == "pause":  # the request has ended, and may be unknown here
+            return
         request = self._request(number)
         if what == "add":
             request.arrival, request.request_id, request.prompt_tokens, _, request.service_class = fields
@@ -304,6 +306,18 @@ class _Writer:
         if what == "add":
             args = {"request": name, "prompt_tokens": fields[2]}
             self._add("i", _QUEUE, 0, fields[0], name="arrival", s="p", args=args)
+        elif what == "pause":
+            ended, tools, tokens, until = fields
+            args = {
+                "request": name,
+                "tools": tools,
+                "tokens": tokens,
+                "lease_seconds": max(0.0, round(until - ended, 6)),
+            }
+            self._add("i", _QUEUE, 0, ended, name="pause", s="p", args=args)
+        elif what == "resume":
+            args = {"request": name, "pause_seconds": fields[2], "cache": fields[3]}
+            self._add("i", _QUEUE, 0, fields[0], name="resume", s="p", args=args)
         elif what in ("join", "preempt", "end", "hold"):
             more: dict[str, Any] = {}
             if what == "join":

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from chairlift.config import SchedulerConfig
+from chairlift.core.kv_cache.eviction.turns import EndedTurn
 from chairlift.core.request import Request, RequestStatus
 from chairlift.core.scheduler.output import Chunk, SchedulerOutput
 from chairlift.engine.step_log import StepRecord
@@ -30,6 +31,8 @@ _PAST_STEPS: Final = 1024
 _ENDED: Final = 4096
 _KEY_BYTES: Final = 1 << 16
 _KEY_SECONDS: Final = 30.0
+_CACHE_SECONDS: Final = 1.0
+_MOST_PAUSES: Final = 256
 _log = logging.getLogger(__name__)
 _encode: Final = msgspec.json.Encoder().encode
 _Change = list[Any]
@@ -64,6 +67,9 @@ class StepRecorder:
         """Number of the newest reading of the expert load that was written to a line."""
         self._images: tuple[int, ...] = core.preparers.images.state()
         """State of the images in the newest line that has it."""
+        self._cache = self._cache_state()
+        """State of the prefix cache in the newest line that has it."""
+        self._cache_at = -_CACHE_SECONDS
         self._held: set[str] = set()
         self._leaving: dict[str, int] = {}
         """Id of a request that ended while steps were in flight -> index of the newest of these steps. Later lines
@@ -136,12 +142,19 @@ class StepRecorder:
             self._changes.append(
                 ["join", number, now, row.slot, row.num_computed_tokens, again, *(fetched if any(fetched) else ())]
             )
+            if (resumed := request.resumed) is not None and not again:
+                earlier = self._numbers.get(resumed.sequence_id, -1)
+                self._changes.append(["resume", number, now, earlier, round(resumed.gap, 6), resumed.cache.value])
         if out.num_held > len(self._held):
             done = {name for name, _ in out.decode_rows if requests[name].finish_reason is not None} - self._held
             self._held |= done
             self._changes += [["hold", self._numbers[name], now] for name in sorted(done)]
         if self._changes:
             self._flights[out.step], self._changes = self._changes, []
+
+    def paused(self, turn: EndedTurn) -> None:
+        """Record that the answer of a request that has ended calls tools."""
+        self._changes.append(["pause", *self._pause(turn)])
 
     def ended(self, request: Request, now: float, causes: dict[str, float], preempted_by: list[str]) -> None:
         """Record that the request has ended."""
@@ -168,6 +181,7 @@ class StepRecorder:
         """Record that the step's tokens, or its error, are known."""
         line = self._step_line(record, self._flights.pop(record.step, []))
         self._note_images(line)
+        self._note_cache(line)
         self._write(line)
         if self._leaving:
             self._leaving = {name: step for name, step in self._leaving.items() if step >= record.step}
@@ -239,6 +253,36 @@ class StepRecorder:
         why = "" if batch.waiting else batch.unready_for
         return batch.num_waiting, why, *dataclasses.astuple(self._core.kv.counts())
 
+    def _pause(self, turn: EndedTurn) -> list[Any]:
+        """What the lines say of a pause: request, its end, tools, tokens of the conversation, end of the lease (0: no
+        lease)."""
+        number, ended, until = self._number(turn.request_id), round(turn.ended_at, 6), round(turn.until, 6)
+        return [number, ended, turn.tools, turn.num_tokens, until]
+
+    def _note_cache(self, line: dict[str, Any], *, at_once: bool = False) -> bool:
+        """Add the state of the prefix cache to a line if it has changed, at most once a second or ``at_once``. Returns
+        whether it was added."""
+        now = self._core.clock.now()
+        if now < self._cache_at + _CACHE_SECONDS and not at_once:
+            return False
+        self._cache_at = now
+        state = self._cache_state()
+        if state == self._cache:
+            return False
+        line["cache"] = self._cache = state
+        return True
+
+    def _cache_state(self) -> tuple[float, ...]:
+        """(unused blocks with a lease, their maximum, reused blocks, seconds for which they had been unused, evicted
+        blocks, seconds for which they had been unused)."""
+        kv = self._core.kv
+        leases = kv.eviction.leases()
+        leased = (0, 0) if leases is None else (sum(leases.num_by_level.values()), leases.budget)
+        times = [pool.times for pool in kv.pools]
+        reused = sum(sum(each.reuse_gap.counts) for each in times), sum(each.reuse_gap.seconds for each in times)
+        evicted = sum(sum(each.idle.counts) for each in times), sum(each.idle.seconds for each in times)
+        return *leased, reused[0], round(reused[1], 3), evicted[0], round(evicted[1], 3)
+
     def _note_images(self, line: dict[str, Any]) -> bool:
         """Add the state of the images to a line if it has changed. Returns whether it has."""
         now = self._core.preparers.images.state()
@@ -260,7 +304,10 @@ class StepRecorder:
         """If no step is in flight, write the changes since the last step as a separate line."""
         self._drain()
         line: dict[str, Any] = {"at": round(self._core.clock.now(), 6)}
-        if not self._core.num_in_flight and (self._note_images(line) or self._changes):
+        if self._core.num_in_flight:
+            return
+        has_images, has_cache = self._note_images(line), self._note_cache(line, at_once=True)
+        if has_images or has_cache or self._changes:
             changes = self._changes
             self._changes = []
             status = self._idle_status()
@@ -318,7 +365,10 @@ class StepRecorder:
             "on": [(slot, self._number(name)) for name, slot in self._decodes],
             "state": self._status or self._idle_status(),
             "cached": cached,
+            "cache": self._cache,
         }
+        if open_turns := core.kv.eviction.turns.paused[-_MOST_PAUSES:]:
+            key["pauses"] = [[*self._pause(turn), turn.request_id] for turn in open_turns]
         if (
             images := core.preparers.images.state()
         ):  # older readers skip the snapshot, so the next line may repeat this state

@@ -3,7 +3,8 @@
 The exporter has no state: each scrape reads the records once. Metrics that vLLM also has use vLLM's names, with the
 prefix ``chairlift`` or ``vllm``, so that vLLM's dashboards and autoscalers work. Metrics that only Chairlift has
 always begin with ``chairlift``. Label values come from fixed sets or are names of adapters, so text from a client
-cannot become a label value.
+cannot become a label value. The exception are names of tools, of which the engine passes on at most 20, and only
+letters, digits, dots, hyphens and underscores.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from chairlift.base.turn_cache import BLOCK_TIME_BOUNDS, TurnCache
 from chairlift.metrics.stats import (
     BATCH_OUTCOMES,
     DEADLINE_KINDS,
@@ -69,6 +71,8 @@ _STATUSES: Final = (
     ),
 )
 _RECENT_SECONDS: Final = 60.0
+_PAUSE_SECONDS: Final = 300.0
+"""Seconds after which a pause is not counted any more."""
 _LABELS: Final = ("model_name", "engine")
 _Of = Callable[[ReplicaCounts], float]
 """Function that reads the value of a metric for one replica."""
@@ -155,6 +159,7 @@ def render(
     families += _engine_process(ours, engine_pid) if not replicas else _replicas(ours, replicas)
     families += [] if autoscaling is None else _autoscaling(ours, autoscaling)
     families += _memory_pressure(ours, stats, info)
+    families += [*_pauses(ours, stats, up, now), *_block_times(names, stats.engine)]
     families += _governor(ours, stats, up)
     families += _deadlines(ours, stats, {"default": 0} if classes is None else classes, up)
     families += _forecasts(ours, stats, forecast_within or {})
@@ -508,6 +513,59 @@ def _memory_pressure(names: _Names, stats: RequestStats, info: CacheInfo | None)
     yield names.counter("kv_store_loads", "Requests that waited for KV from disk.", engine.num_kv_loads)
     text = "Seconds for which requests waited for KV from disk."
     yield names.counter("kv_store_load_seconds", text, engine.num_kv_load_seconds)
+
+
+def _pauses(names: _Names, stats: RequestStats, up: bool, now: float) -> Iterator[Metric]:
+    """Metrics of conversations that pause while a tool runs, and of the leases of their blocks."""
+    engine = stats.engine
+    quiet = stats.last_token_time is None or now - stats.last_token_time > _PAUSE_SECONDS
+    text = "Conversations that pause for a tool now, and have done so for at most 5 minutes."
+    yield names.gauge_by("paused_conversations", text, "tool", {} if quiet or not up else engine.pauses_by_tool)
+    yield names.counter(
+        "pauses", "Answers that called tools, after which their conversation paused.", engine.num_pauses
+    )
+    yield names.counter("pause_leases", "Of those, the ones whose blocks got a lease.", engine.num_leases)
+    text = "First turns after a pause, by what they found of their conversation's cache."
+    turns = {(found.value,): engine.turns_by_cache.get(found.value, 0) for found in TurnCache}
+    yield names.counter_of("turns_after_pause", text, ("cache",), turns.items())
+    if not engine.lease_budget_blocks and not engine.leases_ended:  # the first is 0 while the engine restarts
+        return
+    text = "Unused blocks with a lease."
+    yield names.gauge_by("leased_blocks", text, "level", engine.leased_blocks if up else {})
+    text = "Most unused blocks that may have a lease."
+    yield names.gauge("lease_budget_blocks", text, engine.lease_budget_blocks if up else 0)
+    text = "Blocks whose lease ended before the next turn came."
+    reasons = [how.value for how in TurnCache if how not in (TurnCache.KEPT, TurnCache.NO_LEASE)]
+    ended = {(how,): engine.leases_ended.get(how, 0) for how in reasons}
+    yield names.counter_of("lease_ended_blocks", text, ("reason",), ended.items())
+
+
+def _block_times(names: _Names, engine: EngineStats) -> Iterator[Metric]:
+    """Times of blocks of the prefix cache, under vLLM's names. vLLM measures a sample of its blocks."""
+    for counts, seconds, name, text in (
+        (
+            engine.block_reuse_gaps,
+            engine.num_block_reuse_seconds,
+            "kv_block_reuse_gap_seconds",
+            "Time for which a cached block was unused until it was used again.",
+        ),
+        (
+            engine.block_idle_times,
+            engine.num_block_idle_seconds,
+            "kv_block_idle_before_evict_seconds",
+            "Time for which an evicted block had been unused.",
+        ),
+        (
+            engine.block_lifetimes,
+            engine.num_block_lifetime_seconds,
+            "kv_block_lifetime_seconds",
+            "Time from the computation of a block to its eviction.",
+        ),
+    ):
+        histogram = Histogram(BLOCK_TIME_BOUNDS)
+        histogram.counts = counts or histogram.counts
+        histogram.total = seconds
+        yield names.histogram(name, text, histogram)
 
 
 def _drafts(names: _Names, stats: RequestStats) -> Iterator[Metric]:

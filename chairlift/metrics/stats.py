@@ -170,6 +170,31 @@ class EngineStats:
     num_kv_bytes_written: int = 0
     kv_blocks_rejected: dict[str, int] = dataclasses.field(default_factory=dict)
     """Reason -> number of blocks that were not written to disk, or not used after they were read."""
+    num_pauses: int = 0
+    """Number of answers that called tools, after which their conversation pauses. The next field: those of them whose
+    blocks got a lease."""
+    num_leases: int = 0
+    pauses_by_tool: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Tool -> number of conversations that pause for it now. There are at most 20 names, and ``other``."""
+    turns_by_cache: dict[str, int] = dataclasses.field(default_factory=dict)
+    """What the first turn after a pause found of its conversation's cache (:class:`TurnCache`) -> number of such
+    turns."""
+    leased_blocks: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Level of a lease (``1`` to ``3``) -> number of unused blocks with such a lease. Empty if the rule of
+    eviction has no leases."""
+    lease_budget_blocks: int = 0
+    """Maximum of these blocks."""
+    leases_ended: dict[str, int] = dataclasses.field(default_factory=dict)
+    """How a lease ended before the next turn (:class:`TurnCache`) -> number of blocks whose lease ended in this way."""
+    block_reuse_gaps: list[int] = dataclasses.field(default_factory=list)
+    """Seconds for which a cached block was unused until it was used again: number of blocks per bucket of
+    :data:`~chairlift.base.turn_cache.BLOCK_TIME_BOUNDS`. The next field: their sum. Then the same of the
+    seconds for which an evicted block had been unused, and since it got its content."""
+    num_block_reuse_seconds: float = 0.0
+    block_idle_times: list[int] = dataclasses.field(default_factory=list)
+    num_block_idle_seconds: float = 0.0
+    block_lifetimes: list[int] = dataclasses.field(default_factory=list)
+    num_block_lifetime_seconds: float = 0.0
     num_thinking_limited: int = 0
     """Number of ended outputs that had a thinking budget. The next field: outputs whose reasoning was ended by the
     budget."""
@@ -187,8 +212,10 @@ class EngineStats:
     def only_counters(self) -> EngineStats:
         """A copy in which only the counters are kept, for an engine that has ended."""
         counters = EngineStats(**{name: getattr(self, name) for name in _COUNTERS})
-        counters.accepted_at = list(self.accepted_at)
-        counters.kv_blocks_rejected = dict(self.kv_blocks_rejected)
+        for name in _COUNTER_LISTS:
+            setattr(counters, name, list(getattr(self, name)))
+        for name in _COUNTER_MAPS:
+            setattr(counters, name, dict(getattr(self, name)))
         return counters
 
 
@@ -206,11 +233,10 @@ def merge_stats(all_: Sequence[EngineStats]) -> EngineStats:
     total.expert_imbalance = [max(layer) for layer in layers]
     total.floor_share = min((each.floor_share for each in all_ if each.floor_share is not None), default=None)
     for each in all_:
-        total.accepted_at = [
-            sum(two) for two in itertools.zip_longest(total.accepted_at, each.accepted_at, fillvalue=0)
-        ]
-        total.rows_by_class = _added(total.rows_by_class, each.rows_by_class)
-        total.kv_blocks_rejected = _added(total.kv_blocks_rejected, each.kv_blocks_rejected)
+        for name in _COUNTER_LISTS:
+            setattr(total, name, _added_lists(getattr(total, name), getattr(each, name)))
+        for name in (*_COUNTER_MAPS, *_STATE_MAPS):
+            setattr(total, name, _added(getattr(total, name), getattr(each, name)))
     for field in ("running_adapters", "waiting_adapters"):
         setattr(total, field, list(dict.fromkeys(name for each in all_ for name in getattr(each, field))))
     return total
@@ -501,8 +527,11 @@ _SUMMED = (
     *_COUNTERS,
     *("num_running", "num_waiting", "used_blocks", "cached_blocks", "free_blocks", "shared_blocks"),
     *("running_limit", "token_budget"),
-    *("image_bytes", "max_image_bytes", "kv_store_blocks"),
+    *("image_bytes", "max_image_bytes", "kv_store_blocks", "lease_budget_blocks"),
 )
+_COUNTER_LISTS = ("accepted_at", "block_reuse_gaps", "block_idle_times", "block_lifetimes")
+_COUNTER_MAPS = ("kv_blocks_rejected", "turns_by_cache", "leases_ended")
+_STATE_MAPS = ("rows_by_class", "pauses_by_tool", "leased_blocks")
 _TOKENS = ("prompt_tokens", "cached_tokens", "host_tokens", "disk_tokens", "generation_tokens")
 _summed_of = operator.attrgetter(*_SUMMED)
 
@@ -511,10 +540,15 @@ def _added(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
     return {name: one.get(name, 0) + other.get(name, 0) for name in (*one, *other)}
 
 
+def _added_lists(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    return [sum(two) for two in itertools.zip_longest(one, other, fillvalue=0)]
+
+
 def _with_counters(stats: EngineStats, more: EngineStats) -> EngineStats:
     """A copy of ``stats`` whose counters include those of ``more``."""
     total = dataclasses.replace(stats, **{name: getattr(stats, name) + getattr(more, name) for name in _COUNTERS})
-    places = itertools.zip_longest(stats.accepted_at, more.accepted_at, fillvalue=0)
-    total.accepted_at = [now + before for now, before in places]
-    total.kv_blocks_rejected = _added(stats.kv_blocks_rejected, more.kv_blocks_rejected)
+    for name in _COUNTER_LISTS:
+        setattr(total, name, _added_lists(getattr(stats, name), getattr(more, name)))
+    for name in _COUNTER_MAPS:
+        setattr(total, name, _added(getattr(stats, name), getattr(more, name)))
     return total

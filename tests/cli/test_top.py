@@ -100,6 +100,32 @@ def test_the_sources_of_prompts_are_shown_if_a_disk_had_some() -> None:
     assert "prompts " not in shown(view(at(0.0, 1), None, width=100, height=24))
 
 
+@pytest.mark.parametrize("width", [80, 102])
+def test_pauses_and_leases_are_shown_if_answers_call_tools(width: int) -> None:
+    stats = RequestStats()
+    assert "pauses" not in shown(view(at(1.0, 1), None, width=width, height=30))
+    stats.last_token_time = 0.0
+    stats.step(
+        EngineStats(
+            num_pauses=9,
+            num_leases=8,
+            pauses_by_tool={"a_tool_with_a_long_name": 1, "search": 3, "x": 1, "run_tests": 2},
+            turns_by_cache={"kept": 3, "expired": 1},
+            leased_blocks={"1": 0, "2": 10, "3": 110},
+            lease_budget_blocks=400,
+            block_reuse_gaps=[0, 0, 0, 4] + [0] * 10,
+            block_idle_times=[0, 0, 0, 0, 0, 2] + [0] * 8,
+        )
+    )
+    known = {"model_name": "tiny", "prefix": "vllm", "up": True, "num_waiting": 0, "now": 1.0}
+    now = Snapshot(1.0, "http://here", metrics=Metrics(prometheus.render(stats, None, **known).decode()))  # type: ignore[arg-type]
+    lines = shown(view(now, None, width=width, height=30)).splitlines()
+    assert "pauses    7 now: search 3, run_tests 2, a_tool_with_a_l~ 1" in lines
+    found = "          cache kept for 75% of 4, leases 120 of 400 blocks, reused after 2.0s, evicted after 15.0s"
+    assert (found if len(found) <= width else f"{found[:79]}~") in lines
+    assert all(len(line) <= width for line in lines)
+
+
 def test_the_busiest_expert_of_all_layers_is_shown_for_models_with_experts() -> None:
     layers = "".join(f'chairlift:expert_imbalance{{layer="{n}"}} {load}\n' for n, load in enumerate((1.2, 2.75, 1.9)))
     known = Metrics(measured(1) + 'chairlift:floor_share{model_name="tiny",engine="0"} 0.784\n' + layers)

@@ -6,10 +6,12 @@ import pytest
 
 from chairlift.base.outputs import FinishReason, Logprob
 from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.turn_cache import ResumedTurn, TurnCache
 from chairlift.engine.core_outputs import CoreOutputs, FinishedSequence, Progress, TokenRecord
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.output_processor import OutputProcessor, RequestPhase, RequestProgress, RequestState
-from chairlift.metrics.stats import Histogram, RequestStats
+from chairlift.engine.process.messages import FrameReader, Step, encode
+from chairlift.metrics.stats import EngineStats, Histogram, RequestStats
 
 PROMPT = [1, 2, 3]
 
@@ -63,6 +65,18 @@ def test_the_sources_of_a_prompt_are_those_of_its_first_step() -> None:
     outputs.take(CoreOutputs(["r"], [7], joined=[("r", 5, 103.0)], fetched=[("r", 0, 5)]), 103.5)  # it has moved
     assert (state.num_cached_tokens, state.num_host_tokens, state.num_disk_tokens) == (3, 1, 2)
     assert (stats.prompt_tokens, stats.cached_tokens, stats.host_tokens, stats.disk_tokens) == (3, 3, 1, 2)
+
+
+def test_what_a_turn_found_of_its_cache_is_that_of_its_first_step() -> None:
+    outputs, state = begun(RequestStats())
+    first = ResumedTurn("before", ("search",), 4.5, TurnCache.EXPIRED)
+    other = ResumedTurn("elsewhere", ("search",), 9.0, TurnCache.KEPT)
+    frame = CoreOutputs(resumed=[("r", first), ("gone", other)])
+    frame.merge(CoreOutputs(["r"], [7], joined=[("r", 0, 102.0)], resumed=[("r", other)]))  # it has moved
+    (step,) = FrameReader().feed(encode(Step(frame, EngineStats())))
+    assert isinstance(step, Step)
+    outputs.take(step.outputs, 102.5)
+    assert state.metrics.resumed == first
 
 
 @pytest.mark.parametrize("by_the_core", [False, True])

@@ -412,7 +412,7 @@ def test_a_recording_contains_no_token_of_a_request() -> None:
     fields = set()
     for line in watched(truth).splitlines():
         fields |= json.loads(line).keys()
-    assert fields <= {"key", "step", "t", "do", "on", "off", "rest", "ctx", "chunks", "state", "at"}
+    assert fields <= {"key", "step", "t", "do", "on", "off", "rest", "ctx", "chunks", "state", "at", "cache"}
 
 
 def watched_images(seed: int, pieces: int = 7) -> tuple[Simulation, list[bytes]]:

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from chairlift.base.outputs import FinishReason
 from chairlift.metrics.prometheus import CONTENT_TYPE, FINISH_REASONS, REJECTION_REASONS, render
-from chairlift.metrics.stats import CAUSES, EngineStats, FinishedRequest, Histogram, RequestStats
+from chairlift.metrics.stats import CAUSES, EngineStats, FinishedRequest, Histogram, RequestStats, merge_stats
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -328,6 +328,48 @@ def test_promises_are_counted_by_class_and_kind() -> None:
     assert value(again, "chairlift:swapped_blocks_total", direction="out") == 8
     assert value(again, "chairlift:reserved_rows_in_use", service_class="chat") == 0
     assert not [name for name, _ in again if name == "chairlift:swapped_bytes_total"]
+
+
+def test_pauses_leases_and_times_of_blocks_are_shown() -> None:
+    stats = RequestStats()
+    without = samples(stats)
+    assert value(without, "chairlift:turns_after_pause_total", cache="kept") == 0
+    assert not [name for name, _ in without if "lease_budget" in name or "paused_conversations" in name]
+    first = EngineStats(
+        num_pauses=5,
+        num_leases=4,
+        pauses_by_tool={"search": 2, "other": 1},
+        turns_by_cache={"kept": 3, "displaced": 1},
+        leased_blocks={"1": 0, "2": 1, "3": 7},
+        lease_budget_blocks=20,
+        leases_ended={"displaced": 6},
+        block_reuse_gaps=[1, 2] + [0] * 12,
+        num_block_reuse_seconds=0.5,
+    )
+    stats.step(first)
+    stats.first_token(0.1, now=0.0)
+    found = samples(stats, now=10.0)
+
+    def of(name: str, **labels: str) -> float:
+        return value(found, f"chairlift:{name}", **labels)
+
+    assert (of("paused_conversations", tool="search"), of("paused_conversations", tool="other")) == (2, 1)
+    assert (of("pauses_total"), of("pause_leases_total")) == (5, 4)
+    assert [of("turns_after_pause_total", cache=name) for name in ("kept", "displaced", "expired")] == [3, 1, 0]
+    assert (of("leased_blocks", level="3"), of("lease_budget_blocks")) == (7, 20)
+    assert [of("lease_ended_blocks_total", reason=name) for name in ("displaced", "over_budget")] == [6, 0]
+    assert (of("kv_block_reuse_gap_seconds_bucket", le="0.3"), of("kv_block_reuse_gap_seconds_sum")) == (3, 0.5)
+    assert of("kv_block_lifetime_seconds_count") == 0
+    assert not [name for name, _ in samples(stats, now=301.0) if "paused_conversations" in name], "it is idle"
+    stats.engine_died()
+    stats.step(EngineStats(turns_by_cache={"kept": 1}, block_reuse_gaps=[1] * 14, num_block_reuse_seconds=2.0))
+    found = samples(stats, now=10.0)
+    assert (of("turns_after_pause_total", cache="kept"), of("kv_block_reuse_gap_seconds_count")) == (4, 17)
+    assert of("kv_block_reuse_gap_seconds_sum") == 2.5
+    assert of("lease_budget_blocks") == 0
+    merged = merge_stats([first, first])
+    assert (merged.pauses_by_tool["search"], merged.leased_blocks["3"], merged.lease_budget_blocks) == (4, 14, 40)
+    assert merged.block_reuse_gaps[:2] == [2, 4]
 
 
 def test_the_error_of_forecasts_is_shown() -> None:

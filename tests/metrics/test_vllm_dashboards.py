@@ -65,7 +65,6 @@ PLAIN = {
 }
 """Series of the server's process, which have no model's name -> labels."""
 ABSENT = (
-    *("kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds", "kv_block_reuse_gap_seconds"),
     *("num_requests_kv_fetch_by_stage", "nixl_xfer_time_seconds", "nixl_bytes_transferred"),
     *("nixl_post_time_seconds", "nixl_num_descriptors", "nixl_num_failed_transfers"),
     *("kv_offload_load_time", "kv_offload_store_time", "kv_offload_load_size", "kv_offload_store_size"),

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 
 from chairlift.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from chairlift.base.sampling_params import SamplingParams
+from chairlift.base.turn_cache import ResumedTurn, TurnCache
 from chairlift.server.http.app import make_app
 from tests.server.fake_engine import FakeEngine, make_state
 
@@ -28,6 +29,8 @@ class Charging(FakeEngine):
         if finished:
             metrics.causes = {"decode": len(prompt) / 2, "waiting_slots": len(prompt) / 2}
             metrics.preempted_by = [f"of {len(prompt)}"]
+            if len(prompt) == 4:
+                metrics.resumed = ResumedTurn("before", ("search",), 1.5, TurnCache.EXPIRED)
         return dataclasses.replace(super()._output(prompt, params, answers, finished), metrics=metrics)
 
 
@@ -48,6 +51,11 @@ def ask(http: TestClient, path: str, **fields: Any) -> Any:
 def events(http: TestClient, path: str, **fields: Any) -> list[dict[str, Any]]:
     text = ask(http, path, stream=True, **fields).text
     return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]
+
+
+def test_a_reply_says_what_a_turn_found_of_its_cache(http: TestClient) -> None:
+    timing = ask(http, TEXT, prompt=[1, 2, 3, 4], return_timing=True).json()["timing"]
+    assert (timing["turn_cache"], timing["pause_ms"]) == ("expired", 1500)
 
 
 def test_a_reply_says_where_the_time_of_the_slowest_prompt_went(http: TestClient) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from chairlift.base.sampling_params import SamplingParams
-from chairlift.config import CacheGroup, SchedulerConfig, ServerConfig
+from chairlift.config import CacheConfig, CacheGroup, SchedulerConfig, ServerConfig
 from chairlift.core.scheduler.output import SchedulerOutput
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.engine import Engine
@@ -123,7 +123,13 @@ class Truth:
 
 
 def make_truth(
-    seed: int = 0, *, num_blocks: int = 40, windows: tuple[int | None, ...] = (None,), host: int = 0, **config: Any
+    seed: int = 0,
+    *,
+    num_blocks: int = 40,
+    windows: tuple[int | None, ...] = (None,),
+    host: int = 0,
+    cache_eviction: str = "auto",
+    **config: Any,
 ) -> Truth:
     scheduler = SchedulerConfig(**{"max_num_seqs": 5, "max_num_batched_tokens": 24, **config})
     groups = [CacheGroup(num_blocks, window, host) for window in windows]
@@ -134,7 +140,8 @@ def make_truth(
         block_size=_BLOCK,
     )
     limits = ModelLimits(_VOCAB, _LENGTH, ())
-    return Truth(Engine(executor, limits, scheduler, tokenizer=None, clock=VirtualClock()), seed)
+    cache = CacheConfig(cache_eviction=cache_eviction)
+    return Truth(Engine(executor, limits, scheduler, tokenizer=None, clock=VirtualClock(), cache=cache), seed)
 
 
 class WatchedEngine(StateOnlyEngine):

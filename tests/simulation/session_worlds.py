@@ -352,7 +352,7 @@ def run_world(seed: int) -> collections.Counter[str]:
         _step(world)
     else:
         world.fail(f"requests {sorted(world.asked)} never end")
-    world.seen["kept"] += world.rule.num_kept
+    world.seen["kept"] += world.rule.found["kept"]
     world.seen["returned"] += world.rule.num_returns
     return world.seen
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from chairlift.core.kv_cache.eviction.block_times import BlockTimes
 from chairlift.core.kv_cache.eviction.lru import LRU
 from chairlift.core.kv_cache.eviction.rule import EvictionRule
 from chairlift.core.kv_cache.prefix_node import PrefixNode
@@ -35,7 +36,9 @@ class BlockPool:
         saves."""
         self._blank = list(range(num_blocks - 1, 0, -1))
         """Unused blocks without content. The last one is allocated next."""
-        self._cached = (eviction or LRU()).order(self.capacity)
+        self.times = BlockTimes(num_blocks)
+        self._rule = eviction or LRU()
+        self._cached = self._rule.order(self.capacity)
 
     @property
     def capacity(self) -> int:
@@ -59,6 +62,7 @@ class BlockPool:
             self.ref_counts[block] = 1
             return block, None
         block = self._cached.pop()
+        self.times.evicted(block, self._rule.now)
         self.ref_counts[block] = 1
         evicted = self.nodes[block]
         self.nodes[block] = None
@@ -69,6 +73,7 @@ class BlockPool:
         """Count one more block table that contains this block."""
         if self.ref_counts[block] == 0:
             self._cached.remove(block)
+            self.times.reused(block, self._rule.now)
             self.num_cached -= 1
         else:
             self.num_shares += 1
@@ -86,6 +91,7 @@ class BlockPool:
                 self._blank.append(block)
             else:
                 self.num_cached += 1
+                self.times.released(block, self._rule.now)
                 self._cached.add(block)
         else:
             self.num_shares -= 1
@@ -93,6 +99,7 @@ class BlockPool:
     def attach(self, block: int, node: PrefixNode) -> None:
         """Note that the prefix cache knows the content of this used block."""
         self.nodes[block] = node
+        self.times.filled(block, self._rule.now)
 
     def detach(self, block: int) -> None:
         """Note that the prefix cache no longer knows the content of this block."""

@@ -262,6 +262,7 @@ class CoreProcess:
             self._deliver(CoreOutputs(finished=finished))
         elif isinstance(message, Paused):
             self._core.paused(message.sequence_id, message.tools)
+            self._deliver(CoreOutputs())  # with the new statistics
         elif isinstance(message, Move):
             self._move(message)
         elif isinstance(message, Watch):

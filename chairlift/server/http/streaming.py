@@ -110,7 +110,7 @@ class Usage(msgspec.Struct):
     """Present if reasoning is separated from the content, or if the request has a ``prediction``."""
 
 
-class Timing(msgspec.Struct):
+class Timing(msgspec.Struct, omit_defaults=True):
     """Time from a request's arrival to its end, divided by cause."""
 
     queue_ms: float
@@ -119,6 +119,12 @@ class Timing(msgspec.Struct):
     """Cause of waiting or computing -> milliseconds; docs/why-slow.md explains the causes."""
     preempted_by: list[str]
     """Engine ids of requests that preempted this request. Only the latest are listed."""
+    pause_ms: float | None = None
+    """For the first turn after tools were called: milliseconds from the end of the turn that called them to the arrival
+    of this request. Absent for other requests."""
+    turn_cache: str = ""
+    """What this turn found of its conversation's cache: ``kept``, or why a part of it was evicted. Absent for other
+    requests."""
 
 
 class PromptLogprob(msgspec.Struct):
@@ -362,7 +368,10 @@ def timing(outputs: Sequence[RequestOutput], requested: bool | None) -> Timing |
     causes, of = max(charged, key=lambda each: sum(each[0].values()))
     queue = (of.first_scheduled_time or of.arrival_time) - of.arrival_time
     in_ms = {cause: round(seconds * 1000, 3) for cause, seconds in causes.items()}
-    return Timing(round(queue * 1000, 3), in_ms, of.preempted_by)
+    found = Timing(round(queue * 1000, 3), in_ms, of.preempted_by)
+    if of.resumed is not None:
+        found.pause_ms, found.turn_cache = round(of.resumed.gap * 1000, 3), of.resumed.cache.value
+    return found
 
 
 class TokenTexts:

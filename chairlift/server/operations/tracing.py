@@ -153,6 +153,8 @@ class RequestTracer:
             "chairlift.preemptions": facts.num_preemptions,
         }
         attributes |= {f"chairlift.cause.{name}": spent for name, spent in (state.metrics.causes or {}).items()}
+        if (resumed := state.metrics.resumed) is not None:
+            attributes |= {"chairlift.turn_cache": resumed.cache.value, "chairlift.pause": resumed.gap}
         return {name: value for name, value in attributes.items() if value is not None}
 
     def shutdown(self) -> None:

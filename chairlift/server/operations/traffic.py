@@ -1,9 +1,9 @@
 """Traffic of the server in numbers: GET /v1/requests lists waiting and running requests, GET /v1/traffic records ended
 requests.
 
-Neither contains any text. A recording shows which prompts begin alike, by hashes per block of tokens. The server draws
-a secret for each recording and never reveals it, so a reader of the file cannot test guesses of a prompt. Hash ids per
-block are the idea of Mooncake's traces (Qin et al., 2024).
+Neither contains any text but the names of tools. A recording shows which prompts begin alike, by hashes per block of
+tokens. The server draws a secret for each recording and never reveals it, so a reader of the file cannot test guesses
+of a prompt. Hash ids per block are the idea of Mooncake's traces (Qin et al., 2024).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import secrets
 import time
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final, Literal
 
@@ -45,6 +45,8 @@ _MAX_WAITING: Final = 4096
 _MAX_WAITING_TOKENS: Final = 1 << 22
 """Maximum number of prompt tokens in the records that wait for a slow listener, summed over the records."""
 _MAX_TENANTS: Final = 10_000
+_MAX_TURNS: Final = 10_000
+"""Number of ended requests for which it is known which record they have."""
 _LONG_PROMPT: Final = 16_384
 """Number of tokens above which a prompt is hashed on a thread."""
 _HASH_BYTES: Final = 16
@@ -142,6 +144,14 @@ class TrafficRecord(msgspec.Struct, kw_only=True):
     e2e_seconds: float
     queue_seconds: float | None
     preemptions: int
+    previous: int | None
+    """For the first turn after tools were called: number of the record of the turn that called them; null if it is not
+    in this recording. Null for other requests."""
+    tools: list[str]
+    """Names of the tools that ran before this turn. Empty for other requests."""
+    gap_ms: float | None
+    """Milliseconds from the end of the turn that called the tools to the arrival of this one; null for other
+    requests."""
     hash_ids: list[int]
     """One hash per block of the prompt; the last block may be partial. If two prompts have the same hash at an index,
     they are equal up to the end of that block."""
@@ -254,6 +264,8 @@ class TrafficRecording:
         are not kept."""
         self._num_tokens = self._number = 0
         self._tenants = {"": ""}
+        self._numbers: OrderedDict[str, int] = OrderedDict()
+        """Id of an ended request -> number of its record."""
 
     @property
     def num_under_way(self) -> int:
@@ -282,6 +294,9 @@ class TrafficRecording:
         self._under_way.remove(stream.request_id)
         facts = stream.state.record(now, aborted=cut_off is not None)
         self._number += 1
+        self._numbers[stream.request_id] = self._number
+        if len(self._numbers) > _MAX_TURNS:
+            self._numbers.popitem(last=False)
         record = self._record(stream.state, facts, cut_off or facts.reason)
         prepared = stream.state.prepared
         self._ended.append((self._number, record, prepared.prompt_token_ids, prepared.cache_salt))
@@ -311,6 +326,7 @@ class TrafficRecording:
         arrival = state.metrics.arrival_time
         params = state.prepared.params
         first_token = state.metrics.first_token_time
+        resumed = state.metrics.resumed
         return TrafficRecord(
             arrival_seconds=round(arrival - self._began, 6),
             arrival_unix=round(self.began_unix + arrival - self._began, 6),
@@ -332,6 +348,9 @@ class TrafficRecording:
             e2e_seconds=_rounded(facts.e2e_seconds),
             queue_seconds=None if facts.queue_seconds is None else _rounded(facts.queue_seconds),
             preemptions=facts.num_preemptions,
+            previous=None if resumed is None else self._numbers.get(resumed.sequence_id),
+            tools=[] if resumed is None else sorted(set(resumed.tools)),
+            gap_ms=None if resumed is None else round(1000 * max(0.0, resumed.gap), 3),
             hash_ids=[],
         )
 

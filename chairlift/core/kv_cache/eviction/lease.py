@@ -7,14 +7,17 @@ from what the blocks would save otherwise. Unlike Continuum's pins, a lease neve
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
+from chairlift.base.turn_cache import TurnCache
 from chairlift.core.kv_cache.eviction.asked import ASKED_LEVEL, AskedLeases
-from chairlift.core.kv_cache.eviction.gaps import Gaps, best_hold
+from chairlift.core.kv_cache.eviction.gaps import best_hold
 from chairlift.core.kv_cache.eviction.leases import Lease, LeaseOrder
 from chairlift.core.kv_cache.eviction.lru import LRU
-from chairlift.core.kv_cache.eviction.turns import EndedTurn, EndedTurns, path_of
+from chairlift.core.kv_cache.eviction.rule import LeaseCounts
+from chairlift.core.kv_cache.eviction.turns import EndedTurn, path_of
 from chairlift.core.kv_cache.prefix_node import PrefixNode
 from chairlift.core.request import Request
 
@@ -48,20 +51,19 @@ class LeaseRule(LRU):
     def __init__(self) -> None:
         super().__init__()
         self.orders: list[LeaseOrder] = []
-        self.gaps = Gaps()
-        self.turns = EndedTurns()
         self._saved = 0.0
         """Seconds that hits saved in blocks that were soon to be evicted. Older hits count less."""
         self._saved_at = -math.inf
-        self.num_pauses = self.num_leases = 0
-        """Counters: turns that ended with calls of tools, and those of them that got a lease."""
-        self.num_returns = self.num_kept = 0
-
-    """Counters: pauses that ended with a next turn, and those of them after which all blocks were still there."""
 
     def order(self, capacity: int) -> LeaseOrder:
         self.orders.append(LeaseOrder(capacity, self))
         return self.orders[-1]
+
+    def leases(self) -> LeaseCounts:
+        levels = range(1, _PAUSE_LEVEL + 1)
+        num_by_level = {level: sum(order.num_by_level[level] for order in self.orders) for level in levels}
+        ended = sum((order.num_ended for order in self.orders), Counter[TurnCache]())
+        return LeaseCounts(num_by_level, sum(order.limit for order in self.orders), ended)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -85,36 +87,26 @@ class LeaseRule(LRU):
                 if (found := asked.of(group, first // self.prices.block_size)) is not None:
                     self.orders[group].lease(block, found)
 
-    def ended(self, request: Request) -> None:
-        self.turns.add(request, self.now)
-
-    def paused(self, request_id: str, tools: Sequence[str]) -> None:
-        turn = self.turns.pause(request_id, tools, self.prices.block_size) if tools else None
-        if turn is None:
-            return
-        self.num_pauses += 1
+    def began(self, turn: EndedTurn) -> None:
         seconds = self.hold(turn)
         if seconds > 0:
             self.num_leases += 1
             self._lease(turn, turn.ended_at + seconds)
 
-    def arrived(self, request: Request, keys: Iterable[bytes]) -> None:
-        turn = self.turns.arrived(request, keys)
-        if turn is None:
-            return
-        self.num_returns += 1
-        if request.arrival_time >= turn.ended_at:  # the clock was not set back
-            self.gaps.observe(turn.tenant, turn.tools, request.arrival_time - turn.ended_at)
+    def returned(self, turn: EndedTurn, request: Request) -> None:
         if turn.until:
             self._lease(turn, max(turn.until, self.now + _QUEUE_SECONDS, request.arrival_time + _QUEUE_SECONDS))
 
     def joining(self, request: Request, path: Sequence[PrefixNode]) -> None:
         self._count_saved(path)
-        turn = self.turns.joined(request.request_id)
-        if turn is not None:
-            kept = {id(node) for node in path}
-            self.num_kept += id(turn.node) in kept
-            self._release_branch(turn, kept)
+        super().joining(request, path)
+
+    def resumed(self, turn: EndedTurn, path: Sequence[PrefixNode]) -> TurnCache:
+        self._release_branch(turn, {id(node) for node in path})
+        ends = [how for order in self.orders if (how := order.how_ended(turn.number)) is not None]
+        if ends:
+            return ends[0]
+        return TurnCache.EXPIRED if turn.until else TurnCache.NO_LEASE
 
     # -- leases --------------------------------------------------------------------------------------------------------
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from chairlift.base.turn_cache import TurnCache
 from chairlift.core.kv_cache.eviction.rule import EvictionRule
 from chairlift.errors import InvariantError
 
@@ -15,6 +16,7 @@ __all__ = ["BUDGET", "Lease", "LeaseOrder"]
 
 BUDGET: Final = 0.5
 """Largest part of a pool that unused blocks with a lease may take."""
+_MOST_TURNS: Final = 4096
 
 _SPARE_ENDS: Final = 64
 """Number of ends of leases that are noted in addition to two for each queue."""
@@ -62,6 +64,12 @@ class LeaseOrder:
         self._held: dict[str, OrderedDict[int, None]] = {}
         """Tenant -> its leased blocks, in the order in which they were released."""
         self._num_leased = 0
+        self.num_by_level: Counter[int] = Counter()
+        """Level -> number of unused blocks with a lease."""
+        self.num_ended: Counter[TurnCache] = Counter()
+        """How a lease ended before the next turn -> number of blocks whose lease ended in this way."""
+        self._first_end: OrderedDict[int, TurnCache] = OrderedDict()
+        """Number of a turn -> how the lease of one of its blocks ended first, for the newest turns."""
         self._since: dict[int, float] = {}
         """Unused block -> time at which it was released."""
         self.evicted_at = -math.inf
@@ -81,6 +89,11 @@ class LeaseOrder:
         return self._num_leased
 
     @property
+    def limit(self) -> int:
+        """Largest number of unused blocks with a lease."""
+        return self._limit
+
+    @property
     def num_ordinary(self) -> int:
         """Number of unused blocks without a lease."""
         return len(self._ordinary) + len(self._expired)
@@ -93,6 +106,10 @@ class LeaseOrder:
     def held_by(self) -> dict[str, int]:
         """Tenant -> number of its unused blocks with a lease."""
         return {tenant: len(blocks) for tenant, blocks in self._held.items()}
+
+    def how_ended(self, turn: int) -> TurnCache | None:
+        """How the lease of one of the turn's blocks ended, if it ended before the next turn. The turn is forgotten."""
+        return self._first_end.pop(turn, None)
 
     def lease(self, block: int, lease: Lease) -> None:
         """Give a block a lease, unless it has one that is greater. Of several unused blocks, the first one that gets
@@ -131,7 +148,8 @@ class LeaseOrder:
         """Put a block at the end of the queue of its lease."""
         lease = self._leases.get(block)
         if lease is None or lease.until <= self._rule.now:
-            self._leases.pop(block, None)
+            if lease is not None:
+                self._give_up(block, TurnCache.EXPIRED)
             self._ordinary[block] = None
             return
         self._expire()
@@ -144,6 +162,7 @@ class LeaseOrder:
         queue[block] = None
         self._held.setdefault(lease.tenant, OrderedDict())[block] = None
         self._num_leased += 1
+        self.num_by_level[lease.level] += 1
         if self._num_leased > self._limit:
             self._shorten()
 
@@ -158,7 +177,7 @@ class LeaseOrder:
         self._withdraw(block)
         lease = self._leases.get(block)
         if lease is not None and lease.until <= self._rule.now:  # so that this use does not renew it
-            del self._leases[block]
+            self._give_up(block, TurnCache.EXPIRED)
 
     def forget(self, block: int) -> None:
         self._leases.pop(block, None)
@@ -173,8 +192,7 @@ class LeaseOrder:
             self.lifetime = self.evicted_at - self._since[block]
         else:
             block = next(iter(self._queues[min(self._queues)]))
-            self._withdraw(block)
-            del self._leases[block]
+            self._give_up(block, TurnCache.DISPLACED)
         del self._since[block]
         return block
 
@@ -196,7 +214,18 @@ class LeaseOrder:
         if not held:
             del self._held[lease.tenant]
         self._num_leased -= 1
+        self.num_by_level[lease.level] -= 1
         return True
+
+    def _give_up(self, block: int, why: TurnCache) -> None:
+        """End the lease of a block before the next turn, and take the block out of its queue."""
+        self._withdraw(block)
+        turn = self._leases.pop(block).turn
+        self.num_ended[why] += 1
+        if turn and turn not in self._first_end:
+            self._first_end[turn] = why
+            if len(self._first_end) > _MOST_TURNS:
+                self._first_end.popitem(last=False)
 
     def _expire(self) -> None:
         """Let the leases end whose time has come."""
@@ -204,8 +233,7 @@ class LeaseOrder:
         while self._ends and self._ends[0][0] <= now:
             until, level = heapq.heappop(self._ends)
             for block in list(self._queues.get((level, until), ())):
-                self._withdraw(block)
-                del self._leases[block]
+                self._give_up(block, TurnCache.EXPIRED)
                 self._expired[block] = None
 
     def _shorten(self) -> None:
@@ -213,8 +241,7 @@ class LeaseOrder:
         weights = self._rule.prices.tenant_weights
         tenant = max(self._held, key=lambda name: len(self._held[name]) / weights.get(name, 1.0))
         block = next(iter(self._held[tenant]))
-        self._withdraw(block)
-        del self._leases[block]
+        self._give_up(block, TurnCache.OVER_BUDGET)
         self._ordinary[block] = None
 
     def check_invariants(self) -> None:
@@ -223,6 +250,8 @@ class LeaseOrder:
         if len(leased) != self._num_leased or len(leased) > self._limit:
             count = f"{self._num_leased} are counted, and {self._limit} may be"
             raise InvariantError(f"{len(leased)} unused blocks are leased, {count}")
+        if Counter(self._leases[block].level for block in leased) != +self.num_by_level:
+            raise InvariantError(f"the levels of the leases are not {self.num_by_level}")
         if self._since.keys() != set(self):
             raise InvariantError("the times of release are not those of the unused blocks")
         if sorted(leased) != sorted(held):

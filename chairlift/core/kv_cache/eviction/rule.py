@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from chairlift.base.turn_cache import TurnCache
+from chairlift.core.kv_cache.eviction.gaps import Gaps
+from chairlift.core.kv_cache.eviction.turns import EndedTurn, EndedTurns
 from chairlift.core.kv_cache.prefix_node import PrefixNode
 from chairlift.core.request import Request
 
-__all__ = ["BlockOrder", "EvictionRule", "Prices"]
+__all__ = ["BlockOrder", "EvictionRule", "LeaseCounts", "Prices"]
 
 
 class BlockOrder(Protocol):
@@ -72,6 +76,19 @@ class Prices:
         return low
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeaseCounts:
+    """Leased blocks of all pools."""
+
+    num_by_level: Mapping[int, int]
+    """Level -> number of unused blocks with a lease of this level. Those whose lease has ended are counted
+    until a block is needed."""
+    budget: int
+    """Maximum number of unused blocks with a lease."""
+    num_ended: Mapping[TurnCache, int]
+    """How a lease ended before the next turn -> number of blocks."""
+
+
 class EvictionRule(Protocol):
     """A rule for all pools of a KV cache. It is created without arguments."""
 
@@ -81,6 +98,13 @@ class EvictionRule(Protocol):
     """Seconds on the engine's clock at which the newest step was scheduled. The scheduler sets it."""
     marks: bool
     """Whether :meth:`releasing` and :meth:`leaving` do anything. If not, they are not called."""
+    gaps: Gaps
+    turns: EndedTurns
+    num_pauses: int
+    """Counter: turns that ended with calls of tools. The next one: those of them that got a lease."""
+    num_leases: int
+    found: Counter[TurnCache]
+    """What a next turn found of the cache of the turn before it -> number of such turns."""
 
     def order(self, capacity: int) -> BlockOrder:
         """The order of one pool with ``capacity`` blocks. It is called once for each cache group, in their order."""
@@ -101,9 +125,9 @@ class EvictionRule(Protocol):
         its last full block."""
         ...
 
-    def paused(self, request_id: str, tools: Sequence[str]) -> None:
+    def paused(self, request_id: str, tools: Sequence[str]) -> EndedTurn | None:
         """Note that the answer of a request that has ended calls these tools. The caller's next turn comes when they
-        have run."""
+        have run. Returns the turn; None if it is not known, or has no tools."""
         ...
 
     def arrived(self, request: Request, keys: Iterable[bytes]) -> None:
@@ -112,5 +136,10 @@ class EvictionRule(Protocol):
         ...
 
     def joining(self, request: Request, path: Sequence[PrefixNode]) -> None:
-        """Note that a request is about to use the blocks of these nodes, of which there may be none."""
+        """Note that a request is about to use the blocks of these nodes, of which there may be none. If it is the next
+        turn of a conversation that called tools, its ``resumed`` gets what the pause left."""
+        ...
+
+    def leases(self) -> LeaseCounts | None:
+        """The leased blocks; None if the rule has no leases."""
         ...

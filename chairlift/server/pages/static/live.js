@@ -186,6 +186,7 @@ function facts(r, phase) {
   row("answer", `${r.tokens}${r.most ? ` of at most ${r.most}` : ""} tokens`);
   if (r.timed > 1) row("between tokens", seconds((r.lastToken - r.firstToken) / (r.timed - 1)));
   if (r.preemptions) row("preempted", `${r.preemptions} ×`);
+  if (r.resumed) row("after a pause", resumedText(r.resumed));
   if (r.ended !== null) row("ended", r.reason || "yes");
   return list;
 }
@@ -201,7 +202,7 @@ function causesOf(r) {
 
 function detail() {
   const r = line.model.requests.get(view.chosen), box = $("detail");
-  const shown = r ? JSON.stringify([r.n, r.ended, r.slot, r.tokens, r.preemptions]) : "";
+  const shown = r ? JSON.stringify([r.n, r.ended, r.slot, r.tokens, r.preemptions, r.resumed]) : "";
   if (box.dataset.shown === shown) return;
   box.dataset.shown = shown;
   if (!r) { box.replaceChildren(); return; }
@@ -220,6 +221,8 @@ function detail() {
   const names = r.by.map((by) => label(line.model.requests.get(by)) || by).join(", ");
   if (names) right.append(make("p", `Preempted by ${names}.`, "hint"));
   const left = make("div");
+  const pause = line.model.pausesAt(Infinity, line.model.lastEnd).find((each) => each.n === r.n);
+  if (pause) right.append(make("p", `Its conversation pauses for ${pause.tools.join(", ")}.`, "hint"));
   left.append(make("h3", label(r)), facts(r));
   columns.append(left, right);
   box.replaceChildren(columns);
@@ -266,6 +269,7 @@ function draw(time) {
     gauges(live && held === null ? undefined : shownStep());
     $("empty").hidden = line.model.count > 0 || source !== "" || !line.model.about;
     blockMap();
+    pauseList();
     imageMemory();
     expertMap();
     drawLegend();

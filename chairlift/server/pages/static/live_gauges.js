@@ -2,6 +2,7 @@
 // The numbers above the picture, its legend, and the load of experts and images. Nothing shows a value that has passed.
 
 const LOAD_SECONDS = 10;  // span of the loads of experts
+const MOST_SHOWN = 12;  // pauses in the list
 
 function silence() { return live && held === null ? (performance.now() - heard) / 1000 : 0; }  // seconds since the newest step, for the present
 
@@ -79,6 +80,25 @@ function imageMemory() {
   $("imagebar").hidden = !most;
   $("imagebar").value = most ? state[3] / most : 0;
   $("imagenote").textContent = imageText(state, most);
+}
+
+function pauseList() {
+  const now = live && held === null, i = now ? Infinity : shownStep(), end = line.model.ends[i - line.model.first] ?? line.model.lastEnd;
+  const at = now ? line.model.lastEnd + Math.min(silence(), 1e6) : end;
+  const pauses = line.model.pausesAt(i, at), state = line.model.cacheAt(i), text = state ? cacheText(state) : "";
+  $("cachebox").hidden = !text && !pauses.length;
+  if (!$("cachebox").hidden) set("cachenote", text);
+  const shown = pauses.slice(0, MOST_SHOWN).map((each) => [each.n, label(line.model.requests.get(each.n)) || each.id, pauseText(each, at)]);
+  if (pauses.length > shown.length) shown.push([-1, "", `and ${(pauses.length - shown.length).toLocaleString("en")} more`]);
+  set("pausetitle", pauses.length ? `${pauses.length.toLocaleString("en")} ${pauses.length === 1 ? "conversation pauses" : "conversations pause"}` : "");
+  const key = JSON.stringify(shown);
+  if ($("pauses").dataset.shown === key) return;
+  $("pauses").dataset.shown = key;
+  $("pauses").replaceChildren(...shown.map(([, name, words]) => {
+    const item = make("li");
+    item.append(...name ? [make("b", name), " "] : [], words);
+    return item;
+  }));
 }
 
 function drawLegend() {  // what the picture shows, and nothing else

@@ -3,6 +3,11 @@
 
 const MOST_STEPS = 24000, CHECKPOINT_STEPS = 256, RATE_SECONDS = 60, MOST_LOADS = 120;
 const LEAST_SECONDS = 0.5, LEAST_ENDED = 20;  // fewer make no rate
+const PAUSE_SECONDS = 300, MOST_PAUSES = 512;  // a longer pause is probably the end of its conversation
+const TURN_CACHE = { kept: "all of its cache was there", no_lease: "a part of its cache was evicted; it had no lease",
+  expired: "a part of its cache was evicted after its lease had ended",
+  over_budget: "a part of its cache was evicted; it lost its lease because too many blocks had one",
+  displaced: "a part of its cache was evicted during its lease: requests needed the blocks" };
 
 class Model {
   constructor() {
@@ -30,6 +35,8 @@ class Model {
     this.finished = [];  // {t, preempted}
     this.experts = [];  // {i, loads}: tokens of each expert over the mean, a list per layer, as known after step i
     this.images = [];  // {i, state}: state of the images from step i on; empty if the model reads no images
+    this.cacheStates = [];  // {i, state}: state of the prefix cache from step i on
+    this.pauses = [];  // {n, id, t, tools, tokens, until, a, b}: the conversation of request n pauses from step a to b (null: now)
     this.names = new Map();
   }
 
@@ -42,6 +49,7 @@ class Model {
     if (line.names) this.name(line.names);
     for (const change of line.do ?? []) this.happened(change);
     if (line.images) this.images.push({ i: this.count, state: line.images });
+    if (line.cache) this.cacheStates.push({ i: this.count, state: line.cache });
     if (line.step !== undefined) this.step(line);
     else if (line.state) this.state = line.state;
   }
@@ -68,6 +76,8 @@ class Model {
     this.watchedFrom = i;
     this.cached = key.cached.map((blocks) => new Set(blocks));
     if (key.images) this.images.push({ i, state: key.images });
+    if (key.cache) this.cacheStates.push({ i, state: key.cache });
+    for (const [n, t, tools, tokens, until, id] of key.pauses ?? []) this.pause(n, t, tools, tokens, until, id);
     this.checkpoint(i - 1);
   }
 
@@ -94,6 +104,7 @@ class Model {
 
   happened([kind, n, t, ...rest]) {
     const i = this.count;
+    if (kind === "pause") return this.pause(n, t, ...rest);
     const r = this.request(n);
     r.until = i;
     if (kind === "table") return this.table(i, n, t, ...rest);
@@ -108,6 +119,11 @@ class Model {
       this.comeBack(r, i);
       this.sit(r, slot, i);
       kind = again ? "back" : "join";
+    } else if (kind === "resume") {
+      const [earlier, gap, cache] = rest, pause = this.pauses.findLast((each) => each.n === earlier && each.b === null);
+      if (pause) pause.b = i;
+      r.resumed = { gap, cache, tools: pause?.tools ?? [] };
+      return;
     } else if (kind === "preempt") {
       const [how, by] = rest;
       r.preemptions++;
@@ -130,6 +146,11 @@ class Model {
       return;
     }
     this.mark(i, t, kind, r);
+  }
+
+  pause(n, t, tools, tokens, until, id = this.requests.get(n)?.id ?? `#${n}`) {
+    this.pauses.push({ n, id, t, tools, tokens, until, a: this.count, b: null });
+    if (this.pauses.length > MOST_PAUSES) this.pauses.shift();
   }
 
   mark(i, t, kind, r) { this.marks.push({ i, t, kind, n: r.n, slot: r.slot }); }
@@ -204,6 +225,12 @@ class Model {
 
   loadsAt(i) { return this.experts.findLast((each) => each.i <= i)?.loads; }
 
+  cacheAt(i) { return this.cacheStates.findLast((each) => each.i <= i)?.state; }
+
+  pausesAt(i, now) {  // those that are not over in step i, the newest first
+    return this.pauses.filter((each) => each.a <= i && (each.b === null || each.b > i) && now - each.t <= PAUSE_SECONDS).reverse();
+  }
+
   imagesAt(i) { return this.images.findLast((each) => each.i <= i)?.state; }
 
   checkpoint(i) {
@@ -216,11 +243,12 @@ class Model {
     const drop = first - this.first;
     for (const list of [this.numbers, this.starts, this.ends, this.rows, this.tokens, this.states, this.saved]) list.splice(0, drop);
     this.first = first;
-    this.images.splice(0, Math.max(0, this.images.findLastIndex((each) => each.i <= first)));
+    for (const list of [this.images, this.cacheStates]) list.splice(0, Math.max(0, list.findLastIndex((each) => each.i <= first)));
     const keep = (list) => list.filter((each) => each.b === null || each.b >= first);
     this.runs = Array.from(this.runs, (list) => keep(list ?? []));
     this.seats = Array.from(this.seats, (list) => keep(list ?? []));
     this.away = keep(this.away);
+    this.pauses = keep(this.pauses);
     this.marks = this.marks.filter((mark) => mark.i >= first);
     this.finished = this.finished.filter((each) => each.t > this.ends[0] - RATE_SECONDS).slice(-5000);
     const base = this.checkpoints.findLastIndex((each) => each.i <= first);
@@ -290,6 +318,24 @@ function imageText([encoded, givenUp, again, bytes, queued, lacksRoom], most) {
   const tiles = (number) => `${number.toLocaleString("en")} ${number === 1 ? "tile" : "tiles"}`;
   return `Encoded images use ${size(bytes)}${most ? ` of ${size(most)}` : ""}. The encoder's queue has ${tiles(queued)}${lacksRoom ? "; the next tile waits for room" : ""}.`
     + ` Since the start: ${tiles(encoded)} encoded, ${givenUp.toLocaleString("en")} given up for other images, ${again.toLocaleString("en")} encoded again.`;
+}
+
+function cacheText([leased, budget, reused, reuseSeconds, evicted, idleSeconds]) {
+  const mean = (sum, count) => `${(sum / count).toLocaleString("en", { maximumSignificantDigits: 2 })} s`, number = (count) => count.toLocaleString("en");
+  const found = budget ? [`Leases hold ${number(leased)} of at most ${number(budget)} unused blocks.`] : [];
+  if (reused) found.push(`Blocks were used again ${number(reused)} times, on average ${mean(reuseSeconds, reused)} after their last use.`);
+  if (evicted) found.push(`${number(evicted)} blocks were evicted, on average ${mean(idleSeconds, evicted)} after their last use.`);
+  return found.join(" ");
+}
+
+function resumedText({ gap, cache, tools }) {
+  return `of ${gap.toFixed(gap < 9.95 ? 1 : 0)} s${tools.length ? ` for ${tools.join(", ")}` : ""}: ${TURN_CACHE[cache] ?? cache}`;
+}
+
+function pauseText({ tools, t, tokens, until }, now) {
+  const span = (value) => `${Math.max(0, value).toFixed(value < 9.95 ? 1 : 0)} s`;
+  const lease = !until ? "no lease" : until > now ? `its lease ends in ${span(until - now)}` : "its lease has ended";
+  return `waits for ${tools.join(", ")}, ${span(now - t)} so far; ${tokens.toLocaleString("en")} tokens, ${lease}`;
 }
 
 function lowest(list, holds) {  // index of the first entry for which it holds; it holds for all after it

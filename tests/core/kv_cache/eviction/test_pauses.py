@@ -103,7 +103,7 @@ def test_a_turn_with_calls_keeps_its_blocks_against_a_flood() -> None:
     back = later("back", [*said, 1], rule.now)
     assert kv.num_shared(back) == 40
     run(kv, back)
-    assert (rule.num_returns, rule.num_kept) == (1, 1)
+    assert (rule.num_returns, rule.found) == (1, {"kept": 1})
     assert rule.gaps.of("", ["search"]) == [20.0]
 
 
@@ -155,7 +155,7 @@ def test_a_pause_is_learnt_although_the_blocks_were_evicted() -> None:
     run(kv, request("large", 80))
     run(kv, later("back", [*said, 1], 7.0))
     assert rule.gaps.of("", ["search"]) == [7.0]
-    assert (rule.num_returns, rule.num_kept) == (1, 0)
+    assert (rule.num_returns, rule.found) == (1, {"displaced": 1})
 
 
 def test_the_blocks_of_a_turn_that_waits_in_the_queue_are_kept() -> None:
