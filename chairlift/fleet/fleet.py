@@ -152,8 +152,7 @@ class Fleet(RemoteCore):
         self._jobs.leave(sequence_ids, lambda core, names: core.stop(names))
 
     def paused(self, sequence_id: str, tools: Sequence[str]) -> None:
-        for core in live_cores(self._members):  # the sequence has ended; the replicas know which one had it
-            core.paused(sequence_id, tools)
+        self._jobs.paused(sequence_id, tools)
 
     def watch(self, wanted: bool) -> None:
         """Start or stop reporting the steps of all replicas, for the live view page."""

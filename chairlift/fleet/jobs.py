@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from chairlift.base.outputs import FinishReason
 from chairlift.config import EngineConfig
@@ -26,6 +28,8 @@ from chairlift.metrics.stats import merge_stats
 __all__ = ["Jobs"]
 
 _log = logging.getLogger(__name__)
+_MOST_ENDED: Final = 4096
+"""Number of ended requests for which it is known which replica had them."""
 
 
 class Jobs:
@@ -62,6 +66,8 @@ class Jobs:
         self._answers: dict[str, FleetJob] = {}
         """Id of an answer that has not ended -> the request that it belongs to."""
         self._any_died = False
+        self._ended_at: OrderedDict[str, tuple[Member, str]] = OrderedDict()
+        """Id of a request that has ended -> (replica that had it, its id there), for the newest requests."""
         self.moves = Moves(
             self._jobs,
             events,
@@ -99,6 +105,12 @@ class Jobs:
                 tell(core, names)
         self._send()
 
+    def paused(self, sequence_id: str, tools: Sequence[str]) -> None:
+        """Tell the replica that had a request that its answer calls tools. Ignores unknown requests."""
+        member, name = self._ended_at.get(sequence_id, (None, ""))
+        if member is not None and member.core is not None:
+            member.core.paused(name, tools)
+
     def refused(self, refused: Refused) -> None:
         if self.moves.refused(refused.request_id):
             return
@@ -130,6 +142,10 @@ class Jobs:
         """Remove a request that has ended."""
         self.moves.ended(job)
         del self._jobs[job.key]
+        if job.member is not None:
+            self._ended_at[job.key] = job.member, job.wire
+            if len(self._ended_at) > _MOST_ENDED:
+                self._ended_at.popitem(last=False)
         for name in job.left:
             del self._answers[name]
         answers = self._events.delivered(job.prepared.request_id)

@@ -114,6 +114,7 @@ class InProcess(ProcessCore):
 
     def paused(self, sequence_id: str, tools: Sequence[str]) -> None:
         self.core.paused(sequence_id, tools)
+        self._events.on_step(Step(CoreOutputs(), self.core.stats()))
 
     def move(self, order: MoveOrder) -> None:
         message = decode(encode(Move.of(order))[4:])
