@@ -26,7 +26,6 @@ import argparse
 import dataclasses
 import heapq
 import json
-import random
 import shlex
 import statistics
 import subprocess
@@ -42,6 +41,10 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
 from chairlift_lab.replay.machines import MODELS, Deployment, Machine
 from chairlift_lab.replay.replay import simulated_core
+from chairlift_lab.replay.traced_request import TracedRequest, prompt_token_ids
+from chairlift_lab.workload.arrivals import Gamma
+from chairlift_lab.workload.lengths import Fixed
+from chairlift_lab.workload.traffic import Chats, SharedPrefixes, ToolPauses, Traffic
 
 if __package__:
     from benchmarks.offline import cpu_name
@@ -51,6 +54,8 @@ else:
 BLOCK = 16
 VOCAB = 4000
 TOOL = ("run_tests",)
+GROUP = 1 << 20
+"""More prefix ids than all agents of a group have."""
 CONTINUUM = "chairlift.core.kv_cache.eviction.continuum:Continuum"
 RULES = {"offload": "lru", "lru": "lru", "tlru": "tlru", "lease": "lease", "continuum": CONTINUUM}
 TWO_CORES = Machine("two-cores", 40e9, 1.7e12, 8e9, 0.75, 0.5, 0.0005, 0.5, True)
@@ -75,28 +80,57 @@ class Job:
     answer: list[int] = dataclasses.field(default_factory=list)
 
 
+def agents_of(args: argparse.Namespace, factor: float) -> Traffic:
+    """Agents whose tool takes ``factor`` times as long as usual."""
+    return Traffic(
+        prompt=Fixed(args.added - args.answer),
+        output=Fixed(args.answer),
+        prefixes=SharedPrefixes(args.system),
+        chats=Chats(
+            Fixed(args.turns),
+            most_tokens=1 << 20,
+            first=Fixed(args.own),
+            tools=(ToolPauses(TOOL[0], args.pause * factor, args.spread),),
+        ),
+    )
+
+
 def draw(args: argparse.Namespace, seed: int, trace: str, speed: float) -> list[tuple[float, Job]]:
     """(arrival, job) of all jobs of a round. ``speed`` is in prompt tokens per second."""
-    rng = random.Random(seed)
-
-    def tokens(count: int) -> list[int]:
-        return [rng.randrange(10, VOCAB) for _ in range(count)]
-
-    system = tokens(args.system)
+    groups = [(args.agents, 1.0, True)]
+    if trace == "chats":
+        groups = [(args.agents - args.agents // 2, 20.0, True), (args.agents // 2, 0.2, False)]
     jobs: list[tuple[float, Job]] = []
-    for index in range(args.agents):
-        calls = trace == "agents" or index % 2 == 0
-        factor = 1.0 if trace == "agents" else 20.0 if calls else 0.2
-        pauses = [rng.lognormvariate(0, args.spread) * args.pause * factor for _ in range(args.turns - 1)]
-        added = [tokens(args.added - args.answer) for _ in pauses]
-        job = Job(system + tokens(args.own), pauses, added, args.answer, True, calls)
-        jobs.append((rng.uniform(0, args.pause), job))
-    at = 0.0
+    for number, (count, factor, calls) in enumerate(groups):
+        arrivals = Gamma(count * args.turns / args.pause)
+        turns: dict[str, list[TracedRequest]] = {}
+        for request in agents_of(args, factor).draw(count * args.turns, arrivals, 2 * seed + number):
+            turns.setdefault(request.session, []).append(request)
+        for own in turns.values():
+            prompt, *added = texts_of(own, number, args.system // BLOCK)
+            pauses = [(request.gap_ms or 0.0) / 1000 for request in own[1:]]
+            jobs.append((own[0].arrival, Job(prompt, pauses, added, args.answer, True, calls)))
     seconds = args.turns * args.pause * 1.5
-    while at < seconds:
-        at += rng.expovariate(args.flood_share * speed / args.flood_tokens)
-        jobs.append((at, Job(tokens(args.flood_tokens), [], [], 8, False, False)))
+    rate = args.flood_share * speed / args.flood_tokens
+    flood = Traffic(prompt=Fixed(args.flood_tokens), output=Fixed(8))
+    for index, request in enumerate(flood.draw(int(1.5 * rate * seconds) + 50, Gamma(rate), seed)):
+        if request.arrival < seconds:
+            prompt = prompt_token_ids(request, seed * 100_000 + index, VOCAB)
+            jobs.append((request.arrival, Job(prompt, [], [], 8, False, False)))
     return jobs
+
+
+def texts_of(turns: list[TracedRequest], group: int, num_shared: int) -> list[list[int]]:
+    """Token ids of the first prompt of an agent, and of what each further turn adds. All agents have the same system
+    prompt, which is the first ``num_shared`` prefix ids. Agents of different groups have nothing else in common."""
+    texts: list[list[int]] = []
+    known = 0
+    for request in turns:
+        ids = tuple(number + (number >= num_shared) * group * GROUP for number in request.prefix_ids)
+        prompt = prompt_token_ids(dataclasses.replace(request, prefix_ids=ids), 0, VOCAB)
+        texts.append(prompt[known:])
+        known = len(prompt) + request.output_tokens
+    return texts
 
 
 def serve(core: EngineCore, limits: ModelLimits, jobs: list[tuple[float, Job]]) -> dict[str, float]:
@@ -223,7 +257,7 @@ def main() -> None:
     parser.add_argument("--traces", nargs="+", default=["agents", "chats"], choices=["agents", "chats"])
     parser.add_argument("--agents", type=int, default=12)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--system", type=int, default=600, help="tokens of the common system prompt")
+    parser.add_argument("--system", type=int, default=608, help="tokens of the common system prompt, a multiple of 16")
     parser.add_argument("--own", type=int, default=900, help="further tokens of an agent's first prompt")
     parser.add_argument("--added", type=int, default=210, help="tokens that a turn adds, answer included")
     parser.add_argument("--answer", type=int, default=40, help="tokens of an agent's answer")

@@ -28,6 +28,7 @@ from chairlift_lab.bench.serve_run import (
     fit,
     quiet_collector,
 )
+from chairlift_lab.replay.traced_request import TracedRequest
 
 __all__ = ["Plan", "measure", "raise_file_limit", "run_load"]
 
@@ -188,13 +189,13 @@ class _Sender:
     async def _dispatch(self) -> None:
         """Start a task for each request at its time. The request body is made before that time."""
         load = self._load
-        for index, request in enumerate(load.requests):
+        for due, index, request in _planned(load.requests):
             if request.prefix_ids:
                 fresh = tuple((each + load.salt) % _MAX_ID for each in request.prefix_ids)
                 request = dataclasses.replace(request, prefix_ids=fresh)
             said = None if load.said is None else load.said[index]
             body = self._server.body(request, load.salt + index, load.temperature, load.promises, said)
-            due = self._begin + request.arrival
+            due += self._begin
             await asyncio.sleep(max(0.0, due - clock()))
             while (early := due - clock()) > 0:  # timers of event loops may be a millisecond early
                 await asyncio.sleep(early)
@@ -206,7 +207,8 @@ class _Sender:
             ended = asyncio.Event()
             if request.session:
                 self._turns[request.session] = ended
-            task = asyncio.create_task(self._one(outcome, body, request.cancel_ms, before, ended))
+            gap = 0.0 if request.gap_ms is None else request.gap_ms / 1000
+            task = asyncio.create_task(self._one(outcome, body, request.cancel_ms, before, gap, ended))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -216,12 +218,14 @@ class _Sender:
         body: bytes,
         cancel_ms: float | None,
         before: asyncio.Event | None,
+        gap: float,
         ended: asyncio.Event,
     ) -> None:
         try:
-            if before is not None and not before.is_set():
+            if before is not None and (gap or not before.is_set()):
                 outcome.held = True
                 await before.wait()
+                await asyncio.sleep(gap)
                 outcome.scheduled = clock()
             if self._slots is not None and self._slots.locked():
                 outcome.held = True
@@ -237,6 +241,19 @@ class _Sender:
             ended.set()
         if self._progress is not None:
             self._progress(self._num_running, outcome)
+
+
+def _planned(requests: Sequence[TracedRequest]) -> list[tuple[float, int, TracedRequest]]:
+    """(seconds from the start, index, request) in the order in which tasks for the requests begin. A turn with a gap
+    begins with the turn before it, for whose end it then waits."""
+    begins: dict[str, float] = {}
+    planned: list[tuple[float, int, TracedRequest]] = []
+    for index, request in enumerate(requests):
+        due = request.arrival if request.gap_ms is None else begins.get(request.session, request.arrival)
+        if request.session:
+            begins[request.session] = due
+        planned.append((due, index, request))
+    return sorted(planned, key=lambda each: each[:2])
 
 
 def raise_file_limit(connections: int) -> None:

@@ -8,6 +8,7 @@ in real runs only (``tune_measured``).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -258,7 +259,7 @@ def tune(
     findings.trusted = lab.trusted
     findings.fit_error = state.fit_error
     judge = Judge(lab, findings.count, by_rate=findings.by_rate)
-    space = _space(pinned, max_rows)
+    space = _space(pinned, max_rows, _evictions(question.fixed) if traffic.has_sessions else ())
     candidates = _search(findings, lab, judge, space, timer) if lab.trusted else _look(findings, lab, space, timer)
     _rounds(findings, lab, candidates, timer)
     if not lab.trusted:
@@ -291,11 +292,13 @@ def _done(lab: Lab) -> str:
 
 
 def _defaults(fixed: Mapping[str, Any]) -> Setting:
-    scheduler = EngineConfig.from_flat(fixed).scheduler
+    config = EngineConfig.from_flat(fixed)
+    scheduler = config.scheduler
     if scheduler.batching != "continuous":
         cause = f"got {scheduler.batching!r}" if scheduler.preset is None else f"preset {scheduler.preset!r} sets it"
         raise ConfigError(f"batching is what tune finds out, {cause}; leave it out")
-    return Setting(**{name: getattr(scheduler, name) for name in ("batching", *SEARCHED)})
+    values = {**dataclasses.asdict(config.cache), **dataclasses.asdict(scheduler)}
+    return Setting(**{name: values[name] for name in ("batching", *SEARCHED)})
 
 
 def _max_rows(count: int, default: int) -> int:
@@ -306,7 +309,17 @@ def _max_rows(count: int, default: int) -> int:
     return max(rows, default)
 
 
-def _space(pinned: Mapping[str, Any], max_rows: int) -> Space:
+def _evictions(fixed: Mapping[str, Any]) -> list[str]:
+    """Rules of eviction to try for chats. A rule that the given classes of service do not permit is left out."""
+    rules = ["auto"]
+    for rule in ("lru", "tlru", "lease"):
+        with contextlib.suppress(ConfigError):
+            EngineConfig.from_flat({**fixed, "cache_eviction": rule})
+            rules.append(rule)
+    return rules
+
+
+def _space(pinned: Mapping[str, Any], max_rows: int, evictions: Sequence[str] = ()) -> Space:
     rows = [1 << power for power in range(2, max_rows.bit_length())] or [max_rows]
     every: dict[str, Sequence[Any]] = {
         "max_num_seqs": rows,
@@ -314,6 +327,7 @@ def _space(pinned: Mapping[str, Any], max_rows: int) -> Space:
         "admission_watermark": (0.01, 0.05, 0.15, 0.3),
         "prefill_mode": ("mixed", "prefill_first", "decode_first", "separate", "auto"),
         "preemption_mode": ("auto", "recompute", "swap", "none"),
+        "cache_eviction": evictions or ("auto",),
     }
     every |= {name: (value,) for name, value in pinned.items()}
     return Space(
@@ -322,6 +336,7 @@ def _space(pinned: Mapping[str, Any], max_rows: int) -> Space:
         watermarks=every["admission_watermark"],
         prefill_modes=every["prefill_mode"],
         preemption_modes=every["preemption_mode"],
+        evictions=every["cache_eviction"],
     )
 
 

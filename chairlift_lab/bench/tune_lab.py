@@ -75,6 +75,11 @@ class LabTraffic:
         return any(getattr(request, name) is not None for request in self.requests for name in names)
 
     @property
+    def has_sessions(self) -> bool:
+        """Whether any request of the traffic is a turn of a chat."""
+        return any(request.session for request in self.requests)
+
+    @property
     def longest(self) -> int:
         """Length of the longest prompt plus the longest answer, in tokens. A static batch reserves this for each
         row."""
@@ -231,8 +236,10 @@ class Lab:
         if self.deployment is None:
             raise InvariantError("a simulation needs a cost model, but no steps were measured yet")
         # Simulated tokens are all the same, so each draft would be right.
+        eviction = settings.pop("cache_eviction", self._config.cache.cache_eviction)
+        cache = dataclasses.replace(self._config.cache, cache_eviction=eviction)
         scheduler = dataclasses.replace(self._config.scheduler, **{**settings, "speculative_config": ""})
-        return simulated_core(self.deployment, dataclasses.replace(self._config, scheduler=scheduler))
+        return simulated_core(self.deployment, dataclasses.replace(self._config, scheduler=scheduler, cache=cache))
 
     def simulate(self, setting: Setting, rate: float | None, count: int) -> StoredFigures:
         """Simulate the first ``count`` requests with a setting, at a rate per second (None: all at once). Simulations

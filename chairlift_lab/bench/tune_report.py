@@ -761,6 +761,8 @@ def config_lines(answer: TuneAnswer) -> list[str]:
         else "share of the KV cache kept free; memory is plentiful here, so it does not matter",
         "prefill_mode": "how prompts and decodes share steps",
         "preemption_mode": "how requests are preempted" + ("" if findings.tight else "; no run needed it"),
+        "cache_eviction": "which cached block is evicted next"
+        + ("" if findings.traffic.has_sessions else "; searched for chats only"),
     }
     lines = [
         "# Written by chairlift tune.",

@@ -145,6 +145,7 @@ class Space:
     watermarks: Sequence[float]
     prefill_modes: Sequence[str]
     preemption_modes: Sequence[str]
+    evictions: Sequence[str] = ("auto",)
 
     def grid(self, start: Setting) -> Iterator[Setting]:
         """Settings with all combinations of rows and tokens, and everything else as in ``start``."""
@@ -154,8 +155,8 @@ class Space:
 
     def everything(self) -> Iterator[Setting]:
         """Settings with all combinations of all values."""
-        parts = (self.rows, self.tokens, self.watermarks, self.prefill_modes, self.preemption_modes)
-        for rows, tokens, watermark, prefill, preemption in itertools.product(*parts):
+        parts = (self.rows, self.tokens, self.watermarks, self.prefill_modes, self.preemption_modes, self.evictions)
+        for rows, tokens, watermark, prefill, preemption, eviction in itertools.product(*parts):
             yield Setting(
                 batching="continuous",
                 max_num_seqs=rows,
@@ -163,6 +164,7 @@ class Space:
                 admission_watermark=watermark,
                 prefill_mode=prefill,
                 preemption_mode=preemption,
+                cache_eviction=eviction,
             )
 
     def neighbours(self, of: Setting, factor: float) -> Iterator[Setting]:
@@ -173,6 +175,7 @@ class Space:
             for name, values in (
                 ("prefill_mode", self.prefill_modes),
                 ("preemption_mode", self.preemption_modes),
+                ("cache_eviction", self.evictions),
                 ("admission_watermark", self.watermarks),
             )
             for value in values

@@ -36,6 +36,7 @@ class Setting:
     admission_watermark: float
     prefill_mode: str
     preemption_mode: str
+    cache_eviction: str = "auto"
     drafts: bool = True
     """Whether the engine drafts tokens if the user gave ``speculative_config``. False turns drafts off."""
 
@@ -56,6 +57,7 @@ class Setting:
         words = f"{self.max_num_seqs} slots, {self.max_num_batched_tokens:,} tokens"
         words += "" if self.prefill_mode == "mixed" else f", {self.prefill_mode}"
         words += "" if self.preemption_mode == "auto" else f", preemption {self.preemption_mode}"
+        words += "" if self.cache_eviction == "auto" else f", eviction {self.cache_eviction}"
         return words + off + ("" if self.admission_watermark == 0.01 else f", {self.admission_watermark:.0%} kept free")
 
 

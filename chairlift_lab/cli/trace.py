@@ -55,7 +55,9 @@ diurnal:RATE:PEAK_TO_TROUGH:PERIOD_SECONDS, or closed:USERS, where each user sen
   chairlift trace draw --workload chat --arrivals poisson:4 -n 1000 -o made.jsonl
   chairlift trace draw --input-len uniform:100:900 --output-len fixed:20 --arrivals diurnal:2:5:600 -o day.jsonl
   chairlift trace draw --turns uniform:2:6 --think 10 --shared-prefix 512:0.8:3 --cancel 0.1:uniform:500:5000 \\
-      --class weight=3,tenant=app,ttft_ms=500,tpot_ms=80 --class tenant=batch,priority=5 -o mix.jsonl"""
+      --class weight=3,tenant=app,ttft_ms=500,tpot_ms=80 --class tenant=batch,priority=5 -o mix.jsonl
+  chairlift trace draw --turns uniform:4:12 --tool search:2:0.8:3 --tool run_tests:15:0.5 --arrivals poisson:1 \\
+      -o agents.jsonl"""
 
 _number: Final = functools.partial(whole_number, maximum=10_000_000)
 
@@ -229,7 +231,8 @@ def _add_draw_flags(parser: argparse.ArgumentParser) -> None:
         "--workload",
         metavar="NAME",
         default="chat",
-        help="chat, assistant, summarize, write, uniform, conversation or agents; the flags below change it",
+        help="chat, assistant, summarize, write, uniform, conversation, agents or coding-agents; the flags below "
+        "change it",
     )
     parser.add_argument("--arrivals", metavar="FORM", default="all", help="arrival times (default: all at once)")
     parser.add_argument("--input-len", metavar="FORM", help="lengths of prompts; for chats, of the new text in a turn")
@@ -242,6 +245,15 @@ def _add_draw_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--turns", metavar="FORM", help="generate chats with these numbers of turns")
     parser.add_argument("--think", metavar="SECONDS", type=float, help="mean time between two turns of a chat")
+    parser.add_argument("--first-len", metavar="FORM", help="lengths of the first message of a chat")
+    parser.add_argument(
+        "--tool",
+        dest="tools",
+        metavar="NAME:MEDIAN_S:SIGMA[:WEIGHT]",
+        action="append",
+        help="tool that is called between the turns of a chat, and how long it runs (log-normal, from the end of the "
+        "answer); may be repeated, with relative frequencies (default: 1)",
+    )
     parser.add_argument("--context", metavar="N", type=_number(1), help="maximum number of tokens of a chat")
     parser.add_argument(
         "--cancel",
@@ -286,10 +298,17 @@ def _traffic(args: argparse.Namespace) -> Traffic:
     if args.output_len is not None:
         changes["output"] = parse_lengths(args.output_len, of="output")
     chats = base.chats if args.turns is None else Chats(parse_lengths(args.turns))
-    given = {"think_seconds": args.think, "most_tokens": args.context}
+    given: dict[str, Any] = {"think_seconds": args.think, "most_tokens": args.context}
+    given["tools"] = tuple(map(_tool, args.tools)) if args.tools else None
+    given["first"] = None if args.first_len is None else parse_lengths(args.first_len)
     given = {name: value for name, value in given.items() if value is not None}
     if chats is None and given:
-        raise ConfigError("--think and --context are for chats; say how many turns they have with --turns")
+        flags = "--think, --tool, --first-len and --context"
+        raise ConfigError(f"{flags} are for chats; say how many turns they have with --turns")
+    if args.think is None and "tools" in given:
+        given["think_seconds"] = 0.0
+    elif args.think is not None and "tools" not in given:
+        given["tools"] = ()
     changes["chats"] = None if chats is None else dataclasses.replace(chats, **given)
     if args.shared_prefix is not None:
         changes["prefixes"] = _prefixes(args.shared_prefix)
@@ -301,6 +320,17 @@ def _traffic(args: argparse.Namespace) -> Traffic:
     if args.classes:
         changes["classes"] = tuple(map(_request_class, args.classes))
     return dataclasses.replace(base, **changes)
+
+
+def _tool(text: str) -> Any:
+    from chairlift_lab.workload.traffic import ToolPauses
+
+    name, *numbers = text.split(":")
+    kinds = ("MEDIAN_S", "SIGMA", "WEIGHT")
+    if not 2 <= len(numbers) <= len(kinds):
+        raise ConfigError(f"--tool must be NAME:MEDIAN_S:SIGMA[:WEIGHT], such as run_tests:15:0.5, got {text!r}")
+    parsed = [_as(float, f"{kind} of --tool", number) for kind, number in zip(kinds, numbers, strict=False)]
+    return ToolPauses(name, *parsed)
 
 
 def _prefixes(text: str) -> Any:

@@ -11,11 +11,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from chairlift.base.writing import replacing
 from chairlift.cli.flags import whole
 from chairlift.cli.remote_server import MAX_BYTES, NotThereError, RemoteServer, add_url_flag, parse_object
 from chairlift.errors import ChairliftError, ConfigError, EngineDeadError
@@ -26,7 +27,9 @@ SUMMARY: Final = "record a running server's traffic"
 DESCRIPTION: Final = """Record the traffic of a running server as a trace, until Ctrl-C or the limits below.
 
 A trace has the times and lengths of requests, early disconnects, and the shared beginnings of prompts. The
-beginnings are numbers that the server computes with a secret for this recording only. No text leaves the server.
+beginnings are numbers that the server computes with a secret for this recording only. If an answer calls tools, the
+trace also has their names, and how long they run: the requests are turns of one session. No other text leaves the
+server.
 The recording includes requests that arrive after its start, and writes each one when it has ended. With
 --duration or --requests, the recording ends when its last request has ended.
 
@@ -116,6 +119,7 @@ class _TraceFile:
         self._block_size = block_size
         self._begin = time.monotonic()
         self._tokens = [0, 0]
+        self._sessions = _Sessions()
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one request, as one line per output. Raises ConfigError when the disk is full."""
@@ -146,6 +150,9 @@ class _TraceFile:
             "hash_ids": record["hash_ids"],
             "block_size": self._block_size,
         }
+        if (number := record.get("number")) is not None:
+            fields |= {"record": number}
+            self._sessions.add(number, record.get("previous"), record.get("tools") or [], record.get("gap_ms"))
         self.num_requests += 1
         self.num_cancelled += record["cancel_ms"] is not None
         self.num_lines += len(record["answer_tokens"])
@@ -168,12 +175,15 @@ class _TraceFile:
             print(f"nothing was recorded: no request came and ended{feed.losses()}", file=sys.stderr)
             return 1
         try:
+            self._sessions.write(self.growing)
             write_trace(self.path, read_trace(self.growing, sort=True))
         except OSError as error:
             raise ConfigError(f"cannot write {self.path}: {error.strerror}; {self._remaining_records()}") from None
         self.growing.unlink()
         print(f"{self.path}: {self.num_requests:,} requests, {self._tokens[0]:,} prompt tokens,", end=" ")
         print(f"{self._tokens[1]:,} output tokens, {self.num_cancelled:,} cancelled by their clients")
+        if num_turns := self._sessions.num_turns:
+            print(f"  {num_turns:,} requests are turns of conversations that call tools")
         if self.num_lines > self.num_requests:
             print(f"  requests with n answers are n lines: {self.num_lines:,} in all")
         if self.num_failed:
@@ -186,6 +196,37 @@ class _TraceFile:
         if not self.num_lines:
             return "nothing was recorded"
         return f"the requests until then are kept in {self.growing}, in the order of their ends (read it with --sort)"
+
+
+class _Sessions:
+    """Which recorded requests are turns of one conversation. A request is known to be a turn only when the next one
+    comes, so the lines of a recording get their sessions at its end."""
+
+    def __init__(self) -> None:
+        self._fields: dict[int, dict[str, Any]] = {}
+        """Number of a record -> fields of its line: session, turn, tool and gap."""
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._fields)
+
+    def add(self, number: int, previous: int | None, tools: Sequence[str], gap_ms: float | None) -> None:
+        """Note that record ``number`` continues record ``previous``, if it continues any."""
+        if previous is None or gap_ms is None:
+            return
+        before = self._fields.setdefault(previous, {"session": f"session-{previous}", "turn": 0})
+        before["tool"] = " + ".join(sorted(tools))
+        own = {"session": before["session"], "turn": before["turn"] + 1, "gap_ms": gap_ms}
+        self._fields[number] = own | self._fields.get(number, {})
+
+    def write(self, path: Path) -> None:
+        """Add the sessions to the lines of a recording. Raises OSError."""
+        if not self._fields:
+            return
+        with path.open() as lines, replacing(path) as file:
+            for line in lines:
+                fields = json.loads(line)
+                file.write(json.dumps(fields | self._fields.get(fields.get("record"), {})) + "\n")
 
 
 class _Feed(threading.Thread):
@@ -205,7 +246,9 @@ class _Feed(threading.Thread):
         self._recording = ""
         self._began_unix: float | None = None
         self._offset = 0.0
-        self._last = 0
+        self._last = self._count = 0
+        self._numbers: dict[int, int] = {}
+        """Number of a record in the server's present recording -> its number here."""
         self._num_lost = self._num_restarts = 0
         self._seconds_away = self._away_since = 0.0
         self._failure: ChairliftError | None = None
@@ -304,6 +347,7 @@ class _Feed(threading.Thread):
             if data["recording"] != self._recording:
                 self._recording = data["recording"]
                 self._last = 0
+                self._numbers = {}
                 self._offset = max(0.0, began - self._began_unix)
             if self._away_since:
                 self._seconds_away += time.monotonic() - self._away_since
@@ -313,6 +357,10 @@ class _Feed(threading.Thread):
             self._num_lost += int(number) - self._last - 1
             self._last = int(number)
             self._left = None if self._left is None else self._left - 1
+            data["number"] = self._count = self._count + 1  # the server's numbers begin again with a new recording
+            if isinstance(data.get("previous"), int):
+                data["previous"] = self._numbers.get(data["previous"])
+            self._numbers[self._last] = self._count
             if isinstance(data.get("arrival_seconds"), (int, float)):
                 data["arrival_seconds"] += self._offset
             self.records.put(data)

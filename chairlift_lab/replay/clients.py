@@ -21,7 +21,8 @@ __all__ = ["Clients", "enter"]
 class Clients:
     """Determines when the requests of a trace are sent and cancelled.
 
-    A request is sent at its time, but not before the previous turn of its session has ended. If ``max_concurrency`` is
+    A request is sent at its time, but not before the previous turn of its session has ended. If it has a gap, it is
+    sent so long after that end. If ``max_concurrency`` is
     given, at most that many requests are in flight, as with that many users who each wait for an answer.
     """
 
@@ -95,7 +96,9 @@ class Clients:
         turns = self._later.get(self._trace[index].session)
         if turns:
             later = turns.popleft()
-            heapq.heappush(self._ready, (max(now, self._begin + self._trace[later].arrival), later))
+            gap = self._trace[later].gap_ms
+            when = max(now, self._begin + self._trace[later].arrival) if gap is None else now + gap / 1000
+            heapq.heappush(self._ready, (when, later))
 
 
 def enter(

@@ -327,6 +327,8 @@ class _Fleet:
             self._heard(lambda each=each: self.door.progressed(each.sequence_id, each.num_computed))  # type: ignore[misc]
         for ended in outputs.finished:
             if ended.sequence_id in self._prepared:
+                if tool := self.timings[ended.sequence_id].request.tool:
+                    replica.core.paused(ended.sequence_id, [tool])
                 self._over(ended.sequence_id)
         replica.idle = True
         self._wake(replica)

@@ -148,7 +148,8 @@ def serve_trace(
 
     Arrival times count from the call, on the clock of ``core``. The core can be simulated or real, and must be idle.
 
-    - A turn of a chat is sent at its time or when the previous turn has ended, whichever is later.
+    - A turn of a chat is sent at its time or when the previous turn has ended, whichever is later. A turn with
+      ``gap_ms`` is sent so long after that end.
     - A request with ``cancel_ms`` is aborted after that time.
     - With ``max_concurrency``, at most that many requests are in flight, as in a closed loop of users.
     - ``timings``, if given, gets one entry per admitted request.

@@ -23,8 +23,8 @@ class TracedRequest:
     """A request of a trace. Raises ConfigError when a value is out of range."""
 
     arrival: float
-    """Time in seconds from the start of the trace. A later turn of a chat is sent at this time or when the previous
-    turn has been answered, whichever is later."""
+    """Time in seconds from the start of the trace. A later turn of a chat without ``gap_ms`` is sent at this time or
+    when the previous turn has been answered, whichever is later."""
     prompt_tokens: int
     """Number of tokens of the whole prompt, including earlier turns."""
     output_tokens: int
@@ -38,10 +38,14 @@ class TracedRequest:
     turn: int = 0
     """Number of the turn in its chat, from 0. The turns of a chat are sent one after another in this order. Numbers can
     be missing, because a trace can begin in the middle of a chat."""
+    gap_ms: float | None = None
+    """Time in ms from the end of the previous turn of its chat until this turn is sent, while a tool runs or a user
+    thinks. ``arrival`` then is when it was sent in the recorded system. None: it is sent at its arrival."""
     cancel_ms: float | None = None
     """Time in ms after which the client disconnects if the answer is not complete. None: it never disconnects."""
     tool: str = ""
-    """Name of the tool that the client calls after this turn. Empty if it calls none."""
+    """Name of the tool that the client calls after this turn; several names are joined by `` + ``. Empty if it calls
+    none."""
     predicted_tokens: int | None = None
     """Predicted number of tokens of the answer, for policies that use predictions. None: no prediction."""
     tenant: str = ""
@@ -71,6 +75,7 @@ class TracedRequest:
             ("tpot_ms", self.tpot_ms),
             ("deadline_ms", self.deadline_ms),
             ("cancel_ms", self.cancel_ms),
+            ("gap_ms", self.gap_ms),
         ):
             if limit is not None:
                 check_number(name, limit, (int, float), 0, 1e12)
@@ -82,6 +87,8 @@ class TracedRequest:
                 raise ConfigError(f"{name} must be text, got {text!r:.40}")
         if self.turn and not self.session:
             raise ConfigError(f"turn is {self.turn}, but there is no session; name the chat that it is a turn of")
+        if self.gap_ms is not None and not self.session:
+            raise ConfigError(f"gap_ms is {self.gap_ms}, but there is no session; name the chat that it is a turn of")
         blocks = -(-self.prompt_tokens // self.prefix_block)
         if len(self.prefix_ids) > blocks:
             raise ConfigError(

@@ -239,6 +239,7 @@ FIELDS: Final[dict[str, Callable[[Any], Any]]] = {
     "tpot_ms": _number,
     "deadline_ms": _number,
     "cancel_ms": _number,
+    "gap_ms": _number,
     "session": _text,
     "turn": _count,
     "tool": _text,

@@ -44,6 +44,7 @@ _OWN_FIELDS: Final = {
     "tpot_ms": None,
     "deadline_ms": None,
     "cancel_ms": None,
+    "gap_ms": None,
     "session": "",
     "turn": 0,
     "tool": "",

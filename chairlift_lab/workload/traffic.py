@@ -12,7 +12,7 @@ from chairlift_lab.replay.traced_request import PREFIX_BLOCK, TracedRequest
 from chairlift_lab.workload.arrivals import AllAtOnce, Arrivals
 from chairlift_lab.workload.lengths import Fixed, Lengths, LogNormal, Uniform, Zipf
 
-__all__ = ["WORKLOADS", "Cancels", "Chats", "RequestClass", "SharedPrefixes", "Traffic", "draw_trace"]
+__all__ = ["WORKLOADS", "Cancels", "Chats", "RequestClass", "SharedPrefixes", "ToolPauses", "Traffic", "draw_trace"]
 
 _CHAT_BLOCK: Final = 16
 """Number of tokens per prefix id in chats. The block is small because only whole blocks of earlier turns count as
@@ -53,6 +53,27 @@ class SharedPrefixes:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ToolPauses:
+    """A tool that agents call, and how long it runs: log-normal times."""
+
+    name: str
+    median_seconds: float
+    sigma: float
+    """Standard deviation of the natural logarithm of a time."""
+    weight: float = 1.0
+    """Relative frequency of its calls."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("a tool needs a name")
+        if not (0 < self.median_seconds <= 1e6 and 0 <= self.sigma <= 10 and 0 < self.weight < 1e9):
+            raise ConfigError(
+                f"tool {self.name} needs a median above 0 and up to 1,000,000 seconds, sigma from 0 to 10 and a weight"
+                f" above 0, got {self.median_seconds:g}, {self.sigma:g} and {self.weight:g}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Chats:
     """Requests that are turns of chats: each prompt repeats all earlier text of the chat and adds a new message.
 
@@ -69,10 +90,17 @@ class Chats:
     """Mean time in seconds from one turn to the next; the times have an exponential distribution."""
     most_tokens: int = 8192
     """Maximum length of a chat in tokens. A chat ends before the turn that would exceed the maximum with its answer."""
+    first: Lengths | None = None
+    """Lengths of the first message of a chat. None: like those of the others."""
+    tools: tuple[ToolPauses, ...] = ()
+    """Tools of agents: each turn but the last calls one of them, and the next turn is sent when it has run. The times
+    count from the end of the answer, so that a slow server is asked later. Empty: users think, without tools."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.think_seconds <= 1e9:
             raise ConfigError(f"think_seconds of chats must be from 0 to 1,000,000,000, got {self.think_seconds}")
+        if self.tools and self.think_seconds:
+            raise ConfigError(f"chats have tools or think_seconds ({self.think_seconds:g}), not both; leave one out")
         if self.most_tokens < 1:
             raise ConfigError(f"most_tokens of chats must be at least 1, got {self.most_tokens}")
 
@@ -143,7 +171,13 @@ class Traffic:
         prompts = self.prompt.draw(rng, count)
         outputs = self.output.draw(rng, count)
         times = (arrivals or AllAtOnce()).times(count, seed)
-        chats = self._chats(prompts, outputs, seed)
+        firsts = (
+            [] if self.chats is None or self.chats.first is None else self.chats.first.draw(_stream(seed, 8), count)
+        )
+        chats = self._chats(prompts, outputs, firsts, seed)
+        for (first, _), length in zip(chats, firsts, strict=False):
+            prompts[first] = length
+        calls = self._calls(count, seed)
         own = self._own_fields(len(chats), seed)
         prefixes = self._prefixes(len(chats), seed)
         prefix_tokens = 0 if self.prefixes is None else self.prefixes.tokens
@@ -162,6 +196,10 @@ class Traffic:
                 if self.chats is not None:
                     ids = range(next_id, next_id - (-chat_tokens // self.prefix_block) - len(shared))
                     fields = fields | {"session": str(number), "turn": turn, "prefix_ids": shared + tuple(ids)}
+                    if calls and turn:
+                        fields["gap_ms"] = calls[index - 1][1]
+                    if calls and turn + 1 < turns:
+                        fields["tool"] = calls[index][0]
                 elif shared:
                     fields = fields | {"prefix_ids": shared}
                 requests.append(
@@ -174,14 +212,31 @@ class Traffic:
                     )
                 )
                 chat_tokens += outputs[index]
-                if self.chats is not None:
+                if calls:
+                    time += calls[index][1] / 1000
+                elif self.chats is not None:
                     time += float(think.exponential(self.chats.think_seconds))
             next_id -= -chat_tokens // self.prefix_block
         return sorted(self._with_cancels(requests, seed), key=lambda request: request.arrival)
 
-    def _chats(self, prompts: list[int], outputs: list[int], seed: int) -> list[tuple[int, int]]:
+    def _calls(self, count: int, seed: int) -> list[tuple[str, float]]:
+        """(tool, ms for which it runs) that each request calls, unless it is the last of its chat. Empty without
+        tools."""
+        tools = () if self.chats is None else self.chats.tools
+        if not tools:
+            return []
+        rng = _stream(seed, 7)
+        weights = np.array([tool.weight for tool in tools])
+        chosen = [tools[int(number)] for number in rng.choice(len(tools), count, p=weights / weights.sum())]
+        factors = np.exp(rng.standard_normal(count) * np.array([tool.sigma for tool in chosen]))
+        return [
+            (tool.name, round(1000 * tool.median_seconds * float(factor), 3))
+            for tool, factor in zip(chosen, factors, strict=True)
+        ]
+
+    def _chats(self, prompts: list[int], outputs: list[int], firsts: list[int], seed: int) -> list[tuple[int, int]]:
         """One entry per chat: (index of its first request, number of turns). Without chats, each request is a chat of 1
-        turn."""
+        turn. ``firsts`` are the lengths of first messages; empty: like the others."""
         count = len(prompts)
         if self.chats is None:
             return [(index, 1) for index in range(count)]
@@ -193,7 +248,8 @@ class Traffic:
             turns = 0
             tokens = before
             while turns < lengths[len(chats)] and first + turns < count:
-                tokens += prompts[first + turns] + outputs[first + turns]
+                is_special = firsts and not turns
+                tokens += (firsts[len(chats)] if is_special else prompts[first + turns]) + outputs[first + turns]
                 if tokens > self.chats.most_tokens and turns:
                     break
                 turns += 1
@@ -274,6 +330,22 @@ WORKLOADS: Final = {
         output=LogNormal(4.0, 0.7, 8, 512),
         prefixes=SharedPrefixes(2048, distinct=4),
         chats=Chats(Uniform(3, 12), think_seconds=1.0, most_tokens=16384),
+    ),
+    "coding-agents": Traffic(
+        description="agents with 4 to 24 turns; searches of 2 s, edits of 0.5 s, tests of 15 s between them",
+        prompt=LogNormal(5.3, 0.9, 32, 4096),
+        output=LogNormal(4.4, 0.7, 8, 512),
+        prefixes=SharedPrefixes(2048),
+        chats=Chats(
+            Uniform(4, 24),
+            most_tokens=16384,
+            first=LogNormal(7.0, 0.5, 256, 8192),
+            tools=(
+                ToolPauses("search", 2.0, 0.8, 4.0),
+                ToolPauses("edit", 0.5, 0.5, 3.0),
+                ToolPauses("run_tests", 15.0, 0.7, 2.0),
+            ),
+        ),
     ),
 }
 """Name of a workload -> description of its traffic."""

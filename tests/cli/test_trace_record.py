@@ -125,6 +125,31 @@ def without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_record, "_LOOK_SECONDS", 0.02)
 
 
+def test_turns_that_call_tools_become_a_session_with_its_gaps(telling: Tell, command: Run, tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    script = [
+        start(),
+        record(1, arrival_seconds=1.0),
+        record(2, arrival_seconds=2.0),
+        record(4, arrival_seconds=9.0, previous=1, tools=["search", "read"], gap_ms=7800.0),
+        "event: lost\ndata: {}\n\n",
+        record(5, arrival_seconds=12.0, previous=3, tools=["search"], gap_ms=100.0),
+        record(6, arrival_seconds=20.0, previous=4, tools=["run_tests"], gap_ms=10800.0),
+        END,
+    ]
+    code, out, _ = command("--url", telling(script).url, "-o", file)
+    assert code == 0
+    assert "  3 requests are turns of conversations that call tools" in out
+    found = [(each.session, each.turn, each.tool, each.gap_ms) for each in read_trace(file)]
+    assert found == [
+        ("session-1", 0, "read + search", None),
+        ("", 0, "", None),
+        ("session-1", 1, "run_tests", 7800.0),
+        ("", 0, "", None),
+        ("session-1", 2, "", 10800.0),
+    ]
+
+
 def test_a_trace_is_what_was_told_in_order_of_arrival(telling: Tell, command: Run, tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     promised = {"service_tier": "flex", "priority": -3, "ttft_ms": 500.0, "tpot_ms": 40.5, "deadline_ms": 9000.0}

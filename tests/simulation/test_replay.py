@@ -36,7 +36,9 @@ from chairlift_lab.replay.side_by_side import (
     recorded_trace,
 )
 from chairlift_lab.workload.arrivals import Gamma, parse_arrivals
+from chairlift_lab.workload.lengths import Fixed
 from chairlift_lab.workload.trace import TracedRequest, draw_trace
+from chairlift_lab.workload.traffic import Chats, ToolPauses, Traffic
 from tests.tiers import one_in
 
 STEP = Roofline(
@@ -620,3 +622,27 @@ def test_deployments_of_older_versions_read_each_row() -> None:
     del fields["reads_shared_once"]
     assert not Deployment.from_dict(json.loads(json.dumps(fields))).reads_shared_once
     assert deploy("turin-9755", MODELS["qwen2.5-0.5b"]).reads_shared_once
+
+
+def test_a_gap_counts_from_the_end_of_the_turn_before() -> None:
+    def sent(first: int, gap: float | None) -> float:
+        turns = [one(0.0, 40, first, session="a", tool="t"), one(5.0, 60, session="a", turn=1, gap_ms=gap)]
+        core, limits = simulated_core(deployment(), EngineConfig())
+        timings: list[RequestTiming] = []
+        serve_trace(core, turns, limits, timings)
+        assert core.kv.eviction.num_pauses == 1
+        return timings[1].request.arrival - timings[0].left
+
+    assert sent(3, 250.0) == pytest.approx(0.25)
+    assert sent(300, 250.0) == pytest.approx(0.25), "a slow answer delays the next turn"
+    assert sent(3, None) > 4.0
+
+
+def test_leases_keep_the_cache_of_simulated_agents() -> None:
+    tools = (ToolPauses("search", 3.0, 0.3),)
+    traffic = Traffic(prompt=Fixed(64), output=Fixed(8), chats=Chats(Fixed(6), first=Fixed(600), tools=tools))
+    trace = traffic.draw(60, parse_arrivals("poisson:20"), seed=1)
+    flood = [one(number / 8, prompt=300, output=4) for number in range(200)]
+    trace = sorted([*trace, *flood], key=lambda request: request.arrival)
+    rules = {name: served(trace, cache_eviction=name, num_kv_blocks=420) for name in ("lru", "lease")}
+    assert rules["lease"].cached_tokens > 1.1 * rules["lru"].cached_tokens

@@ -132,6 +132,17 @@ def test_a_turn_waits_for_the_turn_before_it() -> None:
     assert lateness.p99 <= 1000 * max(outcome.start - outcome.scheduled for outcome in free) + 1e-6
 
 
+def test_a_turn_with_a_gap_is_sent_so_long_after_the_answer_before_it() -> None:
+    """Its arrival says when it was sent in the recorded system, which was slower."""
+    first = dataclasses.replace(SHORT, session="a", output_tokens=3)
+    second = dataclasses.replace(SHORT, arrival=60.0, session="a", turn=1, gap_ms=150.0, output_tokens=4)
+    with serving(ScriptedServer(after(1, answer))) as server:
+        run = one_run(server, [first, second])
+    before, after_it = sorted(run.outcomes, key=lambda outcome: outcome.index)
+    assert after_it.held
+    assert 0.15 <= after_it.start - before.end < 30
+
+
 def test_a_cancelled_request_closes_its_connection() -> None:
     async def never_end(exchange: Exchange) -> None:
         exchange.head()

@@ -25,7 +25,7 @@ from chairlift.errors import ConfigError
 from chairlift_lab.bench.machine import describe_machine
 from chairlift_lab.bench.report import text as lines_of
 from chairlift_lab.bench.serve_run import fit
-from chairlift_lab.bench.tune import SEARCHED, Findings, Question, _fastest, _latency, tune
+from chairlift_lab.bench.tune import SEARCHED, Findings, Question, _evictions, _fastest, _latency, _space, tune
 from chairlift_lab.bench.tune_lab import Lab, LabTraffic
 from chairlift_lab.bench.tune_report import TuneAnswer, columns, config_lines, printed, tune_report, verdict
 from chairlift_lab.bench.tune_search import Judge, Space, search, shortfall
@@ -746,3 +746,12 @@ def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path, text: str) -> Non
     with pytest.raises(ConfigError, match="remove"):
         State(path, {})
     assert path.read_text() == text
+
+
+def test_only_traffic_with_chats_has_rules_of_eviction_to_try() -> None:
+    assert _evictions({}) == ["auto", "lru", "tlru", "lease"]
+    classes = {"scheduling_policy": "priority", "service_classes": '{"chat": {"retention": 2}}'}
+    assert _evictions(classes) == ["auto", "lease"], "the others do not look at retention"
+    assert _space({}, 8, ["auto", "lease"]).evictions == ["auto", "lease"]
+    assert _space({"cache_eviction": "tlru"}, 8, ["auto", "lease"]).evictions == ("tlru",)
+    assert _space({}, 8).evictions == ("auto",)

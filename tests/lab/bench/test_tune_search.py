@@ -45,6 +45,16 @@ SPACE = Space(
 )
 
 
+def test_rules_of_eviction_are_searched_if_there_are_several() -> None:
+    space = dataclasses.replace(SPACE, evictions=("auto", "lease"))
+    found = {setting.cache_eviction for setting in space.neighbours(START, 2.0)}
+    assert found == {"auto", "lease"}
+    assert {setting.cache_eviction for setting in SPACE.neighbours(START, 2.0)} == {"auto"}
+    assert {setting.cache_eviction for setting in space.everything()} == {"auto", "lease"}
+    leased = dataclasses.replace(START, cache_eviction="lease")
+    assert (leased.flat()["cache_eviction"], leased.describe()) == ("lease", "16 slots, 256 tokens, eviction lease")
+
+
 class Formula(Lab):
     """A simulator that is a formula of setting and rate, and remembers what it was asked."""
 

@@ -24,7 +24,7 @@ REQUESTS = [
     TracedRequest(arrival=0.25, prompt_tokens=10, output_tokens=1, tenant="a", priority=-3, service_tier="flex"),
     TracedRequest(arrival=3.0, prompt_tokens=1, output_tokens=7, ttft_ms=200.0, tpot_ms=50, deadline_ms=9e3),
     TracedRequest(arrival=3.0, prompt_tokens=40, output_tokens=7, prefix_ids=(2**62, 1), prefix_block=32, session="s"),
-    TracedRequest(arrival=4.5, prompt_tokens=50, output_tokens=7, session="s", turn=3, cancel_ms=0.0),
+    TracedRequest(arrival=4.5, prompt_tokens=50, output_tokens=7, session="s", turn=3, cancel_ms=0.0, gap_ms=0.5),
 ]
 GOOD: dict[str, Any] = {"timestamp": 1, "input_length": 2, "output_length": 3}
 MAPPED = {"time": "when", "input": "in", "output": "out"}

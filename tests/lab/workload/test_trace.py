@@ -27,6 +27,8 @@ REQUEST = TracedRequest(arrival=0.25, prompt_tokens=10, output_tokens=1)
         ({"tenant": 7}, "tenant must be text"),
         ({"session": None}, "session must be text"),
         ({"turn": 2}, "turn is 2, but there is no session"),
+        ({"gap_ms": 2.0}, "gap_ms is 2.0, but there is no session"),
+        ({"session": "a", "gap_ms": -1.0}, "gap_ms must be a number from 0"),
         ({"session": "a", "turn": -1}, "turn must be a whole number from 0"),
         ({"cancel_ms": -1}, "cancel_ms must be a number from 0"),
         ({"ttft_ms": float("inf")}, "ttft_ms must be a number"),

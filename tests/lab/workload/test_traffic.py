@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +17,7 @@ from chairlift.errors import ConfigError
 from chairlift_lab.workload.arrivals import Gamma, parse_arrivals
 from chairlift_lab.workload.lengths import Fixed, Uniform, Workload
 from chairlift_lab.workload.trace import WORKLOADS, TracedRequest, Traffic, draw_trace, prompt_token_ids
-from chairlift_lab.workload.traffic import Cancels, Chats, RequestClass, SharedPrefixes
+from chairlift_lab.workload.traffic import Cancels, Chats, RequestClass, SharedPrefixes, ToolPauses
 
 PLAIN = Traffic(prompt=Uniform(10, 90), output=Uniform(5, 40))
 CHATS = dataclasses.replace(PLAIN, chats=Chats(Uniform(1, 6), think_seconds=2.0, most_tokens=200))
@@ -185,4 +187,40 @@ def test_cancels_and_classes_have_their_shares() -> None:
 )
 def test_impossible_traffic_is_refused(make: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
+        make()
+
+
+def agents(*tools: ToolPauses, **chats: Any) -> Traffic:
+    return Traffic(prompt=Fixed(100), output=Fixed(20), chats=Chats(Uniform(2, 9), tools=tools, **chats))
+
+
+def test_agents_call_tools_between_their_turns_and_wait_for_them() -> None:
+    tools = ToolPauses("search", 2.0, 0.5, 3.0), ToolPauses("run_tests", 15.0, 0.7)
+    trace = agents(*tools, first=Fixed(900)).draw(4000, parse_arrivals("poisson:9"), seed=3)
+    gaps: dict[str, list[float]] = {"search": [], "run_tests": []}
+    for turns in sessions(trace).values():
+        assert (turns[0].prompt_tokens, turns[0].gap_ms) == (900, None)
+        assert turns[-1].tool == ""
+        for before, after in pairwise(turns):
+            assert after.gap_ms is not None
+            assert after.prompt_tokens == before.prompt_tokens + 20 + 100
+            assert after.arrival == pytest.approx(before.arrival + after.gap_ms / 1000, abs=1e-6)
+            gaps[before.tool].append(after.gap_ms / 1000)
+    assert len(gaps["search"]) / len(gaps["run_tests"]) == pytest.approx(3, rel=0.15)
+    for tool in tools:
+        logs = np.log(gaps[tool.name])
+        assert math.exp(np.median(logs)) == pytest.approx(tool.median_seconds, rel=0.1)
+        assert float(np.std(logs)) == pytest.approx(tool.sigma, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ToolPauses("", 1.0, 0.5), "a tool needs a name"),
+        (lambda: ToolPauses("x", 0.0, 0.5), "tool x needs a median above 0"),
+        (lambda: Chats(Fixed(2), 1.0, tools=(ToolPauses("x", 1.0, 0.5),)), "tools or think_seconds"),
+    ],
+)
+def test_tools_without_sense_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make()
