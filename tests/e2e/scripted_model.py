@@ -27,10 +27,11 @@ _TEMPLATE = (
 _HEAD_DIM, _NUM_KV_HEADS = 32, 2
 
 
-def write_scripted_model(folder: Path, first: Sequence[str], again: Sequence[str]) -> Path:
+def write_scripted_model(folder: Path, first: Sequence[str], again: Sequence[str], template: str | None = None) -> Path:
     """Write a model that generates ``first`` in the first turn of a conversation, and ``again`` in later turns.
 
-    Both are lists of pieces, one token each. No piece may occur twice.
+    Both are lists of pieces, one token each. No piece may occur twice. ``template`` is the chat template; None: one
+    without tools. It ends with the special token that the model continues, ``<|first|>`` or ``<|again|>``.
     """
     pieces = [*first, *again]
     if len(set(pieces)) < len(pieces):
@@ -47,7 +48,7 @@ def write_scripted_model(folder: Path, first: Sequence[str], again: Sequence[str
 
     folder.mkdir()
     backend.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": "<|end|>", "chat_template": _TEMPLATE}
+    config = {"eos_token": "<|end|>", "chat_template": _TEMPLATE if template is None else template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     _write_weights(folder, backend.get_vocab_size(), follows, backend.token_to_id("<|end|>"))
     return folder
