@@ -10,6 +10,7 @@ LD_PRELOAD.
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from pathlib import Path
 from typing import ClassVar
@@ -47,21 +48,25 @@ class BuildKernels(build_ext):
         objects = kernels.compile_objects(mode, compiler, kernels.chosen_sets(compiler))
         library = Path(self.get_ext_fullpath(ext.name)).resolve()
         library.parent.mkdir(parents=True, exist_ok=True)
-        flags = [*kernels.COMMON, *kernels.MODES[mode]]
+        flags = [*kernels.COMMON, *kernels.MODES[mode], *kernels.system_flags(compiler)]
         kernels.run_compiler([*compiler, *flags, "-shared", *map(str, objects), "-o", str(library)])
         origin = kernels.note_origin(library, objects)
         in_tree = Path(self.get_ext_filename(ext.name)).resolve()
-        if mode == "release" and not self.editable_mode and in_tree != library:
+        here = kernels.folder_of(mode, compiler) == kernels.OBJECTS / mode
+        if mode == "release" and here and not self.editable_mode and in_tree != library:
             # Tests run in the source tree, also after `pip install .`, so the library is copied into that tree, too.
             self.copy_file(str(library), str(in_tree))
             self.copy_file(str(origin), str(in_tree.with_suffix(".json")))
 
 
 class KernelWheel(bdist_wheel):
-    """A wheel for one platform and for every Python 3."""
+    """A wheel for every Python 3 and for the platform of the compiler, which may be a cross-compiler for Linux."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        platform_tag = super().get_tag()[2]
+        machine = kernels.machine_of(kernels.find_compiler())
+        crossed = machine != kernels.machine_name(platform.machine())
+        return "py3", "none", f"linux_{machine}" if crossed else platform_tag
 
 
 def main() -> None:

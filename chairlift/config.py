@@ -63,7 +63,7 @@ _CHOICES = {
     "runner": ("auto", "generate", "pooling"),
     "pooling_type": ("LAST", "CLS", "MEAN"),
     "reranker": tuple(RERANKERS),
-    "kernels": ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "neon", "torch", "triton"),
+    "kernels": ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "neon", "neon_i8mm", "torch", "triton"),
     "cuda_graphs": ("lazy", "start", "off"),
     "quantization": ("int8", "int4", "fp8", "stored", "none"),
     "generation_config": ("auto", "vllm"),

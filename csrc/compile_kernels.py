@@ -54,8 +54,12 @@ X86_SETS = {"avx2": AVX2, "avx512": AVX512, "avx512_vnni": AVX512_VNNI, "avx512_
 """Name of an instruction set of x86-64 -> compiler's names of its extensions. The oldest set is the first. Code outside
 ``paths/`` runs on every processor of an architecture."""
 
-ARM_SETS = {"neon": "armv8.2-a+dotprod"}
+ARM_SETS = {"neon": "armv8.2-a+dotprod", "neon_i8mm": "armv8.2-a+dotprod+i8mm"}
 """Name of an instruction set of ARM64 -> compiler's name of the architecture with its extensions."""
+
+ARM_SYSCTLS = {"neon": ["hw.optional.arm.FEAT_DotProd"]}
+ARM_SYSCTLS["neon_i8mm"] = [*ARM_SYSCTLS["neon"], "hw.optional.arm.FEAT_I8MM"]
+"""Name of an instruction set of ARM64 -> names in macOS's sysctl of what it needs."""
 
 NUMBERS = {name: number for number, name in enumerate([*X86_SETS, *ARM_SETS])}
 """Name of an instruction set -> number of the path in ``cl_isa``."""
@@ -63,10 +67,17 @@ NUMBERS = {name: number for number, name in enumerate([*X86_SETS, *ARM_SETS])}
 FLAGS = {name: [f"-m{each}" for each in needed] for name, needed in X86_SETS.items()}
 FLAGS |= {name: [f"-march={architecture}"] for name, architecture in ARM_SETS.items()}
 
-SETS = {"x86_64": [*X86_SETS], "aarch64": [*ARM_SETS]}
-"""Name of a machine, as :func:`platform.machine` and compilers have it -> its instruction sets, the oldest first."""
+PLATFORMS = (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "aarch64"))
+"""(:data:`sys.platform`, machine) for which there are kernels."""
 
-ARM_FEATURES = {"neon": {"asimddp"}}
+OLDEST_MACOS = "12.0"
+"""The oldest macOS on which the kernels run, unless MACOSX_DEPLOYMENT_TARGET names another. It is the first whose
+sysctl has the names of instructions."""
+
+SETS = {"x86_64": [*X86_SETS], "aarch64": [*ARM_SETS]}
+"""Name of a machine (see :func:`machine_name`) -> its instruction sets, the oldest first."""
+
+ARM_FEATURES = {"neon": {"asimddp"}, "neon_i8mm": {"asimddp", "i8mm"}}
 """Name of an instruction set of ARM64 -> names in /proc/cpuinfo of what it needs."""
 
 LINUX_NAMES = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "amx-tile": "amx_tile"}
@@ -79,7 +90,8 @@ finish at about the same time."""
 
 NO_COMPILER = f"""\
 Chairlift's CPU kernels need a C++17 compiler, and none was found ($CXX, g++, c++, clang++).
-Install one and try again: `apt install g++` (Debian, Ubuntu) or `dnf install gcc-c++` (Fedora, RHEL).
+Install one and try again: `apt install g++` (Debian, Ubuntu), `dnf install gcc-c++` (Fedora, RHEL) or \
+`xcode-select --install` (macOS).
 Or install without kernels, several times slower: `{WITHOUT_KERNELS}=1 pip install .`"""
 
 COMPILER_FAILED = f"""\
@@ -103,8 +115,13 @@ class Job:
 
 def wanted() -> bool:
     """Whether the kernels can be compiled for this system, and the environment does not leave them out."""
-    native = sys.platform == "linux" and platform.machine() in SETS and sys.maxsize > 2**32
+    native = (sys.platform, machine_name(platform.machine())) in PLATFORMS and sys.maxsize > 2**32
     return native and os.environ.get(WITHOUT_KERNELS, "0") in ("", "0")
+
+
+def machine_name(name: str) -> str:
+    """The name that Linux has for a machine: macOS and its compilers call ``aarch64`` ``arm64``."""
+    return "aarch64" if name == "arm64" else name
 
 
 def sets_to_build(choice: str, processor: Sequence[str], machine: str = "x86_64") -> list[str]:
@@ -124,9 +141,13 @@ def sets_to_build(choice: str, processor: Sequence[str], machine: str = "x86_64"
     return [name for name in SETS[machine] if name in names]
 
 
-def sets_of_processor(cpuinfo: Path = Path("/proc/cpuinfo"), machine: str = platform.machine()) -> list[str]:
+def sets_of_processor(
+    cpuinfo: Path = Path("/proc/cpuinfo"), machine: str = machine_name(platform.machine()), system: str = sys.platform
+) -> list[str]:
     """Instruction sets that this processor and this system can run, the oldest first. If the system does not describe
     its processor, all of them."""
+    if system == "darwin":
+        return [name for name, needed in ARM_SYSCTLS.items() if all(map(sysctl_says, needed))]
     try:
         flags = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
     except OSError:
@@ -138,6 +159,12 @@ def sets_of_processor(cpuinfo: Path = Path("/proc/cpuinfo"), machine: str = plat
         return [name for name, needed in ARM_FEATURES.items() if needed <= present]
     found = [name for name, needed in X86_SETS.items() if {LINUX_NAMES.get(each, each) for each in needed} <= present]
     return found if tiles_granted() else [name for name in found if name != "amx"]
+
+
+def sysctl_says(name: str) -> bool:
+    """Whether macOS's sysctl has a number other than 0 under ``name``."""
+    done = subprocess.run(["sysctl", "-n", name], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return done.returncode == 0 and done.stdout.strip() not in ("", "0")
 
 
 def tiles_granted() -> bool:
@@ -159,7 +186,7 @@ def machine_of(compiler: list[str]) -> str:
     """The machine for which ``compiler`` compiles: this one, or another with a cross-compiler. Raises SystemExit for a
     machine without kernels."""
     done = subprocess.run([*compiler, "-dumpmachine"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    machine = done.stdout.partition("-")[0] if done.returncode == 0 else platform.machine()
+    machine = machine_name(done.stdout.partition("-")[0] if done.returncode == 0 else platform.machine())
     if machine not in SETS:
         raise SystemExit(
             f"{shlex.join(compiler)} compiles for {machine}, and Chairlift's CPU kernels are for {' and '.join(SETS)}. "
@@ -174,7 +201,7 @@ def jobs(mode: str, compiler: list[str], sets: Sequence[str]) -> list[Job]:
     If several objects contain the same inline function, the linker uses the one of the first object. So the first
     objects are those that run on every processor, then come the instruction sets, the oldest first.
     """
-    command = [*compiler, *COMMON, *MODES[mode]]
+    command = [*compiler, *COMMON, *MODES[mode], *system_flags(compiler)]
     paths = sum(1 << NUMBERS[name] for name in sets)
     folder = folder_of(mode, compiler)
     version = subprocess.run([*compiler, "--version"], stdout=subprocess.PIPE, text=True).stdout
@@ -193,10 +220,20 @@ def jobs(mode: str, compiler: list[str], sets: Sequence[str]) -> list[Job]:
     return made
 
 
+def system_flags(compiler: list[str]) -> list[str]:
+    """Flags that depend on the system for which ``compiler`` compiles: on macOS the oldest that can run the result, and
+    no warnings about what only GCC knows. The linker of macOS signs the library ad hoc, without a flag."""
+    done = subprocess.run([*compiler, "-dumpmachine"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    if not re.search("-(darwin|macos)", done.stdout):
+        return []
+    oldest = os.environ.get("MACOSX_DEPLOYMENT_TARGET") or OLDEST_MACOS
+    return [f"-mmacosx-version-min={oldest}", "-Wno-unknown-warning-option", "-Wno-unknown-attributes"]
+
+
 def folder_of(mode: str, compiler: list[str]) -> Path:
     """Folder of a mode's objects. Another machine's have a folder of their own."""
     machine = machine_of(compiler)
-    return OBJECTS / (mode if machine == platform.machine() else f"{mode}-{machine}")
+    return OBJECTS / (mode if machine == machine_name(platform.machine()) else f"{mode}-{machine}")
 
 
 def longest_first(source: Path) -> int:
@@ -260,7 +297,7 @@ def note_origin(library: Path, objects: Sequence[Path]) -> Path:
 
 def compile_missing(missing: list[Job]) -> None:
     begin, done, count = time.monotonic(), 0, len(missing)
-    with ThreadPoolExecutor(max(2, min(16, len(os.sched_getaffinity(0))))) as pool:
+    with ThreadPoolExecutor(max(2, min(16, num_processors()))) as pool:
         left: set[Future[str]] = set()
         try:
             left = {pool.submit(compile_one, job) for job in missing}
@@ -275,6 +312,11 @@ def compile_missing(missing: list[Job]) -> None:
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def num_processors() -> int:
+    """Number of processors that this process may use. macOS lets no process choose them, so all count there."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def compile_one(job: Job) -> str:
@@ -299,7 +341,7 @@ def chosen_sets(compiler: list[str]) -> list[str]:
     """The instruction sets that the environment and the processor ask for. A cross-compiler's processor is not known;
     it is taken to have all of them."""
     machine = machine_of(compiler)
-    processor = sets_of_processor() if machine == platform.machine() else SETS[machine]
+    processor = sets_of_processor() if machine == machine_name(platform.machine()) else SETS[machine]
     return sets_to_build(os.environ.get(KERNELS, "").strip().lower(), processor, machine)
 
 

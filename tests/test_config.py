@@ -134,7 +134,7 @@ def test_names_of_bytes_that_are_no_text_are_told_before_anything_is_started(kin
     [
         ("dtype", "fp16", "auto, float32, bfloat16, float16"),
         ("dtype", ["auto"], "auto, float32"),
-        ("kernels", "AVX2", "auto, amx, avx512_bf16, avx512_vnni, avx512, avx2, neon, torch"),
+        ("kernels", "AVX2", "auto, amx, avx512_bf16, avx512_vnni, avx512, avx2, neon, neon_i8mm, torch"),
         ("batching", "Static", "continuous, static, dynamic"),
         ("scheduling_policy", "lifo", "fcfs, priority or module:Class"),
         ("prefill_mode", "best", "mixed, prefill_first"),

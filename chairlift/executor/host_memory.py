@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import tempfile
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from chairlift.base.disk_space import reserve_space
 from chairlift.errors import ConfigError
 from chairlift.executor.pages import populate_pages
 
@@ -33,7 +33,7 @@ def host_memory(nbytes: int, directory: str | None = None) -> npt.NDArray[np.uin
             raise ConfigError(f"swap_space_bytes is {nbytes:,}, more than the system gives; lower it") from None
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
+            reserve_space(file.fileno(), nbytes)
             return np.asarray(np.memmap(file, dtype=np.uint8, mode="r+", shape=(nbytes,)))
     except OSError as error:
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +22,9 @@ def populate_pages(memory: npt.NDArray[np.uint8]) -> bool:
 
     Returns False if the system does not do it; its pages are then allocated at their first use, as before.
     """
-    madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    if madvise is None:
+    if sys.platform != "linux":  # elsewhere, the number means something else
         return False
+    madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     begin = memory.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     end = memory.ctypes.data + memory.nbytes

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from chairlift.base.processors import allowed_processors, can_pin
 from chairlift.config import CPU_CACHE_SHARE, EngineConfig
 from chairlift.engine.process.process_client import EngineEvents, ProcessClient, ThisMachine
 from chairlift.errors import ConfigError
@@ -56,11 +56,12 @@ def processors_by_replica(processors: Sequence[tuple[Any, ...]], count: int) -> 
 
 
 def machine_processors() -> list[tuple[int, int, int]]:
-    """(socket, core, number) of each processor that this process may use, limited by its control groups."""
-    if not hasattr(os, "sched_getaffinity"):
-        return []  # the system has no processor affinity
+    """(socket, core, number) of each processor that this process may use, limited by its control groups. Empty if the
+    system lets no process choose its processors."""
+    if not can_pin():
+        return []
     found = sorted(
-        (_topology(each, "physical_package_id"), _topology(each, "core_id"), each) for each in os.sched_getaffinity(0)
+        (_topology(each, "physical_package_id"), _topology(each, "core_id"), each) for each in allowed_processors()
     )
     limit = processor_limit()
     return found if limit is None else found[: max(1, round(limit))]

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from chairlift.base.sysctl import sysctl_number
+
 __all__ = ["memory_limit", "processor_limit", "total_memory"]
 
 _ROOT = Path("/sys/fs/cgroup")
@@ -50,6 +52,7 @@ def total_memory() -> int:
     for line in _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else []:
         if line.startswith("MemTotal:"):
             total = int(line.split()[1]) * 1024
+    total = total or sysctl_number("hw.memsize") or 0  # macOS
     limit = memory_limit()
     return (total if limit is None else min(total or limit, limit)) or 4 << 30
 

@@ -6,14 +6,14 @@ This module measures the CPU's limits quickly; ``chairlift_lab.bench.limits`` me
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from chairlift.kernels.cpu.library import ISA_NAMES, PRODUCTS, Memory, ThreadPool, require
+from chairlift.base.processors import allowed_processors
+from chairlift.kernels.cpu.library import ARM64_ISAS, ISA_NAMES, PRODUCTS, Memory, ThreadPool, require
 
 __all__ = ["ASSUMED_L3", "GPU", "Roof", "l3_bytes", "product_kind", "quick_roof"]
 
@@ -48,7 +48,7 @@ def product_kind(isa: str, dtype: torch.dtype) -> str:
     ``dtype``. Paths without instructions for bf16 multiply float32."""
     if dtype == torch.int8:
         return "int8"
-    return "f32" if dtype == torch.float32 or isa in ("avx2", "avx512", "avx512_vnni", "neon") else "bf16"
+    return "f32" if dtype == torch.float32 or isa in ("avx2", "avx512", "avx512_vnni", *ARM64_ISAS) else "bf16"
 
 
 def l3_bytes(folder: Path, processors: Iterable[int]) -> int:
@@ -75,8 +75,7 @@ def quick_roof(pool: ThreadPool, isa: str, dtype: torch.dtype) -> Roof:
     three trials. The dtype int8 means weights in codes of any number of bits. Raises OSError without the compiled
     kernels.
     """
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cache = l3_bytes(Path("/sys/devices/system/cpu"), allowed) or ASSUMED_L3
+    cache = l3_bytes(Path("/sys/devices/system/cpu"), allowed_processors()) or ASSUMED_L3
     memory = Memory(min(max(_CACHES * cache, _MIN_BUFFER), _MAX_BUFFER))
     memory.tensor(torch.uint8, (memory.nbytes,)).fill_(1)  # unwritten pages are all the same physical page
     library = require()

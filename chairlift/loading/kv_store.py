@@ -85,7 +85,7 @@ def open_store(config: EngineConfig, executor: Executor, info: EngineInfo) -> St
 def about_blocks(config: EngineConfig, executor: Executor, info: EngineInfo) -> dict[str, object]:
     """Everything that decides the bits of a block, besides its tokens and the content of the model's files."""
     model = dataclasses.asdict(config.model)
-    native = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "neon")
+    native = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "neon", "neon_i8mm")
     threads = {} if info.kernels in native else {"threads": info.threads}
     return {
         "format": _FORMAT,

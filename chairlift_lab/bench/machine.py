@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from chairlift.base.processors import allowed_processors
 from chairlift.kernels.cpu.library import default_threads, supported_isas
 from chairlift.kernels.roof import ASSUMED_L3, l3_bytes
 
@@ -76,12 +77,11 @@ def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:
 def describe_machine() -> HostMachine:
     """Read the properties of this machine from the operating system."""
     cpu, flags = _cpuinfo(Path("/proc/cpuinfo"))
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return HostMachine(
         cpu=cpu or platform.processor() or platform.machine(),
         flags=tuple(flag for flag in _FLAGS if flag in flags),
         processors=default_threads(),
-        l3_bytes=l3_bytes(Path("/sys/devices/system/cpu"), allowed) or ASSUMED_L3,
+        l3_bytes=l3_bytes(Path("/sys/devices/system/cpu"), allowed_processors()) or ASSUMED_L3,
         memory_bytes=_memory_bytes(),
         system=f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
         isas=supported_isas(),

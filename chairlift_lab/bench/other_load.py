@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from chairlift.base.processors import allowed_processors
+
 __all__ = ["OtherLoad"]
 
 
@@ -50,5 +52,4 @@ class OtherLoad:
 
 def _processor_names() -> frozenset[str]:
     """Names in ``/proc/stat`` of the processors that this process may use."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return frozenset(f"cpu{number}" for number in allowed)
+    return frozenset(f"cpu{number}" for number in allowed_processors())

@@ -26,9 +26,18 @@ enum cl_dtype { CL_F32 = 0, CL_BF16 = 1 };
 // 1, 2, 3, 4, 6, 8 or 12, which is multiplied by the scale.
 enum cl_format { CL_DENSE = 0, CL_Q8 = 1, CL_Q4 = 2, CL_Q8_MIN = 3, CL_Q4_MIN = 4, CL_E2M1 = 5 };
 
-// Instruction-set paths: those of x86-64 in ascending order of capability, then that of ARM64. Two paths may round
+// Instruction-set paths: those of x86-64 in ascending order of capability, then those of ARM64. Two paths may round
 // differently. Within one path, a row's result never depends on the other rows of the batch.
-enum cl_isa { CL_AVX2 = 0, CL_AVX512 = 1, CL_AVX512_VNNI = 2, CL_AVX512_BF16 = 3, CL_AMX = 4, CL_NEON = 5, CL_NUM_ISAS = 6 };
+enum cl_isa {
+  CL_AVX2 = 0,
+  CL_AVX512 = 1,
+  CL_AVX512_VNNI = 2,
+  CL_AVX512_BF16 = 3,
+  CL_AMX = 4,
+  CL_NEON = 5,
+  CL_NEON_I8MM = 6,
+  CL_NUM_ISAS = 7
+};
 
 // Kinds of matrix multiplication, by the type of the factors. Each has a fastest instruction in every path that has any.
 enum cl_product { CL_F32_PRODUCT = 0, CL_BF16_PRODUCT = 1, CL_INT8_PRODUCT = 2, CL_NUM_PRODUCTS = 3 };

@@ -147,6 +147,8 @@ enum { FEW_CODE_ROWS = 3 };  // with at most this many rows, the multiplication 
 // Maximum number of rows whose sums fit into the registers with `groups` groups of sixteen columns.
 #if defined(__AVX512F__)
 CL_INLINE constexpr int most_code_rows(int) { return ROWS; }
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+CL_INLINE constexpr int most_code_rows(int groups) { return groups == 2 ? 2 : 6; }
 #else
 CL_INLINE constexpr int most_code_rows(int groups) { return groups == 2 ? 2 : 5; }
 #endif
@@ -232,13 +234,22 @@ CL_NOINLINE void code_product_of(const typename Pair<float, Weight>::Left* a, in
     for (int v = 0; v < V; v++) vstore(out + r * out_stride + v * LANES, vload(total[r] + v * LANES));
 }
 
+}  // namespace CL_NS
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#include "isa/i8mm.h"
+#define CL_CODE_ROWS code_product_of_pairs
+#else
+#define CL_CODE_ROWS code_product_of
+#endif
+namespace CL_NS {
+
 template <typename Weight, int V>
 void code_product(int rows, const typename Pair<float, Weight>::Left* a, int64_t a_stride, const Weight* panel, int first,
                          int per_group, int blocks, float* out, int64_t out_stride, Prefetch prefetch) {
   CL_ASSERT(rows >= 1 && rows <= most_code_rows(V));
 #define CL_CASE(R)                                                            \
   case R:                                                                     \
-    return code_product_of<Weight, (R <= most_code_rows(V) ? R : 1), V>(      \
+    return CL_CODE_ROWS<Weight, (R <= most_code_rows(V) ? R : 1), V>(      \
         a, a_stride, panel, first, per_group, blocks, out, out_stride, prefetch);
   switch (rows) {
     CL_CASE(1) CL_CASE(2) CL_CASE(3) CL_CASE(4) CL_CASE(5) CL_CASE(6)

@@ -43,6 +43,7 @@ namespace cl_avx512_vnni { extern const Kernels table; }
 namespace cl_avx512_bf16 { extern const Kernels table; }
 namespace cl_amx { extern const Kernels table; }
 namespace cl_neon { extern const Kernels table; }
+namespace cl_neon_i8mm { extern const Kernels table; }
 
 // The table of a path (a cl_isa), or null if the build or the processor does not have this path.
 const Kernels* kernels_of(int32_t isa);

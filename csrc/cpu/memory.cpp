@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "chairlift_cpu.h"
+#include "system.h"
 
 namespace {
 
@@ -24,7 +25,7 @@ void* cl_alloc(size_t bytes) {
   if (start > whole) munmap(whole, start - whole);
   size_t tail = whole + size + kHugePage - (start + size);
   if (tail > 0) munmap(start + size, tail);
-  madvise(start, size, MADV_HUGEPAGE);  // fails if the system has no huge pages; then small pages are used
+  cl_system::use_huge_pages(start, size);
   return start;
 }
 

@@ -82,6 +82,9 @@ const Kernels* kernels_of(int32_t isa) {
 #if CL_PATHS & 32
     case CL_NEON: return &cl_neon::table;
 #endif
+#if CL_PATHS & 64
+    case CL_NEON_I8MM: return &cl_neon_i8mm::table;
+#endif
   }
   return nullptr;
 }

@@ -1,15 +1,12 @@
 #include "pool.h"
 
-#include <linux/futex.h>
-#include <pthread.h>
-#include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <chrono>
 #include <new>
 
 #include "isa/processor.h"
+#include "system.h"
+
+using cl_system::Processors;
 
 namespace {
 
@@ -18,14 +15,6 @@ namespace {
 // takes 40 cycles on one processor and 140 on another.
 constexpr std::chrono::microseconds kSpinning{50};
 constexpr int kPausesPerLook = 32;
-
-void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
-}
-
-void wake_all(std::atomic<uint32_t>& word) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
-}
 
 // Waits until `word` differs from `value`. The waiting thread first increments `sleepers`, then checks the word again.
 // The waking thread first changes the word, then checks `sleepers`. So no wake-up is lost.
@@ -36,25 +25,8 @@ void wait_for_change(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleeper
     pause_processor();
   }
   sleepers.fetch_add(1);
-  while (word.load() == value) sleep_while(word, value);
+  while (word.load() == value) cl_system::sleep_while(word, value);
   sleepers.fetch_sub(1);
-}
-
-// Maximum number of processors that Linux supports. Linux refuses to fill a mask that is too small for the
-// machine.
-constexpr int kMaxProcessors = 8192;
-
-struct Processors {
-  cpu_set_t sets[kMaxProcessors / CPU_SETSIZE] = {};
-
-  bool of_this_thread() { return pthread_getaffinity_np(pthread_self(), sizeof sets, sets) == 0; }
-  void pin() const { pthread_setaffinity_np(pthread_self(), sizeof sets, sets); }
-};
-
-void pin_to(int processor) {
-  Processors one;
-  CPU_SET_S(processor, sizeof one.sets, one.sets);
-  one.pin();
 }
 
 }  // namespace
@@ -62,9 +34,7 @@ void pin_to(int processor) {
 cl_pool::cl_pool(int num_threads, bool pin) : num_threads_(num_threads), pin_(pin) {
   Processors allowed;
   pin_ = pin_ && allowed.of_this_thread();
-  int found = 0;
-  for (int processor = 0; processor < kMaxProcessors && found < num_threads_; processor++)
-    if (CPU_ISSET_S(processor, sizeof allowed.sets, allowed.sets)) processors_[found++] = processor;
+  const int found = allowed.list(processors_, num_threads_);
   for (int i = found; i < num_threads_; i++) processors_[i] = processors_[found ? i % found : 0];
   try {
     for (int thread = 1; thread < num_threads_; thread++) threads_[thread] = std::thread(&cl_pool::work, this, thread);
@@ -83,13 +53,13 @@ cl_pool::~cl_pool() {
 void cl_pool::end_threads() {
   stop_ = true;
   epoch_.fetch_add(1);
-  wake_all(epoch_);
+  cl_system::wake_all(epoch_);
   for (std::thread& thread : threads_)
     if (thread.joinable()) thread.join();
 }
 
 void cl_pool::work(int thread) {
-  if (pin_) pin_to(processors_[thread]);
+  if (pin_) cl_system::pin_to(processors_[thread]);
   for (uint32_t epoch = 0;; epoch++) {
     wait_for_change(epoch_, asleep_, epoch);
     if (stop_) return;
@@ -103,11 +73,11 @@ void cl_pool::run(void (*task)(void*, int), void* argument) {
   Processors before;
   // The caller is pinned only during a run, because threads that Python starts from it would inherit the pinning.
   bool pinned = pin_ && before.of_this_thread();
-  if (pinned) pin_to(processors_[0]);
+  if (pinned) cl_system::pin_to(processors_[0]);
   task_ = task;
   argument_ = argument;
   epoch_.fetch_add(1);
-  if (asleep_.load() > 0) wake_all(epoch_);
+  if (asleep_.load() > 0) cl_system::wake_all(epoch_);
   task(argument, 0);
   barrier(0);
   if (pinned) before.pin();
@@ -119,7 +89,7 @@ void cl_pool::barrier(int thread) {
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
     arrived_.store(0, std::memory_order_relaxed);
     generation_.store(generation + 1);
-    if (waiting_.load() > 0) wake_all(generation_);
+    if (waiting_.load() > 0) cl_system::wake_all(generation_);
   } else {
     wait_for_change(generation_, waiting_, generation);
   }

@@ -66,9 +66,16 @@ ALLOWED: dict[str, list[str]] = {
     },
     "fleet.prompt_keys": ["errors", "config", "base", "core.rows", "engine", "fleet"],
     "fleet.fleet_scaling": ["errors", "fleet", "metrics.stats"],
-    "fleet.local": ["errors", "config", "engine.process.process_client", "fleet", "kernels.control_group"],
+    "fleet.local": [
+        "errors",
+        "config",
+        "base.processors",
+        "engine.process.process_client",
+        "fleet",
+        "kernels.control_group",
+    ],
     "fleet.models.catalog": ["errors", "config", "base"],
-    "fleet.models.turnstile": ["engine", "kernels.control_group"],
+    "fleet.models.turnstile": ["base.processors", "engine", "kernels.control_group"],
     "fleet.node": [
         *("errors", "version", "engine.process.process_client", "fleet.local", "kernels.control_group"),
     ],

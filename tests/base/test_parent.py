@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +15,32 @@ from chairlift.base.parent import has_ended, kill_child
 from chairlift.text.tokenizer.template_worker import TemplateWorker
 
 FOREVER = "import time; print(flush=True); time.sleep(3600)"
+
+
+WATCHED = """import sys, threading
+from chairlift.base.parent import die_with_parent
+sys.platform = sys.argv[2]
+die_with_parent(int(sys.argv[1]))
+print("started", flush=True)
+threading.Event().wait()"""
+PARENT = """import os, subprocess, sys
+subprocess.run([sys.executable, "-c", sys.argv[1], str(os.getpid()), sys.argv[2]])"""
+
+
+@pytest.mark.parametrize("system", ["linux", "darwin"])
+def test_a_child_ends_after_its_parent(system: str) -> None:
+    """On Linux the kernel kills it; elsewhere a thread looks at the parent."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, WATCHED, system], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"started\n"
+    parent.kill()
+    assert parent.communicate(timeout=120) == (b"", None)  # the child held the pipe
+
+
+@pytest.mark.parametrize("system", ["linux", "darwin"])
+def test_a_child_whose_parent_is_gone_ends_at_once(system: str) -> None:
+    done = subprocess.run([sys.executable, "-c", WATCHED, "1", system], capture_output=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, b"")
 
 
 async def start(code: str) -> asyncio.subprocess.Process:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import mmap
 import resource
+import sys
 
 import numpy as np
+import pytest
 
 from chairlift.executor.host_memory import HostBlocks
 from chairlift.executor.pages import populate_pages
@@ -42,6 +44,11 @@ def test_at_most_so_many_bytes_of_the_first_blocks_are_prepared() -> None:
     blocks.prepare(1 << 40)
     blocks.put(0, 63, bytes(range(256)) * (2 * caches[0].shape[1] // 256))
     assert blocks.take(0, 63)[:4] == bytes(range(4))
+
+
+def test_other_systems_populate_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not populate_pages(_memory())
 
 
 def test_memory_that_cannot_be_populated_stays_as_it_is() -> None:

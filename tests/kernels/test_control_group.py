@@ -41,6 +41,16 @@ def test_without_control_groups_there_is_no_limit(tree: Tree) -> None:
     assert (control_group.processor_limit(), control_group.memory_limit()) == (None, None)
 
 
+@pytest.mark.parametrize(("number", "total"), [(48 << 30, 48 << 30), (None, 4 << 30)])
+def test_memory_is_what_sysctl_says_where_no_file_does(
+    tree: Tree, number: int | None, total: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """macOS has no /proc/meminfo; a system that says nothing is taken to have 4 GiB."""
+    monkeypatch.setattr(control_group, "_MEMINFO", tree.root / "nowhere")
+    monkeypatch.setattr(control_group, "sysctl_number", {"hw.memsize": number}.get)
+    assert control_group.total_memory() == total
+
+
 @pytest.mark.parametrize(
     ("content", "limit"),
     [("150000 100000", 1.5), ("50000 100000", 0.5), ("max 100000", None), ("", None), ("1 0", None), ("x y", None)],

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from chairlift.base.disk_space import reserve_space
 from chairlift.errors import ConfigError
 
 __all__ = ["Disk", "DiskFile", "OsDisk"]
@@ -141,7 +142,7 @@ class OsDisk:
         try:
             os.ftruncate(descriptor, nbytes)
             if nbytes:
-                os.posix_fallocate(descriptor, 0, nbytes)
+                reserve_space(descriptor, nbytes)
         except OSError:
             os.close(descriptor)
             raise

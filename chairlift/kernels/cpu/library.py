@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chairlift.base.processors import allowed_processors, architecture, num_large_processors
 from chairlift.base.step_batch import StepBatch
 from chairlift.kernels.control_group import processor_limit
 
@@ -66,14 +67,14 @@ PRODUCTS = ("f32", "bf16", "int8")
 BUILD_ALL = "CHAIRLIFT_KERNELS=all pip install ."
 """Command that installs Chairlift from its sources with the kernels of all instruction sets."""
 
-ISA_NAMES = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx", "neon")
+ISA_NAMES = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx", "neon", "neon_i8mm")
 """Names of the instruction-set paths, in the order of ``cl_isa``: of x86-64, slowest first, then of ARM64."""
 
-ARM64_ISAS = ("neon",)
+ARM64_ISAS = ("neon", "neon_i8mm")
 """Names of the paths for ARM64, a part of :data:`ISA_NAMES`."""
 
-NATIVE_MACHINES = ("x86_64", "aarch64")
-"""What :func:`platform.machine` says on the machines for which there are kernels."""
+NATIVE_PLATFORMS = (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "aarch64"))
+"""(:data:`sys.platform`, architecture) of the machines for which there are kernels."""
 
 MAX_THREADS = 256
 """Maximum number of threads in a pool of compute threads."""
@@ -350,13 +351,13 @@ class Library(ctypes.CDLL):
 def _load() -> tuple[Library | None, str]:
     """Load the kernels. Returns (library, ""), or (None, reason) if the library is missing."""
     if not LIBRARY_PATH.exists():
-        if sys.platform == "linux" and platform.machine() in NATIVE_MACHINES:
+        if (sys.platform, architecture()) in NATIVE_PLATFORMS:
             return None, (
                 "Chairlift was installed without its compiled CPU kernels; install it again on a machine with a C++ "
                 "compiler (in a source tree: python setup.py build_ext --inplace)"
             )
         here = f"{platform.machine()} {sys.platform}"
-        return None, f"the compiled CPU kernels are for x86-64 Linux and ARM64 Linux, and this is {here}"
+        return None, f"the compiled CPU kernels are for x86-64 Linux, ARM64 Linux and ARM64 macOS, and this is {here}"
     try:
         library = Library(LIBRARY_PATH)
     except OSError as error:
@@ -369,15 +370,18 @@ def _load() -> tuple[Library | None, str]:
     return library, ""
 
 
+_NEEDED = (
+    (ISA_NAMES[0], "AVX2, FMA and F16C"),
+    (ARM64_ISAS[0], "the dot-product instructions of ARMv8.2 (asimddp in /proc/cpuinfo)"),
+)
+"""Of x86-64 and of ARM64: (oldest path, instructions that it needs)."""
+
+
 def _why_none_runs(built: tuple[str, ...]) -> str:
     """Reason why this processor can run none of the ``built`` instruction-set paths, and what to do about it."""
-    if platform.machine() == "aarch64":
-        return (
-            "the compiled CPU kernels need a processor with the dot-product instructions of ARMv8.2 (asimddp in "
-            "/proc/cpuinfo), which this one does not have"
-        )
-    if not built or ISA_NAMES[0] in built:
-        return "the compiled CPU kernels need a processor with AVX2, FMA and F16C, which this one does not have"
+    oldest, needed = _NEEDED[architecture() == "aarch64"]
+    if not built or oldest in built:
+        return f"the compiled CPU kernels need a processor with {needed}, which this one does not have"
     return (
         f"the CPU kernels were compiled for another processor ({', '.join(built)}), and this one cannot run them; "
         f"install Chairlift again on this machine, or with the kernels of all processors: {BUILD_ALL}"
@@ -427,26 +431,9 @@ def best_isa() -> str | None:
 def default_threads() -> int:
     """Number of processors that this process may use, according to its affinity mask and its control groups' quotas. Of
     ARM64 processors with cores of several sizes, only the large cores count. At most 256."""
-    allowed = min(_large_cores(), MAX_THREADS)
+    allowed = min(num_large_processors(), MAX_THREADS)
     limit = processor_limit()
     return allowed if limit is None else max(1, min(allowed, math.ceil(limit)))
-
-
-def _allowed_processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _large_cores(folder: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Number of allowed processors without the small cores of ARM64: those with less than half of the capacity of the
-    largest. All threads wait for the slowest after each operation, so small cores would slow large ones."""
-    if platform.machine() != "aarch64" or not hasattr(os, "sched_getaffinity"):
-        return _allowed_processors()
-    try:
-        files = [folder / f"cpu{processor}" / "cpu_capacity" for processor in os.sched_getaffinity(0)]
-        capacities = [int(file.read_text()) for file in files]
-    except (OSError, ValueError):  # a kernel that does not describe its cores
-        return _allowed_processors()
-    return sum(2 * capacity >= max(capacities) for capacity in capacities)
 
 
 class Memory:
@@ -514,7 +501,7 @@ class ThreadPool:
         self.num_threads = default_threads() if num_threads is None else num_threads
         if not 1 <= self.num_threads <= MAX_THREADS:
             raise ValueError(f"a pool has 1 to {MAX_THREADS} threads, got {num_threads}")
-        self.pinned = self.num_threads == _allowed_processors() if pin is None else pin
+        self.pinned = self.num_threads == len(allowed_processors()) if pin is None else pin
         library = require()
         handle = library.cl_pool_create(self.num_threads, self.pinned)
         if not handle:

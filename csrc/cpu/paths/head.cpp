@@ -41,7 +41,12 @@ static double seconds() {
 // enough to fit into the registers.
 enum { PEAK_CHAINS = GROUPS == 2 ? 24 : 6 };
 
-#if !defined(CL_USE_AMX)
+// Operations of one sum of code_peak: twice the number of multiply-adds.
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr double CODE_OPERATIONS = LANES * 16.0;
+static void code_peak(int64_t rounds) { matrix_peak<PEAK_CHAINS>(rounds); }
+#elif !defined(CL_USE_AMX)
+constexpr double CODE_OPERATIONS = LANES * 8.0 / Dot<8>::PARTS;
 static void code_peak(int64_t rounds) {
   alignas(64) const Dot<8>::Lane zeros[64] = {};
   vi sum[PEAK_CHAINS];
@@ -141,7 +146,7 @@ const Kernels table = {
     {PEAK_CHAINS * LANES * 2.0, 4 * 16384.0, 4 * 32768.0},
 #else
     {PEAK_CHAINS * LANES * 2.0, Pair<bf16, bf16>::PARTS == 1 ? PEAK_CHAINS * LANES * 4.0 : 0.0,
-     PEAK_CHAINS * LANES * 8.0 / Dot<8>::PARTS},
+     PEAK_CHAINS * CODE_OPERATIONS},
 #endif
     split_state_bytes, scratch_bytes, head_shared_bytes, expert_bytes, LEAST_SHARED,
 };

@@ -33,17 +33,27 @@ class Kind(NamedTuple):
     names: tuple[str, ...]
 
 
-_FLOATS, _BYTES, _PAIRS = ("fmla", "vfmadd231ps"), ("sdot", "vpmaddubsw"), ("sdot", "vpmaddwd")
+_FLOATS, _BYTES, _PAIRS = ("fmla", "vfmadd231ps"), ("sdot", "usmmla", "vpmaddubsw"), ("sdot", "usmmla", "vpmaddwd")
+_CODES = r"(?:code_product_of|product_of_row_pairs)<\w+::Code<%d, \(\w+::Meaning\)%d>, (\d+)(?:, (\d+))?>"
 INNER_LOOPS = {
     "float32": Kind(r"product_of<float, float, (\d+), (\d+), \(\w+::Layout\)0, ", 16, _FLOATS),
     "bf16": Kind(r"product_of<\w+::bf16, \w+::bf16, (\d+), (\d+), \(\w+::Layout\)0, ", 32, _FLOATS),
-    "codes of 8 bits": Kind(r"code_product_of<\w+::Code<8, \(\w+::Meaning\)0>, (\d+), (\d+)>", 512, _PAIRS),
-    "codes of 4 bits": Kind(r"code_product_of<\w+::Code<4, \(\w+::Meaning\)0>, (\d+), (\d+)>", 512, _BYTES),
-    "MXFP4": Kind(r"code_product_of<\w+::Code<4, \(\w+::Meaning\)2>, (\d+), (\d+)>", 512, _BYTES),
+    "codes of 8 bits": Kind(_CODES % (8, 0), 512, _PAIRS),
+    "codes of 4 bits": Kind(_CODES % (4, 0), 512, _BYTES),
+    "MXFP4": Kind(_CODES % (4, 2), 512, _BYTES),
     "8-bit KV": Kind(r"product_of_codes<(\d+), \w+, .*::score_codes<", 64, ("smlal", "smlal2", "vpmaddwd")),
 }
 
-PRODUCTS = {"fmla": 4, "sdot": 16, "smlal": 4, "smlal2": 4, "vfmadd231ps": 8, "vpmaddubsw": 32, "vpmaddwd": 16}
+PRODUCTS = {
+    "fmla": 4,
+    "sdot": 16,
+    "smlal": 4,
+    "smlal2": 4,
+    "usmmla": 32,
+    "vfmadd231ps": 8,
+    "vpmaddubsw": 32,
+    "vpmaddwd": 16,
+}
 """Name of a multiply-add instruction -> number of multiply-adds."""
 
 
@@ -70,8 +80,9 @@ def inner_loops(objdump: str, objects: Sequence[Path]) -> list[InnerLoop]:
         for name, instructions in _functions(objdump, path):
             for kind, what in INNER_LOOPS.items():
                 if match := re.search(what.function, name):
-                    rows, groups = (int(each) for each in (*match.groups(), "1")[:2])
-                    if loop := _inner(instructions, what.products * rows * groups, what.names):
+                    rows, groups = (int(each or 1) for each in (*match.groups(), "1")[:2])
+                    multiplied = rows + rows % 2 if "row_pairs" in name else rows  # an odd row is multiplied twice
+                    if loop := _inner(instructions, what.products * multiplied * groups, what.names):
                         found.setdefault((kind, groups, rows), InnerLoop(kind, rows, groups, loop))
     return [found[key] for key in sorted(found, key=lambda key: (list(INNER_LOOPS).index(key[0]), *key[1:]))]
 

@@ -1,6 +1,6 @@
 // Makes recorded calls of the kernels again (see recorded_calls.py), with the best path of this processor, and compares
 // the memory that they leave behind bit by bit. Arguments: files of calls. Prints a line for each file that differs, and
-// a count at the end; the exit code is 1 if any differs.
+// a count and the path (a cl_isa) at the end; the exit code is 1 if any differs.
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -165,6 +165,6 @@ int main(int count, char** paths) {
     if (!problem.empty()) printf("%s: %s\n", paths[i], problem.c_str());
     differing += !problem.empty();
   }
-  printf("%d of %d calls differ\n", differing, count - 1);
+  printf("%d of %d calls differ, path %d\n", differing, count - 1, count > 1 ? best_isa() : -1);
   return differing > 0;
 }

@@ -1,4 +1,4 @@
-"""The path of ARM64 computes the bits of the path of AVX2: calls are recorded here and made again in an emulator.
+"""The paths of ARM64 compute the bits of the path of AVX2: calls are recorded here and made again in an emulator.
 
 The cross-compiler's objects are those of an ARM64 machine, and qemu computes their instructions as the architecture's
 manual says. So what is compared is the code of such a machine, but nothing here says how fast it is. Only NaN may
@@ -8,10 +8,7 @@ differ, in its sign and payload.
 from __future__ import annotations
 
 import random
-import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +17,7 @@ import pytest
 import torch
 
 from chairlift import LoRARequest
-from chairlift.kernels.cpu.library import supported_isas
+from chairlift.kernels.cpu.library import ARM64_ISAS, supported_isas
 from chairlift.kernels.grouped import GroupKind
 from tests.kernels.cpu import (
     shared_prefixes,
@@ -32,6 +29,7 @@ from tests.kernels.cpu import (
     test_head,
     test_sampling,
 )
+from tests.kernels.cpu.arm64 import CXX, QEMU, Arm64, cross_compiled
 from tests.kernels.cpu.bit_cases import CASES, digest_of, read_record
 from tests.kernels.cpu.inner_loops import INNER_LOOPS, inner_loops
 from tests.kernels.cpu.one_op import Machine
@@ -40,8 +38,7 @@ from tests.lora.adapters import random_adapter
 from tests.lora.test_product import EXPERTS_LEFT_OUT, PROMPTS, answers, engine
 from tests.models.tiny import tiny_hf_model
 
-ROOT = Path(__file__).parents[3]
-CXX, OBJDUMP, QEMU = "aarch64-linux-gnu-g++", "aarch64-linux-gnu-objdump", "qemu-aarch64"
+OBJDUMP = "aarch64-linux-gnu-objdump"
 LACKING = [name for name in (CXX, OBJDUMP, QEMU) if shutil.which(name) is None]
 
 pytestmark = [
@@ -57,45 +54,18 @@ QUICK = [
 ]
 
 
-class Arm64:
-    """The kernels and the program that replays calls, compiled for ARM64."""
-
-    def __init__(self, folder: Path, mode: str) -> None:
-        sys.path.insert(0, str(ROOT / "csrc"))
-        try:
-            import compile_kernels
-        finally:
-            sys.path.pop(0)
-        objects = [ROOT / each for each in compile_kernels.compile_objects(mode, [CXX], ["neon"])]
-        self.objects = {re.sub(r"-\w{32}$", "", each.stem): each for each in objects}
-        self._program = folder / "replay"
-        source = Path(__file__).with_name("replay.cpp")
-        flags = ["-std=c++17", "-O1", "-static", "-pthread", f"-I{ROOT / 'csrc' / 'cpu'}"]
-        subprocess.run([CXX, *flags, source, *objects, "-o", self._program], check=True)
-
-    def replay(self, folder: Path, processor: str = "max") -> subprocess.CompletedProcess[str]:
-        files = sorted(folder.glob("*.bin"))
-        command = [QEMU, "-cpu", processor, self._program, *files]
-        return subprocess.run(command, capture_output=True, text=True)
-
-    def check(self, folder: Path) -> None:
-        """Assert that all recorded calls of a folder have equal bits."""
-        count, done = len(list(folder.glob("*.bin"))), self.replay(folder)
-        assert count > 0
-        assert (done.returncode, done.stdout) == (0, f"0 of {count} calls differ\n"), done.stdout + done.stderr
-
-
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Arm64:
     """Without optimisation, which compiles four times as fast and checks the bounds of arrays."""
-    return Arm64(tmp_path_factory.mktemp("quick"), "debug")
+    return cross_compiled(tmp_path_factory.mktemp("quick"), "debug")
 
 
 @pytest.fixture(scope="module")
 def arm64(tmp_path_factory: pytest.TempPathFactory) -> Arm64:
-    return Arm64(tmp_path_factory.mktemp("arm64"), "release")
+    return cross_compiled(tmp_path_factory.mktemp("arm64"), "release")
 
 
+@pytest.mark.full  # compiles the kernels, which takes a minute and a half
 def test_a_quick_selection_has_equal_bits(quick: Arm64, tmp_path: Path) -> None:
     with recorded(tmp_path):
         for case in QUICK:
@@ -103,6 +73,7 @@ def test_a_quick_selection_has_equal_bits(quick: Arm64, tmp_path: Path) -> None:
     quick.check(tmp_path)
 
 
+@pytest.mark.full  # compiles the kernels, which takes a minute and a half
 def test_a_changed_bit_is_found(quick: Arm64, tmp_path: Path) -> None:
     with recorded(tmp_path):
         CASES["rms norm f32 7x100"]("avx2")
@@ -110,10 +81,11 @@ def test_a_changed_bit_is_found(quick: Arm64, tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-9 - 4 * 1000] ^= 1  # the last region that changed is the result; the last eight bytes are the function's
     file.write_bytes(content)
-    done = quick.replay(tmp_path)
+    done = quick.replay(tmp_path, "max")
     assert done.returncode == 1 and "1 of 1 calls differ" in done.stdout, done.stdout
 
 
+@pytest.mark.full  # compiles the kernels, which takes a minute and a half
 def test_a_processor_without_the_instructions_runs_no_path(quick: Arm64, tmp_path: Path) -> None:
     done = quick.replay(tmp_path, "cortex-a53")
     assert done.returncode == 0  # without calls, nothing asks for a path
@@ -124,17 +96,23 @@ def test_a_processor_without_the_instructions_runs_no_path(quick: Arm64, tmp_pat
 
 
 def test_the_record_has_the_bits_of_avx2() -> None:
-    assert all(digests["neon"] == digests["avx2"] for digests in read_record()["digests"].values())
+    for digests in read_record()["digests"].values():
+        assert all(digests[path] == digests["avx2"] for path in ARM64_ISAS)
 
 
 @pytest.mark.nightly
-def test_inner_loops_use_the_dot_products_and_keep_their_sums_in_registers(arm64: Arm64) -> None:
-    files = [arm64.objects[f"neon-{name}"] for name in ("products_of_codes", "run_f32", "run_bf16")]
+@pytest.mark.parametrize("path", ARM64_ISAS)
+def test_inner_loops_use_the_dot_products_and_keep_their_sums_in_registers(path: str, arm64: Arm64) -> None:
+    files = [arm64.objects[f"{path}-{name}"] for name in ("products_of_codes", "run_f32", "run_bf16")]
     loops = inner_loops(OBJDUMP, files)
     assert {loop.kind for loop in loops} == set(INNER_LOOPS)
     for loop in loops:
         if loop.kind.startswith("codes") or loop.kind == "MXFP4":
-            assert loop.count("sdot") == loop.products / 16, loop[:3]
+            if path == "neon_i8mm" and loop.rows >= 3:
+                even = loop.rows + loop.rows % 2
+                assert loop.count("usmmla") == loop.products * even // loop.rows / 32, loop[:3]
+            else:
+                assert loop.count("sdot") == loop.products / 16, loop[:3]
         else:
             # Codes add each block to float32 sums in memory. Other loops store nothing.
             assert loop.count("st[rp]") == 0, loop[:3]

@@ -321,7 +321,7 @@ def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     (folder / "watched.cpp").write_text(WATCHED)
     command = [compiler, "-std=c++17", "-O3", "-pthread", "-DCL_NS=watched", f"-I{SOURCES}"]
     command += [f"-m{name}" for name in instructions]
-    sources = [folder / "watched.cpp", SOURCES / "pool.cpp", SOURCES / "memory.cpp"]
+    sources = [folder / "watched.cpp", SOURCES / "pool.cpp", SOURCES / "memory.cpp", SOURCES / "system.cpp"]
     if request.param == "amx":
         command += ["-DCL_USE_AMX", *(f"-m{name}" for name in AMX)]
         sources.append(TRAP)

@@ -146,6 +146,9 @@ def test_a_file_that_is_no_library_is_a_reason(
         ("x86_64", 0b01010, r"compiled for another processor \(avx512, avx512_bf16\)"),
         ("x86_64", 0b11111, "need a processor with AVX2"),
         ("x86_64", 0b00000, "need a processor with AVX2"),
+        ("aarch64", 0b1100000, "need a processor with the dot-product instructions of ARMv8.2"),
+        ("aarch64", 0b1000000, r"compiled for another processor \(neon_i8mm\)"),
+        ("arm64", 0b1100000, "need a processor with the dot-product instructions of ARMv8.2"),
         ("aarch64", 0b100000, "need a processor with the dot-product instructions of ARMv8.2"),
         ("aarch64", 0b000000, "need a processor with the dot-product instructions of ARMv8.2"),
     ],
@@ -246,27 +249,6 @@ def test_memory_lives_as_long_as_somebody_looks_at_it(look: Callable[[library.Me
     del view
     gc.collect()
     assert not is_mapped(address)
-
-
-@pytest.mark.parametrize(
-    ("machine", "capacities", "count"),
-    [
-        ("aarch64", [250, 250, 870, 1024], 2),
-        ("aarch64", [1024, 1024, 1024, 1024], 4),
-        ("aarch64", [250, 250, None, 1024], 4),
-        ("x86_64", [250, 250, 870, 1024], 4),
-    ],
-)
-def test_small_cores_of_arm64_get_no_thread(
-    machine: str, capacities: list[int | None], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for processor, capacity in enumerate(capacities):
-        (tmp_path / f"cpu{processor}").mkdir()
-        if capacity is not None:
-            (tmp_path / f"cpu{processor}" / "cpu_capacity").write_text(f"{capacity}\n")
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(len(capacities))))
-    assert library._large_cores(tmp_path) == count
 
 
 def threads_of_this_process() -> int:

@@ -82,18 +82,21 @@ int main() {
 """
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+@pytest.fixture(scope="module", params=[(), ("-DCL_ANY_SYSTEM",)], ids=["linux", "any system"])
+def printed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Output of the program, with the functions of system/linux.h and with those for other systems."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++ to compile the threads with")
     folder: Path = tmp_path_factory.mktemp("turns")
     (folder / "turns.cpp").write_text(PROGRAM)
     command = [compiler, "-std=c++17", "-O2", "-pthread", f"-I{SOURCES}", str(folder / "turns.cpp")]
-    command += [str(SOURCES / "pool.cpp"), str(SOURCES / "memory.cpp"), "-o", str(folder / "turns")]
+    command += [*request.param, *(str(SOURCES / f"{name}.cpp") for name in ("pool", "memory", "system"))]
+    command += ["-o", str(folder / "turns")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return subprocess.run([str(folder / "turns")], capture_output=True, text=True, check=True).stdout.splitlines()
+    program = [str(folder / "turns")]
+    return subprocess.run(program, capture_output=True, text=True, check=True, timeout=300).stdout.splitlines()
 
 
 def test_every_number_is_given_once_in_every_round(printed: list[str]) -> None:

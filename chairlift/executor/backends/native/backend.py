@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from chairlift.base.processors import architecture
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.backends.backend import Abilities, Backend
@@ -145,7 +146,7 @@ def why_not_isa(kernels: str) -> str:
         runs = ", ".join(supported_isas())
         return f"kernels is {kernels!r}, but this processor runs {runs}; use one of them, or auto"
     home = "ARM64" if kernels in ARM64_ISAS else "x86-64"
-    if (home == "ARM64") != (platform.machine() == "aarch64"):
+    if (home == "ARM64") != (architecture() == "aarch64"):
         return f"kernels is {kernels!r}, which is for {home}, and this processor is {platform.machine()}; use auto"
     return (
         f"kernels is {kernels!r}, but Chairlift was compiled only for {', '.join(built_isas())}; use auto, or compile "

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from chairlift.base.processors import allowed_processors
 from chairlift.engine.process.process_client import EngineProgram
 from chairlift.fleet.models.turnstile.order import StepOrder, StepTurn
 from chairlift.kernels.control_group import processor_limit
@@ -35,7 +36,7 @@ def can_share() -> bool:
 
 def num_processors() -> int:
     """Number of processors that this process may use."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = len(allowed_processors())
     limit = processor_limit()
     return allowed if limit is None else max(1, min(allowed, math.ceil(limit)))
 
