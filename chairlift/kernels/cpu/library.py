@@ -374,7 +374,7 @@ _NEEDED = (
     (ISA_NAMES[0], "AVX2, FMA and F16C"),
     (ARM64_ISAS[0], "the dot-product instructions of ARMv8.2 (asimddp in /proc/cpuinfo)"),
 )
-"""Of x86-64 and of ARM64: (oldest path, instructions that it needs)."""
+"""The oldest path of x86-64 and that of ARM64, with the instructions that each needs."""
 
 
 def _why_none_runs(built: tuple[str, ...]) -> str:
