@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,31 +21,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from chairlift.base.step_batch import StepBatch
 from chairlift.config import LoRAConfig
-from chairlift.errors import ConfigError, InvariantError
-from chairlift.executor.backends.native.backend import NativeBackend
-from chairlift.executor.backends.native.native_runner import NativeModelRunner
-from chairlift.executor.kv_tensors import plan_kv_cache
-from chairlift.kernels.cpu.library import ThreadPool
-from chairlift.kernels.cpu.program import ROUTED_TOKENS
+from chairlift.errors import ConfigError
 from chairlift.kernels.experts import forcing
-from chairlift.kernels.weights import NATIVE
 from chairlift.lora.trainable import TrainableAdapter
 from chairlift.lora.trainable_set import TrainableAdapters
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.formats.checkpoint import hf_state_dict
 from chairlift.models.layers.experts import MixtureOfExperts
 from chairlift.models.layers.linear import Linear
-from chairlift.models.loader import replace_weights
+from chairlift_train.engine_pass import EnginePass
 from chairlift_train.layout import Pack
 from chairlift_train.networks import NativeNetwork
 from chairlift_train.varlen import VarlenContext
 
 __all__ = ["ExactNetwork"]
-
-_BLOCK = 16
-_NO_LIMIT = 1 << 50
 
 
 class ExactNetwork(NativeNetwork):
@@ -77,17 +65,7 @@ class ExactNetwork(NativeNetwork):
             raise ConfigError(
                 "an exact forward pass has no dropout, and the adapter's is above 0; set lora.dropout to 0"
             )
-        device = next(model.parameters()).device
-        backend = NativeBackend.choose(kernels)
-        if reason := backend.why_not(model.config, dtype, device, _BLOCK):
-            raise ConfigError(f"an exact forward pass uses the native kernels: {reason}")
-        self._dtype = dtype
-        self._isa = backend.kernels
-        self._pool = ThreadPool(threads)
-        with torch.device("meta"):
-            self._copy = CausalLM(model.config)
-        self._copy.lay_out(NATIVE, dtype, torch.device("cpu"))
-        self._copy.eval().requires_grad_(False)
+        self._engine = EnginePass(model, dtype=dtype, kernels=kernels, threads=threads)
         self._written: tuple[int, ...] = ()
         """Versions of the parameters when the engine's copy was written; empty before the first time."""
         self._steps = [0]
@@ -95,14 +73,13 @@ class ExactNetwork(NativeNetwork):
         self._put: tuple[int, ...] = ()
         """The same for the matrices of the adapters."""
         self._is_reference = False
-        self._runner: NativeModelRunner | None = None
         self._room = (0, 0)
-        """Largest number of tokens and of sequences that the runner has room for."""
+        """Largest number of tokens and of sequences that the engine has room for."""
 
     def logits(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor) -> Tensor:
         """Logits float32 [R, V] at the positions ``rows``: the engine's, before bias, penalties and temperature."""
         hidden = self._hidden(batch, pack)[rows]
-        value = self._current.logits(hidden.detach().to(self._dtype), self._adapters_at(pack, rows))
+        value = self._engine.runner.logits(hidden.detach().to(self._engine.dtype), self._adapters_at(pack, rows))
         head = self.model.lm_head
         if self.model.config.logit_cap is None and head.adapted is None:
             found: Tensor = _Product.apply(value, hidden, head.weight, head.bias)  # type: ignore[no-untyped-call]
@@ -114,7 +91,9 @@ class ExactNetwork(NativeNetwork):
         that a request with ``logprobs`` gets for these tokens."""
         hidden = self._hidden(batch, pack)[rows]
         adapters = self._adapters_at(pack, rows)
-        value = self._current.logprobs(hidden.detach().to(self._dtype), targets.numpy().astype(np.int32), adapters)
+        value = self._engine.runner.logprobs(
+            hidden.detach().to(self._engine.dtype), targets.numpy().astype(np.int32), adapters
+        )
         head = self.model.lm_head
         logits_of = self._head(rows)
 
@@ -139,8 +118,8 @@ class ExactNetwork(NativeNetwork):
         raise ConfigError("an exact forward pass needs whole weights; leave training.sharding out, or training.forward")
 
     def __str__(self) -> str:
-        name = str(self._dtype).removeprefix("torch.")
-        return f"{super().__str__()}, forward passes as the engine computes them ({self._isa}, {name})"
+        name = str(self._engine.dtype).removeprefix("torch.")
+        return f"{super().__str__()}, forward passes as the engine computes them ({self._engine.isa}, {name})"
 
     def _hidden(self, batch: Mapping[str, Tensor], pack: Pack) -> Tensor:
         """Result of the decoder [T, D] in float32 for a collated pack, with a graph."""
@@ -167,59 +146,45 @@ class ExactNetwork(NativeNetwork):
         """(inputs of all layers and the decoder's result, each [T, D] in float32; int64 [T, k] experts that each layer
         of experts chose) for whole sequences."""
         starts = context.layout.cu_seqlens
-        runner = self._refreshed(len(ids), len(starts) - 1)
-        places = _Places(runner, starts)
-        if not np.array_equal(places.positions, positions.numpy()):
+        if not np.array_equal(context.layout.positions, positions.numpy()):
             raise ConfigError("an exact forward pass needs whole sequences, whose positions begin at 0")
-        most = ROUTED_TOKENS if any(_experts_of(layer) for layer in self.model.model.layers) else len(ids)
+        self._refresh(len(ids), len(starts) - 1)
         values: list[list[Tensor]] = []
         chosen: list[list[Tensor]] = []
-        for first in range(0, len(ids), most):  # the engine divides prompts into chunks, too: no bit depends on it
-            step = places.step(ids.numpy(), first, min(first + most, len(ids)))
-            step.adapters = self._adapters_of(first, len(step.token_ids))
-            out = runner.forward(step)
+        for part in self._engine.stretches(ids.numpy().astype(np.int32), starts, self._adapters_of(len(ids))):
             # Copies, because the next step overwrites the buffers while the graph still needs their contents.
-            values.append([each.to(torch.float32, copy=True) for each in (*runner.layer_inputs(len(out)), out)])
-            chosen.append([torch.from_numpy(each).long() for each in runner.chosen_experts])
+            values.append([each.to(torch.float32, copy=True) for each in part.values])
+            chosen.append(part.experts)
         return _joined(values), _joined(chosen)
 
     def _adapters_at(self, pack: Pack, rows: Tensor) -> Any:
         """Number of the adapter of each of the pack's ``rows``; None without adapters."""
-        found = self._adapters_of(0, pack.num_tokens)
+        found = self._adapters_of(pack.num_tokens)
         return None if found is None else np.ascontiguousarray(found[rows.numpy()])
 
-    def _adapters_of(self, first: int, count: int) -> Any:
-        """Number of the adapter of ``count`` tokens of the pack, from ``first`` on; None without adapters."""
+    def _adapters_of(self, count: int) -> Any:
+        """Number of the adapter of each of the pack's ``count`` tokens; None without adapters."""
         if self._is_reference or self.adapter is None:
             return None
         if isinstance(self.adapter, TrainableAdapters):
             numbers = np.arange(1, len(self.adapter.names) + 1, dtype=np.int32)
-            return np.repeat(numbers, self.adapter.rows)[first : first + count]
+            return np.repeat(numbers, self.adapter.rows)
         return np.ones(count, dtype=np.int32)
 
-    @property
-    def _current(self) -> NativeModelRunner:
-        if self._runner is None:
-            raise InvariantError("the engine's step is used before a pack was computed")
-        return self._runner
-
-    def _refreshed(self, num_tokens: int, num_sequences: int) -> NativeModelRunner:
-        """The runner, with room for a step of this size, and with the newest weights."""
+    def _refresh(self, num_tokens: int, num_sequences: int) -> None:
+        """Give the engine room for a step of this size, and the newest weights."""
         versions = self._versions(self.model.parameters())
         if versions != self._written:
-            replace_weights(self._copy, hf_state_dict(self.model))
-            if self._runner is not None:
-                self._runner.weights_written()
+            self._engine.write(self.model)
             self._written = versions
         if num_tokens > self._room[0] or num_sequences > self._room[1]:
             self._room = (max(num_tokens, self._room[0]), max(num_sequences, self._room[1]))
-            self._runner = self._make_runner(*self._room)
+            self._engine.grow(*self._room, self._lora())
             self._put = ()
         versions = self._versions(self._adapter_parameters())
         if versions != self._put:
             self._put_adapters()
             self._put = versions
-        return self._current
 
     def _versions(self, parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
         """Numbers that change when one of the parameters does. Fused optimisers do not count in ``_version``, so their
@@ -228,25 +193,12 @@ class ExactNetwork(NativeNetwork):
         steps = self._steps[0] if any(parameter.requires_grad for parameter in given) else 0
         return (steps, *(parameter._version for parameter in given))
 
-    def _make_runner(self, num_tokens: int, num_sequences: int) -> NativeModelRunner:
-        num_blocks = num_sequences + num_tokens // _BLOCK + 1
-        plan = plan_kv_cache(
-            self._copy.kv_cache_spec(),
-            dtype=self._dtype,
-            block_size=_BLOCK,
-            memory_bytes=_NO_LIMIT,
-            num_blocks=num_blocks,
-            most_tokens=num_blocks * _BLOCK,
-            rows=num_sequences,
-            caching=False,
-        )
+    def _lora(self) -> LoRAConfig | None:
         adapters = self._adapters()
-        lora = None
-        if adapters:
-            rank = max(adapter.r for adapter in adapters)
-            lora = LoRAConfig(enable_lora=True, max_lora_rank=rank, max_cpu_loras=len(adapters))
-        sizes: dict[str, Any] = {"isa": self._isa, "max_tokens": num_tokens, "lora": lora, "keeps_layers": True}
-        return NativeModelRunner(self._copy, plan, self._dtype, self._pool, **sizes)
+        if not adapters:
+            return None
+        rank = max(adapter.r for adapter in adapters)
+        return LoRAConfig(enable_lora=True, max_lora_rank=rank, max_cpu_loras=len(adapters))
 
     def _adapters(self) -> list[TrainableAdapter]:
         if self.adapter is None:
@@ -259,7 +211,7 @@ class ExactNetwork(NativeNetwork):
 
     def _put_adapters(self) -> None:
         """Give the engine's step the newest matrices of the adapters."""
-        table = self._current.adapters
+        table = self._engine.runner.adapters
         if table is None:
             return
         for number, adapter in enumerate(self._adapters(), 1):
@@ -314,54 +266,6 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
     """Matrices of the adapters that the linear layers below ``module`` add."""
     layers = [each for each in module.modules() if isinstance(each, Linear) and each.adapted is not None]
     return [matrix for layer in layers for matrix in getattr(layer.adapted, "matrices", ())]
-
-
-class _Places:
-    """Blocks of the cache for the sequences of a pack, whose first tokens are at ``starts``. Block 0 is never used; a
-    recurrent state takes a block per sequence."""
-
-    def __init__(self, runner: NativeModelRunner, starts: Sequence[int]) -> None:
-        self._starts = np.array(starts, dtype=np.int64)
-        lengths = np.diff(self._starts)
-        self.positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-        """int32 [T]: position of each token in its sequence."""
-        counts = [math.ceil(length / _BLOCK) for length in lengths.tolist()]
-        table = np.zeros((len(counts), max(counts)), dtype=np.int32)
-        first = 1
-        for row, count in enumerate(counts):
-            table[row, :count] = np.arange(first, first + count)
-            first += count
-        states = np.repeat(np.arange(1, len(counts) + 1, dtype=np.int32)[:, None], table.shape[1], axis=1)
-        self._spans = [group.state_span for group in runner.cache_groups]
-        self._tables = np.stack([table if span is None else states for span in self._spans])
-
-    def step(self, ids: Any, first: int, end: int) -> StepBatch:
-        """The step that computes the tokens ``first`` to ``end`` (excluded) of the pack [T], and their results. Earlier
-        tokens must have been computed."""
-        low = np.clip(self._starts[:-1], first, end)
-        high = np.clip(self._starts[1:], first, end)
-        rows = np.flatnonzero(high > low)
-        counts = (high - low)[rows]
-        positions = self.positions[first:end]
-        row_of = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
-        tables = np.ascontiguousarray(self._tables[:, rows])
-        slots = [
-            blocks[row_of, positions // _BLOCK].astype(np.int64) * _BLOCK + positions % _BLOCK
-            if span is None
-            else blocks[row_of, 0].astype(np.int64)
-            for blocks, span in zip(tables, self._spans, strict=True)
-        ]
-        return StepBatch(
-            token_ids=ids[first:end].astype(np.int32),
-            positions=positions,
-            cu_seqlens=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-            seq_lens=(high - self._starts[:-1])[rows].astype(np.int32),
-            block_tables=tables,
-            slot_mapping=np.stack(slots),
-            slots=np.arange(len(rows), dtype=np.int32),
-            sample_rows=row_of,
-            sample_tokens=np.arange(end - first, dtype=np.int32),  # so the step computes the results of all tokens
-        )
 
 
 # -- values with another program's gradient ----------------------------------------------------------------------------

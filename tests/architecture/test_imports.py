@@ -119,7 +119,8 @@ ALLOWED: dict[str, list[str]] = {
         *("loading", "models", "server", "text.tokenizer"),
     ],
     "chairlift_train": ["errors", "base", "kernels", "lora", "models", "text.tokenizer"],
-    "chairlift_train.exact": ["errors", "config", "base", "chairlift_train", "executor", "kernels", "lora", "models"],
+    "chairlift_train.exact": ["errors", "config", "chairlift_train", "kernels", "lora", "models"],
+    "chairlift_train.engine_pass": ["errors", "config", "base", "executor", "kernels", "models"],
     "chairlift_train.rollout": ["errors", "base", "chairlift_train", "llm"],
     "chairlift_train.service": [
         "errors",
