@@ -45,9 +45,11 @@ __all__ = [
     "CheckpointStore",
     "ModelFiles",
     "copy_files",
+    "flush",
     "from_tensors",
     "load_state",
     "random_state",
+    "save_state",
     "set_random_state",
     "with_tensors",
     "write_model",
@@ -141,13 +143,11 @@ class CheckpointStore:
                 write_model(model, files, partial)
             else:
                 model.write(partial, files)
-            _save_state(partial / _STATE, state)
+            save_state(partial, state)
         except SafetensorError as error:
             raise OSError(f"{partial} cannot be written ({error}); make room there, then run the same again") from None
         self._at("written")
-        for path in sorted(partial.rglob("*"), reverse=True):
-            _flush(path)
-        _flush(partial)
+        flush(partial)
         self._at("flushed")
         if final.exists():
             self._remove(final)
@@ -186,7 +186,7 @@ def _step_of(path: Path) -> int:
 
 
 def load_state(directory: Path) -> dict[str, Any]:
-    """Read the ``state`` that :meth:`CheckpointStore.save` wrote. Raises ConfigError if it is damaged or missing."""
+    """Read the ``state`` that :func:`save_state` wrote. Raises ConfigError if it is damaged or missing."""
     folder = directory / _STATE
     if not (folder / "state.json").is_file():
         raise ConfigError(f"{directory} is no checkpoint of a training run: it has no {_STATE}/state.json")
@@ -214,7 +214,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
 
 
-def _save_state(folder: Path, state: Mapping[str, Any]) -> None:
+def save_state(directory: Path, state: Mapping[str, Any]) -> None:
+    """Write a state of plain values, arrays and tensors into a checkpoint's ``directory``, for :func:`load_state`."""
+    folder = directory / _STATE
     tensors: dict[str, Tensor] = {}
     plain = _store(state, "state", tensors)
     folder.mkdir(parents=True, exist_ok=True)
@@ -291,6 +293,13 @@ def _restore(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def _write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     path.write_text(json.dumps(value, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def flush(directory: Path) -> None:
+    """Flush a directory with everything in it to the disk."""
+    for path in sorted(directory.rglob("*"), reverse=True):
+        _flush(path)
+    _flush(directory)
 
 
 def _flush(path: Path) -> None:

@@ -34,7 +34,7 @@ from chairlift_train.layout import Pack
 from chairlift_train.networks import NativeNetwork
 from chairlift_train.varlen import VarlenContext
 
-__all__ = ["ExactNetwork"]
+__all__ = ["ExactNetwork", "experts_of", "run_layer"]
 
 
 class ExactNetwork(NativeNetwork):
@@ -133,9 +133,9 @@ class ExactNetwork(NativeNetwork):
         last = len(decoder.layers) - 1
         routed = iter(chosen)
         for i, (layer, rotary) in enumerate(zip(decoder.layers, rotations, strict=True)):
-            found = _experts_of(layer)
+            found = experts_of(layer)
             how: dict[str, Any] = {"closes": i == last, "experts": found, "chosen": [next(routed) for _ in found]}
-            run = functools.partial(_run_layer, decoder, layer, rotary, positions, context, **how)
+            run = functools.partial(run_layer, decoder, layer, rotary, positions, context, **how)
             trained = [*layer.parameters(), *_matrices(layer), *(outside if i == last else ())]
             hidden = _given(values[i + 1], run, hidden, trained)
         return hidden
@@ -230,7 +230,7 @@ def _count_steps(owner: object, steps: list[int]) -> None:
     weakref.finalize(owner, handle.remove)
 
 
-def _run_layer(
+def run_layer(
     decoder: Any,
     layer: nn.Module,
     rotary: Any,
@@ -242,7 +242,9 @@ def _run_layer(
     experts: Sequence[MixtureOfExperts],
     chosen: Sequence[Tensor],
 ) -> Tensor:
-    """The result of a layer in PyTorch, whose ``experts`` are those that the engine has ``chosen``."""
+    """The result [T, D] of a decoder layer in PyTorch for its input ``hidden`` [T, D], where each of its layers of
+    ``experts`` sends tokens to those that the engine has ``chosen``, int64 [T, k]. With ``closes``, it is the result of
+    the decoder, whose last layer this is."""
     for each, ids in zip(experts, chosen, strict=True):
         each.forced = forcing(ids, each.routing.num_experts)
     try:
@@ -253,7 +255,8 @@ def _run_layer(
     return decoder.close(out) if closes else out
 
 
-def _experts_of(layer: nn.Module) -> list[MixtureOfExperts]:
+def experts_of(layer: nn.Module) -> list[MixtureOfExperts]:
+    """The layers of experts in a decoder layer."""
     return [each for each in layer.modules() if isinstance(each, MixtureOfExperts)]
 
 

@@ -108,8 +108,8 @@ def clipped_gain(
     if not logprobs.shape == before.shape == advantages.shape or logprobs.ndim != 1:
         shapes = [list(each.shape) for each in (logprobs, before, advantages)]
         raise ConfigError(f"logprobs, before and advantages have one entry per token each, got {shapes}")
-    if not (0 <= low < 1 and high >= 0 and (most is None or most > 1)):
-        raise ConfigError(f"low must be in [0, 1), high at least 0, most above 1; got {low}, {high}, {most}")
+    if not (0 <= low <= 1 and high >= 0 and (most is None or most > 1)):
+        raise ConfigError(f"low must be in [0, 1], high at least 0, most above 1; got {low}, {high}, {most}")
     ratios = (logprobs - before).exp()
     plain = ratios * advantages
     gain = torch.minimum(plain, ratios.clamp(1 - low, 1 + high) * advantages)

@@ -173,6 +173,20 @@ class TrainableAdapter:
             out |= {_tensor(name, "A"): a.contiguous(), _tensor(name, "B"): b.contiguous()}
         return out
 
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace all matrices by those of :meth:`tensors`, also of an earlier process. Raises ConfigError for other
+        names or shapes; then no matrix has changed."""
+        expected = {name: tuple(each.shape) for name, each in self.parameters.items()}
+        given = {name: tuple(each.shape) for name, each in tensors.items()}
+        if given != expected:
+            wrong = sorted(set(given.items()) ^ set(expected.items()))[0]
+            raise ConfigError(f"{wrong[0]} of shape {list(wrong[1])} is only in one of adapter and file")
+        with torch.no_grad():
+            for name, part in self._parts.items():
+                a, b = (tensors[_tensor(name, which)] for which in "AB")
+                self.parameters[_tensor(name, "A")].copy_(a)
+                self.parameters[_tensor(name, "B")].copy_(b[part.sources(0, len(b))] if part.order else b)
+
     def as_served(self) -> Adapter:
         """The adapter as the engine holds it in memory. The matrices are not copied."""
         layers: dict[str, list[LowRank]] = {}

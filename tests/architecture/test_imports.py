@@ -135,6 +135,7 @@ ALLOWED: dict[str, list[str]] = {
     ],
     "chairlift_train.service.log": ["errors", "chairlift_train.service.compute.calls"],
     "chairlift_train.service.schedule": ["errors"],
+    "chairlift_train.service.compute": ["errors", "config", "chairlift_train", "kernels", "lora", "models"],
     "chairlift_train.cli": ["", "errors", "config", "base", "chairlift_train", "cli", "llm"],
 }
 OURS = {package.name for package in PACKAGES}

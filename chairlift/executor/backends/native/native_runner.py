@@ -262,8 +262,16 @@ class NativeModelRunner:
         self._head(self._padded(hidden), np.arange(len(targets), dtype=np.int32), rows, adapters=adapters)
         return _reported(rows)
 
+    def scored(
+        self, hidden: Tensor, targets: npt.NDArray[np.int32], adapters: npt.NDArray[np.int32] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The results of :meth:`logits`, [R, V], and of :meth:`logprobs`, [R], by one product."""
+        rows = NativeRows.for_targets(targets, 0, self._vocab_size)
+        logits = self._stored(hidden, rows, self._head_weight, self._cap, adapters)
+        return torch.from_numpy(logits), _reported(rows)
+
     def logprobs_of(self, logits: Tensor, targets: npt.NDArray[np.int32]) -> Tensor:
-        """The same as :meth:`logprobs`, [R], from the logits [R, V] that :meth:`logits` returned."""
+        """The same as :meth:`logprobs`, [R], from the logits [R, V] of other targets of the same rows."""
         vocab_size = self._vocab_size
         rows = NativeRows.for_targets(targets, 0, vocab_size)
         self.program.sample(_aligned(logits), vocab_size, rows.records)
@@ -331,9 +339,20 @@ class NativeModelRunner:
     ) -> npt.NDArray[np.float32]:
         """Logits [R, n] of hidden states [R, D] in the model's dtype with an output head [n, D], with a ``cap`` as in
         :meth:`StepProgram.head`."""
+        rows = NativeRows.for_targets(np.zeros(len(states), dtype=np.int32), -1, head.n)  # they report nothing
+        return self._stored(states, rows, head, cap, adapters)
+
+    def _stored(
+        self,
+        states: Tensor,
+        rows: NativeRows,
+        head: PackedMatrix,
+        cap: float | None,
+        adapters: npt.NDArray[np.int32] | None,
+    ) -> npt.NDArray[np.float32]:
+        """As :meth:`_logits_of`, for ``rows`` with targets, which store their logits and report what they ask for."""
         count = len(states)
         width = -(-head.n // PANEL) * PANEL
-        rows = NativeRows.for_targets(np.zeros(count, dtype=np.int32), -1, head.n)  # such rows store their logits
         stored = Memory(4 * count * width).tensor(torch.float32, (count, width))
         places = np.arange(count, dtype=np.int32)
         self.program.head(head, self._padded(states), places, rows.records, stored, cap, adapters)
