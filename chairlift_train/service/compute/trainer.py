@@ -39,8 +39,8 @@ _END: Final = object()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    """Settings of a :class:`AdapterTrainer`. ``dtype``, ``kernels`` and the model must be those of the engine that samples, so
-    that log-probabilities are equal."""
+    """Settings of an :class:`AdapterTrainer`. ``dtype``, ``kernels`` and the model must be those of the engine that
+    samples, so that log-probabilities are equal."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the engine's copy of the weights, and of its activations."""
