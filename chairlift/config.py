@@ -139,6 +139,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "batch_max_in_flight": (1, 2**16),
     "max_batch_file_bytes": (1024, 2**40),
     "max_batch_dir_bytes": (2**20, 2**50),
+    "max_training_dir_bytes": (2**20, 2**50),
+    "training_memory_bytes": (2**20, 2**50),
+    "training_pack_tokens": (16, 2**20),
+    "training_gap_ms": (0.1, 10**6),
+    "training_share": (0.01, 0.99),
     "max_stored_responses": (0, 2**20),
     "max_stored_response_bytes": (0, 2**40),
 }
@@ -153,6 +158,7 @@ _TEXTS = {
         "chat_template",
         "otlp_traces_endpoint",
         "batch_dir",
+        "training_dir",
         "lora_dir",
     ),
     *("allowed_local_media_path", "models"),
@@ -689,6 +695,23 @@ class ServerConfig:
     max_batch_dir_bytes: int = 32 * 1024**3
     """Maximum size of all files and answers in batch_dir, in bytes. Uploads beyond it are refused, and batches pause
     until files are deleted."""
+    enable_training: bool = False
+    """Let clients fine-tune adapters of the model with the training API of the tinker client, under /api/v1. It needs
+    training_dir."""
+    training_dir: str | None = None
+    """Directory for training runs and their checkpoints. It contains training data."""
+    max_training_dir_bytes: int = 64 * 1024**3
+    """Maximum size of all calls, results and checkpoints in training_dir, in bytes."""
+    training_memory_bytes: int = 4 * 1024**3
+    """Memory for adapters in training, with gradients and the optimiser's state, in bytes. An adapter that does not fit
+    is refused."""
+    training_pack_tokens: int = 2048
+    """Maximum number of tokens of all clients in one training pass."""
+    training_gap_ms: float = 25.0
+    """Milliseconds that training may add between two steps of the engine while it has requests. A single slice of work
+    may take longer."""
+    training_share: float = 0.5
+    """Largest part of the time that training takes while the engine has requests."""
     allowed_media_domains: tuple[str, ...] = ()
     """Host from which the server may fetch images that requests name by an http or https address; may be repeated.
     Private network addresses of the host are refused. None: the server fetches nothing."""
@@ -732,12 +755,16 @@ class ServerConfig:
 
 _AUTOSCALING: Final = (("max_replicas",), ", which turns autoscaling on")
 _BATCHES: Final = (("batch_dir",), ", without which there are no batches")
+_TRAINING: Final = (("enable_training",), ", without which nobody trains")
 _NEEDS: Final = {
     **dict.fromkeys(("models_memory_bytes", "model_keep_alive", "max_num_loading_reqs"), (("models",), "")),
     "routing": (("replicas", "max_replicas", "ray_address"), ": with one engine there is nothing to choose"),
     "min_replicas": (_AUTOSCALING[0], f"{_AUTOSCALING[1]}; or set replicas"),
     **dict.fromkeys(("autoscale_wait", "autoscale_goodput", "autoscale_delay"), _AUTOSCALING),
     **dict.fromkeys(("batch_max_in_flight", "max_batch_file_bytes", "max_batch_dir_bytes"), _BATCHES),
+    "enable_training": (("training_dir",), ", in which training runs survive a restart"),
+    **dict.fromkeys(("training_dir", "max_training_dir_bytes", "training_memory_bytes"), _TRAINING),
+    **dict.fromkeys(("training_pack_tokens", "training_gap_ms", "training_share"), _TRAINING),
 }
 """Setting of the server -> (settings of which it needs at least one, end of the message). Without them it would have no
 effect."""

@@ -10,7 +10,7 @@ import importlib
 from types import ModuleType
 from typing import Final
 
-__all__ = ["COMMANDS", "LIVE_COMPARISON", "command_module"]
+__all__ = ["COMMANDS", "LIVE_COMPARISON", "TRAINING_SERVER", "command_module"]
 
 COMMANDS: Final = {
     "serve": "chairlift.cli.serve",
@@ -40,6 +40,9 @@ COMMANDS: Final = {
 
 LIVE_COMPARISON: Final = "chairlift_lab.replay.side_by_side"
 """Worker program that simulates a recording with other rules, for the live view page."""
+
+TRAINING_SERVER: Final = "chairlift_train.service.serving"
+"""Module of the server that also trains."""
 
 
 def command_module(name: str) -> ModuleType:

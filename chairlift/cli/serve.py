@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import importlib
 import json
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any, Final
 
-from chairlift.cli.commands import LIVE_COMPARISON
+from chairlift.cli.commands import LIVE_COMPARISON, TRAINING_SERVER
 from chairlift.cli.flags import (
     add_engine_flags,
     add_server_flags,
@@ -90,7 +92,22 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"the server needs {error.name}; install it with pip install {error.name}") from None
     configure_logging(server.log_format, verbose=args.verbose)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if server.enable_training:
+            code: int = runner.run(_training_server().serve_training(server, config, comparison=LIVE_COMPARISON))
+            return code
         return runner.run(serve(server, config, comparison=LIVE_COMPARISON))
+
+
+def _training_server() -> ModuleType:
+    """The module of the server that also trains. Raises ConfigError if a package that it needs is missing."""
+    try:
+        return importlib.import_module(TRAINING_SERVER)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("chairlift"):
+            raise
+        raise ConfigError(
+            f"enable_training needs {error.name}; install it with pip install 'chairlift[train]'"
+        ) from None
 
 
 def _run_models(args: argparse.Namespace, engine: dict[str, Any], server: ServerConfig) -> int:

@@ -472,6 +472,14 @@ class AsyncEngine:
             raise EngineDeadError("the engine is not there")
         return await self._client.kv_store(clear)
 
+    async def side_work(self, order: bytes) -> bytes:
+        """Give an order to the work beside the engine's steps; see :mod:`chairlift.engine.process.side_work`. Raises
+        ConfigError if the engine does no other work, and EngineDeadError."""
+        self._ready()
+        if self._client is None:
+            raise EngineDeadError("the engine is not there")
+        return await self._client.side_work(order)
+
     async def shutdown(self) -> None:
         """End the engine's process. Unfinished requests fail with EngineDeadError."""
         self.state = EngineState.STOPPED

@@ -26,6 +26,7 @@ from chairlift.engine.kv_store.report import StoreReport
 from chairlift.engine.process.messages import Action
 from chairlift.engine.process.process_client import RemoteCore
 from chairlift.engine.replicas import Replicas
+from chairlift.errors import ConfigError
 from chairlift.fleet.door import Door
 from chairlift.fleet.door_forecast import DoorForecast
 from chairlift.fleet.fleet_adapters import FleetAdapters
@@ -169,6 +170,9 @@ class Fleet(RemoteCore):
     async def update_weights(self, source: str, version: int, in_flight: str) -> EngineInfo:
         """Replace the weights of all replicas; see :meth:`~chairlift.fleet.members.Members.update_weights`."""
         return await self._replicas.update_weights(source, version, in_flight)
+
+    async def side_work(self, order: bytes) -> bytes:
+        raise ConfigError("replicas do no other work; use one engine")
 
     async def kv_store(self, clear: str) -> list[StoreReport]:
         """Report what is in the store of KV blocks of each replica that is alive."""

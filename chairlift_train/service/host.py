@@ -24,6 +24,7 @@ from chairlift_train.service.compute.calls import (
 from chairlift_train.service.wire.passes import pass_answer, read_pass
 
 __all__ = [
+    "NOT_SET_UP",
     "AdamOrder",
     "CreateOrder",
     "DropOrder",
@@ -31,14 +32,17 @@ __all__ = [
     "Order",
     "PackOrder",
     "PartOrder",
-    "PriceOrder",
     "RunningPass",
     "SaveOrder",
     "SlicedTrainer",
     "TrainingHost",
+    "TrainingSetup",
     "WorkResult",
 ]
 
+
+NOT_SET_UP: Final = "the trainer is not set up"
+"""Error of an order that a new process gets before its :class:`TrainingSetup`."""
 
 _log: Final = logging.getLogger(__name__)
 
@@ -47,12 +51,6 @@ class CreateOrder(msgspec.Struct, tag="create", frozen=True):
     """Add an adapter."""
 
     model_id: str
-    config: AdapterConfig
-
-
-class PriceOrder(msgspec.Struct, tag="price", frozen=True):
-    """Tell the bytes of an adapter, in the result's ``number``."""
-
     config: AdapterConfig
 
 
@@ -103,7 +101,21 @@ class DropOrder(msgspec.Struct, tag="drop", frozen=True):
     model_id: str
 
 
-Order = CreateOrder | PriceOrder | PackOrder | AdamOrder | SaveOrder | LoadOrder | DropOrder
+class TrainingSetup(msgspec.Struct, tag="setup", frozen=True):
+    """First order: settings of the training half. The reply comes when the trainer is ready."""
+
+    base: str
+    """Name of the model in the configuration of saved adapters."""
+    max_rank: int
+    max_models: int
+    pack_tokens: int
+    gap: float
+    """Seconds that training may add between two steps of a busy engine."""
+    share: float
+    """Largest part of the time that training takes while the engine is busy."""
+
+
+Order = TrainingSetup | CreateOrder | PackOrder | AdamOrder | SaveOrder | LoadOrder | DropOrder
 
 
 class PassResult(msgspec.Struct, frozen=True):
@@ -120,9 +132,10 @@ class WorkResult(msgspec.Struct, frozen=True):
 
     passes: list[PassResult] = []
     metrics: dict[str, float] = {}
-    number: int = 0
     error: str = ""
     """Why the order was not followed, for the caller."""
+    slice_seconds: float = 0.0
+    """Seconds of the longest piece of the work that nothing could interrupt."""
     broken: bool = False
     """Whether the error is the server's, and the state of the trainer is unknown."""
 
@@ -174,8 +187,6 @@ class TrainingHost:
         trainer = self._trainer
         if isinstance(order, CreateOrder):
             trainer.create(order.model_id, order.config)
-        elif isinstance(order, PriceOrder):
-            return WorkResult(number=trainer.price(order.config))
         elif isinstance(order, AdamOrder):
             return WorkResult(metrics=_plain(trainer.optim_step(order.model_id, order.adam)))
         elif isinstance(order, SaveOrder):

@@ -128,8 +128,6 @@ class TrainingRuns:
         """Names of the model that is trained."""
         self.trouble = ""
         """Why no work is done now; empty if work is done."""
-        self.most_tokens: Callable[[], int | None] = lambda: None
-        """Maximum number of tokens of the next pack; None: the scheduler's budget."""
         self.publish: Callable[[SamplerRecord], Awaitable[object]] = _nothing
         """Called with each new sampling session of a training run, when its weights are on disk."""
         self._price = price
@@ -294,7 +292,7 @@ class TrainingRuns:
         """Run calls until cancelled."""
         while True:
             self._news.clear()
-            work = self.scheduler.next(self.most_tokens())
+            work = self.scheduler.next()
             if work is None:
                 await self._news.wait()
                 continue

@@ -58,6 +58,7 @@ OF_REQUESTS = {
     "engine.intake": "_waiting _loading _starts _unforeseen _lane_ends",
     "engine.mask_limits": "of",
     "engine.output_processor": "_states _answers",
+    "engine.process.process_client": "_asides",
     "engine.served_adapters": "_loads",
     "engine.step_export": "requests rows _rows _resting",
     "engine.step_recorder": "_numbers _started _flights _leaving",

@@ -40,6 +40,8 @@ from chairlift.engine.process.messages import (
     Paused,
     Ready,
     Refused,
+    SideOrder,
+    SideReply,
     Step,
     UnloadAdapter,
     UpdateWeights,
@@ -47,6 +49,7 @@ from chairlift.engine.process.messages import (
     Watched,
     encode,
 )
+from chairlift.engine.process.side_work import SideWork
 from chairlift.errors import ConfigError, ModelLoadError, PromptTooLongError, RequestError
 from chairlift.executor.executor import OnProgress
 
@@ -171,7 +174,7 @@ class CoreProcess:
         self._approximations = approximations
         self._connection = connection
         self._core = core
-        self._info = info
+        self.info = info
         self._progress = progress
         priorities = {name: each.priority for name, each in (classes or {DEFAULT_CLASS: ServiceClass()}).items()}
         depth = core.num_lookahead_steps
@@ -190,16 +193,21 @@ class CoreProcess:
         """Number of tokens and log-probabilities in the last entry of ``_pending``."""
         self._watched_at = 0.0
         self._gate: StepGate | None = None
+        self._side: SideWork | None = None
+
+    def do_beside(self, work: SideWork) -> None:
+        """Let other work run between two steps. Call it before :meth:`run`."""
+        self._side = work
 
     def share(self, gate_of: GateOf) -> None:
         """Let a gate decide when the steps begin. Call it before :meth:`run`."""
-        self._gate = gate_of(self._core, self._info)
+        self._gate = gate_of(self._core, self.info)
 
     def run(self) -> None:
         """Serve until the other side closes the connection."""
         connection = self._connection
         core = self._core
-        connection.send(Ready(self._info))
+        connection.send(Ready(self.info))
         while not connection.closed:
             self._receive()
             if core.has_work:
@@ -219,7 +227,14 @@ class CoreProcess:
             if self._pending and not connection.backlog:
                 self._deliver(CoreOutputs())
             self._show()
+            self._work_aside()
         core.shutdown()
+
+    def _work_aside(self) -> None:
+        """Give the work beside the steps a turn."""
+        if self._side is not None:
+            for number, reply in self._side.run(self._core.has_work):
+                self._connection.send(SideReply(number, reply))
 
     def _receive(self) -> None:
         """Follow the messages that have arrived. Waits for messages if there is no work."""
@@ -239,6 +254,11 @@ class CoreProcess:
         return outputs
 
     def _patience(self) -> float | None:
+        own = self._own_patience()
+        aside = None if self._side is None else self._side.patience(self._core.has_work)
+        return min((each for each in (own, aside) if each is not None), default=None)
+
+    def _own_patience(self) -> float | None:
         if not self._core.has_work:
             return None
         when = self._core.next_event()
@@ -277,8 +297,16 @@ class CoreProcess:
             self._core.preparers.kv_blocks.ask(message.clear)
         elif isinstance(message, Control):
             self._control(message)
+        elif isinstance(message, SideOrder):
+            self._order_aside(message)
         else:
             self._connection.frames.num_bad += 1
+
+    def _order_aside(self, message: SideOrder) -> None:
+        if self._side is None:
+            self._connection.send(SideReply(message.number, b"", "this engine does no other work"))
+        else:
+            self._side.take(message.number, message.order)
 
     def _land(self) -> None:
         """Wait for the steps in flight, and queue their results even if the socket is full."""
@@ -320,7 +348,7 @@ class CoreProcess:
         except (ConfigError, ModelLoadError) as error:
             self._connection.send(NotLoaded(type(error).__name__, str(error)))
         else:
-            info = self._info.updated(message.source, message.version, self._approximations())
+            info = self.info.updated(message.source, message.version, self._approximations())
             self._connection.send(Ready(info))
 
     def _show(self) -> None:

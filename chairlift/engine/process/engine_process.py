@@ -27,6 +27,7 @@ from chairlift.engine.mask_limits import MaskLedger, MaskLimits
 from chairlift.engine.preparers import Preparers
 from chairlift.engine.process.core_process import Connection, CoreProcess, FrameLogHandler, GateOf
 from chairlift.engine.process.messages import Loading, NotLoaded, Start
+from chairlift.engine.process.side_work import SideWorkOf
 from chairlift.errors import ChairliftError, ConfigError
 from chairlift.loading.kv_store import open_store
 from chairlift.loading.model import load_executor, read_tokenizer
@@ -39,8 +40,9 @@ __all__ = ["main"]
 _PROGRESS_SECONDS = 0.1
 
 
-def main(gate_of: GateOf | None = None) -> None:
-    """Run the engine. ``gate_of`` makes a gate for its steps; None: they begin at once.
+def main(gate_of: GateOf | None = None, side_work_of: SideWorkOf | None = None) -> None:
+    """Run the engine. ``gate_of`` makes a gate for its steps; None: they begin at once. ``side_work_of`` makes other
+    work, which runs between two steps; None: there is none.
 
     Exit codes: 0 the connection ended, 1 there was no connection, 2 the model cannot be loaded.
     """
@@ -60,6 +62,8 @@ def main(gate_of: GateOf | None = None) -> None:
         process = _load(connection, config)
         if gate_of is not None:
             process.share(gate_of)
+        if side_work_of is not None:
+            process.do_beside(side_work_of(config, process.info))
     except (ChairliftError, OSError, MemoryError) as error:
         kind = type(error).__name__ if isinstance(error, ChairliftError) else ConfigError.__name__
         connection.send(NotLoaded(kind, f"{error}" or type(error).__name__))

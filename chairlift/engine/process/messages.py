@@ -44,6 +44,8 @@ __all__ = [
     "Paused",
     "Ready",
     "Refused",
+    "SideOrder",
+    "SideReply",
     "Start",
     "Step",
     "UnloadAdapter",
@@ -254,6 +256,21 @@ class AdapterLoaded(msgspec.Struct, tag="adapter_loaded", forbid_unknown_fields=
     state: AdapterState
 
 
+class SideOrder(msgspec.Struct, tag="side_order", forbid_unknown_fields=True):
+    """An order for the work beside the engine's steps. The reply is a SideReply with its ``number``."""
+
+    number: int
+    order: bytes
+
+
+class SideReply(msgspec.Struct, tag="side_reply", forbid_unknown_fields=True):
+    """The reply to a SideOrder. With ``refusal``, there is no such work."""
+
+    number: int
+    reply: bytes
+    refusal: str = ""
+
+
 Message = (
     Start
     | Loading
@@ -276,6 +293,8 @@ Message = (
     | KVStoreReported
     | Control
     | Controlled
+    | SideOrder
+    | SideReply
 )
 
 _PARAMS = [field.name for field in dataclasses.fields(SamplingParams)]

@@ -43,6 +43,8 @@ from chairlift.engine.process.messages import (
     Paused,
     Ready,
     Refused,
+    SideOrder,
+    SideReply,
     Start,
     Step,
     UnloadAdapter,
@@ -113,6 +115,8 @@ class RemoteCore(EngineClient, Protocol):
     async def kv_store(self, clear: str) -> list[StoreReport]: ...
 
     async def control(self, action: Action) -> None: ...
+
+    async def side_work(self, order: bytes) -> bytes: ...
 
     async def died(self) -> str: ...
 
@@ -224,6 +228,9 @@ class ProcessClient(ProcessCore):
         self._reports: deque[asyncio.Future[StoreReport]] = deque()  # in the order of the replies
         self._updates: deque[asyncio.Future[EngineInfo]] = deque()  # in the order of the replies
         self._controls: deque[asyncio.Future[None]] = deque()  # in the order of the replies
+        self._asides: dict[int, asyncio.Future[bytes]] = {}
+        """Number of an order for the work beside the steps -> its reply."""
+        self._num_asides = 0
         self._is_paused = False
         self._lost = asyncio.Event()
 
@@ -311,6 +318,20 @@ class ProcessClient(ProcessCore):
         self._controls.append(followed)
         self._ask(Control(action))
         await self._outcome(followed)
+
+    async def side_work(self, order: bytes) -> bytes:
+        """Give an order to the work beside the engine's steps, and wait for its reply, which has no time limit. Raises
+        ConfigError if the engine does no other work, and EngineDeadError."""
+        replied: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._num_asides += 1
+        number = self._num_asides
+        self._asides[number] = replied
+        self._send(SideOrder(number, order))
+        try:
+            reply: bytes = await self._outcome(replied)
+            return reply
+        finally:
+            del self._asides[number]
 
     def kill(self) -> None:
         """Kill the process. :meth:`died` then returns."""
@@ -401,6 +422,13 @@ class ProcessClient(ProcessCore):
                 followed.set_exception(ConfigError(message.refusal))
             else:
                 followed.set_result(None)
+        elif isinstance(message, SideReply):
+            replied = self._asides.get(message.number)
+            if replied is not None and not replied.done():
+                if message.refusal:
+                    replied.set_exception(ConfigError(message.refusal))
+                else:
+                    replied.set_result(message.reply)
         elif isinstance(message, Watched):
             self._events.on_watched(message.lines)
         elif isinstance(message, Log):

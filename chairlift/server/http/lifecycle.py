@@ -57,6 +57,8 @@ _CHAT_TOKENS: Final = 2048
 _OTHER_FILES: Final = 256
 
 Progress = Callable[[str, float], None]
+Beside = Callable[[ServerState], contextlib.AbstractAsyncContextManager[None]]
+"""Function that makes what runs beside a server while it serves."""
 StartEngine = Callable[[EngineConfig, ServerConfig, Progress], AsyncEngine]
 
 
@@ -208,12 +210,14 @@ async def serve(
     make_app: Callable[[ServerState], ASGIApp] = make_app,
     announce: Callable[[str], None] | None = None,
     comparison: str | None = None,
+    beside: Beside | None = None,
 ) -> int:
     """Serve until stopped. Returns an :class:`ExitCode`.
 
     The port is bound before the model is loaded; until the model is ready, the server responds 503. ``announce`` gets
     the banner when the server is ready (default: print it). ``comparison`` is the worker program that simulates
-    recordings for the live view page. If ``stop`` is given, the caller handles signals. Raises
+    recordings for the live view page. ``beside`` makes a context manager that is entered when the engine is ready. If
+    ``stop`` is given, the caller handles signals. Raises
     ConfigError or ModelLoadError when the settings, the port or the model cannot be used.
     """
     keys = load_keys(config)
@@ -254,7 +258,7 @@ async def serve(
             await server.start(sock)
             await stack.enter_async_context(working(state, app))
             return await _run(
-                state, server, stop, lambda: (announce or _print)(_ready(state, engine_config, url, progress))
+                state, server, stop, lambda: (announce or _print)(_ready(state, engine_config, url, progress)), beside
             )
         finally:
             progress.end()
@@ -285,14 +289,17 @@ async def _start(state: ServerState) -> None:
     await load_modules(state)
 
 
-async def _run(state: ServerState, server: HttpServer, stop: Stop, announce: Callable[[], None]) -> int:
+async def _run(
+    state: ServerState, server: HttpServer, stop: Stop, announce: Callable[[], None], beside: Beside | None
+) -> int:
     """Run the server from the loading of the model to the end of the drain. Returns the exit code."""
     engine = state.engine
     try:
         if await _first(_start(state), stop.drain.wait()) == 0:
-            announce()
-            with _reporting(state):
-                await _first(stop.drain.wait(), engine.stopped.wait())
+            async with contextlib.nullcontext() if beside is None else beside(state):
+                announce()
+                with _reporting(state):
+                    await _first(stop.drain.wait(), engine.stopped.wait())
     except TemplateFailedError as error:
         raise ConfigError(f"{state.config.chat_template}: {error}") from None
     except EngineDeadError as error:

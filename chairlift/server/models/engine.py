@@ -39,6 +39,7 @@ _NOT_WITH_MODELS: Final = {
     "lora_modules": "name the adapters of each model in the file of --models",
     "lora_dir": "name the adapters of each model in the file of --models",
     "batch_dir": "start a server with one model for batches",
+    "enable_training": "start a server with one model for training",
     "otlp_traces_endpoint": "traces are written by servers with one model",
     "restart": "a model whose engine died is loaded again when it is needed",
 }

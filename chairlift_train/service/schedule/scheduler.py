@@ -180,8 +180,8 @@ class TrainingScheduler:
 
     # -- work ------------------------------------------------------------------------------------------------------
 
-    def next(self, most_tokens: int | None = None) -> TrainingPack | TrainingStep | None:
-        """The work to run now; None if there is none. ``most_tokens`` lowers the budget of this pack.
+    def next(self) -> TrainingPack | TrainingStep | None:
+        """The work to run now; None if there is none.
 
         Between two packs, each model may have one step. Steps go before the next pack, because their clients' next
         calls may then share it.
@@ -192,7 +192,7 @@ class TrainingScheduler:
         for model in ready:
             if model.calls[0].call.kind in STEP_KINDS and not model.step_since_pack:
                 return self._begin_step(model)
-        pack = self._pack(min(self.token_budget, most_tokens or self.token_budget))
+        pack = self._pack(self.token_budget)
         for model in self._models.values():
             model.step_since_pack = False
         if pack is None:

@@ -25,7 +25,7 @@ from chairlift_train.service.compute.calls import AdapterConfig, TrainingError
 from chairlift_train.service.log.records import CallAnswer, CheckpointRecord, ModelRecord, SamplerRecord, SessionRecord
 from chairlift_train.service.log.store import ReusedSeqError
 from chairlift_train.service.places import split_path
-from chairlift_train.service.runs import TooManyCallsError
+from chairlift_train.service.runs import TooManyCallsError, TrainingRuns
 from chairlift_train.service.service import TrainingService
 from chairlift_train.service.steps import check_ttl
 from chairlift_train.service.wire import bodies
@@ -63,11 +63,18 @@ def _body(kind: type[Any]) -> Callable[[dict[str, Any]], Any]:
 
 
 class _Endpoints:
-    """The endpoints of one service."""
+    """The endpoints of one service, which ``get`` returns once it has started."""
 
-    def __init__(self, service: TrainingService) -> None:
-        self._service = service
-        self._runs = service.runs
+    def __init__(self, get: Callable[[], TrainingService]) -> None:
+        self._get = get
+
+    @property
+    def _service(self) -> TrainingService:
+        return self._get()
+
+    @property
+    def _runs(self) -> TrainingRuns:
+        return self._get().runs
 
     # -- the caller ------------------------------------------------------------------------------------------------
 
@@ -512,9 +519,9 @@ def _shown(checkpoint: CheckpointRecord) -> dict[str, Any]:
     }
 
 
-def training_routes(service: TrainingService) -> list[BaseRoute]:
-    """The routes of the training service."""
-    on = _Endpoints(service)
+def training_routes(get: Callable[[], TrainingService]) -> list[BaseRoute]:
+    """The routes of the training service. ``get`` returns it, and raises EngineDeadError before it has started."""
+    on = _Endpoints(get)
     saved = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
     table: list[tuple[str, Callable[[Request], Awaitable[Response]], str]] = [
         ("/client/config", on.config, "POST"),

@@ -155,17 +155,6 @@ def test_a_sequence_longer_than_the_budget_has_a_pack_of_its_own() -> None:
     assert sizes == [500, 10]
 
 
-def test_a_lower_budget_holds_for_one_pack() -> None:
-    train = scheduler()
-    train.admit("a", "t", 10)
-    train.add(TrainingCall("a", 1, "pass", (10,) * 10))
-    pack = train.next(most_tokens=30)
-    assert isinstance(pack, TrainingPack) and pack.num_tokens == 30
-    assert train.done(pack, 0.1) == []
-    pack = train.next()
-    assert isinstance(pack, TrainingPack) and pack.num_tokens == 70
-
-
 def test_a_model_that_does_not_fit_is_refused_with_both_numbers() -> None:
     train = scheduler()
     train.admit("a", "t", 600)

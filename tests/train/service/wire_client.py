@@ -94,7 +94,7 @@ class Bench:
     async def serving(self, **settings: Any) -> AsyncIterator[WireClient]:
         """Serve over HTTP while the block runs."""
         state: ServerState = make_state(self.engine.inner, **settings)
-        async with self.service.running(), serving(make_app(state, training_routes(self.service))) as client:
+        async with self.service.running(), serving(make_app(state, training_routes(lambda: self.service))) as client:
             yield WireClient(client)
 
 
