@@ -73,6 +73,9 @@ class Door:
         request.sequence = self._num_seen
         self._num_seen += 1
         self._requests[request.request_id], self._keys[request.request_id] = request, keys
+        if request.service.session:
+            for each in self.replicas:
+                each.prefixes.recall(_session(request), keys)
         self._policy.queued(request, now)
         num_tokens = request.num_prompt_tokens
         request.size = min((each.expect(keys, num_tokens)[0] for each in self.replicas), default=num_tokens)
@@ -169,6 +172,8 @@ class Door:
         self._policy.joined(request)
         uncached, _ = replica.expect(keys, request.num_prompt_tokens)
         replica.sent(request.request_id, max(1, uncached), keys, small)
+        if request.service.session:
+            replica.prefixes.remember(_session(request), keys)
         self._at[request.request_id] = replica
         if keys and any(each.version != replica.version for each in self.replicas):
             self._newest[keys[-1]] = max(replica.version, self._newest.get(keys[-1], 0))
@@ -251,3 +256,8 @@ class Door:
                 self._policy.forgotten(request)
                 kind.append(request)
         return lost
+
+
+def _session(request: Request) -> tuple[str, str]:
+    """The session of a request. Callers with different salts never share one, whatever names they send."""
+    return request.cache_salt, request.service.session

@@ -42,6 +42,7 @@ _OVER_MEAN: Final = 1.25
 _MORE_REQUESTS: Final = 2
 """A replica counts as overloaded if its number of requests is above ``_OVER_MEAN`` times the mean plus
 ``_MORE_REQUESTS``. The router then does not prefer it for its cached prefixes."""
+_MOST_SESSIONS: Final = 4096
 _FADING: Final = 0.99
 _LONGEST_STEP: Final = 60.0
 """Maximum duration of a step in seconds. A longer time is ignored: the process was stopped for a while."""
@@ -88,11 +89,15 @@ class PrefixIndex:
     """Estimated content of a replica's prefix cache: the keys of the prompts that were sent to it.
 
     ``capacity`` is the maximum number of keys. The oldest keys are dropped first; of one prompt, the last keys first.
+    The keys of each session's newest prompt are remembered in addition, up to the same number in all: a replica may
+    keep the blocks of a session longer than others.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._keys: OrderedDict[int, None] = OrderedDict()
+        self._sessions: OrderedDict[tuple[str, str], tuple[int, ...]] = OrderedDict()
+        self._num_remembered = 0
 
     def matched(self, keys: Sequence[int]) -> int:
         """Number of ``keys``, counted from the first, that are in the index without a gap."""
@@ -110,8 +115,25 @@ class PrefixIndex:
         while len(self._keys) > self._capacity:
             self._keys.popitem(last=False)
 
+    def remember(self, session: tuple[str, str], keys: Sequence[int]) -> None:
+        """Remember the keys of the newest prompt of a session, which is (salt, name)."""
+        self._num_remembered += len(keys) - len(self._sessions.pop(session, ()))
+        self._sessions[session] = tuple(keys)
+        while self._num_remembered > self._capacity or len(self._sessions) > _MOST_SESSIONS:
+            _, oldest = self._sessions.popitem(last=False)
+            self._num_remembered -= len(oldest)
+
+    def recall(self, session: tuple[str, str], keys: Sequence[int]) -> None:
+        """Add the leading ``keys`` that the newest prompt of a session has, because its next request has come."""
+        known = self._sessions.get(session, ())
+        common = list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(keys, known, strict=False)))
+        if common:
+            self.add(keys[: len(common)])
+
     def clear(self) -> None:
         self._keys.clear()
+        self._sessions.clear()
+        self._num_remembered = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
