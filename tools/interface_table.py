@@ -55,6 +55,8 @@ FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "priorities": ("priority",),
     "deadlines": ("deadline_ms",),
     "`cache_salt`": ("cache_salt",),
+    "[prompts to keep](sessions.md#what-clients-send)": ("cache_control", "prompt_cache_options"),
+    "[`session_id`](sessions.md#the-session)": ("session_id",),
     "stop strings": ("stop", "stop_sequences"),
     "`seed`": ("seed",),
     "penalties": ("presence_penalty",),

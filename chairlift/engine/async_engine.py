@@ -22,7 +22,7 @@ from chairlift.base.cache_hints import NO_HINTS, CacheHints
 from chairlift.base.outputs import FinishReason, OutputKind
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.base.service_class import DEFAULT_CLASS
-from chairlift.config import EngineConfig
+from chairlift.config import CacheConfig, EngineConfig
 from chairlift.core.scheduler.prompt_share import PromptShare
 from chairlift.engine.adapters import AdapterState
 from chairlift.engine.calibration import Calibration
@@ -198,6 +198,11 @@ class AsyncEngine:
     def num_queued(self) -> int:
         """Number of unfinished requests that have not been in any step."""
         return len(self.intake)
+
+    @property
+    def cache(self) -> CacheConfig:
+        """Settings of the KV cache."""
+        return self.config.cache
 
     def check_health(self) -> str:
         """Reason why requests make no progress; empty if they make progress, or if there are none."""

@@ -25,6 +25,7 @@ class OutputStream:
         self.tenant = state.prepared.service.tenant
         self.prompt_token_ids = state.prepared.prompt_token_ids
         self.service_class = state.prepared.service.service_class
+        self.leases = state.prepared.service.leases
         self.state = state
         self._abort = abort
         self._kind = kind

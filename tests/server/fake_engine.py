@@ -18,11 +18,12 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from chairlift.base.cache_hints import NO_HINTS, CacheHints
 from chairlift.base.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.base.service_class import DEFAULT_CLASS, ServiceClass
 from chairlift.cli.commands import LIVE_COMPARISON
-from chairlift.config import ServerConfig
+from chairlift.config import CacheConfig, ServerConfig
 from chairlift.core.request import NO_PROMISE, Service
 from chairlift.engine.async_engine import EngineState
 from chairlift.engine.detokenizer import IncrementalDetokenizer
@@ -107,6 +108,7 @@ class FakeStream:
         name: str = "",
     ) -> None:
         self.service_class, self.tenant, self.name = service.service_class, service.tenant, name
+        self.leases = service.leases
         self.request_id = uuid.uuid4().hex
         self.prompt_token_ids = prompt
         self.aborted = False
@@ -264,6 +266,9 @@ class FakeEngine:
         self.streams: set[FakeStream] = set()
         self.num_aborted = 0
         self.num_queued = 0
+        self.cache = CacheConfig()
+        self.num_cached: int | None = None
+        """Prompt tokens that are read from the cache; None: all whole blocks."""
         self.replicas = FakeReplicas()
         self.max_queued_requests, self.max_queued_tokens = 256, 65_536
         self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
@@ -354,6 +359,7 @@ class FakeEngine:
         bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
         adapter: str = "",
         images: None = None,
+        hints: CacheHints = NO_HINTS,
     ) -> FakeStream:
         self.adapters_asked.append(adapter)
         self.arrivals.append(arrival)
@@ -361,6 +367,7 @@ class FakeEngine:
         self._check(prompt, params)
         limits = ModelLimits(INFO.vocab_size, INFO.max_model_len, (), self.service_classes)
         _, service = InputProcessor(limits, None, INFO)._service(params, 0.0, tenant)
+        service = dataclasses.replace(service, session=hints.session, leases=hints.leases, payer=hints.payer)
         self.services.append(service)
         self.names.append(name)
         self.submitted.append((prompt, params, {"cache_salt": cache_salt, "queue_timeout": queue_timeout}))
@@ -461,7 +468,7 @@ class FakeEngine:
             prompt_token_ids=prompt,
             outputs=answers,
             finished=finished,
-            num_cached_tokens=len(prompt) // 16 * 16,
+            num_cached_tokens=len(prompt) // 16 * 16 if self.num_cached is None else self.num_cached,
             prompt_logprobs=scored,
             error=self.failed_row or None,
         )

@@ -207,7 +207,7 @@ def plain(value: Any) -> Any:
 def left_out(client: Any, body: dict[str, Any], template: str) -> set[str]:
     """Paths of what has no effect, all of which the header must name."""
     if client is codex:
-        paths = {"prompt_cache_key", "client_metadata", "text.verbosity"}
+        paths = {"client_metadata", "text.verbosity"}
         paths |= {"reasoning.summary", "reasoning.effort"} if body["reasoning"] else set()
         kinds = {f"tools[{at}]": tool["type"] for at, tool in enumerate(body["tools"])}
         paths |= {path for path, kind in kinds.items() if kind in ("web_search", "tool_search", "image_generation")}

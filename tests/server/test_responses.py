@@ -208,14 +208,14 @@ def test_demanded_forms_reach_the_engine(client: openai.OpenAI, engine: FakeEngi
 
 def test_settings_reach_the_engine_and_hints_are_named(http: TestClient, engine: FakeEngine) -> None:
     fields = {"temperature": 0.5, "top_p": 0.5, "top_k": 7, "seed": 3, "stop": ["x"], "stream_options": None}
-    hints = {"prompt_cache_key": "k", "max_tool_calls": 3, "safety_identifier": "s", "text": {"verbosity": "low"}}
+    hints = {"max_tool_calls": 3, "safety_identifier": "s", "text": {"verbosity": "low"}}
     reasoning = {"effort": "none", "summary": "auto", "context": "auto", "mode": "standard"}
     reply = http.post("/v1/responses", json={"input": "Hi", "reasoning": reasoning, **fields, **hints})
     assert reply.status_code == 200
     params = engine.submitted[-1][1]
     assert (params.temperature, params.top_p, params.top_k, params.seed) == (0.5, 0.5, 7, 3)
     assert (reply.json()["temperature"], reply.json()["top_p"]) == (0.5, 0.5)
-    named = "prompt_cache_key, max_tool_calls, safety_identifier, reasoning.mode, text.verbosity, reasoning.summary"
+    named = "max_tool_calls, safety_identifier, reasoning.mode, text.verbosity, reasoning.summary"
     assert named in reply.headers["warning"]
     assert prompt_of(engine).endswith("<think>\n\n</think>\n\n")
 

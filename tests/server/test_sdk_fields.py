@@ -19,9 +19,7 @@ from chairlift.server.openai.protocol import REFUSED, ChatRequest, CompletionReq
 from chairlift.server.openai.responses_types import REFUSED as REFUSED_RESPONSES
 from chairlift.server.openai.responses_types import ReasoningOptions, ResponsesRequest, TextOptions
 
-_BILLING = frozenset(
-    ("safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "metadata", "verbosity")
-)
+_BILLING = frozenset(("safety_identifier", "metadata", "verbosity"))
 _OF_ANTHROPIC = frozenset(
     (
         *("diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id", "betas", "billing_policy"),

@@ -12,10 +12,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from chairlift.base.outputs import CompletionOutput, FinishReason, RequestOutput
+from chairlift.server.anthropic.cache_control import SHORT, breakpoints, check_cache_control
 from chairlift.server.anthropic.messages_input import names, to_chat
 from chairlift.server.anthropic.messages_types import (
     REFUSED,
     REFUSED_IN_COUNT,
+    CacheCreation,
     CountTokensRequest,
     MessageReply,
     MessagesRequest,
@@ -63,11 +65,13 @@ async def create_message(request: Request) -> Response:
     payload, ignored = parse(MessagesRequest, body, REFUSED)
     ignored += _unknown_inside(body)
     client_names = names()
-    chat = to_chat(payload, client_names, state.engine.prompts.chat_template or "", ignored)
+    template = state.engine.prompts.chat_template or ""
+    chat = to_chat(payload, client_names, template, ignored)
+    points = breakpoints(payload, lambda marked: to_chat(marked, names(), template, []))
     with client_names.translated_errors(state, request.state.request_id):
         hint = payload.thinking.budget_tokens if payload.thinking else None
         of_chat: list[str] = []
-        run = await begin_chat(request, chat, of_chat, shorten=True, thinking_hint=hint)
+        run = await begin_chat(request, chat, of_chat, shorten=True, thinking_hint=hint, points=points)
     headers = _headers(request, [*ignored, *map(client_names.translated, of_chat)])
     if payload.stream:
         return await start_stream(state, run.streams, _MessageEvents(run, request.state.request_id), headers)
@@ -92,6 +96,7 @@ async def count_tokens(request: Request) -> Response:
     generating_info(state)
     client_names = names()
     chat = to_chat(payload, client_names, state.engine.prompts.chat_template or "", ignored)
+    check_cache_control(payload)
     with client_names.translated_errors(state, request.state.request_id):
         of_chat: list[str] = []
         plan = plan_prompt(state, chat, of_chat)
@@ -177,7 +182,8 @@ class _MessageBuilder:
         reply = self.reply
         delta = {"stop_reason": reply.stop_reason, "stop_sequence": reply.stop_sequence}
         more = {"tool_call_errors": reply.tool_call_errors} if self._reading.broken else {}
-        yield {"type": "message_delta", "delta": delta, "usage": reply.usage, **more}
+        usage = msgspec.structs.replace(reply.usage, cache_creation=msgspec.UNSET)
+        yield {"type": "message_delta", "delta": delta, "usage": usage, **more}
         yield {"type": "message_stop"}
 
     def _end(self, answer: CompletionOutput) -> None:
@@ -257,9 +263,14 @@ def _usage(meter: Meter) -> MessagesUsage:
     thought: ThinkingDetails | msgspec.UnsetType = msgspec.UNSET
     if meter.reasoning_tokens is not None:
         thought = ThinkingDetails(thinking_tokens=meter.reasoning_tokens)
+    kept = meter.written() or {}
+    short = kept.get(SHORT, 0)
+    created = sum(kept.values())
     return MessagesUsage(
-        input_tokens=usage.prompt_tokens - cached,
+        input_tokens=usage.prompt_tokens - cached - created,
+        cache_creation_input_tokens=created,
         cache_read_input_tokens=cached,
+        cache_creation=CacheCreation(ephemeral_5m_input_tokens=short, ephemeral_1h_input_tokens=created - short),
         output_tokens=usage.completion_tokens,
         output_tokens_details=thought,
     )

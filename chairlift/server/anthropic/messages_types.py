@@ -1,8 +1,7 @@
 """Request and response types of /v1/messages, Anthropic's Messages API.
 
-Known fields that are not supported follow the rule of :mod:`~chairlift.server.openai.protocol`. ``cache_control`` needs
-no action, because prefixes of every prompt are cached. Fields for Anthropic's own servers (``inference_geo``,
-``speed``, ``diagnostics``, ``fallbacks``) are hints, so they are ignored.
+Known fields that are not supported follow the rule of :mod:`~chairlift.server.openai.protocol`. Fields for Anthropic's
+own servers (``inference_geo``, ``speed``, ``diagnostics``, ``fallbacks``) are hints, so they are ignored.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from chairlift.text.tool_calls.request import MAX_TOOLS
 __all__ = [
     "REFUSED",
     "REFUSED_IN_COUNT",
+    "CacheCreation",
     "CountTokensRequest",
     "MessageReply",
     "MessagesError",
@@ -146,7 +146,7 @@ class MessagesRequest(SampledRequest, kw_only=True):
     context_management: ContextManagement | None = None
     """Only edits that remove nothing: ``clear_thinking_20251015`` with ``keep`` ``all``."""
     cache_control: Any = None
-    """Has no effect: prefixes are always cached."""
+    """A breakpoint at the end of the last block, in addition to those of blocks and tools."""
     stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
     metadata: Metadata | None = None
 
@@ -205,15 +205,25 @@ class ThinkingDetails(msgspec.Struct, kw_only=True):
     thinking_tokens: int
 
 
+class CacheCreation(msgspec.Struct, kw_only=True):
+    """The tokens in ``cache_creation_input_tokens``, by the time to live of their breakpoint."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
 class MessagesUsage(msgspec.Struct, kw_only=True):
     """Numbers of input and output tokens. The first three fields add up to the whole prompt."""
 
     input_tokens: int
-    """Prompt tokens that were computed, not read from the prefix cache."""
+    """The other tokens of the prompt."""
     cache_read_input_tokens: int
-    """Prompt tokens that were read from the prefix cache."""
-    cache_creation_input_tokens: int = 0
-    """Always 0: computed tokens are also cached, but they are counted only in ``input_tokens``."""
+    """Prompt tokens that were read from the prefix cache. Prefixes of every prompt are cached, so tokens may be read
+    without any ``cache_control``."""
+    cache_creation_input_tokens: int
+    """Computed prompt tokens before a breakpoint, in whole blocks of the cache."""
+    cache_creation: CacheCreation | UnsetType
+    """Missing at the end of a stream, as in Anthropic's API."""
     output_tokens: int
     output_tokens_details: ThinkingDetails | UnsetType = UNSET
 

@@ -130,6 +130,10 @@ class Caller:
     tenant: str = ""
     """Tenant that is charged for the request: the name of its API key. Without keys: the request's ``user`` field. For
     a trusted router, its id of the tenant counts (:mod:`chairlift.server.http.routers`)."""
+    vouched: str = ""
+    """Tenant that an API key or a trusted router names; empty if only the client names it. It pays for leases."""
+    session: str = ""
+    """Conversation that the request belongs to; see :mod:`chairlift.server.caching.sessions`."""
     request_id: str = ""
     """The X-Request-Id of the request."""
     arrived: float | None = None

@@ -22,12 +22,14 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from chairlift.base.cache_hints import CacheHints
 from chairlift.base.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput
 from chairlift.base.sampling_params import SamplingParams, is_of_the_caller
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.output_stream import OutputStream
 from chairlift.errors import EngineDeadError, RequestError
 from chairlift.models.vision.processor import PlacedImages
+from chairlift.server.caching.breakpoints import Leases, written
 from chairlift.server.http.auth import Caller, salt_for
 from chairlift.server.http.errors import ApiError, error_body, to_api_error
 from chairlift.server.http.pieces import Pieces, json_items
@@ -86,6 +88,8 @@ class PromptTokensDetails(msgspec.Struct):
 
     cached_tokens: int
     """Prompt tokens read from the prefix cache."""
+    cache_write_tokens: int | UnsetType = UNSET
+    """Computed tokens before a breakpoint. Missing if the request asks for no lease."""
 
 
 class CompletionTokensDetails(msgspec.Struct):
@@ -146,6 +150,7 @@ class Meter:
     def __init__(self, streams: Sequence[OutputStream], *, predicted: bool = False) -> None:
         self._prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
         self._cached = [0] * len(streams)
+        self._leases = [stream.leases for stream in streams]
         self._completion_tokens = 0
         self._predicted: dict[tuple[int, int], tuple[int, int]] | None = {} if predicted else None
         """(prompt index, output index) -> (accepted, rejected) draft tokens from ``prediction``. None if the request
@@ -162,9 +167,19 @@ class Meter:
                 counts = answer.accepted_prediction_tokens, answer.rejected_prediction_tokens
                 self._predicted[prompt, answer.index] = counts
 
+    def written(self) -> dict[float, int] | None:
+        """Seconds -> number of computed tokens that are kept for so long; None if the request asks for no lease."""
+        if not any(self._leases):
+            return None
+        found: dict[float, int] = {}
+        for leases, cached in zip(self._leases, self._cached, strict=True):
+            for seconds, count in written(leases, cached).items():
+                found[seconds] = found.get(seconds, 0) + count
+        return found
+
     def usage(self) -> Usage:
         read = self._prompt_tokens
-        written = self._completion_tokens
+        generated = self._completion_tokens
         details: CompletionTokensDetails | UnsetType = UNSET
         if self.reasoning_tokens is not None or self._predicted is not None:
             details = CompletionTokensDetails()
@@ -173,7 +188,10 @@ class Meter:
         if details is not UNSET and self._predicted is not None:
             details.accepted_prediction_tokens = sum(right for right, _ in self._predicted.values())
             details.rejected_prediction_tokens = sum(wrong for _, wrong in self._predicted.values())
-        return Usage(read, written, read + written, PromptTokensDetails(sum(self._cached)), details)
+        of_prompt = PromptTokensDetails(sum(self._cached))
+        if (kept := self.written()) is not None:
+            of_prompt.cache_write_tokens = sum(kept.values())
+        return Usage(read, generated, read + generated, of_prompt, details)
 
 
 # --- the engine's side ------------------------------------------------------------------------------------------------
@@ -217,12 +235,13 @@ async def submit_all(
     caller: Caller,
     adapter: str = "",
     images: PlacedImages | None = None,
+    leases: Sequence[Leases] = (),
 ) -> list[OutputStream]:
     """Submit all prompts and return one stream per prompt. Raises the first error; with several prompts the error
     names the prompt's index.
 
     ``caller`` is charged. Callers with different API keys share no cache. ``adapter`` is the name of a loaded adapter.
-    ``images`` are allowed with a single prompt only.
+    ``images`` are allowed with a single prompt only. ``leases`` has the leases of each prompt; empty for none.
     """
     streams: list[OutputStream] = []
     kind = OutputKind.DELTA if stream else OutputKind.FINAL
@@ -249,6 +268,7 @@ async def submit_all(
                     bad_word_ids=bad_word_ids,
                     adapter=adapter,
                     images=images,
+                    hints=CacheHints(caller.session, leases[index] if leases else (), caller.vouched),
                 )
             except RequestError as error:
                 raise type(error)(f"prompt {index}: {error}") if len(prompts) > 1 else error from None

@@ -32,6 +32,7 @@ from chairlift.server.http.streaming import (
 )
 from chairlift.server.openai.chat_reading import AnswerReading
 from chairlift.server.openai.chat_run import ChatRun, begin_chat
+from chairlift.server.openai.prompt_cache import chat_breakpoints
 from chairlift.server.openai.protocol import ChatRequest, parse, warning_headers
 from chairlift.text.tool_calls import Answer, CallBegun, CallPiece, Event, Piece
 
@@ -147,7 +148,7 @@ async def create_chat_completion(request: Request) -> Response:
     """Generate the next message of a conversation."""
     state: ServerState = request.app.state.server
     chat, ignored = parse(ChatRequest, await read_json(request))
-    run = await begin_chat(request, chat, ignored)
+    run = await begin_chat(request, chat, ignored, points=chat_breakpoints(state, chat))
     head = run.head("chatcmpl")
     headers = warning_headers(ignored)
     if chat.stream:

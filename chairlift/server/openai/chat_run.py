@@ -6,6 +6,7 @@ queueing and the reading of tool calls and reasoning are the same for every API.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +18,14 @@ from starlette.requests import Request
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.output_stream import OutputStream
-from chairlift.errors import PromptTooLongError
+from chairlift.errors import OverloadedError, PromptTooLongError, RequestError, TemplateError
 from chairlift.models.vision.processor import PlacedImages
+from chairlift.server.caching.breakpoints import Breakpoints, Leases
+from chairlift.server.caching.marks import positions, with_marked_tools
 from chairlift.server.http.errors import ApiError
 from chairlift.server.http.limits import until_tokens
 from chairlift.server.http.state import ServerState
-from chairlift.server.http.streaming import TokenTexts, reply_head, submit_all, truncate
+from chairlift.server.http.streaming import TokenTexts, on_thread_if_long, reply_head, submit_all, truncate
 from chairlift.server.openai.chat_reading import (
     AnswerReading,
     ChatPlan,
@@ -78,6 +81,7 @@ async def begin_chat(
     thinking_hint: int | None = None,
     drops_turns: bool = False,
     before: Sequence[int] = (),
+    points: Breakpoints | None = None,
 ) -> ChatRun:
     """Check a chat, turn its messages into a prompt, and send the prompt to the engine. Names of ignored fields are
     added to ``ignored``.
@@ -85,8 +89,9 @@ async def begin_chat(
     With ``shorten``, a ``max_tokens`` that is too large for the model's length is reduced to the remaining length.
     With ``drops_turns``, the oldest turns of a conversation that is too long are left out. ``thinking_hint`` is a
     thinking_token_budget that is ignored if the model cannot apply it. ``before`` has the token ids of an earlier
-    conversation, which precede the messages. Raises ApiError,
-    RequestError, TemplateError, OverloadedError or EngineDeadError.
+    conversation, which precede the messages. ``points`` are the breakpoints of the prefix cache; those at marks have an
+    effect only if the whole conversation is the prompt. Raises ApiError, RequestError, TemplateError, OverloadedError
+    or EngineDeadError.
     """
     state: ServerState = request.app.state.server
     model = check_model(state, chat.model)
@@ -97,6 +102,7 @@ async def begin_chat(
     plan = chat_plan(state, chat, ignored)
     params = _params(chat, info.sampling_defaults, keeps_special=bool(plan.hidden))
     state.engine.check_room(1, class_of(params))
+    given = chat
     async with until_tokens(request, chat):
         if drops_turns:
             chat = await _without_old_turns(state, chat, plan, info, params.max_tokens)
@@ -106,6 +112,7 @@ async def begin_chat(
             raise ApiError(400, message, code="invalid_value", param="truncate_prompt_tokens")
         laid_out = [*before, *_without_bos(state, laid_out)] if before else laid_out
         prompt = truncate(laid_out, chat.truncate_prompt_tokens, info, params.max_tokens)
+        asked = await _leases(state, points if chat is given else None, chat, plan, prompt)
     plan = opened_by(plan, chat, state.engine.prompts.tokenizer, laid_out)
     plan, params = constrained(plan, chat, params)
     params = limited_params(plan, chat, state.engine.prompts.tokenizer, params)
@@ -121,10 +128,30 @@ async def begin_chat(
         params = dataclasses.replace(params, max_tokens=room)
     reserve_logprobs(request, chat, [prompt])
     whose: dict[str, Any] = {"caller": caller, "adapter": adapter_named(state, model), "images": images}
+    whose["leases"] = [asked]
     streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), **whose)
     texts = TokenTexts(state.engine.prompts.tokenizer, bool(chat.return_tokens_as_token_ids))
     called = functools.partial(state.engine.paused, streams[0].request_id) if params.n == 1 else None
     return ChatRun(chat, model, info, plan, params, prompt, streams, texts, shortened, called)
+
+
+async def _leases(
+    state: ServerState, points: Breakpoints | None, chat: ChatRequest, plan: ChatPlan, prompt: list[int]
+) -> Leases:
+    """Leases for the prompt of a chat. The places of marks are found by laying out the chat again, with marks. If this
+    fails, only the whole prompt may have a lease: hints make no request fail."""
+    info = generating_info(state)
+    if points is None or not state.engine.cache.enable_prefix_caching:
+        return ()
+    places: list[int] = []
+    if points.seconds and chat.truncate_prompt_tokens is None:
+        tools = dataclasses.replace(plan.tools, definitions=tuple(with_marked_tools(points.tools, plan.tools.offered)))
+        marked = msgspec.structs.replace(chat, messages=list(points.messages))
+        with contextlib.suppress(ApiError, RequestError, TemplateError, OverloadedError):
+            laid_out = await encode_messages(state, marked, dataclasses.replace(plan, tools=tools))
+            count = len(points.seconds)
+            places = await on_thread_if_long(state, len(laid_out), lambda: positions(prompt, laid_out, count))
+    return points.leases(places, len(prompt), info.block_size)
 
 
 def _without_bos(state: ServerState, prompt: list[int]) -> list[int]:

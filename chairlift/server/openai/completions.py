@@ -18,6 +18,7 @@ from chairlift.base.outputs import CompletionOutput, FinishReason, FlatLogprobs,
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.engine.detokenizer import TokenText, token_decoder
 from chairlift.engine.output_stream import OutputStream
+from chairlift.server.caching.breakpoints import Breakpoints
 from chairlift.server.http.errors import ApiError
 from chairlift.server.http.limits import read_json, until_tokens
 from chairlift.server.http.pieces import Pieces, json_items, respond
@@ -45,6 +46,7 @@ from chairlift.server.openai.infilling import Infilling, infilling
 from chairlift.server.openai.logprob_room import reserve_logprobs
 from chairlift.server.openai.models import adapter_named, check_model, generating_info
 from chairlift.server.openai.promises import class_of, read_scheduling_fields
+from chairlift.server.openai.prompt_cache import whole_prompt
 from chairlift.server.openai.protocol import (
     DEFAULT_MAX_TOKENS,
     CompletionRequest,
@@ -128,6 +130,8 @@ async def create_completion(request: Request) -> Response:
     writer = _Writer(payload, prompts, state.engine.prompts.tokenizer, echoes, prompt_offsets)
     reserve_logprobs(request, payload, prompts)
     whose: dict[str, Any] = {"caller": caller, "adapter": adapter_named(state, model)}
+    points = Breakpoints(whole=whole_prompt(state, payload))
+    whose["leases"] = [points.leases((), len(prompt), info.block_size) for prompt in prompts]
     streams = await submit_all(state, prompts, params, payload, stream=bool(payload.stream), **whose)
     head = reply_head("cmpl", model, info, streams)
     headers = warning_headers(ignored)

@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.base.service_class import DEFAULT_CLASS, parse_service_classes
+from chairlift.server.caching.sessions import session_of
 from chairlift.server.http.auth import Caller
 from chairlift.server.http.errors import ApiError
 from chairlift.server.http.routers import charged_to
@@ -62,6 +63,7 @@ def read_scheduling_fields(request: Request, payload: _Scheduled, ignored: list[
     fairness_id = getattr(request.state, "fairness_id", "")
     if fairness_id and classes is not None:
         caller = dataclasses.replace(caller, tenant=charged_to(caller, fairness_id))
+    caller = dataclasses.replace(caller, vouched=caller.tenant, session=session_of(request, payload))
     if payload.user and (caller.tenant or classes is None):
         ignored.append("user")
     elif payload.user and not payload.user.isprintable():

@@ -27,7 +27,8 @@ supported, all       ``model``, ``stream``, ``stream_options`` (``include_usage`
                      ``stream``), ``truncate_prompt_tokens``, ``return_token_ids``, ``return_tokens_as_token_ids``,
                      one of ``response_format``, ``structured_outputs``, ``guided_json``, ``guided_regex``,
                      ``guided_choice``, ``guided_grammar`` and ``structural_tag``,
-                     ``cache_salt``, ``service_tier``, ``user``, ``prediction`` (ignored, and named,
+                     ``cache_salt``, ``session_id``, ``prompt_cache_key``, ``prompt_cache_retention``,
+                     ``prompt_cache_options``, ``service_tier``, ``user``, ``prediction`` (ignored, and named,
                      where the engine takes no drafts), and ours: ``queue_timeout``
                      (seconds), ``return_timing``
 supported, chat      ``messages``, ``max_completion_tokens``, ``top_logprobs``, ``add_generation_prompt``,
@@ -36,8 +37,7 @@ supported, chat      ``messages``, ``max_completion_tokens``, ``top_logprobs``, 
                      name ``thinking_budget``, ``include_reasoning``, ``separate_reasoning``
 supported, texts     ``prompt``, ``suffix`` (where the model can fill in the middle), ``echo``, ``best_of`` (not with
                      ``stream``), ``add_special_tokens``
-ignored              ``metadata``, ``request_id``, ``session_id``, ``safety_identifier``,
-                     ``verbosity``, ``prompt_cache_key``, ``prompt_cache_retention``,
+ignored              ``metadata``, ``request_id``, ``safety_identifier``, ``verbosity``,
                      ``spaces_between_special_tokens``, ``mm_processor_kwargs``
 refused              ``functions``, ``function_call`` but ``none``, of texts ``tools`` and ``tool_choice``,
                      ``json_schema``, ``grammar``, ``regex``, ``ebnf``,
@@ -75,14 +75,17 @@ __all__ = [
     "DEFAULT_MAX_TOKENS",
     "REFUSED",
     "AdapterName",
+    "CacheRetention",
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
     "GenerationRequest",
     "Message",
     "Prediction",
+    "PromptCacheOptions",
     "Refusals",
     "SampledRequest",
+    "SessionName",
     "StopString",
     "StreamOptions",
     "TokenizeRequest",
@@ -119,10 +122,16 @@ _NAME: Final = "^[A-Za-z][A-Za-z0-9_]{0,63}" + _END
 _ID: Final = "^(0|[1-9][0-9]{0,9})" + _END
 _CONTENT: Final = "^content" + _END
 _TEXT: Final = "^text" + _END
+_CACHE_MODE: Final = "^(implicit|explicit)" + _END
+_CACHE_TTL: Final = "^30m" + _END
+_RETENTION: Final = "^(in_memory|in-memory|24h)" + _END
 _ADAPTER: Final = "^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}" + _END
 _IN_WORDS: Final = {
     _CONTENT: "'content'",
     _TEXT: "'text'",
+    _CACHE_MODE: "'implicit' or 'explicit'",
+    _CACHE_TTL: "'30m'",
+    _RETENTION: "'in_memory' or '24h'",
     _ADAPTER: "a name of at most 128 characters from A-Z, a-z, 0-9 and '._/:-' that begins with a letter or a digit",
     _SALT: "a text of at most 64 characters from A-Z, a-z, 0-9, '_' and '-'",
     _NAME: "a text of at most 64 characters from A-Z, a-z, 0-9 and '_' that begins with a letter",
@@ -136,6 +145,8 @@ AdapterName = Annotated[str, Meta(pattern=_ADAPTER)]
 ModelName = Annotated[str, Meta(max_length=256)]
 Milliseconds = Annotated[float, Meta(gt=0, le=1_000_000_000)]
 CacheSalt = Annotated[str, Meta(pattern=_SALT)]
+CacheRetention = Annotated[str, Meta(pattern=_RETENTION)]
+SessionName = Annotated[str, Meta(max_length=256)]
 Scalar = (
     Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
     | Annotated[float, Meta(ge=-1e300, le=1e300)]
@@ -183,6 +194,16 @@ class Prediction(msgspec.Struct, kw_only=True):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+class PromptCacheOptions(msgspec.Struct, kw_only=True):
+    """The field ``prompt_cache_options``: the whole prompt and explicit breakpoints are kept for 30 minutes."""
+
+    mode: Annotated[str, Meta(pattern=_CACHE_MODE)] | None = None
+    """``implicit`` (the default): the whole prompt is kept. ``explicit``: only the prompt up to each
+    ``prompt_cache_breakpoint`` of a part."""
+    ttl: Annotated[str, Meta(pattern=_CACHE_TTL)] | None = None
+    """``30m``, the only value."""
+
+
 class _AddressedRequest(msgspec.Struct, kw_only=True):
     model: ModelName | None = None
     stream: bool | None = None
@@ -215,6 +236,8 @@ class SampledRequest(_SharedParameters, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=_INT32)] | None = None
     cache_salt: CacheSalt | None = None
     """Only requests with the same salt share cached prompts."""
+    session_id: SessionName | None = None
+    """Name of the conversation. A fleet sends its requests to the replica that has its blocks. It gives no access."""
     queue_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] | None = None
     """Maximum number of seconds that the request may wait for its first step."""
     service_tier: Annotated[str, Meta(max_length=64)] | None = None
@@ -263,6 +286,13 @@ class GenerationRequest(SampledRequest, kw_only=True):
     user: Annotated[str, Meta(max_length=256)] | None = None
     """Name of the caller. If there are no API keys, the scheduler treats it as the tenant that is charged for the
     request."""
+    prompt_cache_key: SessionName | None = None
+    """Name of the conversation, if there is no ``session_id``."""
+    prompt_cache_retention: CacheRetention | None = None
+    """``24h``: keep the whole prompt in files if the server keeps any (``--kv-store``), otherwise in memory for an
+    hour. ``in_memory``: the default."""
+    prompt_cache_options: PromptCacheOptions | None = None
+    """How long, and up to where, the prompt is kept in memory."""
     prediction: Prediction | None = None
     """Text that the output is expected to repeat. It does not change the output, but speeds up the repeated parts."""
     return_timing: bool | None = None
@@ -505,7 +535,7 @@ def refused_elsewhere(struct_type: type[msgspec.Struct], own: Refusals) -> Refus
     body does not have."""
     other_fields = {*_field_names(ChatRequest), *_field_names(CompletionRequest), *REFUSED}
     elsewhere: dict[str, tuple[tuple[Any, ...], str]] = {}
-    for name in sorted(other_fields - {*_field_names(struct_type), "stream_options"}):
+    for name in sorted(other_fields - {*_field_names(struct_type), *_HINTS}):
         harmless, reason = REFUSED.get(name, ((1,) if name == "n" else (), _ELSEWHERE))
         asks_for_form = name in FIELDS or reason is _GRAMMAR
         elsewhere[name] = (harmless, _FORM_ELSEWHERE if asks_for_form else reason)
@@ -579,6 +609,8 @@ def _equals_default(value: Any, harmless: Sequence[Any], reason: str) -> bool:
     )
 
 
+_HINTS: Final = ("stream_options", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
+"""Fields that an endpoint without them ignores instead of refusing them, because they change no answer."""
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
 
 
@@ -600,8 +632,12 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def _ignored_inside(struct_type: type[msgspec.Struct], body: Mapping[str, Any]) -> list[str]:
-    """Paths of unknown names in stream_options and prediction. Both were parsed before, so their types are right."""
-    inside = {"stream_options": StreamOptions, "prediction": Prediction}
+    """Paths of unknown names in objects that were parsed before, so their types are right."""
+    inside = {
+        "stream_options": StreamOptions,
+        "prediction": Prediction,
+        "prompt_cache_options": PromptCacheOptions,
+    }
     return [
         f"{field}.{name}"
         for field, kind in inside.items()

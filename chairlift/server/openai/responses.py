@@ -37,6 +37,7 @@ from chairlift.server.openai.chat_run import ChatRun, begin_chat, encode_message
 from chairlift.server.openai.models import check_model, generating_info
 from chairlift.server.openai.protocol import parse, unknown_inside, warning_headers
 from chairlift.server.openai.response_store import StoredResponse
+from chairlift.server.openai.responses_cache import response_breakpoints
 from chairlift.server.openai.responses_events import EventFields, ResponseBuilder
 from chairlift.server.openai.responses_input import input_items, listed_items, names, to_chat
 from chairlift.server.openai.responses_types import (
@@ -75,9 +76,11 @@ async def create_response(request: Request) -> HttpResponse:
     earlier = _earlier(request, payload)
     client_names = names()
     chat = to_chat(payload, earlier, client_names, ignored)
+    points = response_breakpoints(state, payload, lambda marked: to_chat(marked, earlier, names()))
     of_chat: list[str] = []
     with client_names.translated_errors(state, request.state.request_id):
-        run = await begin_chat(request, chat, of_chat, drops_turns=payload.truncation == "auto")
+        drops = payload.truncation == "auto"
+        run = await begin_chat(request, chat, of_chat, drops_turns=drops, points=points)
     response = _response(payload, run, stores)
     keep = _keeper(request, payload, earlier) if stores else None
     headers = warning_headers([*ignored, *map(client_names.translated, of_chat)])

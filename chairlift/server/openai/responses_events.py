@@ -249,12 +249,16 @@ class ResponseBuilder:
 
 def _usage(usage: Usage) -> ResponseUsage:
     details = usage.completion_tokens_details
+    kept = usage.prompt_tokens_details.cache_write_tokens
     thought = 0
     if not isinstance(details, msgspec.UnsetType) and not isinstance(details.reasoning_tokens, msgspec.UnsetType):
         thought = details.reasoning_tokens
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
-        input_tokens_details=InputTokensDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
+        input_tokens_details=InputTokensDetails(
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
+            cache_write_tokens=0 if isinstance(kept, msgspec.UnsetType) else kept,
+        ),
         output_tokens=usage.completion_tokens,
         output_tokens_details=OutputTokensDetails(reasoning_tokens=thought),
         total_tokens=usage.total_tokens,

@@ -37,6 +37,7 @@ _TEXTS: Final = ("input_text", "output_text", "text", "refusal")
 _SAME: Final = (
     *SampledRequest.__struct_fields__,
     *("parallel_tool_calls", "user", "stop", "chat_template_kwargs", "top_logprobs"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
 )
 """Fields that have the same name and meaning in a chat request."""
 _OTHER_CALLS: Final = {

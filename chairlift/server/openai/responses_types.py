@@ -14,9 +14,12 @@ from msgspec import UNSET, Meta, UnsetType
 
 from chairlift.server.openai.chat import ChosenLogprob
 from chairlift.server.openai.protocol import (
+    CacheRetention,
     Form,
+    PromptCacheOptions,
     Refusals,
     SampledRequest,
+    SessionName,
     StopString,
     TemplateVariables,
     refused_elsewhere,
@@ -145,6 +148,12 @@ class ResponsesRequest(SampledRequest, kw_only=True):
     user: Annotated[str, Meta(max_length=256)] | None = None
     """Name of the caller. If there are no API keys, the scheduler treats it as the tenant that is charged for the
     request."""
+    prompt_cache_key: SessionName | None = None
+    """Name of the conversation, if there is no ``session_id``."""
+    prompt_cache_retention: CacheRetention | None = None
+    """``in_memory`` or ``24h``, as in chats."""
+    prompt_cache_options: PromptCacheOptions | None = None
+    """As in chats."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
     chat_template_kwargs: TemplateVariables | None = None
 
@@ -249,7 +258,7 @@ class InputTokensDetails(msgspec.Struct, kw_only=True):
 
     cached_tokens: int
     cache_write_tokens: int = 0
-    """Always 0: all computed tokens are also cached, and writing costs nothing."""
+    """Computed tokens before a breakpoint: those that the request asks to keep, and that were not in the cache."""
 
 
 class OutputTokensDetails(msgspec.Struct, kw_only=True):

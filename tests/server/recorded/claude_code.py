@@ -360,7 +360,17 @@ def _body(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 
 
 def _until(turn: int) -> list[dict[str, Any]]:
-    return [message for new in _TURNS[: turn + 1] for message in new]
+    """The messages up to a turn. Only the newest breakpoint is set: a request has at most four."""
+    messages = [message for new in _TURNS[: turn + 1] for message in new]
+    newest = max(index for index, message in enumerate(messages) if "cache_control" in str(message))
+    return [message if index == newest else _without_breakpoints(message) for index, message in enumerate(messages)]
+
+
+def _without_breakpoints(message: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(message["content"], str):
+        return message
+    blocks = [{key: value for key, value in block.items() if key != "cache_control"} for block in message["content"]]
+    return {**message, "content": blocks}
 
 
 _TITLE: Final = {

@@ -1,0 +1,1 @@
+"""What clients ask of the prefix cache: breakpoints, their leases and the numbers in responses, and sessions."""
