@@ -113,7 +113,7 @@ def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
             buffer = None
         elif kind == "message_delta":
             assert buffer is None
-            message |= {**event["delta"], "usage": event["usage"]}
+            message |= {**event["delta"], "usage": {**message["usage"], **event["usage"]}}
             message |= {key: event[key] for key in event if key == "tool_call_errors"}
         else:
             assert kind in ("ping", "message_stop")
