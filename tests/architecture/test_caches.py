@@ -29,7 +29,7 @@ KEYED = {
     "engine.kv_store.index": "_spare",
     "engine.kv_store.store": "_index _namespaces _others _own _pending",
     "core.spec_decode.suffix": "_answers _ends _texts",
-    "fleet.routing": "_keys",
+    "fleet.routing": "_keys _sessions",
 }
 """Caches that outlive requests. Their keys come from :func:`chairlift.base.cache_key.cache_key` (or, for blocks and
 tiles, stand for things with such keys)."""
