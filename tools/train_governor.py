@@ -7,9 +7,10 @@ mean, runs each on the same simulated traffic, and moves mean and spread to the 
 that follows the forecasts without corrections. ``--seed`` determines the result. Training takes some minutes on one
 core.
 
-The score of an episode is the fraction of requests that met their latency targets (output tokens per second if there
-are no targets), relative to the first policy. Each percent of preempted requests above 1.5 costs two percent of the
-score. The traffic differs from that of ``benchmarks/governor.py`` in machine, rates, seeds and memory.
+An episode is a trace of the laboratory on an L4, at 95 % of the rate that the default sustains, with all of the memory
+or a third of it. Its score is the goodput (requests per second that met the laboratory's strict targets) relative to
+the first policy. Each percent of preempted requests above 1.5 costs two percent of the score. The seeds are not those
+of ``chairlift lab``, and the traffic and machines are not those of ``benchmarks/governor.py``.
 """
 
 from __future__ import annotations
@@ -18,61 +19,83 @@ import argparse
 import dataclasses
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from chairlift.config import EngineConfig
 from chairlift.core.plugins.learned_governor import FEATURES, MOVES, LearnedGovernor, Weights
+from chairlift_lab.laboratory.cell import CellTask, LabMachine, LabTrace, RateTask, find_capacity, serve_cell
+from chairlift_lab.laboratory.knots import bundled_knots
+from chairlift_lab.laboratory.plan import LabGroup, LabPlan
+from chairlift_lab.laboratory.policies import chosen_policies
+from chairlift_lab.laboratory.targets import LabTargets
 from chairlift_lab.replay.machines import deploy, shape_from_name
-from chairlift_lab.replay.replay import serve_trace, simulated_core
-from chairlift_lab.workload.arrivals import parse_arrivals
-from chairlift_lab.workload.trace import TracedRequest, draw_trace
+from chairlift_lab.replay.replay import simulated_core
 
-__all__ = ["EPISODES", "main", "start", "train"]
+__all__ = ["TRACES", "Episode", "episodes", "main", "start", "train"]
 
 _Vector = npt.NDArray[np.float64]
 
-EPISODES: tuple[dict[str, Any], ...] = (
-    {"workload": "chat", "arrivals": "poisson:24", "count": 300, "tokens": 6000},
-    {"workload": "chat", "arrivals": "onoff:20:15:10", "count": 300, "tokens": 12000, "tpot_ms": 22.0},
-    {"workload": "write", "arrivals": "poisson:1.5", "count": 160, "tokens": 12000},
-    {"workload": "write", "arrivals": "onoff:2:40:60", "count": 160, "tokens": 8000},
-    {"workload": "summarize", "arrivals": "poisson:3", "count": 160, "tokens": 14000},
-    {"workload": "assistant", "arrivals": "gamma:20:0.4", "count": 300, "tokens": 9000, "ttft_ms": 4000.0},
-    {"workload": "summarize", "arrivals": "onoff:3:30:30", "count": 120, "tokens": 24000, "tpot_ms": 26.0},
+TRACES: Final = (
+    *("azure-2023-chat", "azure-2024-code", "burstgpt", "mooncake-conversation"),
+    *("mooncake-toolagent", "sharegpt", "tracelab-agent"),
 )
-"""Training episodes: kinds of traffic, each with the number of tokens in the KV cache (``tokens``)."""
+"""Traces of the laboratory, each an episode with all of the memory and one with little."""
+_MEMORY: Final = (1.0, 1 / 3)
+_LOAD: Final = 0.95
+_REQUESTS: Final = 60
+_FIRST_SEED: Final = 10_000
+"""The seeds of ``chairlift lab`` begin at 0."""
+_GOVERNOR: Final = "chairlift.core.plugins.learned_governor:LearnedGovernor"
 
 
-def _trace(episode: dict[str, Any], seed: int) -> list[TracedRequest]:
-    trace = draw_trace(episode["workload"], parse_arrivals(episode["arrivals"]), episode["count"], seed)
-    promises = {name: episode.get(name) for name in ("ttft_ms", "tpot_ms")}
-    return [dataclasses.replace(request, **promises) for request in trace]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Episode:
+    """A trace on a machine, with the rate and the targets of the laboratory."""
+
+    of: RateTask
+    capacity: float
+    targets: LabTargets
+
+    def task(self, seed: int) -> CellTask:
+        """The cell that every policy of a generation plays."""
+        rate = self.capacity * _LOAD
+        return CellTask(of=self.of, policy={"governor": _GOVERNOR}, rate=rate, seed=seed, targets=self.targets)
 
 
-def _play(episode: dict[str, Any], trace: list[TracedRequest], weights: Weights) -> tuple[float, float]:
-    """Simulate a policy. Returns (fraction of requests that met their targets, or output tokens per second; fraction of
-    preempted requests)."""
-    deployment = deploy("rtx-4090", shape_from_name("qwen2.5-7b"))
-    settings = {
-        "max_num_seqs": 96,
-        "max_num_batched_tokens": 2048,
-        "num_kv_blocks": episode["tokens"] // 16,
-        "governor": "chairlift.core.plugins.learned_governor:LearnedGovernor",
-        "governor_ttft_ms": episode.get("ttft_ms"),
-        "governor_tpot_ms": episode.get("tpot_ms"),
-    }
-    core, limits = simulated_core(deployment, EngineConfig.from_flat(settings))
+def episodes() -> Iterator[Episode]:
+    """All episodes."""
+    known = bundled_knots()
+    machine = LabMachine(name="l4", deployment=deploy("l4", shape_from_name("llama-3.1-8b")))
+    plan = LabPlan(
+        policies=chosen_policies("fcfs"),
+        traces=[LabTrace(name=name, knots=known[name]) for name in TRACES],
+        machines=[dataclasses.replace(machine, memory=share) for share in _MEMORY],
+        loads=[_LOAD],
+        shares=[0.75],
+        seeds=1,
+        requests=_REQUESTS,
+        settings={"max_num_seqs": 32},
+    )
+    groups: list[LabGroup] = list(plan.groups())
+    for group in groups:
+        task = plan.rate_task(group)
+        yield Episode(task, *find_capacity(task))
+
+
+def _play(task: CellTask, weights: Weights) -> tuple[float, float]:
+    """Simulate a policy. Returns (requests per second that met the strict targets, fraction of preempted requests)."""
+    config = task.of.config(task.policy)
+    core, limits = simulated_core(task.of.machine.deployment, config)
     loop = core.governor
     if loop is None or not isinstance(loop.governor, LearnedGovernor):
         raise RuntimeError("the simulated engine has no learned governor to train")
     loop.governor.weights = weights
-    served = serve_trace(core, trace, limits)
-    good = served.output_tokens_per_second if served.goodput is None else served.goodput
-    return good, served.preemption_rate
+    figures, _ = serve_cell(core, limits, task.requests(), task, config.scheduler.max_num_batched_tokens)
+    return figures.goodput_strict, figures.preemptions / task.of.count
 
 
 def start() -> _Vector:
@@ -88,21 +111,21 @@ def _named(vector: _Vector) -> dict[str, list[float]]:
     return dict(zip(MOVES, rows, strict=True))
 
 
-def train(seed: int, generations: int, population: int, elite: int) -> dict[str, list[float]]:
-    """Train for ``generations`` rounds, and return the weights."""
+def train(seed: int, generations: int, population: int, elite: int, played_on: list[Episode]) -> dict[str, list[float]]:
+    """Train for ``generations`` rounds on these episodes, and return the weights."""
     rng = np.random.default_rng(seed)
     mean, spread = start(), np.full(start().size, 0.25)
     for generation in range(generations):
-        traces = [_trace(episode, 10_000 + 100 * generation + index) for index, episode in enumerate(EPISODES)]
-        reference = [_play(episode, trace, _named(start())) for episode, trace in zip(EPISODES, traces, strict=True)]
+        tasks = [each.task(_FIRST_SEED + 100 * generation + index) for index, each in enumerate(played_on)]
+        reference = [_play(task, _named(start())) for task in tasks]
         drawn = mean + spread * rng.standard_normal((population, mean.size))
         drawn[0] = mean
         scores = []
         for vector in drawn:
-            played = [_play(episode, trace, _named(vector)) for episode, trace in zip(EPISODES, traces, strict=True)]
+            played = [_play(task, _named(vector)) for task in tasks]
             each = [
-                speed / max(was, 0.05) - 2 * max(0.0, rate - 0.015)
-                for (speed, rate), (was, _) in zip(played, reference, strict=True)
+                good / max(was, 0.05) - 2 * max(0.0, rate - 0.015)
+                for (good, rate), (was, _) in zip(played, reference, strict=True)
             ]
             scores.append(float(np.mean(each)))
         best = np.argsort(scores)[::-1][:elite]
@@ -115,14 +138,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--generations", type=int, default=10)
-    parser.add_argument("--population", type=int, default=14)
-    parser.add_argument("--elite", type=int, default=4)
+    parser.add_argument("--generations", type=int, default=5)
+    parser.add_argument("--population", type=int, default=10)
+    parser.add_argument("--elite", type=int, default=3)
     args = parser.parse_args()
     begin = time.perf_counter()
-    weights = train(args.seed, args.generations, args.population, args.elite)
+    weights = train(args.seed, args.generations, args.population, args.elite, list(episodes()))
     record = {
         "made_by": "tools/train_governor.py",
+        "episodes": [f"{name}, memory {share:.2g}" for share in _MEMORY for name in TRACES],
         "seed": args.seed,
         "generations": args.generations,
         "population": args.population,

@@ -27,8 +27,8 @@ MakeCore = Callable[[Mapping[str, Any]], tuple[EngineCore, ModelLimits]]
 
 
 def best_rows(plan: LabPlan, state: LabState, group: LabGroup) -> list[tuple[PlannedCell, ...]]:
-    """The default, and the two rows whose simulated goodput (strict targets) is highest, as their cells seed by
-    seed."""
+    """The default, the control that knows the targets, and the two rows whose simulated goodput (strict targets) is
+    highest, as their cells seed by seed."""
     rows: dict[str, list[PlannedCell]] = {}
     for cell in plan.cells():
         if cell.group.key == group.key:
@@ -38,7 +38,7 @@ def best_rows(plan: LabPlan, state: LabState, group: LabGroup) -> list[tuple[Pla
     scored: list[tuple[float, tuple[PlannedCell, ...]]] = []
     for cells in rows.values():
         policy = cells[0].policy
-        if cells[0].is_baseline or policy.name in CONTROLS or policy.simulated_only:
+        if cells[0].is_reference or policy.name in CONTROLS or policy.simulated_only:
             continue
         ours = [_goodput(plan, state, cell) for cell in cells]
         # A row of a race may have fewer seeds than the default.
@@ -47,7 +47,8 @@ def best_rows(plan: LabPlan, state: LabState, group: LabGroup) -> list[tuple[Pla
         if ratio is not None:
             scored.append((ratio.ratio, tuple(cells)))
     scored.sort(key=lambda each: -each[0])
-    return [tuple(default), *(cells for _, cells in scored[:_BEST])]
+    references = [tuple(cells) for cells in rows.values() if cells[0].is_reference and not cells[0].is_baseline]
+    return [tuple(default), *references, *(cells for _, cells in scored[:_BEST])]
 
 
 def _goodput(plan: LabPlan, state: LabState, cell: PlannedCell) -> float | None:

@@ -60,6 +60,7 @@ def lab_report(record: Mapping[str, Any]) -> Report:
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, str]:
+    raced = len(record.get("looks", [])) > 1
     machines = [
         f"{name}: {each['model']} on {each['machine']} ({each['validity']})"
         for name, each in record["machines"].items()
@@ -67,7 +68,7 @@ def _facts(record: Mapping[str, Any]) -> dict[str, str]:
     return {
         "machines": "\n".join(machines),
         "traces": "\n".join(f"{trace['name']}: {trace['basis']}" for trace in record["traces"]),
-        "cells": f"{record['requests']:,} requests and {record['seeds']} seeds each",
+        "cells": f"{record['requests']:,} requests and {'up to ' * raced}{record['seeds']} seeds each",
         "command": record["command"],
     }
 

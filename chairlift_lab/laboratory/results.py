@@ -123,6 +123,8 @@ def _row(
     measured = _side(state.measured, ours, theirs)
     if measured["seeds"] or measured.get("error"):
         row["measured"] = measured
+        if reference and measured["seeds"]:
+            measured["merit"] = _side(state.measured, ours, others).get("ratios", {}).get(_GOODPUT)
     return row
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.architecture.test_prose import ROOT
-from tools import markdown, preset_table
+from tools import laboratory_tables, markdown, preset_table
 
 MOST_LINES = 130
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,6 +32,11 @@ def test_the_tables_of_presets_are_current(name: str) -> None:
     assert preset_table.pages()[name] == page, "run tools/preset_table.py"
     with pytest.raises(ValueError, match="lacks"):
         markdown.replaced(page.replace(markdown.END, ""), preset_table.BEGIN, "")
+
+
+def test_the_tables_of_the_laboratory_are_current() -> None:
+    page = laboratory_tables.PAGE.read_text(encoding="utf-8")
+    assert laboratory_tables.page() == page, "run tools/laboratory_tables.py"
 
 
 def test_the_ideas_of_the_readme_have_files_that_exist_and_figures_of_the_ideas_page() -> None:
