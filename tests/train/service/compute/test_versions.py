@@ -38,7 +38,7 @@ def check_versions(tmp_path: Path) -> None:
 
     def published(number: int) -> LoRARequest:
         trainer.save("a", tmp_path / f"version{number}", optimizer=False)
-        return LoRARequest(f"a@{number}", number, tmp_path / f"version{number}")
+        return LoRARequest(f"a:{number}", number, tmp_path / f"version{number}")
 
     first = published(1)
     (alone,) = finished(llm, asked(llm, first))
