@@ -20,6 +20,9 @@ class AdapterEntry:
     """The load that read the adapter. Each load has a larger ``adapter_id`` than earlier loads."""
     int_id: int = 0
     """Number that the caller gave to the adapter; 0 if the caller gave none."""
+    is_private: bool = False
+    """Whether only the part of the server that loaded the adapter may use it. Requests cannot name it, and no list
+    shows it."""
 
     @property
     def name(self) -> str:
@@ -42,6 +45,16 @@ class AdapterNames:
 
     def __len__(self) -> int:
         return len(self._by_name)
+
+    @property
+    def public(self) -> list[str]:
+        """Names that requests may give."""
+        return [entry.name for entry in self._by_name.values() if not entry.is_private]
+
+    def is_public(self, name: str) -> bool:
+        """Whether requests may give this name."""
+        entry = self._by_name.get(name)
+        return entry is not None and not entry.is_private
 
     def next_load(self, name: str, path: str, root: str | None = None) -> AdapterLoad:
         """A new load, with an ``adapter_id`` that no earlier load had."""

@@ -43,12 +43,21 @@ class ServedAdapters:
         """``adapter_id`` of an adapter that is being loaded -> (its name, future of the load's result)."""
 
     async def load(
-        self, name: str, path: str | Path, *, root: str | None = None, in_place: bool = False, int_id: int = 0
+        self,
+        name: str,
+        path: str | Path,
+        *,
+        root: str | None = None,
+        in_place: bool = False,
+        int_id: int = 0,
+        private: bool = False,
     ) -> None:
         """Load the adapter in the directory ``path``, so that requests may name it. If ``root`` is given, all files
         must be inside ``root`` after links are followed.
 
-        ``in_place`` replaces the loaded adapter of the same name; running requests keep the old adapter. Raises
+        ``in_place`` replaces the loaded adapter of the same name; running requests keep the old adapter. ``private``:
+        only the caller may use the adapter, so requests cannot name it. A private adapter replaces no public one, and
+        the other way round. Raises
         RequestError for a name that is in use, ModelLoadError for an adapter that cannot be read, ConfigError if no
         adapters are served, and EngineDeadError.
         """
@@ -57,7 +66,7 @@ class ServedAdapters:
         if not self._enabled or core is None:
             raise ConfigError("adapters are not served; start with enable_lora")
         request = LoRARequest(name, int_id or 1, path)
-        if any(name == loading for loading, _ in self._loads.values()) or (name in self.names and not in_place):
+        if any(name == loading for loading, _ in self._loads.values()) or self._is_taken(name, in_place, private):
             raise RequestError(
                 f"the adapter {request.lora_name!r} is loaded already, or about to be; give load_inplace to replace it,"
                 " or another name"
@@ -75,9 +84,14 @@ class ServedAdapters:
             del self._loads[load.adapter_id]
         if state.error:
             raise ModelLoadError(state.error)
-        before = self.names.add(AdapterEntry(load, int_id))
+        before = self.names.add(AdapterEntry(load, int_id, private))
         if before is not None:
             self._drop(before.load.adapter_id)
+
+    def _is_taken(self, name: str, in_place: bool, private: bool) -> bool:
+        """Whether a load may not use this name, because it belongs to another adapter."""
+        entry = self.names.get(name)
+        return entry is not None and (not in_place or entry.is_private != private)
 
     def unload(self, name: str) -> bool:
         """Refuse new requests for an adapter at once. Running requests keep the adapter; it leaves memory after the

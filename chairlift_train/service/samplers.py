@@ -82,7 +82,7 @@ class Samplers:
             raise TrainingError("the weights of this sampling session are gone; save new ones and sample from them")
         while len(self._loaded) >= _MAX_LOADED and name not in self._loaded:
             self._engine.adapters.unload(self._loaded.popitem(last=False)[0])
-        await self._engine.adapters.load(name, directory, in_place=name in self._loaded)
+        await self._engine.adapters.load(name, directory, in_place=name in self._loaded, private=True)
         self._loaded[name] = directory
         self._loaded.move_to_end(name)
 

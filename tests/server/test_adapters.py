@@ -10,6 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from chairlift.engine.adapter_names import AdapterEntry
+from chairlift.engine.adapters import AdapterLoad
 from chairlift.engine.served_adapters import ServedAdapters
 from chairlift.errors import ConfigError, ModelLoadError, RequestError
 from chairlift.server.http.app import make_app
@@ -28,12 +29,29 @@ class LoadedAtOnce(ServedAdapters):
         self.loads: list[tuple[str, str, str | None, bool]] = []
 
     async def load(
-        self, name: str, path: str | Path, *, root: str | None = None, in_place: bool = False, int_id: int = 0
+        self,
+        name: str,
+        path: str | Path,
+        *,
+        root: str | None = None,
+        in_place: bool = False,
+        int_id: int = 0,
+        private: bool = False,
     ) -> None:
         if self.error is not None:
             raise self.error
         self.loads.append((name, str(path), root, in_place))
-        self.names.add(AdapterEntry(self.names.next_load(name, str(path), root)))
+        self.names.add(AdapterEntry(self.names.next_load(name, str(path), root), is_private=private))
+
+
+class LoadsNothing:
+    """A core that must not be asked to load an adapter."""
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        raise AssertionError(f"{load.name} was loaded")
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        raise AssertionError(f"adapter {adapter_id} was unloaded")
 
 
 class Loading(FakeEngine):
@@ -90,6 +108,33 @@ def test_the_admin_loads_and_others_ask(tmp_path: Path, root: Path) -> None:
         assert client.post("/v1/unload_lora_adapter", json=body).json() == {"lora_name": "mine", "loaded": False}
         assert client.post("/v1/unload_lora_adapter", json=body).status_code == 404
         assert client.post("/v1/chat/completions", json={**CHAT, "model": "mine"}).status_code == 404
+
+
+def test_no_request_sees_a_private_adapter(tmp_path: Path, root: Path) -> None:
+    engine = Loading()
+    asyncio.run(engine.adapters.load("hidden", root / "a", private=True))
+    with client_of(engine, tmp_path, root) as client:
+        assert {card["id"] for card in client.get("/v1/models").json()["data"]}.isdisjoint({"hidden"})
+        assert "hidden" not in client.get("/api/tags").text
+        replies = [client.get("/v1/models/hidden")]
+        for path in ("/v1/chat/completions", "/v1/messages", "/api/chat"):
+            body = {**CHAT, "model": "hidden"}
+            if path == "/api/chat":
+                del body["max_tokens"]
+            replies.append(client.post(path, json=body))
+        replies.append(client.post("/v1/unload_lora_adapter", json={"lora_name": "hidden"}))
+        assert [reply.status_code for reply in replies] == [404] * 5
+        assert all(reply.text.count("hidden") == 1 for reply in replies)
+    assert engine.adapters.names.id_of("hidden") == 1
+
+
+def test_a_private_adapter_and_a_public_one_do_not_replace_each_other() -> None:
+    adapters = ServedAdapters(lambda: LoadsNothing(), lambda: None, enabled=True)
+    adapters.names.add(AdapterEntry(adapters.names.next_load("hidden", "a"), is_private=True))
+    adapters.names.add(AdapterEntry(adapters.names.next_load("shown", "a")))
+    for name, private in (("hidden", False), ("shown", True)):
+        with pytest.raises(RequestError, match="is loaded already"):
+            asyncio.run(adapters.load(name, "b", in_place=True, private=private))
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])

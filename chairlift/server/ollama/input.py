@@ -70,7 +70,7 @@ def served_name(state: ServerState, name: str | None) -> str:
     name, and 404 for a model that is not served."""
     if not name:
         raise ApiError(400, "model is required", code="missing_required_parameter", param="model")
-    known = {*state.model_names, *(entry.name for entry in state.engine.adapters.names)}
+    known = {*state.model_names, *state.engine.adapters.names.public}
     if name not in known and name.removesuffix(_LATEST) in known:
         return name.removesuffix(_LATEST)
     try:

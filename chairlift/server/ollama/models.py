@@ -135,7 +135,7 @@ async def loaded_models(state: ServerState) -> list[OllamaModel]:
     """All names of the model, and all adapters. Names without a tag get ``:latest``, as Ollama's clients expect."""
     info = engine_info(state)
     raw = await asyncio.to_thread(_config, info)
-    names = [*state.model_names, *(entry.name for entry in state.engine.adapters.names)]
+    names = [*state.model_names, *state.engine.adapters.names.public]
     return [_model(state, info, name, raw) for name in names]
 
 

@@ -107,9 +107,9 @@ def check_model(state: ServerState, name: str | None) -> str:
     """The model name for the response. A missing ``name`` means the first name. Raises ApiError 404 for a name that is
     not served."""
     if name is not None and name not in state.model_names:
-        if name in state.engine.adapters.names:
+        if state.engine.adapters.names.is_public(name):
             return name
-        served = ", ".join([*state.model_names, *(entry.name for entry in state.engine.adapters.names)][:_MAX_NAMED])
+        served = ", ".join([*state.model_names, *state.engine.adapters.names.public][:_MAX_NAMED])
         message = f"the model {name!r:.100} is not served here; ask for {served}"
         raise ApiError(404, message, code="model_not_found", param="model")
     return state.model_names[0]
@@ -212,7 +212,7 @@ def anthropic_page(request: Request, names: Sequence[str]) -> AnthropicModels:
 
 async def _list_models(request: Request) -> Response:
     state: ServerState = request.app.state.server
-    names = [*state.model_names, *(entry.name for entry in state.engine.adapters.names)]
+    names = [*state.model_names, *state.engine.adapters.names.public]
     if is_anthropic(request):
         return json_response(anthropic_page(request, names))
     return json_response(ModelList(data=[model_card(state, name) for name in names]))

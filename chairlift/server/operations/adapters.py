@@ -99,7 +99,8 @@ async def _unload(request: Request) -> Response:
     state: ServerState = request.app.state.server
     check_admin(request)
     payload, ignored = parse(UnloadRequest, await read_json(request))
-    if not state.engine.adapters.unload(payload.lora_name):
+    adapters = state.engine.adapters
+    if not adapters.names.is_public(payload.lora_name) or not adapters.unload(payload.lora_name):
         message = f"the adapter {payload.lora_name!r} is not loaded; GET /v1/models lists those that are"
         raise ApiError(404, message, code="model_not_found", param="lora_name")
     return json_response(AdapterReply(lora_name=payload.lora_name, loaded=False), warning_headers(ignored))

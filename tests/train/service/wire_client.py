@@ -36,7 +36,7 @@ class FakeAdapters:
     def __init__(self) -> None:
         self.loaded: dict[str, str] = {}
 
-    async def load(self, name: str, path: str, *, in_place: bool = False) -> None:
+    async def load(self, name: str, path: str, *, in_place: bool = False, private: bool = False) -> None:
         if name in self.loaded and not in_place:
             raise RequestError(f"{name} is loaded already")
         self.loaded[name] = str(path)
