@@ -79,7 +79,7 @@ def check_gradient(trainer: AdapterTrainer, given: list[PassCall]) -> None:
     expected = plain_gradient(trainer, "a", given)
     rounding = apart(expected, plain_gradient(trainer, "a", given, double=True))
     assert apart(gradient_of(trainer, "a"), expected) < max(LARGEST, 3 * rounding)
-    assert rounding < 2e-5
+    assert rounding < 5e-5, "the comparison says nothing"
 
 
 FAMILIES = ("gemma2", "gpt2", "qwen3_moe", "qwen3_next")
