@@ -1,7 +1,8 @@
 """Measures what leases are worth to agents whose tools take time, and what they cost others.
 
     python benchmarks/sessions.py --rounds 10 --json benchmarks/results/sessions-simulated.json
-    python benchmarks/sessions.py --model /tmp/smollm --rounds 3 --json benchmarks/results/sessions.json
+    python benchmarks/sessions.py --model SmolLM2-135M-Instruct.Q4_1.gguf --traces agents --rounds 2 --turns 4 \
+        --engines offload lease store-lru store --pause 12 --json benchmarks/results/sessions.json
 
 ``--agents`` agents share a system prompt. Each has ``--turns`` turns; between two of them its tool runs for a time that
 is drawn from a log-normal distribution. Beside them, prompts of ``--flood-tokens`` tokens arrive that never come again,
@@ -9,7 +10,8 @@ at ``--flood-share`` of the speed at which prompts are computed. The KV cache ho
 engines, in turns within each round and with equal memory for KV, are:
 
 - ``offload``: ``--cache-eviction lru --prefix-offload``, a tenth of the memory is host memory: the reference;
-- ``lru``, ``tlru``, ``lease`` and ``continuum``: the rule, and no host memory.
+- ``lru``, ``tlru``, ``lease`` and ``continuum``: the rule, and no host memory;
+- ``store-lru`` and ``store``: ``lru`` and ``lease`` with ``--kv-store`` in a new directory, on a real engine only.
 
 All have the same arrivals, lengths and pauses in a round. Printed is, for each engine, the value divided by that of the
 reference: the seconds that agents wait for their turns (``job``), the 90th percentile of the agents' time to the first
@@ -27,9 +29,11 @@ import dataclasses
 import heapq
 import json
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +57,16 @@ else:
 
 BLOCK = 16
 VOCAB = 4000
+"""Number of different tokens in prompts."""
+MODEL_VOCAB = 49_152
+"""Number of tokens that SmolLM2 may generate."""
 TOOL = ("run_tests",)
 GROUP = 1 << 20
 """More prefix ids than all agents of a group have."""
 CONTINUUM = "chairlift.core.kv_cache.eviction.continuum:Continuum"
 RULES = {"offload": "lru", "lru": "lru", "tlru": "tlru", "lease": "lease", "continuum": CONTINUUM}
+STORES = {"store-lru": "lru", "store": "lease"}
+"""Engines with files -> rule. Their blocks are read back at the machine's speed, so they are not simulated."""
 TWO_CORES = Machine("two-cores", 40e9, 1.7e12, 8e9, 0.75, 0.5, 0.0005, 0.5, True)
 
 
@@ -161,6 +170,8 @@ def serve(core: EngineCore, limits: ModelLimits, jobs: list[tuple[float, Job]]) 
             continue
         outputs = core.step()
         if outputs is None:
+            times = [core.next_event(), queue[0][0] if queue else None]
+            clock.wait_until(min((when for when in times if when is not None), default=clock.now()))
             continue
         now = clock.now()
         cached += sum(count for _, count, _ in outputs.joined)
@@ -203,7 +214,7 @@ def settings_of(args: argparse.Namespace, name: str) -> dict[str, Any]:
     blocks = args.cache_tokens // BLOCK
     host = blocks // 10 if name == "offload" else 0
     return {
-        "cache_eviction": RULES[name],
+        "cache_eviction": (RULES | STORES)[name],
         "prefix_offload": name == "offload",
         "num_kv_blocks": 1 + blocks - host,
         "max_num_seqs": 16,
@@ -228,12 +239,30 @@ def simulated(args: argparse.Namespace, name: str) -> tuple[EngineCore, ModelLim
     return simulated_core(deployment, EngineConfig.from_flat({**settings, "swap_space_bytes": swap}))
 
 
-def real(args: argparse.Namespace, name: str) -> tuple[EngineCore, ModelLimits]:
+def real(args: argparse.Namespace, name: str, directory: str) -> tuple[LLM, ModelLimits]:
+    """An engine whose files, if it has any, are in a new directory below ``directory``."""
     settings = settings_of(args, name)
     shape = MODELS["smollm-135m"]
-    swap = settings.pop("host") * BLOCK * shape.kv_bytes
-    llm = LLM(str(args.model), skip_tokenizer_init=True, threads=args.threads, swap_space_bytes=swap, **settings)
-    return llm.engine.core, ModelLimits(VOCAB, 4096, ())
+    settings["swap_space_bytes"] = settings.pop("host") * BLOCK * shape.kv_bytes
+    if name in STORES:
+        settings |= {"kv_store": tempfile.mkdtemp(dir=directory), "kv_store_bytes": args.bytes}
+        settings |= {"kv_store_write_rate": args.write_rate}
+    llm = LLM(str(args.model), skip_tokenizer_init=True, threads=args.threads, **settings)
+    blocks = llm.engine.core.preparers.kv_blocks
+    if name in STORES and blocks.wait_for_store() is None:
+        raise SystemExit("the files could not be opened; the log says why")
+    return llm, ModelLimits(MODEL_VOCAB, 4096, ())
+
+
+def learn_speed(core: EngineCore) -> None:
+    """Compute a few prompts, so that the cost model has seen this machine."""
+    inputs = InputProcessor(ModelLimits(VOCAB, 4096, ()), None, core.kv, seed=0)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    for number in range(6):
+        prompt = [VOCAB - 1 - number] * (200, 400, 800)[number % 3]
+        core.add(inputs.prepare(f"speed {number}", prompt, params, core.clock.now()))
+        while core.scheduler.has_unfinished:
+            core.step()
 
 
 def speed_of(core: EngineCore, args: argparse.Namespace) -> float:
@@ -253,7 +282,7 @@ def speed_of(core: EngineCore, args: argparse.Namespace) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="run this model instead of a simulation")
-    parser.add_argument("--engines", nargs="+", default=list(RULES), choices=list(RULES))
+    parser.add_argument("--engines", nargs="+", default=list(RULES), choices=[*RULES, *STORES])
     parser.add_argument("--traces", nargs="+", default=["agents", "chats"], choices=["agents", "chats"])
     parser.add_argument("--agents", type=int, default=12)
     parser.add_argument("--turns", type=int, default=8)
@@ -268,20 +297,40 @@ def main() -> None:
     parser.add_argument("--cache-tokens", type=int, default=14_200)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--write-rate", default="128MB", help="kv_store_write_rate")
+    parser.add_argument("--bytes", default="4GB", help="kv_store_bytes")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.model is None and (stores := set(args.engines) & set(STORES)):
+        parser.error(f"{', '.join(sorted(stores))} need --model: files are read at the speed of a real machine")
+    with tempfile.TemporaryDirectory() as directory:
+        measure(args, directory)
+
+
+def measure(args: argparse.Namespace, directory: str) -> None:
+    """Run all rounds, and print and write the ratios."""
     runs: dict[str, dict[str, list[dict[str, float]]]] = {trace: {} for trace in args.traces}
     speed = 0.0
     for number in range(args.rounds):
         for trace in args.traces:
             for name in args.engines:
-                core, limits = (simulated if args.model is None else real)(args, name)
+                if args.model is None:
+                    core, limits = simulated(args, name)
+                else:
+                    llm, limits = real(args, name, directory)  # the engine ends with the LLM
+                    core = llm.engine.core
+                    learn_speed(core)
                 speed = speed or speed_of(core, args)
                 figures = serve(core, limits, draw(args, number, trace, speed))
+                store = core.preparers.counts()
                 core.shutdown()
                 runs[trace].setdefault(name, []).append(figures)
                 if args.model is not None:
                     print(trace, name, {key: round(value, 3) for key, value in figures.items()}, flush=True)
+                if name in STORES:
+                    print("  ", {key: value for key, value in store.items() if "kv" in key}, flush=True)
+                    for each in Path(directory).iterdir():
+                        shutil.rmtree(each)
     ratios = {trace: ratios_of(of_trace, args.engines[0]) for trace, of_trace in runs.items()}
     print(f"{speed:,.0f} prompt tokens per second; ratios to {args.engines[0]}, median (lowest to highest) of rounds")
     for trace, of_trace in ratios.items():

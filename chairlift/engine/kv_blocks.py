@@ -80,7 +80,8 @@ class KVBlocks:
         self._batch = batch
         self._kv = None if batch is None else batch.kv
         self._blocks = blocks
-        self._block_bytes = tuple(block_bytes)
+        self.block_bytes = tuple(block_bytes)
+        """Bytes of a block of each cache group."""
         self._clock = clock
         self._compute_seconds = compute_seconds
         self._store: KVStore | None = None
@@ -110,6 +111,26 @@ class KVBlocks:
         """Number of questions for a report whose answer does not need the store."""
         if source is not None and self._kv is not None and self._kv.prefix_cache is not None:
             self._kv.prefix_cache.published = []
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a store, or one is being opened."""
+        return self._store is not None or self._source is not None
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a request waits for its blocks."""
+        return bool(self._waiting)
+
+    @property
+    def bytes_per_token(self) -> float:
+        spans = [] if self._kv is None else [kind.span for kind in self._kv.layout.kinds]
+        return sum(size / span for size, span in zip(self.block_bytes, spans, strict=True))
+
+    def write(self, group: int, block: int, content: bytes) -> None:
+        """Put content that was read into a block."""
+        if self._blocks is not None:
+            self._blocks.put(group, block, content)
 
     @property
     def store(self) -> KVStore | None:
@@ -151,7 +172,7 @@ class KVBlocks:
         missing = find_missing(self._kv, request, lambda group, key: store.find(group, key) is not None)
         if missing is None:
             return False
-        nbytes = sum(self._block_bytes[group] for _, group, _ in missing.blocks)
+        nbytes = sum(self.block_bytes[group] for _, group, _ in missing.blocks)
         seconds = self._compute_seconds(missing.num_tokens - missing.present)
         if (nbytes + self._loading_bytes()) / store.bytes_per_second >= seconds:
             return False
@@ -190,10 +211,10 @@ class KVBlocks:
             return 0
         if not store.wants(group, node.key):
             return 0
-        if not store.may_write(self._block_bytes[group], urgent=True):
+        if not store.may_write(self.block_bytes[group], urgent=True):
             return None
         store.put(group, node.key, node.parent.key, node.tokens, self._blocks.take(group, block))
-        return self._block_bytes[group]
+        return self.block_bytes[group]
 
     def expected(self, now: float) -> dict[str, float]:
         """Id of each request that waits for its blocks -> time at which they should be there, or at which it goes on
@@ -209,7 +230,7 @@ class KVBlocks:
 
     def _bytes_of(self, each: BlockWait) -> int:
         """Number of bytes that are still to be read for a request."""
-        return sum(self._block_bytes[group] for _, group in each.places[len(each.load.blocks) :])
+        return sum(self.block_bytes[group] for _, group in each.places[len(each.load.blocks) :])
 
     def _loading_bytes(self) -> int:
         """Number of bytes that are still to be read for earlier requests."""
@@ -234,7 +255,7 @@ class KVBlocks:
             return
         store.poll()
         for key in forgotten:
-            for group in range(len(self._block_bytes)):
+            for group in range(len(self.block_bytes)):
                 store.forget(group, key)
         while self._new and self._put(store, *self._new[0]):
             self._new.popleft()
@@ -247,7 +268,7 @@ class KVBlocks:
             return True
         if not store.wants(group, node.key):
             return True
-        if not store.may_write(self._block_bytes[group]):
+        if not store.may_write(self.block_bytes[group]):
             return False
         store.put(group, node.key, node.parent.key, node.tokens, self._blocks.take(group, block))
         return True
@@ -383,10 +404,8 @@ class KVBlocks:
         if not added and not removed and rate < _NEW_RATE * self._told_rate and self._told_rate < _NEW_RATE * rate:
             return None
         self._told_rate = rate
-        spans = [kind.span for kind in self._kv.layout.kinds]
         short = [b"".join(key[:SHORT_KEY_BYTES] for key in keys) for keys in (added, removed)]
-        per_token = sum(size / span for size, span in zip(self._block_bytes, spans, strict=True))
-        return StoreNews(short[0], short[1], per_token / rate)
+        return StoreNews(short[0], short[1], self.bytes_per_token / rate)
 
     def counts(self) -> dict[str, Any]:
         store = self._store

@@ -20,6 +20,7 @@ from chairlift.engine.images import Images
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.kv_blocks import KVBlocks, StoreSource
 from chairlift.engine.kv_moves import KVMoves
+from chairlift.engine.kv_store.pauses import KVPauses
 from chairlift.executor.executor import Executor
 
 __all__ = ["Preparer", "Preparers"]
@@ -77,6 +78,7 @@ class Preparers:
         self._kv_store = kv_store
         self.kv_blocks = KVBlocks()
         self.kv_moves = KVMoves()
+        self.kv_pauses = KVPauses()
 
     def attach(self, executor: Executor, scheduler: Scheduler, costs: Costs, clock: Clock, cache: CacheConfig) -> None:
         """Prepare the requests of this scheduler and this executor. Call this once, before the first request."""
@@ -89,11 +91,12 @@ class Preparers:
         if self._kv_store is not None and blocks is not None:
             self.kv_blocks = KVBlocks(self._kv_store, scheduler.batch, blocks, executor.block_bytes, clock, seconds)
         self.kv_moves = KVMoves(self.kv_blocks, scheduler)
+        self.kv_pauses = KVPauses(self.kv_blocks, scheduler.kv, clock)
 
     @property
     def all(self) -> Sequence[Preparer]:
         """The preparers, in the order in which they are asked."""
-        return self.grammars, self.adapters, self.images, self.kv_blocks, self.kv_moves
+        return self.grammars, self.adapters, self.images, self.kv_blocks, self.kv_moves, self.kv_pauses
 
     def kinds(self, executor: Executor) -> Sequence[RowKind]:
         """What the scheduler must know of the requests with a part that this engine can prepare."""
@@ -133,12 +136,14 @@ class Preparers:
     def weights_changed(self) -> None:
         """Note that the model has other weights from now on."""
         self.kv_moves.weights_changed()
+        self.kv_pauses.weights_changed()
         self.kv_blocks.weights_changed()
 
     def before_step(self) -> None:
         """Do the work that needs the engine's thread between two steps."""
         self.kv_blocks.store_blocks()
         self.kv_moves.before_step()
+        self.kv_pauses.before_step()
         if self.images.is_used and self._image_turns is not None:
             self._image_turns.begin(self.images)
 

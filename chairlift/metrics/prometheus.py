@@ -513,6 +513,10 @@ def _memory_pressure(names: _Names, stats: RequestStats, info: CacheInfo | None)
     yield names.counter("kv_store_loads", "Requests that waited for KV from disk.", engine.num_kv_loads)
     text = "Seconds for which requests waited for KV from disk."
     yield names.counter("kv_store_load_seconds", text, engine.num_kv_load_seconds)
+    text = "Pauses of conversations before whose end KV was read from disk."
+    yield names.counter("kv_store_fetches", text, engine.num_kv_fetches)
+    text = "Those of these pauses after which the whole conversation was in the cache."
+    yield names.counter("kv_store_fetches_used", text, engine.num_kv_fetches_used)
 
 
 def _pauses(names: _Names, stats: RequestStats, up: bool, now: float) -> Iterator[Metric]:

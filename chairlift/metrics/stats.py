@@ -162,11 +162,16 @@ class EngineStats:
     max_image_bytes: int = 0
     kv_store_blocks: int = 0
     """Number of blocks on disk that can be found. The next fields: prompt tokens whose KV was loaded from there,
-    requests that waited for it, and the seconds for which they waited; bytes that were read and written."""
+    requests that waited for it, and the seconds for which they waited."""
     num_kv_loaded_tokens: int = 0
     num_kv_loads: int = 0
     num_kv_load_seconds: float = 0.0
+    num_kv_fetches: int = 0
+    """Number of pauses before whose end blocks were read from disk. The next field: those of them after which all
+    blocks were there."""
+    num_kv_fetches_used: int = 0
     num_kv_bytes_read: int = 0
+    """Number of bytes of KV that were read from disk; the next field: that were written."""
     num_kv_bytes_written: int = 0
     kv_blocks_rejected: dict[str, int] = dataclasses.field(default_factory=dict)
     """Reason -> number of blocks that were not written to disk, or not used after they were read."""

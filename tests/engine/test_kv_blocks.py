@@ -166,7 +166,7 @@ def test_a_request_that_waits_for_its_blocks_is_forecast(tmp_path: Path) -> None
     made = forecaster.advance(now)
     assert made is not None and list(made.loading) == list(made.starts) == [*core.scheduler.requests]
     (seconds,) = (when - now for when in made.loading.values())
-    nbytes = sum(blocks._block_bytes) * len(held[0].wanted)
+    nbytes = sum(blocks.block_bytes) * len(held[0].wanted)
     assert seconds == pytest.approx(nbytes / blocks.store.bytes_per_second)
     assert made.newcomers == {"default": now}, "others pass it"
     del blocks.store.load

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from chairlift.core.kv_cache.block_pool import BlockPool
 from chairlift.core.kv_cache.block_tables import BlockTables
 from chairlift.core.kv_cache.eviction import lease as lease_module
+from chairlift.core.kv_cache.eviction import leases as leases_module
 from chairlift.core.kv_cache.eviction.asked import AskedLeases
 from chairlift.core.kv_cache.eviction.gaps import Gaps
 from chairlift.core.kv_cache.eviction.lease import LeaseRule
@@ -48,8 +49,9 @@ def no_budget(patch: Patch) -> None:
 @mutant
 def smallest_tenant_loses_its_leases(patch: Patch) -> None:
     def shorten(self: LeaseOrder) -> None:
-        tenant = min(self._held, key=lambda name: len(self._held[name]))
-        block = next(iter(self._held[tenant]))
+        tenant = min(self._held, key=lambda name: self._held[name].count)
+        held = self._held[tenant]
+        block = next(iter(held.queues[held.first()]))
         self._withdraw(block)
         del self._leases[block]
         self._ordinary[block] = None
@@ -71,14 +73,14 @@ def leased_before_ordinary(patch: Patch) -> None:
             return original(self)
         block = next(iter(self._queues[min(self._queues)]))
         self._withdraw(block)
-        del self._leases[block], self._since[block]
+        del self._leases[block]
         return block
 
     patch(LeaseOrder, "pop", pop)
 
 
 @mutant
-def lease_that_ends_last_goes_first(patch: Patch) -> None:
+def block_that_is_needed_first_goes_first(patch: Patch) -> None:
     original = LeaseOrder.pop
 
     def pop(self: LeaseOrder) -> int:
@@ -87,7 +89,7 @@ def lease_that_ends_last_goes_first(patch: Patch) -> None:
             return original(self)
         block = next(iter(self._queues[max(self._queues)]))
         self._withdraw(block)
-        del self._leases[block], self._since[block]
+        del self._leases[block]
         return block
 
     patch(LeaseOrder, "pop", pop)
@@ -155,6 +157,12 @@ def lease_of_nobody(patch: Patch) -> None:
     """Bug: the blocks of a pause are not counted for their tenant."""
     original = LeaseOrder.lease
     patch(LeaseOrder, "lease", lambda self, block, lease: original(self, block, Lease(*lease[:2], "", lease.turn)))
+
+
+@mutant
+def shared_blocks_wait_for_the_last_turn(patch: Patch) -> None:
+    """Bug: a block that two turns need is evicted as if only the later one needed it."""
+    patch(leases_module, "_both", max)
 
 
 @mutant

@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 from chairlift.base.cache_hints import NO_HINTS, CacheHints
@@ -20,19 +21,24 @@ from chairlift.base.sampling_params import SamplingParams
 from chairlift.base.sampling_row import SamplingRow
 from chairlift.base.seeds import sample_seed
 from chairlift.config import CacheConfig, CacheGroup, SchedulerConfig
+from chairlift.core.kv_cache.block_pool import BlockPool
 from chairlift.core.kv_cache.eviction.asked import ASKED_LEVEL
 from chairlift.core.kv_cache.eviction.gaps import MOST_SECONDS
 from chairlift.core.kv_cache.eviction.lease import LeaseRule
 from chairlift.core.kv_cache.eviction.leases import BUDGET, Lease, LeaseOrder
 from chairlift.core.kv_cache.eviction.turns import EndedTurn
+from chairlift.core.kv_cache.prefix_node import PrefixNode
 from chairlift.core.request import Request
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import ModelLimits
+from chairlift.engine.kv_store.files import StoreFiles
+from chairlift.engine.kv_store.store import KVStore
 from chairlift.executor.local import LocalExecutor
 from chairlift.models.hashlm import STATE, HashLM, reference_tokens
+from tests.engine.kv_store.fake_disk import FakeDisk, Faults
 
-__all__ = ["Wrong", "run_world"]
+__all__ = ["Wrong", "run_beside", "run_world"]
 
 _VOCAB = 17
 _LENGTH = 96
@@ -59,8 +65,10 @@ class _Agent:
 
 
 class _World:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, eviction: str) -> None:
         self.seed = seed
+        self.beside = random.Random(~seed)
+        """What worlds with a store draw in addition."""
         self.rng = rng = random.Random(seed)
         self.clock = VirtualClock(1.0)
         self.seen: collections.Counter[str] = collections.Counter()
@@ -84,13 +92,20 @@ class _World:
             executor,
             ModelLimits(_VOCAB, _LENGTH, (), scheduler.promises),
             scheduler,
-            cache=CacheConfig(cache_eviction="lease"),
+            cache=CacheConfig(cache_eviction=eviction),
             clock=self.clock,
+            cache_secret=b"world",
+            kv_store=self._open(executor),
         )
         self.engine.core.costs.model.prefill_seconds = lambda num, begin=0: num / 20  # type: ignore[method-assign]
         rule = self.engine.kv.eviction
-        assert isinstance(rule, LeaseRule)
-        self.rule = rule
+        if self.store is not None:
+            rule.prices.load_seconds = lambda num_tokens: num_tokens / 400
+        self.rule = rule if isinstance(rule, LeaseRule) else LeaseRule()
+        self.flooding = random.Random(2 * seed + 1)
+        """What draws the flood, which is the same beside any rule of eviction."""
+        self.flood_seconds: dict[int, float] = {}
+        """Number of a prompt of the flood -> seconds that it took."""
         self.tenants = rng.choice((("",), ("a", "b"), ("a", "b", "c")))
         # Without salts, tenants share blocks, and a tenant may lose the lease of a block that others need, too.
         self.is_plain = self.windows == (None,) and len(self.tenants) == 1
@@ -102,16 +117,34 @@ class _World:
         """Share of the turns whose client asks for leases."""
         self.asked_leases: dict[bytes, dict[str, float]] = {}
         """Key of a block -> payer -> longest lease in seconds that it has asked for."""
-        for order in rule.orders:
-            self._watch(order)
-        self._watch_rule()
+        self.fetching = False
+        if rule is self.rule:
+            for order, pool in zip(rule.orders, self.engine.kv.pools, strict=True):
+                self._watch(order, pool)
+            self._watch_rule()
+            self._watch_fetches()
         self.jumps = rng.random() < 0.3
         self.agents: list[_Agent] = []
+        self.flood: dict[str, int] = {}
+        """Id of each request that belongs to no conversation -> its number."""
         self.number = 0
+
+    def _open(self, executor: LocalExecutor) -> Callable[[], KVStore] | None:
+        """A store, in some of the worlds. In these, the pause depends on the tool, and loading takes time."""
+        self.store: KVStore | None = None
+        if self.beside.random() < 0.6:
+            return None
+        spans = [group.state_span or self.block_size for group in executor.cache_groups]
+        sizes: dict[str, Any] = {"block_size": self.block_size, "block_bytes": executor.block_bytes, "spans": spans}
+        files = StoreFiles(FakeDisk(self.beside, Faults()), "model", {}, nbytes=400_000, **sizes)
+        rate = self.beside.choice((500.0, 1e9))
+        store = KVStore(files, rate, self.clock.now, unix_time=self.clock.now, threaded=False)
+        self.store = store
+        return lambda: store
 
     # -- watching ------------------------------------------------------------------------------------------------------
 
-    def _watch(self, order: LeaseOrder) -> None:
+    def _watch(self, order: LeaseOrder, pool: BlockPool) -> None:
         pop, shorten = order.pop, order._shorten
 
         def watched_pop() -> int:
@@ -122,16 +155,23 @@ class _World:
             over |= set(order._expired)
             plain = [block for block in waiting if block not in leases]
             block = pop()
+            if self.fetching and block in leases and block not in over:
+                self.fail(f"block {block} lost its lease to a fetch")
             if over:
                 right = block in over
             elif plain:
                 right = block in plain
                 self.seen["spared"] += bool(leases)
             else:
-                right = leases[block][:2] == min(lease[:2] for lease in leases.values())
+                right = leases[block].queue == min(lease.queue for lease in leases.values())
                 self.seen["leased evicted"] += 1
             if not right:
                 self.fail(f"block {block} was evicted before {over or plain or waiting}")
+            if self.is_plain:  # two requests may have computed a block at once, so a child's parent may be another one
+                held = [child for child, lease in leases.items() if lease.level == ASKED_LEVEL and child != block]
+                children = [child for child in held if _parent(pool, child) is pool.nodes[block]]
+                if children and not over:
+                    self.fail(f"blocks {children} are leased, but block {block} before them was evicted")
             self.seen["expired"] += bool(over)
             return block
 
@@ -147,6 +187,21 @@ class _World:
 
         order.pop, order._shorten = watched_pop, watched_shorten  # type: ignore[method-assign]
 
+    def _watch_fetches(self) -> None:
+        pauses = self.engine.core.preparers.kv_pauses
+        fetched = pauses._fetched
+
+        def watched(*args: Any) -> bool:
+            leased = [order.num_leased for order in self.rule.orders]
+            self.fetching = True
+            done = fetched(*args)
+            self.fetching = False
+            if any(order.num_leased < before for order, before in zip(self.rule.orders, leased, strict=True)):
+                self.fail("a fetch ended leases")
+            return done
+
+        pauses._fetched = watched  # type: ignore[method-assign]
+
     def _watch_rule(self) -> None:
         lease, release = self.rule._lease, self.rule._release_branch
 
@@ -160,8 +215,8 @@ class _World:
             if others() != before:
                 self.fail(f"the end of {turn} ended leases of other turns")
             node = turn.node
-            while node.parent is not None and id(node) not in kept and node.num_children <= (node is not turn.node):
-                self.seen["branches"] += 1
+            while node.parent is not None and (id(node) in kept or node.num_children <= (node is not turn.node)):
+                self.seen["branches"] += id(node) not in kept
                 for order, block in zip(self.rule.orders, node.blocks, strict=True):
                     if block is not None and (found := order._leases.get(block)) and found.turn == turn.number:
                         self.fail(f"block {block} of {turn} is still leased, but no turn goes on with it")
@@ -169,7 +224,7 @@ class _World:
 
         self.rule._release_branch = watched_release  # type: ignore[method-assign]
 
-        def watched(turn: EndedTurn, until: float) -> None:
+        def watched(turn: EndedTurn, until: float, expected: float) -> None:
             keys = set()
             node = turn.node
             while node.parent is not None:
@@ -182,7 +237,7 @@ class _World:
             if agent is None or turn.tenant != agent.tenant:
                 self.fail(f"{turn} got a lease, but is a turn of {agent}")
             self.seen["leases"] += 1
-            lease(turn, until)
+            lease(turn, until, expected)
 
         self.rule._lease = watched  # type: ignore[method-assign]
 
@@ -194,7 +249,7 @@ class _World:
             self.engine.check_invariants()
         except Exception as error:
             raise Wrong(f"seed {self.seed}: {error}") from error
-        for order, pool in zip(self.rule.orders, self.engine.kv.pools, strict=True):
+        for order, pool in zip(self.rule.orders, self.engine.kv.pools, strict=bool(self.rule.orders)):
             unused = [block for block in range(1, pool.num_blocks) if not pool.ref_counts[block]]
             leases = {block: lease for block, lease in order._leases.items() if block in set(order)}
             if len(leases) > pool.capacity * BUDGET:
@@ -207,18 +262,17 @@ class _World:
                 tenant, keys = self.leased.get(lease.turn, (lease.tenant, set()))
                 if node is None or lease.tenant != tenant or (lease.turn and node.key not in keys):
                     self.fail(f"block {block} has {lease}, but is no block of this turn")
-                if self.is_plain and block in leases and lease.turn:
-                    parent = node.parent
-                    if parent is not None and parent.parent is not None and parent.blocks[0] is None:
-                        self.fail(f"block {block} is leased, but the block before it was evicted")
 
     def _check_asked(self, node: Any, lease: Lease) -> None:
         """Check that a client has asked for this lease, and that it ends so long after its last use."""
-        if not lease.seconds or lease.turn:
+        if not lease.seconds:
             return
         asked = {} if node is None else self.asked_leases.get(node.key, {})
-        longest = max(asked.values(), default=0.0)
-        if lease.seconds > longest or lease.level != ASKED_LEVEL or asked.get(lease.tenant, 0.0) < lease.seconds:
+        if lease.seconds > max(asked.values(), default=0.0) or lease.level != ASKED_LEVEL:
+            self.fail(f"a block has {lease}, but {asked} was asked for it")
+        if lease.turn or any(node.key in keys for _, keys in self.leased.values()):  # a turn may have made it longer
+            return
+        if asked.get(lease.tenant, 0.0) < lease.seconds:
             self.fail(f"a block has {lease}, but {asked} was asked for it")
         if not self.jumps and lease.until > self.clock.now() + lease.seconds:
             self.fail(f"{lease} ends later than after a use that is now")
@@ -283,13 +337,15 @@ class _World:
         agent.ended_at = None
 
     def answered(self, output: Any) -> None:
-        tokens, params, tag, _ = self.asked.pop(output.request_id)
+        tokens, params, tag, asked_at = self.asked.pop(output.request_id)
         answer = list(output.outputs[0].token_ids)
         row = SamplingRow(params, sample_seed(params.seed or 0, 0), len(tokens), tag=tag)
         expected = reference_tokens(tokens, row, self.windows, _VOCAB, params.max_tokens or 0)
         if answer != expected:
             self.fail(f"{output.request_id} got {answer}, alone it gets {expected}")
         self.seen["answers"] += 1
+        if output.request_id in self.flood:
+            self.flood_seconds[self.flood[output.request_id]] = self.clock.now() - asked_at
         agent = self.agents_by_request.get(output.request_id)
         if agent is None:
             return
@@ -302,6 +358,8 @@ class _World:
         if rng.random() < 0.85:
             agent.tools = tuple(rng.sample(_TOOLS, rng.choice((1, 1, 1, 2))))
             self.engine.core.paused(output.request_id, agent.tools)
+            if self.store is not None:
+                agent.next_at = now + (0.4, 2.4, 2.8)[_TOOLS.index(agent.tools[0])] * self.beside.uniform(0.9, 1.6)
             self.seen["pauses"] += 1
         if rng.random() < 0.1 and len(self.agents) < 16:  # another one goes on from here
             copy = dataclasses.replace(agent, tools=(), ended_at=None, turns_left=rng.randrange(1, 4))
@@ -309,9 +367,29 @@ class _World:
             self.agents.append(copy)
 
 
+def _parent(pool: BlockPool, block: int) -> PrefixNode | None:
+    node = pool.nodes[block]
+    return None if node is None else node.parent
+
+
 def run_world(seed: int) -> collections.Counter[str]:
     """Run a world, and return what happened in it. Raises :class:`Wrong`."""
-    world = _World(seed)
+    return _run(_World(seed, "lease")).seen
+
+
+def run_beside(seed: int) -> tuple[list[float], list[float]]:
+    """Seconds of each prompt of a flood, (with leases, with the least recently used block evicted first). Both worlds
+    have the same conversations and the same flood, and no clock jumps."""
+    found = []
+    for eviction in ("lease", "lru"):
+        world = _World(seed, eviction)
+        world.jumps = False
+        _run(world)
+        found.append([seconds for _, seconds in sorted(world.flood_seconds.items())])
+    return found[0], found[1]
+
+
+def _run(world: _World) -> _World:
     rng = world.rng
     system = [rng.randrange(_VOCAB) for _ in range(rng.randrange(12))]
     agents = world.agents
@@ -326,6 +404,7 @@ def run_world(seed: int) -> collections.Counter[str]:
         for _ in range(rng.randrange(1, 9))
     ]
     flood = rng.choice((0.0, 0.1, 0.3))
+    flood += 0.3 * (world.store is not None)
     for _ in range(400):
         world.clock.advance(_STEP_SECONDS)
         if world.jumps and rng.random() < 0.02:
@@ -335,9 +414,11 @@ def run_world(seed: int) -> collections.Counter[str]:
         for agent in list(agents):
             if agent.turns_left and agent.next_at <= now:
                 world.turn(agent)
-        if rng.random() < flood:
-            length = rng.randrange(4, 40)
-            world.ask([rng.randrange(_VOCAB) for _ in range(length)], rng.randrange(1, 4), "flood", "")
+        if world.flooding.random() < flood:
+            length = world.flooding.randrange(4, 40)
+            tokens = [world.flooding.randrange(_VOCAB) for _ in range(length)]
+            name = world.ask(tokens, world.flooding.randrange(1, 4), "flood", "")
+            world.flood[name] = len(world.flood)
             world.seen["flood"] += 1
         _step(world)
         if not world.asked and not flood:
@@ -354,11 +435,15 @@ def run_world(seed: int) -> collections.Counter[str]:
         world.fail(f"requests {sorted(world.asked)} never end")
     world.seen["kept"] += world.rule.found["kept"]
     world.seen["returned"] += world.rule.num_returns
-    return world.seen
+    world.seen["fetched"] += world.rule.num_fetched
+    world.seen["fetches used"] += world.rule.num_fetched_used
+    return world
 
 
 def _step(world: _World) -> None:
     for output in world.engine.step():
         if output.finished:
             world.answered(output)
+    while world.store is not None and world.beside.random() < 0.8 and world.store.work():
+        pass
     world.check()

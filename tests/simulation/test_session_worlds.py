@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulation.planted import check_some_world_finds
 from tests.simulation.session_mutants import SESSION_MUTANTS
-from tests.simulation.session_worlds import run_world
+from tests.simulation.session_worlds import run_beside, run_world
 
 _MOST = 12
 """Number of worlds that may be needed to find a planted bug."""
@@ -36,8 +36,30 @@ def test_worlds_hold_and_reach_what_they_are_for() -> None:
     assert all(seen[name] >= 3 for name in names), seen
 
 
+def check_beside(seed: int) -> None:
+    """A flood keeps the bounds that it has without leases: each of its prompts may wait for one conversation more, and
+    together they take no longer."""
+    leases, lru = run_beside(seed)
+    assert len(leases) == len(lru)
+    assert max(leases, default=0.0) <= max(lru, default=0.0) + 1.0, seed
+    assert sum(leases) <= 1.1 * sum(lru) + 1.0, seed
+
+
+@pytest.mark.full
+def test_neighbours_keep_the_bounds_that_they_have_without_leases() -> None:
+    for seed in range(6):
+        check_beside(seed)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(20))
 def test_ten_thousand_worlds_hold(part: int) -> None:
     for seed in range(500 * part, 500 * part + 500):
         run_world(seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(10))
+def test_neighbours_of_a_thousand_worlds_keep_their_bounds(part: int) -> None:
+    for seed in range(100 * part, 100 * part + 100):
+        check_beside(seed)

@@ -127,12 +127,35 @@ class PrefixCache:
         """Add blocks that were computed before. ``blocks`` maps (block index, group) to content. ``put`` takes (group,
         node, content), and gives the node a block; it returns False if there is none. Returns the number of blocks that
         were added."""
-        node = self._root(request)
+        contents = [self._content(request, index) for index in range(1 + max((at for at, _ in blocks), default=-1))]
+        return self._restore(self._root(request), contents, blocks, put)[0]
+
+    def restore_path(
+        self,
+        path: Sequence[PrefixNode],
+        blocks: Mapping[tuple[int, int], bytes],
+        put: Callable[[int, PrefixNode, bytes], bool],
+    ) -> tuple[int, PrefixNode | None]:
+        """The same for the blocks of a path of nodes that begins at the first block; the nodes may have been removed.
+        Returns (number of blocks that were added, node of the last block that is known now)."""
+        root = path[0].parent
+        if root is None or root.owner is None:
+            return 0, None
+        return self._restore(self._root_of(root.key, root.owner), [node.tokens for node in path], blocks, put)
+
+    def _restore(
+        self,
+        node: PrefixNode | None,
+        contents: Sequence[bytes],
+        blocks: Mapping[tuple[int, int], bytes],
+        put: Callable[[int, PrefixNode, bytes], bool],
+    ) -> tuple[int, PrefixNode | None]:
         added = 0
         if node is None:
-            return added
-        for index in range(1 + max((index for index, _ in blocks), default=-1)):
-            child = self._child(node, request, index)
+            return added, None
+        last = node
+        for index, tokens in enumerate(contents):
+            child = self._child(node, tokens)
             if child is None:
                 break
             node = child
@@ -142,8 +165,24 @@ class PrefixCache:
                 if content is not None and node.blocks[group] is None and put(group, node, content):
                     added += 1
             node.num_children -= 1
+            if not node.holds_nothing:
+                last = node
         self._prune(node)
-        return added
+        return added, last
+
+    def known(self, path: Sequence[PrefixNode]) -> list[PrefixNode]:
+        """The nodes that stand for a path of nodes now. The path begins at the first block; the result ends where the
+        first node is missing."""
+        found: list[PrefixNode] = []
+        above = path[0].parent if path else None
+        node = None if above is None else self._nodes.get(above.key)
+        for old in path:
+            child = self._nodes.get(old.key)
+            if child is None or child.parent is not node or child.tokens != old.tokens:
+                break
+            found.append(child)
+            node = child
+        return found
 
     def publish(self, request: Request, num_confirmed: int) -> None:
         """Let other requests share the full blocks among the request's first ``num_confirmed`` computed positions."""
@@ -157,7 +196,7 @@ class PrefixCache:
         if node is None:
             return
         for index in range(request.num_published, end):
-            child = self._child(node, request, index)
+            child = self._child(node, self._content(request, index))
             if child is None:
                 end = NEVER  # the key collides with other content, so later blocks of this request cannot be found
                 break
@@ -167,10 +206,9 @@ class PrefixCache:
         request.last_node = node
         self._prune(node)
 
-    def _child(self, node: PrefixNode, request: Request, index: int) -> PrefixNode | None:
-        """The node of the request's block ``index``, which follows ``node``; made if there is none. None: its key is
-        that of other content."""
-        tokens = self._content(request, index)
+    def _child(self, node: PrefixNode, tokens: bytes) -> PrefixNode | None:
+        """The node of a block with this content, which follows ``node``; made if there is none. None: its key is that
+        of other content."""
         key = self._child_key(node, tokens)
         child = self._nodes.get(key)
         if child is None:
@@ -308,8 +346,9 @@ class PrefixCache:
     def _root(self, request: Request) -> PrefixNode | None:
         """Root node for the request's salt and kinds; None if the key of this root is also the key of another node (a
         hash collision)."""
-        key = self._root_key(request)
-        owner = self._owner(request)
+        return self._root_of(self._root_key(request), self._owner(request))
+
+    def _root_of(self, key: bytes, owner: bytes) -> PrefixNode | None:
         root = self._nodes.get(key)
         if root is None:
             root = self._nodes[key] = PrefixNode(key, None, b"", len(self._pools))

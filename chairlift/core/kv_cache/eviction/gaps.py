@@ -61,19 +61,23 @@ def best_hold(gaps: Sequence[float], saving: float, cost: float) -> float:
 
     ``gaps`` are observed pauses, ascending. ``saving`` is the number of seconds that the next turn saves if the blocks
     are still there, ``cost`` the number of seconds that others lose per second for which the blocks are kept. The
-    result t maximises P(gap <= t) x saving - cost x t. It is 0 if keeping the blocks does not pay. Without pauses the
-    result is the time at which the cost reaches the saving (the deterministic solution of the ski-rental problem). The
-    result is at most :data:`MOST_SECONDS`.
+    result t maximises P(gap <= t) x saving - cost x E[min(gap, t)], because the blocks are kept until the next turn
+    comes, and at most for t. It is 0 if keeping the blocks does not pay. Without pauses the result is the time at which
+    the cost reaches the saving (the deterministic solution of the ski-rental problem). The result is at most
+    :data:`MOST_SECONDS`.
     """
     if not gaps:
         return min(MOST_SECONDS, saving / cost if cost else math.inf)
     best = 0.0
     most = 0.0
-    for gap in gaps:
+    shorter = 0.0
+    for number, gap in enumerate(gaps, 1):
         hold = gap * _SLACK
         if hold > MOST_SECONDS:
             break
-        value = bisect.bisect_right(gaps, gap) / len(gaps) * saving - cost * hold
+        shorter += gap
+        kept = (shorter + (len(gaps) - number) * hold) / len(gaps)
+        value = bisect.bisect_right(gaps, gap) / len(gaps) * saving - cost * kept
         if value > most:
             best, most = hold, value
     return best

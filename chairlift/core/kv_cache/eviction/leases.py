@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import math
 from collections import Counter, OrderedDict
@@ -19,11 +20,11 @@ BUDGET: Final = 0.5
 _MOST_TURNS: Final = 4096
 
 _SPARE_ENDS: Final = 64
-"""Number of ends of leases that are noted in addition to two for each queue."""
+"""Number of ends and of names of queues that are noted in addition to two for each queue."""
 
 
 class Lease(NamedTuple):
-    """A lease. The greater of two leases of a block holds."""
+    """A lease. A block that two turns lease has the higher level, or both together; see :meth:`LeaseOrder.lease`."""
 
     level: int
     """Leases of a lower level are evicted first."""
@@ -32,23 +33,65 @@ class Lease(NamedTuple):
     tenant: str = ""
     """Tenant whose part of the budget the block takes."""
     turn: int = 0
-    """Number of the turn that got the lease; 0 if no turn did."""
+    """Number of the turn that got the lease; 0 if no turn did, or several."""
+    expected: float = math.inf
+    """Time at which the block is probably used again. Of the leases of a level, the one with the latest is evicted
+    first."""
     seconds: float = 0.0
     """If this is not 0, each use of the block renews the lease: it ends so many seconds after the use."""
 
+    @property
+    def queue(self) -> _Queue:
+        return self.level, -self.expected, self.until
 
-_Queue = tuple[int, float]
-"""(level, end) of the leases whose blocks are in one queue."""
+
+_Queue = tuple[int, float, float]
+"""(level, negative time of the next use, end) of the leases whose blocks are in one queue."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Held:
+    """The unused blocks of a tenant that have a lease."""
+
+    count: int = 0
+    queues: dict[_Queue, OrderedDict[int, None]] = dataclasses.field(default_factory=dict)
+    names: list[_Queue] = dataclasses.field(default_factory=list)
+    """Heap of the names of the queues. Names of queues that are gone are skipped."""
+
+    def add(self, block: int, name: _Queue) -> None:
+        queue = self.queues.get(name)
+        if queue is None:
+            queue = self.queues[name] = OrderedDict()
+            heapq.heappush(self.names, name)
+            if len(self.names) > 2 * len(self.queues) + _SPARE_ENDS:
+                self.names = sorted(self.queues)
+        queue[block] = None
+        self.count += 1
+
+    def remove(self, block: int, name: _Queue) -> None:
+        queue = self.queues[name]
+        del queue[block]
+        if not queue:
+            del self.queues[name]
+        self.count -= 1
+
+    def first(self) -> _Queue:
+        """The name of the queue whose blocks go first. There must be one."""
+        while self.names[0] not in self.queues:
+            heapq.heappop(self.names)
+        return self.names[0]
 
 
 class LeaseOrder:
     """Blocks whose lease has ended are evicted first, then ordinary blocks, then leased ones: the lowest level first,
-    then the lease that ends first. Within each part the order is that in which the blocks were released. A request
-    releases its last block first, so a block is evicted before the blocks that it follows.
+    then those that are expected to be used last. (Belady's rule, with what is known of the future. The least recently
+    used of several conversations that take turns would be the one that comes back first.) Within each part the order is
+    that in which the blocks were released. A request releases its last block first, so a block is evicted before the
+    blocks that it follows.
 
     Times are compared when a block is needed. At most :data:`BUDGET` of the pool is leased and unused. When it is more,
-    the tenant with most leased blocks for its weight loses the lease of the block that it released first. So a tenant
-    within its weight's share of the budget loses nothing to others.
+    the tenant with most leased blocks for its weight loses the lease of the block that would be evicted first of its
+    own. So a tenant within its weight's share of the budget loses nothing to others.
     """
 
     def __init__(self, capacity: int, rule: EvictionRule) -> None:
@@ -59,10 +102,9 @@ class LeaseOrder:
         self._leases: dict[int, Lease] = {}
         """Block, used or unused -> its lease."""
         self._queues: dict[_Queue, OrderedDict[int, None]] = {}
-        self._ends: list[tuple[float, int]] = []
-        """Heap of (end, level) of the queues whose leases end. Queues that are gone are skipped."""
-        self._held: dict[str, OrderedDict[int, None]] = {}
-        """Tenant -> its leased blocks, in the order in which they were released."""
+        self._ends: list[tuple[float, _Queue]] = []
+        """Heap of (end, name) of the queues whose leases end. Queues that are gone are skipped."""
+        self._held: dict[str, _Held] = {}
         self._num_leased = 0
         self.num_by_level: Counter[int] = Counter()
         """Level -> number of unused blocks with a lease."""
@@ -70,8 +112,8 @@ class LeaseOrder:
         """How a lease ended before the next turn -> number of blocks whose lease ended in this way."""
         self._first_end: OrderedDict[int, TurnCache] = OrderedDict()
         """Number of a turn -> how the lease of one of its blocks ended first, for the newest turns."""
-        self._since: dict[int, float] = {}
-        """Unused block -> time at which it was released."""
+        self._since = [0.0] * (capacity + 1)
+        """Block -> time at which it was released last."""
         self.evicted_at = -math.inf
         """Time of the newest eviction of an ordinary block."""
         self.lifetime = math.inf
@@ -94,6 +136,11 @@ class LeaseOrder:
         return self._limit
 
     @property
+    def room(self) -> int:
+        """Number of unused blocks without a lease that may get one within the budget."""
+        return min(self._limit - self._num_leased, self.num_ordinary)
+
+    @property
     def num_ordinary(self) -> int:
         """Number of unused blocks without a lease."""
         return len(self._ordinary) + len(self._expired)
@@ -105,32 +152,27 @@ class LeaseOrder:
 
     def held_by(self) -> dict[str, int]:
         """Tenant -> number of its unused blocks with a lease."""
-        return {tenant: len(blocks) for tenant, blocks in self._held.items()}
+        return {tenant: held.count for tenant, held in self._held.items()}
 
     def how_ended(self, turn: int) -> TurnCache | None:
         """How the lease of one of the turn's blocks ended, if it ended before the next turn. The turn is forgotten."""
         return self._first_end.pop(turn, None)
 
     def lease(self, block: int, lease: Lease) -> None:
-        """Give a block a lease, unless it has one that is greater. Of several unused blocks, the first one that gets
-        its lease is evicted first, and is the first to lose it."""
+        """Give a block a lease. If it has one of a higher level, that one holds. If it has one of the same level, the
+        block has the later of the two ends and the earlier of the two next uses. Of several unused blocks, the one that
+        gets its lease first is evicted first, and is the first to lose it."""
         before = self._leases.get(block)
-        holds = before is not None and before.until > self._rule.now
-        if before is not None and holds and before[:2] >= lease[:2]:
-            if block in self._held.get(before.tenant, ()):
-                self._held[before.tenant].move_to_end(block)
-                self._queues[before[:2]].move_to_end(block)
-            return
-        if before is not None and holds and before.seconds > lease.seconds:
-            lease = lease._replace(seconds=before.seconds)
+        if before is not None and before.until > self._rule.now:
+            lease = _both(before, lease)
         is_unused = self._withdraw(block)
         self._leases[block] = lease
         if is_unused:
-            self._add(block)
+            self._add_leased(block, lease)
 
     def end(self, block: int, turn: int) -> None:
-        """End the lease of a block, if it is that of this turn. If no request uses the block, it is evicted before
-        ordinary ones."""
+        """End the lease of a block, if it is that of this turn alone. If no request uses the block, it is evicted
+        before ordinary ones."""
         lease = self._leases.get(block)
         if lease is not None and lease.turn == turn:
             if self._withdraw(block):
@@ -141,39 +183,45 @@ class LeaseOrder:
         self._since[block] = self._rule.now
         lease = self._leases.get(block)
         if lease is not None and lease.seconds:
-            self._leases[block] = lease._replace(until=self._rule.now + lease.seconds)
-        self._add(block)
-
-    def _add(self, block: int) -> None:
-        """Put a block at the end of the queue of its lease."""
+            until = max(lease.until, self._rule.now + lease.seconds)
+            self._leases[block] = lease._replace(until=until)
         lease = self._leases.get(block)
-        if lease is None or lease.until <= self._rule.now:
-            if lease is not None:
-                self._give_up(block, TurnCache.EXPIRED)
+        if lease is None:
+            self._ordinary[block] = None
+        else:
+            self._add_leased(block, lease)
+
+    def _add_leased(self, block: int, lease: Lease) -> None:
+        """Put a block at the end of the queue of its lease."""
+        if lease.until <= self._rule.now:
+            self._give_up(block, TurnCache.EXPIRED)
             self._ordinary[block] = None
             return
         self._expire()
-        name = lease[:2]
+        name = lease.queue
         queue = self._queues.get(name)
         if queue is None:
             queue = self._queues[name] = OrderedDict()
             if lease.until < math.inf:
-                self._note_end(lease.until, lease.level)
+                self._note_end(name)
         queue[block] = None
-        self._held.setdefault(lease.tenant, OrderedDict())[block] = None
+        if lease.tenant not in self._held:
+            self._held[lease.tenant] = _Held()
+        self._held[lease.tenant].add(block, name)
         self._num_leased += 1
         self.num_by_level[lease.level] += 1
         if self._num_leased > self._limit:
             self._shorten()
 
-    def _note_end(self, until: float, level: int) -> None:
-        heapq.heappush(self._ends, (until, level))
+    def _note_end(self, name: _Queue) -> None:
+        heapq.heappush(self._ends, (name[2], name))
         if len(self._ends) > 2 * len(self._queues) + _SPARE_ENDS:  # renewed leases leave ends of queues that are gone
-            self._ends = [(end, each) for each, end in self._queues if end < math.inf]
-            heapq.heapify(self._ends)
+            self._ends = sorted((each[2], each) for each in self._queues if each[2] < math.inf)
 
     def remove(self, block: int) -> None:
-        del self._since[block]
+        if block in self._ordinary:
+            del self._ordinary[block]
+            return
         self._withdraw(block)
         lease = self._leases.get(block)
         if lease is not None and lease.until <= self._rule.now:  # so that this use does not renew it
@@ -183,17 +231,18 @@ class LeaseOrder:
         self._leases.pop(block, None)
 
     def pop(self) -> int:
-        self._expire()
+        if self._ends:
+            self._expire()
         if self._expired:
-            block, _ = self._expired.popitem(last=False)
-        elif self._ordinary:
+            return self._expired.popitem(last=False)[0]
+        if self._ordinary:
             block, _ = self._ordinary.popitem(last=False)
             self.evicted_at = self._rule.now
             self.lifetime = self.evicted_at - self._since[block]
-        else:
-            block = next(iter(self._queues[min(self._queues)]))
-            self._give_up(block, TurnCache.DISPLACED)
-        del self._since[block]
+            return block
+        name = min(held.first() for held in self._held.values())
+        block = next(iter(self._queues[name]))
+        self._give_up(block, TurnCache.DISPLACED)
         return block
 
     def _withdraw(self, block: int) -> bool:
@@ -203,15 +252,18 @@ class LeaseOrder:
                 del part[block]
                 return True
         lease = self._leases.get(block)
-        queue = None if lease is None else self._queues.get(lease[:2])
-        if lease is None or queue is None or block not in queue:
+        if lease is None:
+            return False
+        name = lease.queue
+        queue = self._queues.get(name)
+        if queue is None or block not in queue:
             return False
         del queue[block]
         if not queue:
-            del self._queues[lease[:2]]
+            del self._queues[name]
         held = self._held[lease.tenant]
-        del held[block]
-        if not held:
+        held.remove(block, name)
+        if not held.count:
             del self._held[lease.tenant]
         self._num_leased -= 1
         self.num_by_level[lease.level] -= 1
@@ -231,37 +283,53 @@ class LeaseOrder:
         """Let the leases end whose time has come."""
         now = self._rule.now
         while self._ends and self._ends[0][0] <= now:
-            until, level = heapq.heappop(self._ends)
-            for block in list(self._queues.get((level, until), ())):
+            _, name = heapq.heappop(self._ends)
+            for block in list(self._queues.get(name, ())):
                 self._give_up(block, TurnCache.EXPIRED)
                 self._expired[block] = None
 
     def _shorten(self) -> None:
-        """End the oldest lease of the tenant with most leased blocks for its weight. Its block becomes ordinary."""
+        """End a lease of the tenant with most leased blocks for its weight. Its block becomes ordinary."""
         weights = self._rule.prices.tenant_weights
-        tenant = max(self._held, key=lambda name: len(self._held[name]) / weights.get(name, 1.0))
-        block = next(iter(self._held[tenant]))
+        tenant = max(self._held, key=lambda name: self._held[name].count / weights.get(name, 1.0))
+        held = self._held[tenant]
+        block = next(iter(held.queues[held.first()]))
         self._give_up(block, TurnCache.OVER_BUDGET)
         self._ordinary[block] = None
 
     def check_invariants(self) -> None:
         leased = [block for queue in self._queues.values() for block in queue]
-        held = {block: tenant for tenant, blocks in self._held.items() for block in blocks}
+        held = {
+            block: (tenant, name)
+            for tenant, each in self._held.items()
+            for name, queue in each.queues.items()
+            for block in queue
+        }
         if len(leased) != self._num_leased or len(leased) > self._limit:
             count = f"{self._num_leased} are counted, and {self._limit} may be"
             raise InvariantError(f"{len(leased)} unused blocks are leased, {count}")
         if Counter(self._leases[block].level for block in leased) != +self.num_by_level:
             raise InvariantError(f"the levels of the leases are not {self.num_by_level}")
-        if self._since.keys() != set(self):
-            raise InvariantError("the times of release are not those of the unused blocks")
-        if sorted(leased) != sorted(held):
+        if sorted(leased) != sorted(held) or sum(self.held_by().values()) != len(held):
             raise InvariantError("the leased blocks are not those that the tenants hold")
+        if any(not set(each.queues) <= set(each.names) for each in self._held.values()):
+            raise InvariantError("a tenant has leased blocks that would never be evicted")
         for name, queue in self._queues.items():
-            if not queue or (name[1] < math.inf and name[::-1] not in self._ends):
+            if not queue or (name[2] < math.inf and (name[2], name) not in self._ends):
                 raise InvariantError(f"the queue {name} of leased blocks is empty, or is never looked at")
             for block in queue:
                 lease = self._leases.get(block)
-                if lease is None or lease[:2] != name or held[block] != lease.tenant:
+                if lease is None or lease.queue != name or held[block] != (lease.tenant, name):
                     raise InvariantError(f"block {block} is filed under a lease that it does not have")
         if plain := [block for block in (*self._ordinary, *self._expired) if block in self._leases]:
             raise InvariantError(f"blocks {plain} have a lease and are evicted as if they had none")
+
+
+def _both(one: Lease, other: Lease) -> Lease:
+    """The lease of a block that has two."""
+    last = max(one, other)
+    seconds = max(one.seconds, other.seconds)
+    if one.level != other.level:
+        return last._replace(seconds=seconds)
+    turn = one.turn if one.turn == other.turn else 0
+    return Lease(one.level, last.until, last.tenant, turn, min(one.expected, other.expected), seconds)

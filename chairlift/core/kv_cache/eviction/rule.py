@@ -54,7 +54,8 @@ class Prices:
     compute_seconds: Callable[[int, int], float] | None = None
     """(number of tokens, number of computed tokens before them) -> seconds to compute them; None: not known."""
     load_seconds: Callable[[int], float] | None = None
-    """Number of tokens -> seconds to load their KV from files; None: nothing is kept in files."""
+    """Number of tokens -> seconds to load their KV from files, at the measured speed; infinite while nothing can be
+    loaded. None: nothing is kept in files."""
     tenant_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Tenant -> weight. Others have weight 1."""
     is_needed: Callable[[int, int, int], bool] = lambda group, index, num_tokens: True

@@ -37,6 +37,10 @@ class EndedTurn:
     """Names of the tools that it called. Empty: it is not known to have called any."""
     until: float = 0.0
     """End of its lease; 0 without one."""
+    due: float = 0.0
+    """Time at which its blocks should be there again; 0 if they were not given up for the pause."""
+    is_fetched: bool = False
+    """Whether some of its blocks were read from files before the next turn came."""
     next_id: str = ""
     """Id of the request that continues the conversation; empty until it arrives."""
     num_matched: int = 0

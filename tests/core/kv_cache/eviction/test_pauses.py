@@ -55,7 +55,7 @@ def leased(rule: LeaseRule) -> int:
         ([], 1e9, 1.0, MOST_SECONDS),
         ([1.0], 10.0, 2.0, 1.1),
         ([10.0], 10.0, 2.0, 0.0),  # it would cost 22 and save 10
-        ([1.0, 1.0, 1.0, 20.0], 10.0, 1.0, 1.1),  # 7.5 - 1.1 is more than 10 - 22
+        ([1.0, 1.0, 1.0, 20.0], 10.0, 1.0, 1.1),  # 7.5 - 1.0 is more than 10 - 5.8
         ([1.0, 2.0, 3.0, 4.0], 10.0, 0.1, 4.4),
         ([400.0], 1e6, 0.0, 0.0),  # longer than any lease
         ([1.0, 400.0], 10.0, 0.0, 1.1),
@@ -63,6 +63,30 @@ def leased(rule: LeaseRule) -> int:
 )
 def test_the_hold_saves_most(gaps: list[float], saving: float, cost: float, hold: float) -> None:
     assert best_hold(gaps, saving, cost) == pytest.approx(hold)
+
+
+def test_blocks_cost_only_until_the_next_turn_comes() -> None:
+    gaps = [1.0] * 3 + [6.0]
+    assert best_hold(gaps, 10.0, 0.9) == pytest.approx(6.6)  # 10 - 0.9 x 2.25 is more than 7.5 - 0.9
+    assert best_hold(gaps, 10.0, 2.1) == pytest.approx(1.1)
+
+
+def test_while_few_pauses_are_known_open_ones_count_as_twice_their_age() -> None:
+    """The short pauses end first. Alone they would make every lease too short."""
+    kv, rule = cache(201)
+    for number in range(4):
+        run(kv, request(f"slow {number}", 8))
+        rule.paused(f"slow {number}", ["search"])
+    rule.gaps.observe("", ["search"], 1.0)
+    rule.now = 10.0
+    run(kv, request("agent", 40))
+    rule.paused("agent", ["search"])
+    turn = rule.turns.paused[-1]
+    assert turn.until == pytest.approx(10.0 + 1.1 * 20.0)
+    assert rule.pauses_of(turn) == [1.0, 20.0, 20.0, 20.0, 20.0]
+    for _ in range(16):
+        rule.gaps.observe("", ["search"], 1.0)
+    assert rule.pauses_of(turn) == [1.0] * 17
 
 
 def test_pauses_are_known_by_tenant_and_tool() -> None:
@@ -188,7 +212,7 @@ def test_a_new_turn_releases_the_branch_that_only_the_older_turn_used() -> None:
     back = later("back", [*one.token_ids[:20], *range(500, 512)], 1.0)
     run(kv, back)
     assert rule.num_returns == 1
-    assert leased(rule) == 5
+    assert leased(rule) == 0  # the blocks that the new turn has used wait for its own pause
     kv.check_invariants([])
 
 
@@ -262,6 +286,6 @@ def test_the_lease_of_a_class_and_that_of_a_pause_are_both_kept() -> None:
     run(kv, one)
     assert leased(rule) == 10
     rule.paused("agent", ["search"])
-    assert set(rule.orders[0]._leases.values()) == {Lease(3, MOST_SECONDS, "", 1)}
+    assert set(rule.orders[0]._leases.values()) == {Lease(3, MOST_SECONDS, "", 1, MOST_SECONDS)}
     assert leased(rule) == 10
     assert BLOCK == 4
