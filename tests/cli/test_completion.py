@@ -29,7 +29,8 @@ CASES = {
     "chairlift bench ser": {"serve"},
     "chairlift bench serve --ur": {"--url"},
     "chairlift chat --base-u": set(),
-    "chairlift serve --tensor": set(),
+    "chairlift serve --tensor": {"--tensor-parallel-size"},
+    "chairlift serve --pipeline": set(),
     "chairlift completion f": {"fish"},
     "chairlift run READ": {"README.md"},
 }

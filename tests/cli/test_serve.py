@@ -24,7 +24,8 @@ def test_every_setting_of_the_server_has_a_flag(capsys: pytest.CaptureFixture[st
     assert main(["serve", "--help-all"]) == 0
     text = capsys.readouterr().out
     for flag in (*server_fields(), *flat_fields()):
-        assert flag.name == "model" or f"\n  --{flag.name.replace('_', '-')}" in text
+        name = flag.name.replace("_", "-")
+        assert name == "model" or re.search(rf"^  (-\w+( \w+)?, )?--{name}", text, re.MULTILINE), name
     assert "--no-restart" in text
     assert "Steps are then not" in text  # the end of a long text
 

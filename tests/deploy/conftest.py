@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections import defaultdict
 
 import pytest
@@ -22,9 +23,12 @@ def exposed() -> dict[str, Exposed]:
     drafts = {"speculative_method": "ngram", "num_speculative_tokens": 8}
     engine.info = dataclasses.replace(INFO, block_bytes=4096, **drafts)
     engine.replicas.engine_pid = os.getpid()
-    engine.stats.last_token_time = 0.0
+    engine.stats.last_token_time = time.monotonic()
     engine.stats.engine.floor_share = 0.5  # as with the native kernels
     engine.stats.engine.collective_seconds = 0.5  # as with tensor_parallel_size
+    engine.stats.engine.lease_budget_blocks = 4  # as with leases
+    engine.stats.engine.leased_blocks = {"3": 1}
+    engine.stats.engine.pauses_by_tool = {"search": 1}
     engine.stats.engine.max_loras = 4
     engine.stats.engine.max_image_bytes = 1 << 20
     engine.stats.engine.expert_imbalance = [1.5]

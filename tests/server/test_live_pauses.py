@@ -78,7 +78,7 @@ def test_the_page_knows_the_pauses_and_what_a_turn_found(recorded: Recorded) -> 
     kv = recorded.truth.core.kv
     leases = kv.eviction.leases()
     assert leases is not None
-    assert [leased, budget] == [sum(leases.num_by_level.values()), leases.budget] == [9, 19]
+    assert [leased, budget] == [sum(leases.num_by_level.values()), leases.budget] == [4, 19]
     assert times[:2] == [5, pytest.approx(20.0, abs=0.5)], "five blocks were used again, each after four seconds"
 
 
@@ -89,7 +89,7 @@ def test_a_page_that_is_opened_later_knows_the_open_pauses(recorded: Recorded) -
     recorded.pieces = []
     recorded.take()
     open_pauses, resumed, (leased, *_), _ = told(_READ, b"\n".join(recorded.pieces))
-    assert (open_pauses, resumed, leased) == ([["second", ["run"], 18]], [], 9)
+    assert (open_pauses, resumed, leased) == ([["second", ["run"], 18]], [], 4)
 
 
 @node

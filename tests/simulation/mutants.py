@@ -17,8 +17,9 @@ from chairlift.core.kv_cache.layout import CacheLayout
 from chairlift.core.kv_cache.manager import Admission, KVCacheManager
 from chairlift.core.kv_cache.prefix_cache import PrefixCache
 from chairlift.core.kv_cache.swap import SwapPool
+from chairlift.core.plugins import prefill_modes
 from chairlift.core.request import Request, RequestStatus
-from chairlift.core.scheduler import preemptor, prefill_mode
+from chairlift.core.scheduler import preemptor
 from chairlift.core.scheduler.admission import WaitingQueue
 from chairlift.core.scheduler.batch import Batch
 from chairlift.core.scheduler.decode_rows import DecodeRows
@@ -27,6 +28,7 @@ from chairlift.core.scheduler.output import FAILED_ROW, SchedulerOutput
 from chairlift.core.scheduler.policy import FirstComeFirstServed, Resource
 from chairlift.core.scheduler.precedence import Precedence
 from chairlift.core.scheduler.preemptor import Preemptor
+from chairlift.core.scheduler.prefill_mode import Turn
 from chairlift.core.scheduler.prompt_budget import PromptBudget
 from chairlift.core.scheduler.prompt_share import PromptShare
 from chairlift.core.scheduler.scheduler import Scheduler
@@ -560,7 +562,7 @@ def prefill_mode_loses_the_decode_rows_of_the_step(patch: Patch) -> None:
 
 @mutant
 def prefill_mode_never_returns_to_decodes(patch: Patch) -> None:
-    patch(prefill_mode._Separate, "turn", lambda self, batch: prefill_mode.Turn.PREFILL)
+    patch(prefill_modes.Separate, "turn", lambda self, view: Turn.PREFILL)
     patch(Scheduler, "_run_decodes", _unless_prefill_mode(Scheduler._run_decodes))
 
 

@@ -13,7 +13,7 @@ from chairlift.kernels.cpu import library
 __all__ = ["emulated_tiles"]
 
 SOURCES = Path(__file__).parents[3] / "csrc" / "cpu"
-COMMON = ("api", "comm", "memory", "pack", "paths", "pool")
+COMMON = ("api", "comm", "memory", "pack", "paths", "pool", "system")
 TRAP = Path(__file__).with_name("tile_trap.cpp")
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-shared", "-pthread"]
 FLAGS += ["-DCL_NS=cl_amx", "-DCL_USE_AMX", "-DCL_PATHS=16", "-DCL_AMX_ANYWHERE", "-DCL_CHECK_BOUNDS"]

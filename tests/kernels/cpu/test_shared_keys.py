@@ -168,7 +168,8 @@ def compiled(folder: Path, mutant: Mutant | None) -> library.Library:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++ to compile the kernels with")
-    shutil.copytree(SOURCES / "isa", folder / "isa")
+    for name in ("isa", "system"):
+        shutil.copytree(SOURCES / name, folder / name)
     for source in [*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"), Path(__file__).with_name("attention_ops.cpp")]:
         text = source.read_text()
         if mutant is not None and source.name == mutant.header:
@@ -176,7 +177,8 @@ def compiled(folder: Path, mutant: Mutant | None) -> library.Library:
             text = text.replace(mutant.right, mutant.wrong)
         (folder / source.name).write_text(text)
     sources = [
-        str(folder / f"{name}.cpp") for name in ("attention_ops", "api", "comm", "memory", "pack", "paths", "pool")
+        str(folder / f"{name}.cpp")
+        for name in ("attention_ops", "api", "comm", "memory", "pack", "paths", "pool", "system")
     ]
     command = [compiler, *FLAGS, "-DCL_PATHS=1", f"-I{folder}", *sources, "-o", str(folder / "attention.so")]
     subprocess.run(command, check=True)
