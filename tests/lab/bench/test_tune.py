@@ -67,6 +67,9 @@ SETTING = Setting(
 )
 
 
+CACHE_FIELDS = {field.name for field in dataclasses.fields(CacheConfig)}
+
+
 class Machine:
     """Engines on one virtual clock, as slow as the truth says; ``stop_after`` runs somebody presses Ctrl-C."""
 
@@ -92,7 +95,7 @@ class Machine:
         self.made.append(dict(settings))
         parts: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}}  # from_flat is too slow for here
         for name, value in settings.items():
-            parts["cache" if name in ("block_size", "kv_cache_memory_bytes") else "scheduler"][name] = value
+            parts["cache" if name in CACHE_FIELDS else "scheduler"][name] = value
         config = EngineConfig(cache=CacheConfig(**parts["cache"]), scheduler=SchedulerConfig(**parts["scheduler"]))
         return simulated_core(self.deployment, config, self.clock)
 
