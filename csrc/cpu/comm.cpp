@@ -1,14 +1,12 @@
 #include "comm.h"
 
-#include <linux/futex.h>
 #include <poll.h>
-#include <sys/syscall.h>
 #include <time.h>
-#include <unistd.h>
 
 #include <new>
 
 #include "isa/processor.h"
+#include "system.h"
 
 namespace {
 
@@ -22,16 +20,6 @@ double seconds() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
-}
-
-// Other processes change the words, so the calls are not the private ones of a pool.
-void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
-  const timespec pause = {0, kPauseNanoseconds};
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &pause, nullptr, 0);
-}
-
-void wake_all(std::atomic<uint32_t>& word) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
 }
 
 bool reached(uint32_t count, uint32_t value) { return int32_t(count - value) >= 0; }
@@ -93,14 +81,14 @@ void cl_comm::end() {
   shared_.broken.store(1);
   for (int rank = 0; rank < size_; rank++) {
     Member& member = shared_.members[rank];
-    wake_all(member.met);
-    wake_all(member.sent);
-    wake_all(member.received);
+    cl_system::wake_all_shared(member.met);
+    cl_system::wake_all_shared(member.sent);
+    cl_system::wake_all_shared(member.received);
   }
 }
 
 void cl_comm::changed(std::atomic<uint32_t>& word) {
-  if (shared_.members[rank_].asleep.load() > 0) wake_all(word);
+  if (shared_.members[rank_].asleep.load() > 0) cl_system::wake_all_shared(word);
 }
 
 // A rank that is about to sleep first says so, then looks at the counter again. A rank that changes a counter looks for
@@ -119,7 +107,7 @@ bool cl_comm::wait(Member& owner, std::atomic<uint32_t>& word, uint32_t value, d
       end();
       break;
     }
-    sleep_while(word, seen);
+    cl_system::sleep_while_shared(word, seen, kPauseNanoseconds);
   }
   owner.asleep.fetch_sub(1);
   return !broken_;

@@ -13,6 +13,10 @@ void sleep_while(std::atomic<uint32_t>& word, uint32_t value);
 // Wakes all threads that sleep because of `word`. The caller has changed the word.
 void wake_all(std::atomic<uint32_t>& word);
 
+// The same for a word in memory that processes share. A thread sleeps for at most `nanoseconds`, below one second.
+void sleep_while_shared(std::atomic<uint32_t>& word, uint32_t value, long nanoseconds);
+void wake_all_shared(std::atomic<uint32_t>& word);
+
 // Processors on which a thread may run.
 struct Processors {
   // Maximum number of processors that Linux supports. Linux refuses to fill a mask that is too small for the machine.

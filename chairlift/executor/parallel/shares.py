@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 
 from chairlift.base.draft_methods import DRAFT_METHODS
 from chairlift.config import EngineConfig
@@ -52,6 +53,8 @@ def refuse_division(config: EngineConfig, network: NetworkConfig | TransformersC
             f"{asked} {backend.owner} run this model, on one process and one device, and only the CPU's native ones"
             " divide a model; start a server per device and put a proxy before them"
         )
+    if sys.platform != "linux":
+        raise ConfigError(f"{asked} the processes share a memory file as only Linux has it; leave it out")
     heads = network.num_key_value_heads
     if network.attends and heads < size:
         raise ConfigError(f"{asked} this model has {heads} KV heads, and each process needs one; use at most {heads}")

@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "../system.h"
@@ -17,6 +18,16 @@ void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
 
 void wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
+}
+
+// Other processes change the word, so the calls are not the private ones.
+void sleep_while_shared(std::atomic<uint32_t>& word, uint32_t value, long nanoseconds) {
+  const timespec pause = {0, nanoseconds};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &pause, nullptr, 0);
+}
+
+void wake_all_shared(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
 }
 
 // The mask has the layout of cpu_set_t: words of 64 bits on the 64-bit systems that have kernels.

@@ -2,6 +2,8 @@
 //
 // macOS has calls like futexes, but only since macOS 14.4, and it lets no program choose the processor of a thread.
 #pragma once
+#include <time.h>
+
 #include <condition_variable>
 #include <mutex>
 
@@ -36,6 +38,14 @@ void wake_all(std::atomic<uint32_t>&) {
   { std::lock_guard<std::mutex> guard(sleepers().mutex); }
   sleepers().changed.notify_all();
 }
+
+// No POSIX call sleeps on a word of another process, so a thread looks again after a millisecond, and nobody wakes it.
+void sleep_while_shared(std::atomic<uint32_t>& word, uint32_t value, long nanoseconds) {
+  const timespec pause = {0, nanoseconds < 1000 * 1000 ? nanoseconds : 1000 * 1000};
+  if (word.load() == value) nanosleep(&pause, nullptr);
+}
+
+void wake_all_shared(std::atomic<uint32_t>&) {}
 
 bool Processors::of_this_thread() { return false; }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +134,12 @@ def test_what_cannot_be_divided_is_refused_by_name(words: str, tmp_path: Path) -
     settings = {"tensor_parallel_size": 2, **SIZES, **REFUSED[words]}
     with pytest.raises(ConfigError, match=words):
         LLM(str(tiny_model(tmp_path, "llama")), **settings)
+
+
+def test_other_systems_than_linux_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chairlift.executor.parallel.shares.sys", SimpleNamespace(platform="darwin"))
+    with pytest.raises(ConfigError, match="share a memory file as only Linux has it"):
+        LLM(str(tiny_model(tmp_path, "llama")), tensor_parallel_size=2, **SIZES)
 
 
 def test_experts_and_hashlm_are_refused(tmp_path: Path) -> None:
