@@ -287,7 +287,8 @@ def test_a_mean_would_be_seen(loss: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("gemma2", "bfloat16")])
 def test_log_probabilities_are_the_samplers(family: str, dtype: str, tmp_path: Path) -> None:
-    """Those of an answer that was drawn token by token, with the adapter that the trainer has saved."""
+    """The trainer computes the log-probabilities that the engine reports when it draws the answer token by token, with
+    the adapter that the trainer has saved."""
     trainer = calls.trainer(tmp_path, family, dtype=dtype)
     folder = tiny_hf_model(tmp_path, family)
     llm = LLM(folder, dtype=dtype, num_kv_blocks=64, skip_tokenizer_init=True, enable_lora=True)
