@@ -76,6 +76,7 @@ _CHOICES = {
     "metrics_prefix": ("chairlift", "vllm"),
     "routing": ("rr", "p2c", "least", "prefix", "forecast"),
     "log_format": ("text", "json"),
+    "training_in_flight": ("keep", "follow"),
 }
 _EXTENSIBLE = {
     "model_impl": (("auto", "native", "transformers"), "module:FAMILY"),
@@ -140,6 +141,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_batch_file_bytes": (1024, 2**40),
     "max_batch_dir_bytes": (2**20, 2**50),
     "max_training_dir_bytes": (2**20, 2**50),
+    "max_training_bytes_per_key": (2**20, 2**50),
+    "max_training_adapters_per_key": (1, 64),
+    "training_result_seconds": (60, 10**8),
     "training_memory_bytes": (2**20, 2**50),
     "training_pack_tokens": (16, 2**20),
     "training_gap_ms": (0.1, 10**6),
@@ -702,7 +706,14 @@ class ServerConfig:
     training_dir: str | None = None
     """Directory for training runs and their checkpoints. It contains training data."""
     max_training_dir_bytes: int = 64 * 1024**3
-    """Maximum size of all calls, results and checkpoints in training_dir, in bytes."""
+    """Maximum size of everything in training_dir, in bytes: calls, results, checkpoints and saved states."""
+    max_training_bytes_per_key: int = 2**50
+    """Maximum size of the checkpoints of one API key, in bytes."""
+    max_training_adapters_per_key: int = 16
+    """Maximum number of adapters that one API key, or one session if there are no keys, may train at a time."""
+    training_result_seconds: float = 86_400.0
+    """Seconds for which the result of a training call is kept for its client. A result that was retrieved is dropped
+    after 5 minutes."""
     training_memory_bytes: int = 4 * 1024**3
     """Memory for adapters in training, with gradients and the optimiser's state, in bytes. An adapter that does not fit
     is refused."""
@@ -713,6 +724,9 @@ class ServerConfig:
     may take longer."""
     training_share: float = 0.5
     """Largest part of the time that training takes while the engine has requests."""
+    training_in_flight: str = "keep"
+    """What running samples of the kind inflight do when newer weights of their training run are published. keep: they
+    end with the weights with which they began. follow: they go on with the newer ones."""
     allowed_media_domains: tuple[str, ...] = ()
     """Host from which the server may fetch images that requests name by an http or https address; may be repeated.
     Private network addresses of the host are refused. None: the server fetches nothing."""
@@ -765,7 +779,9 @@ _NEEDS: Final = {
     **dict.fromkeys(("batch_max_in_flight", "max_batch_file_bytes", "max_batch_dir_bytes"), _BATCHES),
     "enable_training": (("training_dir",), ", in which training runs survive a restart"),
     **dict.fromkeys(("training_dir", "max_training_dir_bytes", "training_memory_bytes"), _TRAINING),
-    **dict.fromkeys(("training_pack_tokens", "training_gap_ms", "training_share"), _TRAINING),
+    **dict.fromkeys(("max_training_bytes_per_key", "max_training_adapters_per_key"), _TRAINING),
+    "training_result_seconds": _TRAINING,
+    **dict.fromkeys(("training_pack_tokens", "training_gap_ms", "training_share", "training_in_flight"), _TRAINING),
 }
 """Setting of the server -> (settings of which it needs at least one, end of the message). Without them it would have no
 effect."""

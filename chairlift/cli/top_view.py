@@ -220,14 +220,26 @@ def _gauges(now: Snapshot, before: Snapshot | None, width: int) -> list[Line]:
         _latencies(now, before, "ITL", "inter_token_latency_seconds"),
         _machine(metrics.value("floor_share"), metrics.maximum("expert_imbalance")),
     ]
+    below = [*_sources(metrics), *_conversations(metrics, width), *_training(now, before)]
     if _MIN_WIDTH <= width < _TWO_COLUMNS:
-        return [*left, *([(more, "")] for more in right if more), *_sources(metrics), *_conversations(metrics, width)]
+        return [*left, *([(more, "")] for more in right if more), *below]
     lines = []
     for line, more in zip(left, right, strict=True):
         gap = max(2, 46 - len(text_of(line)))
         fits = len(text_of(line)) + gap + len(more) <= width or width < _MIN_WIDTH
         lines += [[*line, (" " * gap + more, "")]] if fits else [line, [(more, "")]]
-    return [*lines, *_sources(metrics), *_conversations(metrics, width)]
+    return [*lines, *below]
+
+
+def _training(now: Snapshot, before: Snapshot | None) -> list[Line]:
+    """A line about training, if the server trains."""
+    metrics = now.metrics
+    if metrics is None or metrics.value("training_sessions") is None:
+        return []
+    adapters, waiting = (metrics.value(f"training_{name}") or 0.0 for name in ("adapters", "calls_waiting"))
+    steps = metrics.value("training_calls_total", kind="optim_step") or 0.0
+    text = f"{_rate(now, before, 'training_tokens_total')} tokens/s  {adapters:,.0f} adapters  {steps:,.0f} steps"
+    return [[("training  ", ""), (f"{text}  {waiting:,.0f} calls wait", "")]]
 
 
 def _sources(metrics: Metrics) -> list[Line]:
@@ -309,13 +321,17 @@ def _judge(rate: float | None, num_ended: float | None) -> tuple[str, str]:
 
 
 def _rates(now: Snapshot, before: Snapshot | None) -> str:
-    found = []
-    for name in ("prompt_tokens_total", "generation_tokens_total"):
-        new = None if now.metrics is None else now.metrics.value(name)
-        old = None if before is None or before.metrics is None else before.metrics.value(name)
-        known = new is not None and old is not None and before is not None and new >= old and now.when > before.when
-        found.append(f"{(new - old) / (now.when - before.when):,.0f}" if known else "-")  # type: ignore[operator,union-attr]
-    return f"tokens/s  prompt {found[0]}  output {found[1]}"
+    prompt, output = (_rate(now, before, name) for name in ("prompt_tokens_total", "generation_tokens_total"))
+    return f"tokens/s  prompt {prompt}  output {output}"
+
+
+def _rate(now: Snapshot, before: Snapshot | None, name: str) -> str:
+    """Growth of a counter per second, as text; - if it is not known."""
+    new = None if now.metrics is None else now.metrics.value(name)
+    old = None if before is None or before.metrics is None else before.metrics.value(name)
+    if before is None or new is None or old is None or new < old or now.when <= before.when:
+        return "-"
+    return f"{(new - old) / (now.when - before.when):,.0f}"
 
 
 def _latencies(now: Snapshot, before: Snapshot | None, label: str, name: str) -> str:

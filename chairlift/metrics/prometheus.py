@@ -25,12 +25,16 @@ from chairlift.metrics.stats import (
     BATCH_OUTCOMES,
     DEADLINE_KINDS,
     FORECAST_RATIOS,
+    TRAINING_CALLS,
+    TRAINING_ERRORS,
+    TRAINING_PASSES,
     AutoscalingStats,
     EngineStats,
     Histogram,
     ReplicaCounts,
     ReplicaStats,
     RequestStats,
+    TrainingStats,
 )
 
 __all__ = ["CONTENT_TYPE", "FINISH_REASONS", "REJECTION_REASONS", "CacheInfo", "exposed", "render"]
@@ -163,6 +167,7 @@ def render(
     families += _governor(ours, stats, up)
     families += _deadlines(ours, stats, {"default": 0} if classes is None else classes, up)
     families += _forecasts(ours, stats, forecast_within or {})
+    families += [] if stats.training is None else _training(ours, stats.training)
     # These collectors report the process that runs this code: the server's process.
     families += ProcessCollector(registry=None).collect()
     return generate_latest(_Families(families))
@@ -691,3 +696,27 @@ def _usage(engine: EngineStats, up: bool) -> float:
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
+
+
+def _training(names: _Names, stats: TrainingStats) -> Iterator[Metric]:
+    for name, text, value in (
+        ("training_sessions", "Sessions of clients that train or sample.", stats.num_sessions),
+        ("training_adapters", "Adapters in training that are in memory.", stats.num_adapters),
+        ("training_adapter_bytes", "Bytes of these adapters, with gradients and optimiser.", stats.adapter_bytes),
+        ("training_adapter_limit_bytes", "Bytes that they may have.", stats.adapter_limit_bytes),
+        ("training_calls_waiting", "Training calls without an answer.", stats.num_waiting),
+        ("training_disk_bytes", "Bytes in the directory of training runs.", stats.disk_bytes),
+        ("training_disk_limit_bytes", "Bytes that it may have.", stats.disk_limit_bytes),
+        ("training_longest_slice_seconds", "Longest piece of work between two steps.", stats.longest_slice),
+    ):
+        yield names.gauge(name, text, value)
+    for name, text, label, known, values in (
+        ("training_tokens", "Tokens of training passes.", "pass", TRAINING_PASSES, stats.tokens),
+        ("training_calls", "Training calls that have an answer.", "kind", TRAINING_CALLS, stats.calls),
+        ("training_failed_calls", "Training calls that failed.", "category", TRAINING_ERRORS, stats.failed),
+    ):
+        yield names.counter_of(name, text, (label,), [((key,), float(values[key])) for key in known])
+    yield names.counter("training_samples", "Samples drawn for clients that train.", stats.samples)
+    yield names.counter("training_seconds", "Seconds in which training work was computed.", stats.seconds)
+    text = "From the moment at which a training call could begin to its first pass."
+    yield names.histogram("training_wait_seconds", text, stats.wait)

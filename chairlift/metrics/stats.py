@@ -15,6 +15,9 @@ __all__ = [
     "CAUSES",
     "DEADLINE_KINDS",
     "FORECAST_RATIOS",
+    "TRAINING_CALLS",
+    "TRAINING_ERRORS",
+    "TRAINING_PASSES",
     "AutoscalingStats",
     "EngineStats",
     "FinishedRequest",
@@ -22,6 +25,7 @@ __all__ = [
     "ReplicaCounts",
     "ReplicaStats",
     "RequestStats",
+    "TrainingStats",
     "merge_stats",
 ]
 
@@ -34,6 +38,10 @@ multiple of the predicted wait."""
 
 BATCH_OUTCOMES = ("completed", "failed")
 """Outcomes of a request in a batch of /v1/batches: ``completed`` for status 2xx, ``failed`` for any other status."""
+
+TRAINING_PASSES = ("forward", "backward")
+TRAINING_CALLS = ("create", "pass", "optim_step", "save", "load")
+TRAINING_ERRORS = ("user", "server")
 
 CAUSES = (
     *("front_door", "waiting_step", "waiting_slots", "waiting_blocks", "waiting_tokens", "waiting_reservation"),
@@ -353,6 +361,34 @@ class FinishedRequest:
         return self.decode_seconds * self.n / (self.generation_tokens - self.n)
 
 
+@dataclasses.dataclass(slots=True)
+class TrainingStats:
+    """State and counters of a training service. Counters start at 0 when the server starts."""
+
+    num_sessions: int = 0
+    num_adapters: int = 0
+    """Adapters in memory."""
+    adapter_bytes: int = 0
+    adapter_limit_bytes: int = 0
+    num_waiting: int = 0
+    """Calls that have no answer, and wait for nothing but the machine."""
+    disk_bytes: int = 0
+    disk_limit_bytes: int = 0
+    seconds: float = 0.0
+    """Seconds in which training work was computed. It may have been interrupted by steps of the engine."""
+    longest_slice: float = 0.0
+    """Seconds of the longest piece of work that nothing could interrupt."""
+    samples: int = 0
+    tokens: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Kind of pass (from :data:`TRAINING_PASSES`) -> tokens."""
+    calls: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Kind of call (from :data:`TRAINING_CALLS`) -> calls that have an answer."""
+    failed: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Category of the error (from :data:`TRAINING_ERRORS`) -> calls that failed."""
+    wait: Histogram = dataclasses.field(default_factory=lambda: Histogram(LATENCY_BUCKETS))
+    """Seconds from the moment at which a call could begin to its first pass."""
+
+
 class RequestStats:
     """Statistics of all requests since the server's start. Not thread-safe: all calls must come from the event loop."""
 
@@ -360,6 +396,8 @@ class RequestStats:
         self.engine = EngineStats()
         """State of the engine after its last step. Counters include earlier engine processes, which were restarted."""
         self.num_restarts = 0
+        self.training: TrainingStats | None = None
+        """Statistics of training; None if nobody trains."""
         self.batch_requests: Counter[str] = Counter()
         """Outcome (from :data:`BATCH_OUTCOMES`) -> number of batch requests that have a result."""
         self.num_lost = 0

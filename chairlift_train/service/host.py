@@ -55,11 +55,12 @@ class CreateOrder(msgspec.Struct, tag="create", frozen=True):
 
 
 class PartOrder(msgspec.Struct, frozen=True):
-    """A part of a call."""
+    """A part of a call: groups of its data that follow each other."""
 
     model_id: str
     seq_id: int
     first: int
+    """Index of the first group."""
     count: int
     is_last: bool
     body: bytes = b""
@@ -125,6 +126,8 @@ class PassResult(msgspec.Struct, frozen=True):
     seq_id: int
     output: bytes = b""
     error: str = ""
+    loss: float = 0.0
+    """Sum of the losses of all data."""
 
 
 class WorkResult(msgspec.Struct, frozen=True):
@@ -141,9 +144,9 @@ class WorkResult(msgspec.Struct, frozen=True):
 
 
 class RunningPass(Protocol):
-    """A call that the trainer has begun. ``data`` is empty if it cannot be computed."""
+    """A call that the trainer has begun. ``groups`` of its data are empty if it cannot be computed."""
 
-    data: Sequence[Any]
+    groups: Sequence[Any]
 
     def outcome(self) -> PassOutcome:
         """End the call, and add its gradient if it has no error."""
@@ -158,7 +161,7 @@ class SlicedTrainer(TrainsAdapters, Protocol):
         ...
 
     def compute(self, data: Sequence[tuple[Any, int]]) -> Iterator[None]:
-        """Compute (running call, index of a datum) together. The data of a call come in their order."""
+        """Compute (running call, index of a group of its data) together. The groups of a call come in their order."""
         ...
 
 
@@ -213,7 +216,7 @@ class TrainingHost:
             if running is None:
                 results.setdefault(key, PassResult(*key, error="an earlier part of this call has failed"))
                 continue
-            known = len(running.data)
+            known = len(running.groups)
             data += [(running, index) for index in range(part.first, part.first + part.count) if index < known]
         for _ in self._trainer.compute(data):
             yield None
@@ -227,7 +230,7 @@ class TrainingHost:
 def _result(key: tuple[str, int], outcome: PassOutcome) -> PassResult:
     if outcome.error:
         return PassResult(*key, error=outcome.error)
-    return PassResult(*key, output=pass_answer(outcome))
+    return PassResult(*key, output=pass_answer(outcome), loss=outcome.metrics.get("loss:sum", 0.0))
 
 
 def _plain(metrics: Mapping[str, float]) -> dict[str, float]:

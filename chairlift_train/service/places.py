@@ -36,11 +36,31 @@ def split_path(path: str) -> tuple[str, str, str]:
     return parts[0], parts[1], check_name(parts[2])
 
 
+_KEPT: Final = ("states", "snapshots")
+"""Directories with weights that clients did not name."""
+
+
 class Places:
     """Directories of the service below ``root``. Ids of models have a pattern that is safe in a path."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
+        self._sizes = {each: num_bytes(each) for part in _KEPT for each in (self.root / part).glob("*/*")}
+        """Directory of a state or snapshot -> bytes."""
+        self._num_bytes = sum(self._sizes.values())
+
+    def num_bytes(self) -> int:
+        """Size of all states and snapshots. Any thread may ask."""
+        return self._num_bytes
+
+    def num_bytes_beside(self, directory: Path) -> int:
+        """Size of the states or snapshots of the model with the state or snapshot ``directory``."""
+        return sum(size for each, size in self._sizes.items() if each.parent == directory.parent)
+
+    def note(self, directory: Path, size: int) -> None:
+        """Count a state or snapshot that was written."""
+        self._sizes[directory] = size
+        self._num_bytes += size
 
     def _model(self, part: str, model_id: str) -> Path:
         if not _RUN.fullmatch(model_id):
@@ -62,6 +82,7 @@ class Places:
     def remove(self, directory: Path) -> None:
         """Delete a directory that the service made, if it is there."""
         shutil.rmtree(directory, ignore_errors=True)
+        self._num_bytes -= self._sizes.pop(directory, 0)
 
     def keep_newest(self, directory: Path, count: int) -> None:
         """Delete all but the ``count`` newest of the numbered directories beside ``directory``, and it."""
@@ -72,8 +93,11 @@ class Places:
 
     def forget_model(self, model_id: str) -> None:
         """Delete the states and snapshots of a model that has ended. Its checkpoints stay."""
-        for part in ("states", "snapshots"):
-            self.remove(self._model(part, model_id))
+        for part in _KEPT:
+            folder = self._model(part, model_id)
+            for directory in [each for each in self._sizes if each.parent == folder]:
+                self.remove(directory)
+            self.remove(folder)
 
 
 def _number(path: Path) -> int:

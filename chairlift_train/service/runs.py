@@ -19,10 +19,12 @@ import msgspec
 
 from chairlift.errors import EngineDeadError, StorageError
 from chairlift_train.service.compute.calls import AdapterConfig, TrainingError
+from chairlift_train.service.groups import lengths_of_groups
 from chairlift_train.service.host import CreateOrder, DropOrder, LoadOrder, Order, PackOrder, PartOrder, WorkResult
 from chairlift_train.service.log.log_thread import LogThread
 from chairlift_train.service.log.records import CallAnswer, LoggedCall, ModelRecord, SamplerRecord
 from chairlift_train.service.places import Places
+from chairlift_train.service.progress import TrainingProgress
 from chairlift_train.service.schedule.scheduler import NoRoomError, TrainingScheduler
 from chairlift_train.service.schedule.work import TrainingCall, TrainingPack, TrainingStep
 from chairlift_train.service.steps import StepRunner
@@ -31,7 +33,9 @@ from chairlift_train.service.wire.passes import read_pass
 __all__ = ["Compute", "RunSettings", "TooManyCallsError", "TrainingRuns", "error_answer", "request_id"]
 
 _log: Final = logging.getLogger(__name__)
-_PASSES: Final = ("pass",)
+_PASSES: Final = ("pass", "forward")
+_RETRIEVED_SECONDS: Final = 300.0
+"""Seconds after which a result that was retrieved is dropped. Its client may not have received it, and asks again."""
 _MAX_DEATHS: Final = 3
 _FIRST_PAUSE: Final = 0.2
 _LONGEST_PAUSE: Final = 10.0
@@ -61,6 +65,8 @@ class RunSettings:
     state_seconds: float = 60.0
     """Seconds of computing after which the state of a model is saved at its next step. After a crash, at most these
     are computed again."""
+    result_seconds: float = 86_400.0
+    """A result is dropped after this time, also if its client has not retrieved it."""
     max_queued_bytes: int = 256 << 20
     """Maximum size of the calls of one model that have not ended."""
 
@@ -73,6 +79,10 @@ def request_id(model_id: str, seq_id: int) -> str:
 def error_answer(message: str, category: str = "user") -> CallAnswer:
     """The answer of a call that failed. ``category`` is ``user`` or ``server``."""
     return CallAnswer("error", msgspec.json.encode({"error": message, "category": category}))
+
+
+def _category(answer: CallAnswer) -> str:
+    return str(msgspec.json.decode(answer.payload)["category"]) if answer.form == "error" else ""
 
 
 async def _nothing(sampler: SamplerRecord) -> None:
@@ -130,6 +140,7 @@ class TrainingRuns:
         """Why no work is done now; empty if work is done."""
         self.publish: Callable[[SamplerRecord], Awaitable[object]] = _nothing
         """Called with each new sampling session of a training run, when its weights are on disk."""
+        self.progress = TrainingProgress(clock)
         self._price = price
         self._runs: dict[str, _Run] = {}
         self._calls: dict[tuple[str, int], tuple[str, bytes]] = {}
@@ -143,6 +154,8 @@ class TrainingRuns:
         """Held while a call is logged and enters, and while the log is read again. So no call enters twice."""
         self._is_restored = asyncio.Event()
         """Set when the runs of the log are known. Before that, no call is accepted."""
+        self._retrieved: dict[tuple[str, int], float] = {}
+        """(model id, seq id) -> when a client first read the result; the oldest is first."""
         self._deaths: Counter[tuple[str, int]] = Counter()
         """Call -> number of deaths of the trainer's process while the call was computed."""
 
@@ -220,7 +233,7 @@ class TrainingRuns:
         forward_only = False
         if kind in _PASSES:
             message = read_pass(body)
-            lengths = message.lengths()
+            lengths = lengths_of_groups(message.lengths())
             forward_only = message.forward_only
             if not lengths:
                 raise TrainingError("the call has no data; give at least one datum")
@@ -229,9 +242,11 @@ class TrainingRuns:
             if seq_id:
                 raise TrainingError("this model was not created; look at the answer of create_model")
             self._admit(run)
-        kinds = {"save_sampler": "save", **({"load": "load"} if seq_id else {"load": "create"})}
+        kinds = {"forward": "pass", "save_sampler": "save", "load": "load" if seq_id else "create"}
         self._calls[model_id, seq_id] = kind, body
-        self.scheduler.add(TrainingCall(model_id, seq_id, kinds.get(kind, kind), lengths, forward_only))
+        call = TrainingCall(model_id, seq_id, kinds.get(kind, kind), lengths, forward_only)
+        self.scheduler.add(call)
+        self.progress.entered(run.record, call)
         self._news.set()
 
     def _admit(self, run: _Run) -> None:
@@ -246,21 +261,48 @@ class TrainingRuns:
     async def answer(self, model_id: str, seq_id: int, timeout: float) -> CallAnswer | None:
         """The answer of a call. Waits for it up to ``timeout`` seconds; None if it has none yet. Raises KeyError for a
         call that was not logged."""
-        call = await self.log(lambda log: log.call(model_id, seq_id))
-        if call is None:
-            raise KeyError(request_id(model_id, seq_id))
-        if call.answer is not None or timeout <= 0:
-            return call.answer
+        answer = await self._read(model_id, seq_id)
+        if answer is not None or timeout <= 0:
+            return answer
         event = self._answered.setdefault(request_id(model_id, seq_id), asyncio.Event())
-        call = await self.log(lambda log: log.call(model_id, seq_id))  # it may have ended before the event was there
-        if call is not None and call.answer is not None:
-            return call.answer
+        if (answer := await self._read(model_id, seq_id)) is not None:  # it may have ended before the event was there
+            return answer
         try:
             await asyncio.wait_for(event.wait(), timeout)
         except TimeoutError:
             return None
+        return await self._read(model_id, seq_id)
+
+    async def _read(self, model_id: str, seq_id: int) -> CallAnswer | None:
+        """The answer of a call, which is dropped some time after it was first read; None if it has none yet. Raises
+        KeyError for a call that was not logged, or whose session has ended."""
         call = await self.log(lambda log: log.call(model_id, seq_id))
-        return None if call is None else call.answer
+        if call is None:
+            raise KeyError(request_id(model_id, seq_id))
+        if call.is_dropped:
+            return error_answer("this result was retrieved long ago, or is too old, and is kept no longer")
+        if call.answer is not None:
+            self._retrieved.setdefault((model_id, seq_id), self.clock())
+        return call.answer
+
+    async def drop_results(self) -> None:
+        """Drop results that clients have retrieved, and those that are too old."""
+        limit = self.clock() - _RETRIEVED_SECONDS
+        retrieved = [call for call, at in self._retrieved.items() if at < limit]
+        before = self.wall_clock() - self.settings.result_seconds
+        await self.log(lambda log: log.drop_results(retrieved, before))
+        for call in retrieved:
+            del self._retrieved[call]
+
+    async def measure(self, num_sessions: int) -> None:
+        """Note what the runs take of memory and disk."""
+        stats = self.progress.stats
+        stats.num_sessions = num_sessions
+        stats.num_adapters = len(self.scheduler.model_ids)
+        stats.adapter_bytes, stats.adapter_limit_bytes = self.scheduler.num_bytes, self.scheduler.memory
+        stats.num_waiting = self.progress.num_waiting()
+        stats.disk_bytes = await self.log(lambda log: log.num_bytes())
+        stats.disk_limit_bytes = self.log.log.max_bytes
 
     def queue_state(self, model_id: str, seq_id: int) -> tuple[str, str]:
         """(state, reason) of a call without an answer, in the client's words."""
@@ -272,11 +314,14 @@ class TrainingRuns:
         return "active", ""
 
     async def _answer(self, model_id: str, seq_id: int, answer: CallAnswer) -> None:
-        await self.log(lambda log: log.finish([(model_id, seq_id, answer)]))
-        self.note(model_id, seq_id)
+        now = self.wall_clock()
+        await self.log(lambda log: log.finish([(model_id, seq_id, answer)], now=now))
+        self.note(model_id, seq_id, failed=_category(answer))
 
-    def note(self, model_id: str, seq_id: int) -> None:
-        """Wake those that wait for the answer of a call."""
+    def note(self, model_id: str, seq_id: int, *, failed: str = "", loss: float | None = None) -> None:
+        """Wake those that wait for the answer of a call. ``failed`` is the category of its error, and ``loss`` the sum
+        of its losses."""
+        self.progress.ended(model_id, seq_id, failed=failed, loss=loss)
         run = self._runs.get(model_id)
         known = self._calls.pop((model_id, seq_id), None)
         if run is not None and known is not None:
@@ -297,6 +342,7 @@ class TrainingRuns:
                 await self._news.wait()
                 continue
             start = self.clock()
+            self.progress.begins(work)
             try:
                 await (self._pack(work) if isinstance(work, TrainingPack) else self._step(work))
             except (EngineDeadError, StorageError) as error:
@@ -307,6 +353,7 @@ class TrainingRuns:
                 await self.again(work)
                 continue
             self.scheduler.done(work, self.clock() - start)
+            self.progress.done(work, self.clock() - start)
             await self._save_state(work)
 
     async def _note_death(self, work: TrainingPack | TrainingStep) -> None:
@@ -330,23 +377,27 @@ class TrainingRuns:
             for part in pack.parts
         ]
         result = await self.compute.run(PackOrder(parts))
+        self.progress.sliced(result.slice_seconds)
         if result.error:  # the pass itself failed, and what it has left in the trainer is unknown
             failed = error_answer(f"the server could not compute this call: {result.error}", "server")
             calls = {(part.model_id, part.seq_id) for part in pack.parts}
-            await self.log(lambda log: log.finish([(*call, failed) for call in calls]))
+            now = self.wall_clock()
+            await self.log(lambda log: log.finish([(*call, failed) for call in calls], now=now))
             for call in calls:
-                self.note(*call)
+                self.note(*call, failed="server")
             raise EngineDeadError(result.error)
         answers = []
         for each in result.passes:
             answer = error_answer(each.error) if each.error else CallAnswer("proto", each.output)
             answers.append((each.model_id, each.seq_id, answer))
-        await self.log(lambda log: log.finish(answers))
+        now = self.wall_clock()
+        await self.log(lambda log: log.finish(answers, now=now))
         ended = {(part.model_id, part.seq_id) for part in pack.parts if part.is_last}
-        for model_id, seq_id, _ in answers:
-            if (model_id, seq_id) not in ended:
-                self.scheduler.cancel(model_id, seq_id)
-            self.note(model_id, seq_id)
+        for each in result.passes:
+            if (each.model_id, each.seq_id) not in ended:
+                self.scheduler.cancel(each.model_id, each.seq_id)
+            failed = "user" if each.error else ""
+            self.note(each.model_id, each.seq_id, failed=failed, loss=None if failed else each.loss)
         for part in pack.parts:
             if part.model_id in self._runs:
                 share = part.num_tokens / pack.num_tokens
@@ -374,9 +425,9 @@ class TrainingRuns:
             return
         run = self._runs.get(work.call.model_id)
         if run is not None and run.unsaved_seconds >= self.settings.state_seconds:
+            run.unsaved_seconds = 0.0  # also if it cannot be saved: that would be as slow at each further step
             try:
                 await self._steps.save_state(run.record.model_id, work.call.seq_id)
-                run.unsaved_seconds = 0.0
             except (EngineDeadError, StorageError, TrainingError) as error:
                 _log.error("the state of %s was not saved: %s", run.record.model_id, error)
 
@@ -409,6 +460,7 @@ class TrainingRuns:
             await self.compute.run(DropOrder(model_id))
             self.scheduler.remove(model_id)
         self._calls.clear()
+        self.progress.restarted()
         for record in await self.log(lambda log: log.models(ended=False)):
             calls = await self.log(lambda log, name=record.model_id: log.calls_after(name, -1))  # type: ignore[misc]
             run = self._runs[record.model_id] = _Run(record, heard_at=self.clock())
@@ -466,6 +518,7 @@ class TrainingRuns:
             await self._answer(model_id, seq_id, error_answer("the training run has ended; load its checkpoint"))
         await self.log(lambda log: log.end_model(model_id))
         self.places.forget_model(model_id)
+        self.progress.forgot(model_id)
 
     async def end_gaps(self) -> None:
         """Fail calls that have waited too long for an earlier one, whose client is taken for dead."""

@@ -21,7 +21,8 @@ _TICK_SECONDS: Final = 2.0
 
 class TrainingService:
     """Everything that the endpoints use. ``model_names`` are the names of the model for clients; ``max_context`` is its
-    maximum number of tokens, ``tokenizer_id`` where clients find its tokenizer, ``arch`` its architecture."""
+    maximum number of tokens, ``tokenizer_id`` where clients find its tokenizer, ``arch`` its architecture. With
+    ``follow``, running samples of the kind ``inflight`` go on with newer weights."""
 
     def __init__(
         self,
@@ -32,9 +33,10 @@ class TrainingService:
         max_context: int,
         tokenizer_id: str,
         arch: str,
+        follow: bool = False,
     ) -> None:
         self.runs = runs
-        self.samplers = Samplers(engine)
+        self.samplers = Samplers(engine, runs.progress, follow=follow)
         runs.publish = self.samplers.publish
         self.sessions = Sessions(runs, self.samplers.forget)
         self.model_names = runs.model_names = tuple(model_names)
@@ -77,9 +79,12 @@ class TrainingService:
                 _log.exception("ended training sessions were not cleaned up; they are looked at again")
 
     async def tick(self) -> None:
-        """End what is over: silent sessions, calls that wait for one that never came, and expired checkpoints."""
+        """End what is over: silent sessions, calls that wait for one that never came, expired checkpoints, and results
+        that nobody needs."""
         await self.runs.end_gaps()
         await self.sessions.end_silent()
+        await self.runs.drop_results()
+        await self.runs.measure(len(self.sessions))
         now = self.runs.wall_clock()
         for checkpoint in await self.runs.log(lambda log: log.checkpoints("expires_at <= ?", now)):
             await self.delete_checkpoint(checkpoint)

@@ -30,9 +30,10 @@ from chairlift_train.service.host import NOT_SET_UP, Order, TrainingSetup, WorkR
 from chairlift_train.service.log.log_thread import LogThread
 from chairlift_train.service.log.store import TrainingLog
 from chairlift_train.service.places import Places
-from chairlift_train.service.runs import TrainingRuns
+from chairlift_train.service.runs import RunSettings, TrainingRuns
 from chairlift_train.service.schedule.scheduler import TrainingScheduler
 from chairlift_train.service.service import TrainingService
+from chairlift_train.service.wire.live import live_routes
 from chairlift_train.service.wire.routes import training_routes
 
 __all__ = ["EngineSeat", "serve_training"]
@@ -125,17 +126,23 @@ async def _training(
     scheduler = TrainingScheduler(
         token_budget=config.training_pack_tokens,
         memory=config.training_memory_bytes,
+        max_models=config.max_training_adapters_per_key,
         weights=parse_tenant_weights(engine_config.scheduler.tenant_weights),
     )
-    log = LogThread(TrainingLog(root, config.max_training_dir_bytes))
+    places = Places(root)
+    sizes = {"max_bytes": config.max_training_dir_bytes, "max_owner_bytes": config.max_training_bytes_per_key}
+    log = LogThread(TrainingLog(root, **sizes, beside=places.num_bytes))
+    settings = RunSettings(result_seconds=config.training_result_seconds)
     service = TrainingService(
-        TrainingRuns(log, seat, scheduler, Places(root), _price(info)),
+        TrainingRuns(log, seat, scheduler, places, _price(info), settings),
         state.engine,
         model_names=state.model_names,
         max_context=info.max_model_len,
         tokenizer_id=info.model_dir if local else base,
         arch=read_config(Path(info.model_dir)).model_type,
+        follow=config.training_in_flight == "follow",
     )
+    state.engine.stats.training = service.runs.progress.stats
     async with service.running():
         door.append(service)
         try:
@@ -156,7 +163,7 @@ async def serve_training(server: ServerConfig, config: EngineConfig, **settings:
         return door[0]
 
     def app(state: ServerState) -> ASGIApp:
-        return make_app(state, [*training_routes(service), *all_routes()])
+        return make_app(state, [*training_routes(service), *live_routes(service), *all_routes()])
 
     return await serve(
         server,

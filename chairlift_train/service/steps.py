@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from chairlift.errors import EngineDeadError, StorageError
 from chairlift_train.service.compute.calls import TrainingError
+from chairlift_train.service.groups import groups_of
 from chairlift_train.service.host import (
     AdamOrder,
     CreateOrder,
@@ -35,6 +37,7 @@ from chairlift_train.service.wire.bodies import (
 from chairlift_train.service.wire.passes import read_pass
 
 if TYPE_CHECKING:
+    from chairlift_train.service.log.store import TrainingLog
     from chairlift_train.service.runs import TrainingRuns
 
 __all__ = ["StepRunner", "check_ttl"]
@@ -106,11 +109,12 @@ class StepRunner:
         if call.kind == "optim_step":
             await self._order(AdamOrder(model.model_id, adam_of(read_body(body, OptimStep))))
         elif call.kind == "pass" and not (message := read_pass(body)).forward_only:
-            count = len(message.lengths())
+            count = len(groups_of(message.lengths()))
             await self._order(PackOrder([PartOrder(model.model_id, call.seq_id, 0, count, True, body)]))
 
     async def _order(self, order: Order) -> WorkResult:
         result = await self._runs.compute.run(order)
+        self._runs.progress.sliced(result.slice_seconds)
         if result.broken:
             raise EngineDeadError(result.error)
         if result.error:
@@ -128,17 +132,47 @@ class StepRunner:
         state: bool = False,
     ) -> None:
         answers = [(model.model_id, seq_id, _json(answer))]
-        await self._runs.log(lambda log: log.finish(answers, checkpoint=checkpoint, sampler=sampler, has_state=state))
+        now = self._runs.wall_clock()
+        made: dict[str, Any] = {"checkpoint": checkpoint, "sampler": sampler, "has_state": state}
+        await self._runs.log(lambda log: log.finish(answers, now=now, **made))
 
     # -- saves -----------------------------------------------------------------------------------------------------
 
     async def save_state(self, model_id: str, seq_id: int) -> None:
         """Save the state of a model after a call, and forget older ones."""
-        directory = self._runs.places.state(model_id, seq_id)
-        self._runs.places.remove(directory)  # left by a process that was killed
-        await self._order(SaveOrder(model_id, str(directory), optimizer=True))
+        places = self._runs.places
+        directory = places.state(model_id, seq_id)
+        replaced = places.num_bytes_beside(directory)
+        places.note(directory, await self._save_within(model_id, directory, "the state", optimizer=True, less=replaced))
         await self._runs.log(lambda log: log.state_saved(model_id, seq_id))
-        self._runs.places.keep_newest(directory, 1)
+        places.keep_newest(directory, 1)
+
+    async def _save_within(
+        self, model_id: str, directory: Path, what: str, *, optimizer: bool, less: int = 0, owner: str | None = None
+    ) -> int:
+        """Save a model in ``directory``; an older one there was left by a process that was killed. Returns the size.
+
+        Raises TrainingError if there is no room for ``what``, of whose size ``less`` becomes free again, or if the
+        checkpoints of the ``owner`` would be too large. Then nothing is left.
+        """
+        places = self._runs.places
+        places.remove(directory)
+        await self._order(SaveOrder(model_id, str(directory), optimizer=optimizer))
+        size = num_bytes(directory)
+
+        def check(log: TrainingLog) -> None:
+            log.check_room(size - less, what)
+            if owner is not None:
+                log.check_owner(owner, size - less)
+
+        try:
+            await self._runs.log(check)
+        except StorageError as error:
+            places.remove(directory)
+            if error.is_quota:
+                raise TrainingError(str(error)) from None
+            raise
+        return size
 
     async def _save(self, model: ModelRecord, seq_id: int, request: SaveWeights) -> None:
         record = await self._write(model, "weights", request.path or "", request, overwrite=request.overwrite)
@@ -152,8 +186,8 @@ class StepRunner:
             return
         places = self._runs.places
         directory = places.snapshot(model.model_id, seq_id)
-        places.remove(directory)
-        await self._order(SaveOrder(model.model_id, str(directory), optimizer=False))
+        size = await self._save_within(model.model_id, directory, "the snapshot", optimizer=False)
+        places.note(directory, size)
         places.keep_newest(directory, _SNAPSHOTS)
         sampler_id = f"{model.session_id}:sample:{request.sampling_session_seq_id}"
         follows = model.model_id if request.kind == "inflight" else ""
@@ -178,17 +212,13 @@ class StepRunner:
         if before is not None and not overwrite:
             raise TrainingError(f"the name {name!r} is taken: {before.path}; take another, or save with overwrite=True")
         part = directory.with_name(f"{name}.new")
-        runs.places.remove(part)
         optimizer = kind == "weights"
-        await self._order(SaveOrder(model.model_id, str(part), optimizer=optimizer))
-        size = num_bytes(part)
-        try:
-            await runs.log(lambda log: log.check_room(size, "the checkpoint"))
-        except StorageError as error:
-            runs.places.remove(part)
-            if error.is_quota:
-                raise TrainingError(str(error)) from None
-            raise
+        size = await self._save_within(
+            *(model.model_id, part, "the checkpoint"),
+            optimizer=optimizer,
+            less=0 if before is None else before.num_bytes,
+            owner=model.owner or None,
+        )
         runs.places.remove(directory)
         part.rename(directory)
         now = runs.wall_clock()
@@ -204,14 +234,23 @@ class StepRunner:
             raise TrainingError(f"there is no checkpoint {request.path}; list_checkpoints shows those that are there")
         if request.optimizer and not record.optimizer:
             raise TrainingError(f"{request.path} has no optimiser's state; load it without optimizer")
-        directory = self._runs.places.checkpoint(source, kind, name)
+        places = self._runs.places
+        state = places.state(model.model_id, seq_id)
+        places.remove(state)
+        more = record.num_bytes - places.num_bytes_beside(state)
+        try:
+            await self._runs.log(lambda log: log.check_room(more, "the state after a load"))
+        except StorageError as error:
+            if error.is_quota:
+                raise TrainingError(str(error)) from None
+            raise
+        directory = places.checkpoint(source, kind, name)
         await self._order(LoadOrder(model.model_id, str(directory), optimizer=request.optimizer))
-        state = self._runs.places.state(model.model_id, seq_id)
-        self._runs.places.remove(state)
         await self._order(SaveOrder(model.model_id, str(state), optimizer=True))
+        places.note(state, num_bytes(state))
         answer = {"type": "load_weights", "path": request.path, "model_id": model.model_id}
         await self._finish(model, seq_id, answer, state=True)
-        self._runs.places.keep_newest(state, 1)
+        places.keep_newest(state, 1)
 
 
 def check_ttl(seconds: int | None) -> None:

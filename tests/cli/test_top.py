@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from chairlift.cli.top_view import Line, Metrics, Snapshot, quantile, span, text_of, view
 from chairlift.metrics import prometheus
-from chairlift.metrics.stats import EngineStats, RequestStats
+from chairlift.metrics.stats import EngineStats, RequestStats, TrainingStats
 from tests.cli.conftest import Run
 from tests.cli.terminal import Terminal
 from tests.server.openai_fake import FakeServer, serve_fake
@@ -98,6 +98,22 @@ def test_the_sources_of_prompts_are_shown_if_a_disk_had_some() -> None:
     text = shown(view(Snapshot(0.0, "http://here", metrics=known), None, width=100, height=24))
     assert "prompts   computed 75%, disk 25%" in text
     assert "prompts " not in shown(view(at(0.0, 1), None, width=100, height=24))
+
+
+def test_training_is_shown_if_the_server_trains() -> None:
+    snapshots = []
+    for when, tokens in ((1.0, 100), (3.0, 900)):
+        stats = RequestStats()
+        stats.training = TrainingStats(num_adapters=8, num_waiting=3)
+        stats.training.tokens.update(forward=tokens, backward=tokens)
+        stats.training.calls["optim_step"] = 12
+        known = {"model_name": "tiny", "prefix": "chairlift", "up": True, "num_waiting": 0, "now": 1.0}
+        text = prometheus.render(stats, None, **known).decode()  # type: ignore[arg-type]
+        snapshots.append(Snapshot(when, "http://here", metrics=Metrics(text)))
+    for before, rate in ((None, "-"), (snapshots[0], "800")):
+        lines = shown(view(snapshots[1], before, width=100, height=30)).splitlines()
+        assert f"training  {rate} tokens/s  8 adapters  12 steps  3 calls wait" in lines
+    assert "training" not in shown(view(at(1.0, 1), None, width=100, height=30))
 
 
 @pytest.mark.parametrize("width", [80, 102])

@@ -10,7 +10,7 @@ from collections import defaultdict
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from chairlift.metrics.stats import AutoscalingStats, ReplicaStats
+from chairlift.metrics.stats import AutoscalingStats, ReplicaStats, TrainingStats
 from chairlift.server.http.app import make_app
 from tests.deploy.promql import Exposed
 from tests.server.harness import INFO, Client, StateOnlyEngine, make_state, run, serving
@@ -32,6 +32,7 @@ def exposed() -> dict[str, Exposed]:
     engine.stats.engine.max_loras = 4
     engine.stats.engine.max_image_bytes = 1 << 20
     engine.stats.engine.expert_imbalance = [1.5]
+    engine.stats.training = TrainingStats()
     bodies: list[str] = []
 
     async def scrape() -> None:

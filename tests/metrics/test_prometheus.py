@@ -10,7 +10,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from chairlift.base.outputs import FinishReason
 from chairlift.metrics.prometheus import CONTENT_TYPE, FINISH_REASONS, REJECTION_REASONS, render
-from chairlift.metrics.stats import CAUSES, EngineStats, FinishedRequest, Histogram, RequestStats, merge_stats
+from chairlift.metrics.stats import (
+    CAUSES,
+    TRAINING_CALLS,
+    TRAINING_PASSES,
+    EngineStats,
+    FinishedRequest,
+    Histogram,
+    RequestStats,
+    TrainingStats,
+    merge_stats,
+)
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -175,6 +185,33 @@ def test_buckets_are_cumulative_and_agree_with_the_record(name: str) -> None:
     assert cumulative[-1] > cumulative[-2] > 0
     assert value(found, f"chairlift:{name}_count") == sum(histogram.counts)
     assert value(found, f"chairlift:{name}_sum") == histogram.total
+
+
+def test_training_is_counted_where_somebody_trains() -> None:
+    stats = busy()
+    assert not [name for name, _ in samples(stats) if "training" in name]
+    stats.training = training = TrainingStats(num_adapters=3, adapter_bytes=500, seconds=2.5, samples=4)
+    training.tokens.update(forward=10, backward=70)
+    training.calls.update({"pass": 5, "optim_step": 2})
+    training.failed["user"] += 1
+    training.wait.observe(0.05)
+    found = samples(stats)
+    assert value(found, "chairlift:training_adapters") == 3
+    assert value(found, "chairlift:training_adapter_bytes") == 500
+    assert value(found, "chairlift:training_seconds_total") == 2.5
+    assert value(found, "chairlift:training_samples_total") == 4
+    assert {each: value(found, "chairlift:training_tokens_total", **{"pass": each}) for each in TRAINING_PASSES} == {
+        "forward": 10,
+        "backward": 70,
+    }
+    calls = {each: value(found, "chairlift:training_calls_total", kind=each) for each in TRAINING_CALLS}
+    assert calls == {"create": 0, "pass": 5, "optim_step": 2, "save": 0, "load": 0}
+    assert [value(found, "chairlift:training_failed_calls_total", category=each) for each in ("user", "server")] == [
+        1,
+        0,
+    ]
+    assert value(found, "chairlift:training_wait_seconds_bucket", le="0.1") == 1
+    assert value(found, "chairlift:training_wait_seconds_bucket", le="0.03") == 0
 
 
 def promised(**fields: object) -> FinishedRequest:

@@ -59,7 +59,7 @@ STATIC = Path(live.__file__).parent / "static"
 
 
 def test_the_page_has_all_of_itself_inside_and_asks_for_nothing_from_elsewhere() -> None:
-    assert len(SCRIPTS) == 6 and HTML.count("<style>") == 1
+    assert len(SCRIPTS) == 7 and HTML.count("<style>") == 1
     assert "data-file" not in HTML
     without_the_namespace = HTML.replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?://|url\(|@import|<link(?! rel=\"icon\" href=\"data:)|<iframe", without_the_namespace)
@@ -448,6 +448,36 @@ def test_the_page_shows_one_of_many_models_and_offers_the_others() -> None:
     names, none, *rest = json.loads(done.stdout)
     assert (names, none) == (["b", "a", "c"], [])
     assert rest == ["", ["b", "a", "c"], False, "?model=b", "follow=x&model=c"]
+
+
+_TRAINING = """
+const owner = "0123456789abcdef0123456789abcdef", run = `${owner}:train:3`;
+const mine = { run, owner, rank: 8, tokens: 1200, steps: 1, loss: 12.34567, waiting_calls: 2, is_computed: false };
+const idle = { ...mine, run: "s:train:0", owner: "ann", loss: null, waiting_calls: 0 };
+const busy = { ...idle, is_computed: true };
+const sampler = { sampler: "s:sample:1", owner: "ann", follows: "", running: 4, samples: 9, tokens: 70 };
+const samplers = [sampler, { ...sampler, running: 0 }];
+const rows = trainingRows({ runs: [mine, idle, busy], samplers });
+const owners = new Map([[run, owner], ["s:train:0", "ann"]]);
+const work = { kind: "pass", seconds: 0.414, runs: [run, "s:train:0"], tokens: { [run]: 1200, "s:train:0": 64 } };
+const step = { kind: "optim_step", seconds: 0.02, runs: ["s:train:0"], tokens: {} };
+console.log(JSON.stringify([rows, workText(work, owners), workText(step, owners)]));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node on the PATH to run the page's script")
+def test_the_page_shows_who_trains_and_who_samples() -> None:
+    script = (STATIC / "live_training.js").read_text() + _TRAINING
+    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    rows, work, step = json.loads(done.stdout)
+    assert rows == [
+        ["01234567… / 3", "trains, rank 8", "1,200 tokens", "1 step", "loss 12.35", "2 calls wait"],
+        ["ann / 0", "trains, rank 8", "1,200 tokens", "1 step", "", "idle"],
+        ["ann / 0", "trains, rank 8", "1,200 tokens", "1 step", "", "is computed"],
+        ["ann / 1", "samples", "70 tokens", "9 samples", "", "4 running"],
+    ]
+    assert work == "pass of 0.41 s: 01234567… / 3: 1,200, ann / 0: 64"
+    assert step == "optim_step of 0.02 s: ann / 0"
 
 
 def test_a_viewer_that_cannot_keep_up_is_skipped_ahead_and_told() -> None:

@@ -38,6 +38,7 @@ __all__ = [
     "check_admin",
     "check_exposure",
     "check_origin",
+    "check_sees_all",
     "is_loopback",
     "load_keys",
     "salt_for",
@@ -162,6 +163,15 @@ def check_admin(request: Request) -> None:
     caller: Caller = getattr(request.state, "caller", Caller())
     if caller.tenant != ADMIN:
         message = f"this takes an API key that is named {ADMIN}: a line '{ADMIN} KEY' in the file of --api-key-file"
+        raise ApiError(403, message, code="admin_key_needed")
+
+
+def check_sees_all(request: Request, what: str) -> None:
+    """Raise ApiError 403 if keys distinguish callers, and the request's key is not named ``admin``. ``what`` shows the
+    requests of all keys."""
+    caller: Caller = getattr(request.state, "caller", Caller())
+    if caller.holder and caller.tenant != ADMIN:
+        message = f"{what} shows the requests of all keys; it needs a key that is named {ADMIN} in the key file"
         raise ApiError(403, message, code="admin_key_needed")
 
 

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from chairlift.base.presets import BASELINE, PRESETS, RECORDED
 from chairlift.base.workers.pool import WorkerPool
 from chairlift.engine.step_export import to_perfetto
-from chairlift.server.http.auth import ADMIN, Caller
+from chairlift.server.http.auth import Caller, check_sees_all
 from chairlift.server.http.errors import ApiError
 from chairlift.server.http.state import ServerState
 from chairlift.server.http.streaming import EventStream
@@ -69,10 +69,7 @@ def _feed(request: Request) -> LiveFeed:
     """The data source of the live view page. Raises ApiError 403 if the caller may not see the requests of all
     tenants."""
     state: ServerState = request.app.state.server
-    caller: Caller = getattr(request.state, "caller", Caller())
-    if caller.holder and caller.tenant != ADMIN:
-        message = f"the live view shows the requests of all keys; it needs a key that is named {ADMIN} in the key file"
-        raise ApiError(403, message, code="admin_key_needed")
+    check_sees_all(request, "the live view")
     if state.live is None:
         state.live = LiveFeed(state.engine)
     return state.live

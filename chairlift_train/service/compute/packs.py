@@ -1,9 +1,10 @@
-"""One packed pass over data of many clients: forward by the engine, backward a layer and a datum at a time.
+"""One packed pass over data of many clients: forward by the engine, backward a layer and a group of data at a time.
 
 The forward pass is one flat batch, whose rows do not depend on each other (:mod:`chairlift_train.engine_pass`). The
 backward pass computes each layer again in PyTorch, from the input that the engine's step kept, separately for each
-datum. So no product of PyTorch has rows of two data, and a datum's gradient has the same bits in any company. All data
-pass through a layer before the next layer's turn, while its weights are in the processor's cache.
+group of data (:mod:`chairlift_train.service.groups`). A group is a part of one call, and packed: its attention stays
+inside each datum. So no product of PyTorch has rows of two calls, and a call's gradient has the same bits in any
+company. All groups pass through a layer before the next layer's turn, while its weights are in the processor's cache.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from chairlift_train.service.compute.client import Client
 from chairlift_train.service.compute.losses import Loss
 from chairlift_train.varlen import VarlenContext
 
-__all__ = ["AdapterSwitch", "PackPass", "RunningCall", "Segment"]
+__all__ = ["AdapterSwitch", "Group", "PackPass", "RunningCall", "Segment"]
 
 _LOGIT_BYTES: Final = 64 << 20
 """Memory for the logits of a chunk of rows."""
+_MOST_ROWS: Final = 64
+"""Maximum number of rows of a chunk of logits, which are one slice of work."""
 _KEPT_BYTES: Final = 256 << 20
 """Maximum memory for logits that are kept for the backward pass. Without it, they are computed again."""
 
@@ -51,8 +54,10 @@ class RunningCall:
     """Number of the client's adapter in the engine."""
     loss: Loss = dataclasses.field(init=False)
     options: Mapping[str, float] = dataclasses.field(init=False)
+    groups: list[range] = dataclasses.field(default_factory=list)
+    """Indices of the data of each group."""
     given: int = 0
-    """Number of data that were given to packs."""
+    """Number of groups that were given to packs."""
     total: float = 0.0
     """Sum of the losses so far."""
     gradient: Tensor | None = None
@@ -98,6 +103,53 @@ class Segment:
         return slice(self.start, self.start + len(self.datum.token_ids))
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Group:
+    """Data of one call whose backward pass is computed together. They follow each other in the pack."""
+
+    segments: list[Segment]
+    rotations: Any = None
+    """Rotations of the positions, for all layers; None before the first layer."""
+
+    @property
+    def running(self) -> RunningCall:
+        return self.segments[0].running
+
+    @property
+    def learns(self) -> bool:
+        """Whether the group has a derivative, and its call no error."""
+        return not self.running.error and any(each.grad is not None for each in self.segments)
+
+    @property
+    def rows(self) -> slice:
+        """Its tokens in the pack."""
+        return slice(self.segments[0].start, self.segments[-1].rows.stop)
+
+    @property
+    def starts(self) -> list[int]:
+        """Index of the first token of each datum in the group, and the number of tokens."""
+        first = self.segments[0].start
+        return [*(each.start - first for each in self.segments), self.rows.stop - first]
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of each token in its datum, int64 [T]."""
+        return torch.cat([torch.arange(len(each.datum.token_ids)) for each in self.segments])
+
+    def targets(self) -> tuple[Tensor, Tensor]:
+        """(targets, int64; derivatives of the loss by their log-probabilities, float32), both [T, most targets of a
+        position]. Cells without a target have the derivative 0."""
+        width = max(each.datum.targets.shape[1] for each in self.segments)
+        count = self.rows.stop - self.rows.start
+        targets, grads = torch.zeros(count, width, dtype=torch.int64), torch.zeros(count, width)
+        for each, start in zip(self.segments, self.starts, strict=False):
+            rows = slice(start, start + len(each.datum.token_ids))
+            targets[rows, : each.datum.targets.shape[1]] = torch.from_numpy(each.datum.targets)
+            if each.grad is not None:
+                grads[rows, : each.grad.shape[1]] = each.grad
+        return targets, grads
+
+
 class AdapterSwitch:
     """Switches a model's layers between the adapters of clients."""
 
@@ -124,16 +176,15 @@ class AdapterSwitch:
 
 
 class PackPass:
-    """A pass over ``segments``, which follow each other in the pack. ``model`` has float32 weights. ``engine`` has its
+    """A pass over ``groups``, which follow each other in the pack. ``model`` has float32 weights. ``engine`` has its
     weights and the clients' adapters."""
 
-    def __init__(
-        self, model: CausalLM, engine: EnginePass, adapters: AdapterSwitch, segments: Sequence[Segment]
-    ) -> None:
+    def __init__(self, model: CausalLM, engine: EnginePass, adapters: AdapterSwitch, groups: Sequence[Group]) -> None:
         self._model = model
         self._engine = engine
         self._adapters = adapters
-        self._segments = list(segments)
+        self._groups = list(groups)
+        self._segments = segments = [each for group in groups for each in group.segments]
         self._token_ids = np.concatenate([each.datum.token_ids for each in segments])
         self._starts = [*(each.start for each in segments), len(self._token_ids)]
         lengths = [len(each.datum.token_ids) for each in segments]
@@ -143,7 +194,7 @@ class PackPass:
         self._experts: list[Tensor] = []
         """int64 [T, k] for each layer of experts."""
         chunk = _LOGIT_BYTES // (4 * model.config.vocab_size)
-        self._chunk = max(1, min(chunk, 256))
+        self._chunk = max(1, min(chunk, _MOST_ROWS))
         """Number of rows of logits at a time."""
         self._logits: dict[int, Tensor] = {}
         """First row -> logits of a chunk of the pack, if all are kept."""
@@ -158,17 +209,15 @@ class PackPass:
         for segment in self._segments:
             self._lose(segment, logprobs[segment.rows])
         yield
-        learning = [each for each in self._segments if each.grad is not None and not each.running.error]
+        learning = [each for each in self._groups if each.learns]
         grads = torch.zeros_like(self._values[-1])
-        for segment in learning:
-            self._backward_head(segment, grads)
-            yield
+        for group in learning:
+            yield from self._backward_head(group, grads)
         self._logits.clear()
         for number in range(len(self._model.model.layers) - 1, self._lowest - 1, -1):
-            for segment in learning:
-                if not segment.running.error:
-                    self._backward_layer(segment, number, grads)
-                    yield
+            for group in learning:
+                self._backward_layer(group, number, grads)
+                yield
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -239,21 +288,20 @@ class PackPass:
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def _backward_head(self, segment: Segment, grads: Tensor) -> None:
-        """Write the derivative by the decoder's result into the rows of a datum in ``grads`` [T, D], and add that of
+    def _backward_head(self, group: Group, grads: Tensor) -> Iterator[None]:
+        """Write the derivative by the decoder's result into the rows of a group in ``grads`` [T, D], and add that of
         the head's matrices."""
-        if segment.grad is None:
-            raise InvariantError("a datum without a derivative has no backward pass")
         head = self._model.lm_head
-        product = segment.running.client.products.get(HEAD)
+        product = group.running.client.products.get(HEAD)
         cap = self._model.config.logit_cap
-        wanted = segment.grad.any(1).nonzero()[:, 0]
+        targets, by_target = group.targets()
+        wanted = by_target.any(1).nonzero()[:, 0]
         for some in torch.split(wanted, self._chunk):
-            rows = some + segment.start
-            logits = self._logits_of(rows, segment.running.number)
-            found = segment.grad[some]
+            rows = some + group.rows.start
+            logits = self._logits_of(rows, group.running.number)
+            found = by_target[some]
             by_logit = logits.softmax(1).mul_(-found.sum(1, keepdim=True))
-            by_logit.scatter_add_(1, torch.from_numpy(segment.datum.targets)[some], found)
+            by_logit.scatter_add_(1, targets[some], found)
             if cap is not None:
                 by_logit.mul_(1 - (logits / cap).square_())
             grad = by_logit @ head.weight.detach()
@@ -261,9 +309,10 @@ class PackPass:
                 hidden = self._values[-1][rows].requires_grad_()
                 with torch.enable_grad():
                     added = product(hidden, torch.zeros_like(by_logit))
-                found_here = self._add(segment, HEAD, added, hidden, by_logit)
+                found_here = self._add(group, HEAD, added, hidden, by_logit)
                 grad = grad if found_here is None else grad + found_here
             grads[rows] = grad
+            yield
 
     def _logits_of(self, rows: Tensor, number: int) -> Tensor:
         """Logits [R, V] of rows of the pack, kept or computed again."""
@@ -273,23 +322,24 @@ class PackPass:
         numbers = np.full(len(rows), number, dtype=np.int32)
         return self._engine.runner.logits(self._hidden(rows.numpy()), numbers)
 
-    def _backward_layer(self, segment: Segment, number: int, grads: Tensor) -> None:
-        """Replace the derivative by a layer's result in the rows of a datum by that by the layer's input, and add that
+    def _backward_layer(self, group: Group, number: int, grads: Tensor) -> None:
+        """Replace the derivative by a layer's result in the rows of a group by that by the layer's input, and add that
         of the layer's matrices."""
         decoder = self._model.model
         layer = decoder.layers[number]
-        rows = segment.rows
-        length = rows.stop - rows.start
-        positions = torch.arange(length)
+        rows = group.rows
+        positions = group.positions
+        if group.rotations is None:
+            group.rotations = decoder.rotations(positions, torch.float32)
         # Copies, so that operands begin at the same alignment in any pack: kernels may add in another order otherwise.
         hidden = self._values[number][rows].clone().requires_grad_()
         grad = grads[rows].clone()
         how: dict[str, Any] = {"closes": number == len(decoder.layers) - 1, "experts": experts_of(layer)}
         how["chosen"] = self._chosen(number, rows)
-        with self._adapters.on(segment.running.client), torch.enable_grad():
-            rotary = decoder.rotations(positions, torch.float32)[number]
-            out = run_layer(decoder, layer, rotary, positions, VarlenContext((0, length)), hidden, **how)
-        found = self._add(segment, f"model.layers.{number}.", out, hidden, grad)
+        with self._adapters.on(group.running.client), torch.enable_grad():
+            rotary = group.rotations[number]
+            out = run_layer(decoder, layer, rotary, positions, VarlenContext(group.starts), hidden, **how)
+        found = self._add(group, f"model.layers.{number}.", out, hidden, grad)
         if found is not None:
             grads[rows] = found
 
@@ -298,10 +348,10 @@ class PackPass:
         before = sum(len(experts_of(layer)) for layer in layers[:number])
         return [each[rows] for each in self._experts[before : before + len(experts_of(layers[number]))]]
 
-    def _add(self, segment: Segment, prefix: str, out: Tensor, hidden: Tensor, grad: Tensor) -> Tensor | None:
+    def _add(self, group: Group, prefix: str, out: Tensor, hidden: Tensor, grad: Tensor) -> Tensor | None:
         """Add the gradient of the matrices of layers whose names begin with ``prefix`` to that of the call. Returns the
         derivative by ``hidden``; None if ``out`` does not depend on it."""
-        running = segment.running
+        running = group.running
         client = running.client
         names = [name for name in client.matrices if name == prefix or name.startswith(prefix)]
         matrices = [each for name in names for each in client.matrices[name]]

@@ -29,7 +29,8 @@ from chairlift_train.service.compute.calls import (
 )
 from chairlift_train.service.compute.checks import DatumLimits, checked_data, loss_of
 from chairlift_train.service.compute.client import Client, bytes_of, modules_of
-from chairlift_train.service.compute.packs import AdapterSwitch, PackPass, RunningCall, Segment
+from chairlift_train.service.compute.packs import AdapterSwitch, Group, PackPass, RunningCall, Segment
+from chairlift_train.service.groups import groups_of
 
 __all__ = ["AdapterTrainer", "TrainerSettings"]
 
@@ -56,7 +57,7 @@ class TrainerSettings:
     max_models: int = 8
     """Maximum number of adapters at once."""
     pack_tokens: int = 2048
-    """Number of tokens of a packed pass. A longer datum has a pass of its own."""
+    """Number of tokens of a packed pass. A longer group of data has a pass of its own."""
     step_tokens: int = 512
     """Number of tokens that the engine computes at a time. It does not change any bits."""
     max_tokens: int | None = None
@@ -151,7 +152,7 @@ class AdapterTrainer:
     def forward_backward(self, calls: Sequence[PassCall]) -> list[PassOutcome]:
         """Compute the calls in packed passes. Gradients are added in the order of the calls."""
         running = [self.begin(call) for call in calls]
-        rest = [(each, index) for each in running for index in range(len(each.data))]
+        rest = [(each, index) for each in running for index in range(len(each.groups))]
         while rest:
             count, tokens = 0, 0
             while count < len(rest) and (not count or tokens + _length(*rest[count]) <= self.settings.pack_tokens):
@@ -170,29 +171,34 @@ class AdapterTrainer:
             found.number = self._numbers[call.model_id]
             found.loss, found.options = loss_of(call)
             found.data = checked_data(call, found.loss, self.limits)
+            found.groups = groups_of([len(each.token_ids) for each in found.data])
         except TrainingError as error:
             found.error = str(error)
         return found
 
     def compute(self, data: Sequence[tuple[RunningCall, int]]) -> Iterator[None]:
-        """Compute a packed pass over (call, index of a datum) in slices, between which other work may run, but no other
-        call of the same models.
+        """Compute a packed pass over (call, index of a group of its data) in slices, between which other work may run,
+        but no other call of the same models.
 
-        The data of a call must be given in their order, in one or several passes. After the last,
+        The groups of a call must be given in their order, in one or several passes. After the last,
         :meth:`RunningCall.outcome` gives the result; for one model it must be called in the order of the calls.
         """
-        segments: list[Segment] = []
+        groups: list[Group] = []
         start = 0
         for running, index in data:
             if index != running.given:
-                raise InvariantError(f"datum {index} of a call is computed after {running.given} of its data")
+                raise InvariantError(f"group {index} of a call is computed after {running.given} of its groups")
             running.given += 1
             if not running.error:
-                segments.append(Segment(running, index, start))
-                start += _length(running, index)
-        if segments:
-            self._refresh(start, len(segments), {each.running.call.model_id for each in segments})
-            work = PackPass(self._model, self._engine, self._adapters, segments).slices()
+                segments = []
+                for datum in running.groups[index]:
+                    segments.append(Segment(running, datum, start))
+                    start = segments[-1].rows.stop
+                groups.append(Group(segments))
+        if groups:
+            count = sum(len(each.segments) for each in groups)
+            self._refresh(start, count, {each.running.call.model_id for each in groups})
+            work = PackPass(self._model, self._engine, self._adapters, groups).slices()
             while not _ended(work):
                 yield
 
@@ -270,4 +276,4 @@ def _ended(work: Iterator[Any]) -> bool:
 
 
 def _length(running: RunningCall, index: int) -> int:
-    return len(running.data[index].token_ids)
+    return sum(len(running.data[datum].token_ids) for datum in running.groups[index])

@@ -28,11 +28,14 @@ class LoggedCall:
     model_id: str
     seq_id: int
     kind: str
-    """``create``, ``load``, ``pass``, ``optim_step``, ``save`` or ``save_sampler``."""
+    """``create``, ``load``, ``pass``, ``forward`` (a pass that changes nothing), ``optim_step``, ``save`` or
+    ``save_sampler``."""
     body: bytes | None
-    """The request; None if the call has ended and a saved state of the model has its effect."""
+    """The request; None if the call has ended and need not be computed again."""
     answer: CallAnswer | None
     """None if the call has not ended."""
+    is_dropped: bool = False
+    """Whether the result is kept no longer: the answer has its form only."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

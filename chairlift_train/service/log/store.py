@@ -5,23 +5,23 @@ disk. Its result is on disk before a client can read it. After kill -9 the calls
 effect of those with one is in the model's newest saved state or comes from computing them again. Both give the same
 bits, so no step is lost and none is applied twice.
 
-The database uses a write-ahead log that is flushed at each commit, as the store of batches does.
+What nobody needs again leaves the database: the request of a call that need not be computed again, a result that its
+client has retrieved, and all calls of a session that has ended.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import msgspec
 
-from chairlift.errors import ConfigError, StorageError
+from chairlift.base.locked_database import LockedDatabase
+from chairlift.errors import StorageError
 from chairlift_train.service.compute.calls import AdapterConfig
 from chairlift_train.service.log.records import (
     CallAnswer,
@@ -34,8 +34,8 @@ from chairlift_train.service.log.records import (
 
 __all__ = ["ReusedSeqError", "TrainingLog"]
 
-_VERSION: Final = 1
-_SCHEMA: Final = f"""
+_VERSION: Final = 2
+_SCHEMA: Final = """
 CREATE TABLE sessions (
     session_id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at REAL NOT NULL, metadata TEXT NOT NULL,
     display_name TEXT NOT NULL, ended INTEGER NOT NULL
@@ -46,8 +46,9 @@ CREATE TABLE models (
 );
 CREATE TABLE calls (
     model_id TEXT NOT NULL, seq_id INTEGER NOT NULL, kind TEXT NOT NULL, digest BLOB NOT NULL, body BLOB,
-    form TEXT, payload BLOB, PRIMARY KEY (model_id, seq_id)
+    form TEXT, payload BLOB, answered_at REAL, PRIMARY KEY (model_id, seq_id)
 );
+CREATE INDEX answers ON calls (answered_at) WHERE payload IS NOT NULL;
 CREATE TABLE checkpoints (
     model_id TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, owner TEXT NOT NULL, created_at REAL NOT NULL,
     num_bytes INTEGER NOT NULL, expires_at REAL, metadata TEXT NOT NULL, optimizer INTEGER NOT NULL,
@@ -57,7 +58,6 @@ CREATE TABLE samplers (
     sampler_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, owner TEXT NOT NULL, model_path TEXT NOT NULL,
     directory TEXT NOT NULL, follows TEXT NOT NULL
 );
-PRAGMA user_version = {_VERSION};
 """
 _SESSION: Final = "session_id, owner, created_at, metadata, display_name, ended"
 _MODEL: Final = "model_id, session_id, owner, base_model, config, metadata, created_at, state_seq, ended"
@@ -70,93 +70,71 @@ class ReusedSeqError(Exception):
     """Raised for a second call with the sequence id of another one."""
 
 
+def _nothing() -> int:
+    return 0
+
+
 class TrainingLog:
     """The log in ``directory``, which is created if needed.
 
     One process at a time may open it, and one thread at a time may call it. ``max_bytes`` is the maximum size of the
-    database and of all checkpoints. Raises ConfigError for a directory that cannot be used. Methods raise StorageError
-    if something would exceed the maximum size, and OSError or sqlite3.Error for disk errors; the change that failed is
-    undone.
+    database, of all checkpoints, and of what ``beside`` counts; ``max_owner_bytes`` that of the checkpoints of one
+    owner. Raises ConfigError for a directory that cannot be used. Methods raise StorageError if something would exceed
+    the maximum size, and OSError or sqlite3.Error for disk errors; the change that failed is undone.
     """
 
-    def __init__(self, directory: Path, max_bytes: int = 1 << 60) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        max_bytes: int = 1 << 60,
+        *,
+        max_owner_bytes: int = 1 << 60,
+        beside: Callable[[], int] = _nothing,
+    ) -> None:
         self.directory = directory
-        self._max_bytes = max_bytes
-        self._lock: IO[str] | None = None
-        try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = (directory / "lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._db = self._connect(directory / "training.sqlite3")
-        except BlockingIOError:
-            self._unlock()
-            raise ConfigError(
-                f"another server trains in {directory}; give each its own --training-dir, or stop the other one"
-            ) from None
-        except (OSError, sqlite3.Error) as error:
-            self._unlock()
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise ConfigError(
-                f"cannot keep training runs in {directory}: {reason}; give another --training-dir"
-            ) from None
-        except ConfigError:
-            self._unlock()
-            raise
+        self.max_bytes = max_bytes
+        self._max_owner_bytes = max_owner_bytes
+        self._beside = beside
+        self._database = LockedDatabase(
+            directory,
+            "training.sqlite3",
+            schema=_SCHEMA,
+            version=_VERSION,
+            what="training runs",
+            setting="--training-dir",
+        )
+        self._db = self._database.db
 
     def close(self) -> None:
         """Close the database and unlock the directory."""
-        self._db.close()
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-
-    def _connect(self, path: Path) -> sqlite3.Connection:
-        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        try:
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = FULL")
-            found = db.execute("PRAGMA user_version").fetchone()[0]
-            if found == 0:
-                db.executescript(f"BEGIN;{_SCHEMA}COMMIT;")
-            elif found != _VERSION:
-                raise ConfigError(
-                    f"{path} has format {found}, and this version reads format {_VERSION}; give another --training-dir"
-                )
-        except BaseException:
-            db.close()
-            raise
-        return db
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Context manager: run the whole block as one transaction."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._db
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:  # SQLite itself undoes a transaction for which the disk has no room
-                self._db.execute("ROLLBACK")
-            raise
+        self._database.close()
 
     # -- room ------------------------------------------------------------------------------------------------------
 
     def num_bytes(self) -> int:
-        """Size in bytes of the database and of all checkpoints."""
+        """Size in bytes of the database, of all checkpoints, and of all else that the service keeps."""
         saved = self._db.execute("SELECT COALESCE(SUM(num_bytes), 0) FROM checkpoints").fetchone()[0]
-        pages, free, size = (
-            self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
-        )
-        return int(saved + (pages - free) * size)
+        return int(saved) + self._database.num_bytes() + self._beside()
+
+    def check_owner(self, owner: str, num_bytes: int) -> None:
+        """Raise StorageError if a checkpoint of ``num_bytes`` would exceed the maximum size of the owner's."""
+        used = self._db.execute(
+            "SELECT COALESCE(SUM(num_bytes), 0) FROM checkpoints WHERE owner = ?", (owner,)
+        ).fetchone()[0]
+        if used + num_bytes > self._max_owner_bytes:
+            raise StorageError(
+                f"the checkpoints of this API key have {used:,} bytes, and at most {self._max_owner_bytes:,} are kept;"
+                f" this one has {num_bytes:,} more: delete checkpoints, or start the server with a larger"
+                " --max-training-bytes-per-key",
+                is_quota=True,
+            )
 
     def check_room(self, num_bytes: int, what: str) -> None:
         """Raise StorageError if ``what``, which has ``num_bytes``, would exceed the maximum size."""
         used = self.num_bytes()
-        if used + num_bytes > self._max_bytes:
+        if used + num_bytes > self.max_bytes:
             raise StorageError(
-                f"training runs have {used:,} bytes on disk, and at most {self._max_bytes:,} are kept; {what} has"
+                f"training runs have {used:,} bytes on disk, and at most {self.max_bytes:,} are kept; {what} has"
                 f" {num_bytes:,} more: delete checkpoints, or start the server with a larger --max-training-dir-bytes",
                 is_quota=True,
             )
@@ -165,7 +143,7 @@ class TrainingLog:
 
     def add_session(self, session: SessionRecord) -> None:
         """Add a session."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             _insert(db, "sessions", _SESSION, dataclasses.astuple(session))
 
     def session(self, session_id: str) -> SessionRecord | None:
@@ -178,14 +156,19 @@ class TrainingLog:
         return [_session(row) for row in self._rows("sessions", _SESSION, "ended = ?", int(ended))]
 
     def end_session(self, session_id: str) -> None:
-        """Note that a session takes no further calls. Its models end, too."""
-        with self._transaction() as db:
+        """Note that a session takes no further calls. Its models end, too. Its calls with their results, and its
+        sampling sessions are forgotten."""
+        with self._database.transaction() as db:
+            db.execute(
+                "DELETE FROM calls WHERE model_id IN (SELECT model_id FROM models WHERE session_id = ?)", (session_id,)
+            )
+            db.execute("DELETE FROM samplers WHERE session_id = ?", (session_id,))
             db.execute("UPDATE sessions SET ended = 1 WHERE session_id = ?", (session_id,))
             db.execute("UPDATE models SET ended = 1 WHERE session_id = ?", (session_id,))
 
     def add_model(self, model: ModelRecord) -> None:
         """Add a model. A known id is left as it is."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             _insert_model(db, model)
 
     def model(self, model_id: str) -> ModelRecord | None:
@@ -206,14 +189,15 @@ class TrainingLog:
         return [_model(row) for row in self._rows("models", _MODEL, where, *values)]
 
     def end_model(self, model_id: str) -> None:
-        """Note that a model takes no further calls."""
-        with self._transaction() as db:
+        """Note that a model takes no further calls. The requests of its calls are forgotten."""
+        with self._database.transaction() as db:
+            db.execute("UPDATE calls SET body = NULL WHERE model_id = ?", (model_id,))
             db.execute("UPDATE models SET ended = 1 WHERE model_id = ?", (model_id,))
 
     def state_saved(self, model_id: str, seq_id: int) -> None:
         """Note that a saved state has the effect of all calls up to ``seq_id``. Their requests are forgotten; their
         results stay."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             _note_state(db, model_id, seq_id)
 
     # -- calls -----------------------------------------------------------------------------------------------------
@@ -222,7 +206,7 @@ class TrainingLog:
         """Log a call, together with its ``model`` if it makes one. Returns False if the same call was logged before.
         Raises ReusedSeqError if another call has its id."""
         digest = hashlib.sha256(kind.encode() + b"\0" + body).digest()
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             row = db.execute(
                 "SELECT digest FROM calls WHERE model_id = ? AND seq_id = ?", (model_id, seq_id)
             ).fetchone()
@@ -246,16 +230,23 @@ class TrainingLog:
         self,
         answers: Sequence[tuple[str, int, CallAnswer]],
         *,
+        now: float = 0.0,
         checkpoint: CheckpointRecord | None = None,
         sampler: SamplerRecord | None = None,
         has_state: bool = False,
     ) -> None:
-        """Store the answers of calls, by model id and seq id, with what the calls have made. A call keeps its first
-        answer. ``has_state``: the state of the models after these calls is saved."""
-        with self._transaction() as db:
+        """Store the answers of calls, by model id and seq id, with what the calls have made. ``now`` is in seconds
+        since 1970. A call keeps its first answer. Requests of calls that have changed no model are forgotten.
+        ``has_state``: the state of the models after these calls is saved."""
+        with self._database.transaction() as db:
             db.executemany(
-                "UPDATE calls SET form = ?, payload = ? WHERE model_id = ? AND seq_id = ? AND form IS NULL",
-                [(answer.form, answer.payload, model_id, seq_id) for model_id, seq_id, answer in answers],
+                "UPDATE calls SET form = :form, payload = :payload, answered_at = :now,"
+                " body = CASE WHEN :form = 'error' OR kind = 'forward' THEN NULL ELSE body END"
+                " WHERE model_id = :model AND seq_id = :seq AND form IS NULL",
+                [
+                    {"form": answer.form, "payload": answer.payload, "now": now, "model": model_id, "seq": seq_id}
+                    for model_id, seq_id, answer in answers
+                ],
             )
             if checkpoint is not None:
                 _insert(db, "checkpoints", _CHECKPOINT, dataclasses.astuple(checkpoint))
@@ -263,6 +254,12 @@ class TrainingLog:
                 _insert(db, "samplers", _SAMPLER, dataclasses.astuple(sampler))
             for model_id, seq_id, _ in answers if has_state else ():
                 _note_state(db, model_id, seq_id)
+
+    def drop_results(self, retrieved: Sequence[tuple[str, int]], before: float) -> None:
+        """Forget the results of the calls with these ids, and all from before this time. The calls stay known."""
+        with self._database.transaction() as db:
+            db.executemany("UPDATE calls SET payload = NULL WHERE model_id = ? AND seq_id = ?", retrieved)
+            db.execute("UPDATE calls SET payload = NULL WHERE payload IS NOT NULL AND answered_at < ?", (before,))
 
     def call(self, model_id: str, seq_id: int) -> LoggedCall | None:
         """One call; None if it was not logged."""
@@ -290,7 +287,7 @@ class TrainingLog:
 
     def set_expiry(self, checkpoint: CheckpointRecord, expires_at: float | None) -> None:
         """Change when a checkpoint expires."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             db.execute(
                 "UPDATE checkpoints SET expires_at = ? WHERE model_id = ? AND kind = ? AND name = ?",
                 (expires_at, checkpoint.model_id, checkpoint.kind, checkpoint.name),
@@ -298,7 +295,7 @@ class TrainingLog:
 
     def remove_checkpoint(self, checkpoint: CheckpointRecord) -> None:
         """Forget a checkpoint. The caller deletes its directory afterwards."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             db.execute(
                 "DELETE FROM checkpoints WHERE model_id = ? AND kind = ? AND name = ?",
                 (checkpoint.model_id, checkpoint.kind, checkpoint.name),
@@ -306,7 +303,7 @@ class TrainingLog:
 
     def add_sampler(self, sampler: SamplerRecord) -> None:
         """Add a sampling session, or replace the one with its id."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             _insert(db, "samplers", _SAMPLER, dataclasses.astuple(sampler))
 
     def sampler(self, sampler_id: str) -> SamplerRecord | None:
@@ -359,7 +356,8 @@ def _model(row: Sequence[Any]) -> ModelRecord:
 def _call(row: Sequence[Any]) -> LoggedCall:
     values = _named(_CALL, row)
     form, payload = values.pop("form"), values.pop("payload")
-    return LoggedCall(**values, answer=None if form is None else CallAnswer(form, payload))
+    answer = None if form is None else CallAnswer(form, payload or b"")
+    return LoggedCall(**values, answer=answer, is_dropped=form is not None and payload is None)
 
 
 def _checkpoint(row: Sequence[Any]) -> CheckpointRecord:

@@ -83,7 +83,8 @@ class TrainingScheduler:
     """Orders training work. One piece of work runs at a time: :meth:`next` is followed by :meth:`done`.
 
     ``token_budget`` is the maximum number of tokens in a pack, except for a single longer sequence. ``memory`` is the
-    number of bytes for models. ``weights`` maps a tenant to its weight; others have weight 1.
+    number of bytes for models, and ``max_models`` the maximum number of models of one tenant. ``weights`` maps a tenant
+    to its weight; others have weight 1.
     """
 
     def __init__(
@@ -91,12 +92,14 @@ class TrainingScheduler:
         *,
         token_budget: int,
         memory: int,
+        max_models: int = 1 << 30,
         prices: WorkPrices | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> None:
         self.token_budget = token_budget
         self.prices = prices or WorkPrices()
         self.memory = memory
+        self._max_models = max_models
         self.num_bytes = 0
         """Bytes of all admitted models."""
         self._weights = dict(weights or {})
@@ -125,7 +128,14 @@ class TrainingScheduler:
                 f"this adapter needs {nbytes:,} bytes, and {max(0, free):,} of {self.memory:,} are free; use a smaller"
                 " rank, or wait until another training run ends"
             )
-        owner = self._tenants.setdefault(tenant, _Tenant(tenant, self._weights.get(tenant, 1.0)))
+        owner = self._tenants.get(tenant, _Tenant(tenant, self._weights.get(tenant, 1.0)))
+        if len(owner.models) >= self._max_models:
+            raise NoRoomError(
+                f"{len(owner.models)} adapters are in training for this API key, or for this session if there are no"
+                f" keys, and at most {self._max_models} may be (--max-training-adapters-per-key); close the session of"
+                " another one"
+            )
+        self._tenants[tenant] = owner
         owner.models.add(model_id)
         self._models[model_id] = _Model(model_id, owner, nbytes, self._num_admitted)
         self._num_admitted += 1

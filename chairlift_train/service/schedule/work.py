@@ -21,19 +21,19 @@ class TrainingCall:
     kind: str
     """``pass`` for a forward pass, with or without a backward pass; otherwise one of ``STEP_KINDS``."""
     lengths: tuple[int, ...] = ()
-    """Number of tokens of each datum. Empty for a step."""
+    """Number of tokens of each group of data, which is never divided. Empty for a step."""
     forward_only: bool = False
     """Whether the pass adds no gradient."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallPart:
-    """Consecutive data of one call, which share a pack with those of others."""
+    """Consecutive groups of data of one call, which share a pack with those of others."""
 
     model_id: str
     seq_id: int
     first: int
-    """Index of the first datum."""
+    """Index of the first group."""
     count: int
     num_tokens: int
     is_last: bool
@@ -46,7 +46,7 @@ class TrainingPack:
 
     number: int
     parts: tuple[CallPart, ...]
-    """Parts of one call are in the order of its data, and parts of one model in the order of its calls."""
+    """Parts of one call are in the order of its groups, and parts of one model in the order of its calls."""
     num_tokens: int
     seconds: float
     """Predicted duration."""

@@ -201,7 +201,7 @@ class _Endpoints:
             raise ApiError(422, str(error), code="invalid_body") from None
         model = await self._model(request, body.model_id)
         self._check_seq(body.seq_id)
-        return await self._accept(model, body.seq_id, "pass", body.canonical)
+        return await self._accept(model, body.seq_id, "forward" if body.forward_only else "pass", body.canonical)
 
     @staticmethod
     def _check_seq(seq_id: int) -> None:
@@ -372,6 +372,19 @@ class _Endpoints:
             raise ApiError(422, str(error), code="seq_id_reused") from None
         ids = [f"{name}:{index}" for index in range(body.num_samples)]
         return json_response({"request_id": name, "sample_sequence_ids": ids})
+
+    async def sample_versions(self, request: Request) -> Response:
+        """Which version of the weights drew which tokens of a request that has ended."""
+        name = request.path_params["request_id"]
+        await self._sampler(request, name.rpartition(":")[0])
+        try:
+            found = await self._service.samplers.versions(name)
+        except KeyError:
+            raise ApiError(410, "this sample is no longer known; draw it again", code="gone") from None
+        if found is None:
+            raise ApiError(409, "this sample has not ended; retrieve it first", code="not_ended")
+        samples = [[{"first_token": first, "seq_id": version} for first, version in runs] for runs in found]
+        return json_response({"request_id": name, "versions": samples})
 
     # -- training runs and checkpoints -----------------------------------------------------------------------------
 
@@ -546,6 +559,7 @@ def training_routes(get: Callable[[], TrainingService]) -> list[BaseRoute]:
         ("/create_sampling_session", on.create_sampling_session, "POST"),
         ("/samplers/{sampler_id}", on.sampler, "GET"),
         ("/asample", on.sample, "POST"),
+        ("/samples/{request_id}/versions", on.sample_versions, "GET"),
         ("/weights_info", on.weights_info, "POST"),
         ("/training_runs", on.training_runs, "GET"),
         ("/training_runs/{model_id}", on.training_run, "GET"),

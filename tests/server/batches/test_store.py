@@ -38,6 +38,8 @@ class Mortal(BatchStore):
     def __init__(self, directory: Path, lives: int = 1 << 30) -> None:
         self.lives = lives
         super().__init__(directory)
+        self._commits = self._database._commit
+        self._database._commit = self._commit  # type: ignore[method-assign]
 
     def _point(self) -> None:
         self.lives -= 1
@@ -53,7 +55,7 @@ class Mortal(BatchStore):
         if self.lives <= 0:
             self.lives = -1
             raise Killed
-        super()._commit()
+        self._commits()
         self._point()
 
     def _move_content(self, part: Path, record: FileRecord) -> None:

@@ -27,6 +27,7 @@ from chairlift_train.service.compute.calls import (
     PassOutcome,
     TrainingError,
 )
+from chairlift_train.service.groups import groups_of
 from chairlift_train.service.host import Order, TrainingHost, WorkResult
 
 VOCAB = 1000
@@ -48,6 +49,7 @@ class FakePass:
     call: PassCall
     adapter: FakeAdapter
     data: Sequence[Datum]
+    groups: Sequence[range] = ()
     error: str = ""
     gradient: float = 0.0
     loss: float = 0.0
@@ -81,13 +83,15 @@ class FakeTrainer:
         for index, datum in enumerate(call.datums):
             targets = datum.inputs.get("target_tokens")
             if targets is None or len(targets) != len(datum.tokens):
-                return FakePass(call, adapter, [], f"datum {index}: target_tokens has another length than the tokens")
+                return FakePass(
+                    call, adapter, [], error=f"datum {index}: target_tokens has another length than the tokens"
+                )
             if (datum.tokens >= VOCAB).any():
-                return FakePass(call, adapter, [], f"datum {index}: tokens has an unknown token id")
-        return FakePass(call, adapter, call.datums)
+                return FakePass(call, adapter, [], error=f"datum {index}: tokens has an unknown token id")
+        return FakePass(call, adapter, call.datums, groups_of([len(datum.tokens) for datum in call.datums]))
 
     def compute(self, data: Sequence[tuple[Any, int]]) -> Iterator[None]:
-        for running, index in data:
+        for running, index in [(each, index) for each, group in data for index in each.groups[group]]:
             datum = running.data[index]
             weights = datum.inputs.get("weights", np.ones(datum.inputs["target_tokens"].shape, np.float32))
             scores = -np.float32(running.adapter.weight) / (1 + datum.inputs["target_tokens"].astype(np.float32))
@@ -101,7 +105,7 @@ class FakeTrainer:
 
     def forward_backward(self, calls: Sequence[PassCall]) -> list[PassOutcome]:
         running = [self.begin(call) for call in calls]
-        for _ in self.compute([(each, index) for each in running for index in range(len(each.data))]):
+        for _ in self.compute([(each, index) for each in running for index in range(len(each.groups))]):
             pass
         return [each.outcome() for each in running]
 

@@ -31,7 +31,7 @@ def step(rate: float) -> bytes:
 SCRIPT: list[tuple[str, bytes]] = [
     ("create", json.dumps(CREATE).encode()),
     ("pass", pass_body(RUN.model_id, 1, [[1, 2, 3], [4, 5]])),
-    ("pass", pass_body(RUN.model_id, 2, [[7] * 40] * 4)),
+    ("pass", pass_body(RUN.model_id, 2, [[7] * 200] * 4)),
     ("optim_step", step(0.1)),
     ("save", b'{"path": "one"}'),
     ("pass", pass_body(RUN.model_id, 5, [[8, 9]])),

@@ -80,6 +80,33 @@ def test_a_saved_state_forgets_requests_and_keeps_results(tmp_path: Path) -> Non
     log.close()
 
 
+def test_requests_that_need_not_be_computed_again_are_forgotten(tmp_path: Path) -> None:
+    log = opened(tmp_path)
+    log.add_model(MODEL)
+    for seq_id, (kind, form) in enumerate((("pass", "proto"), ("forward", "proto"), ("pass", "error"), ("pass", ""))):
+        log.append(MODEL.model_id, seq_id, kind, b"body")
+        if form:
+            log.finish([(MODEL.model_id, seq_id, CallAnswer(form, b"x"))])  # type: ignore[arg-type]
+    assert [call.body for call in log.calls_after(MODEL.model_id, -1)] == [b"body", None, None, b"body"]
+    log.end_model(MODEL.model_id)
+    assert [call.body for call in log.calls_after(MODEL.model_id, -1)] == [None] * 4
+    log.close()
+
+
+def test_dropped_results_keep_their_calls(tmp_path: Path) -> None:
+    log = opened(tmp_path)
+    for seq_id, at in enumerate((1.0, 5.0, 9.0)):
+        log.append("m", seq_id, "pass", bytes(50_000))
+        log.finish([("m", seq_id, CallAnswer("proto", bytes(100_000)))], now=at)
+    before = log.num_bytes()
+    log.drop_results([("m", 2)], before=5.0)
+    calls = log.calls_after("m", -1)
+    assert [(call.is_dropped, call.body is not None) for call in calls] == [(True, True), (False, True), (True, True)]
+    assert [call.answer for call in calls] == [CallAnswer("proto", each) for each in (b"", bytes(100_000), b"")]
+    assert before - log.num_bytes() > 190_000
+    log.close()
+
+
 def test_what_would_exceed_the_quota_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     log = opened(tmp_path, max_bytes=190_000)
     with pytest.raises(StorageError, match="at most 190,000 are kept; a call has 150,000 more"):
@@ -91,7 +118,7 @@ def test_what_would_exceed_the_quota_is_refused_and_leaves_nothing(tmp_path: Pat
 
 def test_two_servers_never_share_a_log(tmp_path: Path) -> None:
     log = opened(tmp_path)
-    with pytest.raises(ConfigError, match="another server trains in"):
+    with pytest.raises(ConfigError, match="another server uses the training runs in"):
         opened(tmp_path)
     log.close()
     opened(tmp_path).close()

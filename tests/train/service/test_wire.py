@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from chairlift_train.service.places import Places
 from tests.server.harness import run, until
 from tests.train.service.wire_client import MODEL, Bench, WireClient, gathered, pass_body
 
@@ -171,7 +173,7 @@ def test_a_call_that_fails_in_a_later_pack_leaves_no_gradient(tmp_path: Path) ->
             tensor = message.data[-1].loss_fn_inputs["weights"]
             tensor.dense = tensor.dense[:-4] + b"\x00\x00\xc0\x7f"
 
-        bad = await client.result(await client.forward_backward(model, 1, [[1] * 40] * 5, edit=nan_at_the_end))
+        bad = await client.result(await client.forward_backward(model, 1, [[1] * 200] * 5, edit=nan_at_the_end))
         assert bad["error"] == "datum 4: the loss is NaN"
         assert (await client.result(await client.optim_step(model, 2)))["category"] == "user"
 
@@ -267,13 +269,125 @@ def test_names_that_could_leave_the_directory_are_refused(tmp_path: Path, name: 
 def test_a_full_quota_fails_a_save_and_leaves_nothing(tmp_path: Path) -> None:
     async def scene(bench: Bench, client: WireClient) -> None:
         model = await client.model(await client.session())
-        bench.runs.log.log._max_bytes = bench.runs.log.log.num_bytes() + 30_000
+        bench.runs.log.log.max_bytes = bench.runs.log.log.num_bytes() + 30_000
         bench.compute.trainer.save = large(bench.compute.trainer.save)  # type: ignore[method-assign]
         result = await client.result(await client.post("save_weights", model_id=model, seq_id=1, path="one"))
         assert "the checkpoint has" in result["error"] and "--max-training-dir-bytes" in result["error"]
         folder = bench.runs.places.checkpoint(model, "weights", "one").parent
         assert list(folder.iterdir()) == []
         assert (await client.get("checkpoints")).json()["checkpoints"] == []
+
+    play(tmp_path, scene)
+
+
+def test_states_and_snapshots_count_for_the_quota(tmp_path: Path) -> None:
+    async def scene(bench: Bench, client: WireClient) -> None:
+        session = await client.session()
+        model = await client.model(session)
+        bench.compute.trainer.save = large(bench.compute.trainer.save)  # type: ignore[method-assign]
+        before = bench.runs.log.log.num_bytes()
+        sampler = {"model_id": model, "sampling_session_seq_id": 0, "kind": "snapshot"}
+        await client.result(await client.post("save_weights_for_sampler", **sampler, seq_id=1))
+        assert bench.runs.log.log.num_bytes() > before + 100_000
+        bench.runs.log.log.max_bytes = bench.runs.log.log.num_bytes() + 30_000
+        full = await client.result(await client.post("save_weights_for_sampler", **sampler, seq_id=2))
+        assert "the snapshot has" in full["error"] and "--max-training-dir-bytes" in full["error"]
+        await client.result(await client.forward_backward(model, 3, [[1, 2]]))
+        assert "weight" in (await client.result(await client.optim_step(model, 4)))["metrics"], "a step needs no room"
+        folders = [each.parent.name for each in tmp_path.glob("*/*/[0-9]*")]
+        assert len(folders) == 1 and not list(tmp_path.glob("states/*/*"))
+        kept = bench.runs.places.num_bytes()
+        assert Places(tmp_path).num_bytes() == kept > 100_000, "a new process counts what is there"
+        await client.post(f"sessions/{session}/finish")
+        assert bench.runs.places.num_bytes() == 0
+
+    play(tmp_path, scene, state_seconds=-1.0)
+
+
+def test_a_load_for_which_there_is_no_room_changes_nothing(tmp_path: Path) -> None:
+    async def scene(bench: Bench, client: WireClient) -> None:
+        model = await client.model(await client.session())
+        bench.compute.trainer.save = large(bench.compute.trainer.save)  # type: ignore[method-assign]
+        saved = await client.result(await client.post("save_weights", model_id=model, seq_id=1, path="one"))
+        await client.result(await client.forward_backward(model, 2, [[1, 2]]))
+        await client.result(await client.optim_step(model, 3))
+        weight = bench.compute.trainer.adapters[model].weight
+        bench.runs.log.log.max_bytes = bench.runs.log.log.num_bytes() + 30_000
+        load = {"model_id": model, "seq_id": 4, "path": saved["path"], "optimizer": True}
+        assert "the state after a load has" in (await client.result(await client.post("load_weights", **load)))["error"]
+        assert bench.compute.trainer.adapters[model].weight == weight
+
+    play(tmp_path, scene)
+
+
+def test_a_key_has_room_for_some_checkpoints_and_adapters(tmp_path: Path) -> None:
+    async def test() -> None:
+        bench = Bench(tmp_path / "runs", max_models=2, max_owner_bytes=250_000)
+        keys = tmp_path / "keys"
+        keys.write_text("ann tml-ann\nbob tml-bob\n")
+        bench.compute.trainer.save = large(bench.compute.trainer.save)  # type: ignore[method-assign]
+        async with bench.serving(api_key_file=str(keys)) as client:
+            ann, bob = (WireClient(client.http, f"X-API-Key: tml-{name}") for name in ("ann", "bob"))
+            sessions = [await ann.session(), await ann.session()]
+            model, _ = [await ann.model(each) for each in sessions]
+            fields = {"session_id": sessions[0], "model_seq_id": 1, "base_model": MODEL, "lora_config": {"rank": 8}}
+            refused = await ann.result(await ann.post("create_model", **fields))
+            assert "2 adapters are in training for this API key" in refused["error"]
+            assert "--max-training-adapters-per-key" in refused["error"]
+            other = await bob.model(await bob.session())
+            saves = [("one", False), ("two", False), ("two", True), ("three", False)]
+            for seq_id, (name, overwrite) in enumerate(saves, start=1):
+                save = {"model_id": model, "seq_id": seq_id, "path": name, "overwrite": overwrite}
+                result = await ann.result(await ann.post("save_weights", **save))
+                assert ("path" in result) == (name != "three"), result
+            assert "--max-training-bytes-per-key" in result["error"]
+            assert "path" in await bob.result(await bob.post("save_weights", model_id=other, seq_id=1, path="one"))
+
+    run(test())
+
+
+def test_results_are_dropped_when_they_were_retrieved_or_are_too_old(tmp_path: Path) -> None:
+    async def scene(bench: Bench, client: WireClient) -> None:
+        session = await client.session()
+        model = await client.model(session)
+        calls = [await client.forward_backward(model, seq_id, [[seq_id, 2]]) for seq_id in (1, 2)]
+        first = await client.result(calls[0])
+        await until(lambda: bench.runs._runs[model].last_done == 2)
+
+        async def after(seconds: float) -> list[dict[str, Any]]:
+            bench.clock.seconds += seconds
+            await client.post("session_heartbeat", session_id=session)
+            await bench.service.tick()
+            return [client.read(await client.http.post(*retrieve(each))) for each in calls]
+
+        def retrieve(call: Any) -> tuple[str, bytes]:
+            return "/api/v1/retrieve_future", json.dumps({"request_id": call.json()["request_id"]}).encode()
+
+        assert (await after(299))[0] == first, "the client may ask again"
+        found = await after(2)
+        assert "is kept no longer" in found[0]["error"] and "loss:sum" in found[1]["metrics"]
+        assert "is kept no longer" in (await after(100))[0]["error"]
+        assert (await client.forward_backward(model, 1, [[1, 2]])).json() == calls[0].json(), "the call stays known"
+        assert (await client.forward_backward(model, 1, [[1, 3]])).status == 422
+        late = await client.forward_backward(model, 3, [[3, 2]])
+        await until(lambda: bench.runs._runs[model].last_done == 3)
+        calls.append(late)
+        bench.clock.seconds += 900
+        await bench.service.tick()
+        assert "is kept no longer" in client.read(await client.retrieve(late.json()["request_id"]))["error"]
+
+    play(tmp_path, scene, result_seconds=800.0, lease_seconds=1e9)
+
+
+def test_an_ended_session_leaves_no_calls(tmp_path: Path) -> None:
+    async def scene(bench: Bench, client: WireClient) -> None:
+        session = await client.session()
+        model = await client.model(session)
+        accepted = await client.forward_backward(model, 1, [[1, 2]])
+        await client.result(accepted)
+        await client.post(f"sessions/{session}/finish")
+        assert bench.runs.log.log.calls_after(model, -1) == []
+        assert (await client.retrieve(accepted.json()["request_id"])).status == 404
 
     play(tmp_path, scene)
 
@@ -320,6 +434,71 @@ def test_samples_come_from_the_weights_of_their_session(tmp_path: Path) -> None:
         assert (await client.post("cancel_future", request_id=reply.json()["request_id"])).status == 200
 
     play(tmp_path, scene)
+
+
+def test_samples_say_which_weights_drew_them(tmp_path: Path) -> None:
+    async def scene(bench: Bench, client: WireClient) -> None:
+        session = await client.session()
+        model = await client.model(session)
+        fields = {"model_id": model, "sampling_session_seq_id": 0, "kind": "inflight"}
+        saved = await client.result(await client.post("save_weights_for_sampler", **fields, seq_id=1))
+        ask = {
+            "sampling_session_id": saved["sampling_session_id"],
+            "num_samples": 2,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
+            "sampling_params": {"max_tokens": 3, "seed": 1},
+        }
+        for seq_id, version in ((0, 1), (1, 2)):
+            name = (await client.post("asample", **ask, seq_id=seq_id)).json()["request_id"]
+            assert (await client.retrieve(name)).status == 200
+            shown = (await client.get(f"samples/{name}/versions")).json()
+            assert shown == {"request_id": name, "versions": [[{"first_token": 0, "seq_id": version}]] * 2}
+            again = {**fields, "sampling_session_seq_id": 1 + seq_id}
+            await client.result(await client.post("save_weights_for_sampler", **again, seq_id=2 + seq_id))
+        assert (await client.get(f"samples/{saved['sampling_session_id']}:77/versions")).status == 410
+        assert (await client.get(f"samples/{session}:sample:9:0/versions")).status == 404
+
+    play(tmp_path, scene)
+
+
+def test_the_live_view_shows_who_trains_and_who_samples(tmp_path: Path) -> None:
+    async def scene(bench: Bench, client: WireClient) -> None:
+        session = await client.session()
+        model, other = await client.model(session), await client.model(session, 1)
+        await client.result(await client.forward_backward(model, 1, [[1, 2, 3], [4]]))
+        loss = (await client.result(await client.forward_backward(other, 1, [[1] * 5], forward_only=True)))["metrics"]
+        await client.result(await client.optim_step(model, 2))
+        await client.result(await client.optim_step(other, 2))
+        shown = (await client.http.get("/live/training")).json()
+        runs = {each["run"]: each for each in shown["runs"]}
+        assert [(runs[name]["tokens"], runs[name]["steps"]) for name in (model, other)] == [(4, 1), (5, 0)]
+        assert runs[other]["loss"] == loss["loss:sum"] and runs[model]["owner"] == session
+        packs = [each["tokens"] for each in shown["work"] if each["kind"] == "pass"]
+        assert packs == [{model: 4}, {other: 5}]
+        assert shown["samplers"] == []
+        stats = bench.runs.progress.stats
+        assert dict(stats.tokens) == {"backward": 4, "forward": 5}
+        assert dict(stats.calls) == {"create": 2, "pass": 2, "optim_step": 2} and dict(stats.failed) == {"user": 1}
+        await bench.service.tick()
+        assert (stats.num_adapters, stats.adapter_bytes, stats.num_sessions) == (2, 1600, 1)
+        assert stats.disk_bytes == bench.runs.log.log.num_bytes() > 0
+        assert sum(stats.wait.counts) == 6, "each call began once"
+        await client.post(f"sessions/{session}/finish")
+        assert (await client.http.get("/live/training")).json()["runs"] == []
+
+    play(tmp_path, scene)
+
+
+def test_the_live_view_of_all_keys_needs_the_admins(tmp_path: Path) -> None:
+    async def test() -> None:
+        bench = Bench(tmp_path / "runs")
+        keys = tmp_path / "keys"
+        keys.write_text("ann tml-ann\nadmin tml-admin\n")
+        async with bench.serving(api_key_file=str(keys)) as client:
+            for name, status in (("ann", 403), ("admin", 200)):
+                assert (await client.http.get("/live/training", f"X-API-Key: tml-{name}")).status == status
+
+    run(test())
 
 
 def test_inflight_samplers_of_a_run_follow_its_newest_weights(tmp_path: Path) -> None:

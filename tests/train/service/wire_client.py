@@ -21,6 +21,7 @@ from chairlift_train.service.places import Places
 from chairlift_train.service.runs import RunSettings, TrainingRuns
 from chairlift_train.service.schedule.scheduler import TrainingScheduler
 from chairlift_train.service.service import TrainingService
+from chairlift_train.service.wire.live import live_routes
 from chairlift_train.service.wire.proto import ForwardBackwardOutputMessage, ForwardBackwardRequestMessage
 from chairlift_train.service.wire.routes import training_routes
 from tests.server.fake_engine import FakeEngine, make_state
@@ -53,7 +54,9 @@ class SamplingEngine:
         self.adapters = FakeAdapters()
         self.asked: list[tuple[list[int], str]] = []
 
-    async def submit(self, prompt: Any, params: Any, *, adapter: str = "", cache_salt: str = "", **more: Any) -> Any:
+    async def submit(
+        self, prompt: Any, params: Any, *, adapter: str = "", cache_salt: str = "", name: str = "", **more: Any
+    ) -> Any:
         if adapter and adapter not in self.adapters.loaded:
             raise RequestError(f"the adapter {adapter} is not loaded")
         self.asked.append((list(prompt), adapter))
@@ -71,16 +74,27 @@ class ManualClock:
 class Bench:
     """One service and its parts."""
 
-    def __init__(self, directory: Path, *, memory: int = 100_000, max_bytes: int = 1 << 40, **settings: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        memory: int = 100_000,
+        max_models: int = 64,
+        max_bytes: int = 1 << 40,
+        max_owner_bytes: int = 1 << 40,
+        **settings: Any,
+    ) -> None:
         self.directory = directory
         self.clock = ManualClock()
         self.compute = FakeCompute()
         self.engine = SamplingEngine()
+        places = Places(directory)
+        log = TrainingLog(directory, max_bytes, max_owner_bytes=max_owner_bytes, beside=places.num_bytes)
         self.runs = TrainingRuns(
-            LogThread(TrainingLog(directory, max_bytes)),
+            LogThread(log),
             self.compute,
-            TrainingScheduler(token_budget=64, memory=memory),
-            Places(directory),
+            TrainingScheduler(token_budget=64, memory=memory, max_models=max_models),
+            places,
             self.compute.trainer.price,
             RunSettings(**settings),
             clock=self.clock,
@@ -94,7 +108,8 @@ class Bench:
     async def serving(self, **settings: Any) -> AsyncIterator[WireClient]:
         """Serve over HTTP while the block runs."""
         state: ServerState = make_state(self.engine.inner, **settings)
-        async with self.service.running(), serving(make_app(state, training_routes(lambda: self.service))) as client:
+        routes = [*training_routes(lambda: self.service), *live_routes(lambda: self.service)]
+        async with self.service.running(), serving(make_app(state, routes)) as client:
             yield WireClient(client)
 
 

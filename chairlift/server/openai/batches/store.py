@@ -6,15 +6,12 @@ record is committed before the content is deleted. So after a kill there may be 
 record without its content. Content without a record is deleted when the store is opened.
 
 Each response is stored in one transaction, which has no effect if the request already has a response. So a request
-gets exactly one response, even if it was sent several times. The database uses a write-ahead log (WAL) that is flushed
-at each commit, so stored responses also survive a power failure.
+gets exactly one response, even if it was sent several times. Stored responses also survive a power failure.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import json
 import os
 import secrets
@@ -22,8 +19,9 @@ import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
+from chairlift.base.locked_database import LockedDatabase
 from chairlift.errors import ConfigError, StorageError
 from chairlift.server.openai.batches.lines import BadLine, error_line, read_line
 from chairlift.server.openai.batches.records import ACTIVE, BATCH_FIELDS, FILE_FIELDS, BatchRecord, FileRecord, Pending
@@ -33,7 +31,7 @@ __all__ = ["MAX_REQUESTS", "BatchStore", "storage_error"]
 MAX_REQUESTS: Final = 50_000
 """Maximum number of requests in one input file, the same as OpenAI's limit."""
 _VERSION: Final = 1
-_SCHEMA: Final = f"""
+_SCHEMA: Final = """
 CREATE TABLE files (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, filename TEXT NOT NULL, bytes INTEGER NOT NULL, purpose TEXT NOT NULL,
     created_at INTEGER NOT NULL, expires_at INTEGER
@@ -50,7 +48,6 @@ CREATE TABLE requests (
     batch TEXT NOT NULL, line INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL,
     good INTEGER, answer BLOB, PRIMARY KEY (batch, line)
 );
-PRAGMA user_version = {_VERSION};
 """
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNFINISHED: Final = {
@@ -80,54 +77,25 @@ class BatchStore:
         self._root = Path(directory)
         self._max_bytes = max_bytes
         self._files = self._root / "files"
-        self._lock: IO[str] | None = None
+        self._database = LockedDatabase(
+            self._root,
+            "batches.sqlite3",
+            schema=_SCHEMA,
+            version=_VERSION,
+            what="batches",
+            setting="--batch-dir",
+            folders=("files",),
+        )
+        self._db = self._database.db
         try:
-            self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._files.mkdir(exist_ok=True, mode=0o700)
-            self._lock = (self._root / "lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._db = self._connect(self._root / "batches.sqlite3")
             self._remove_leftovers()
-        except BlockingIOError:
-            self._unlock()
-            raise ConfigError(
-                f"another server uses the batches in {directory}; give each its own --batch-dir"
-            ) from None
         except (OSError, sqlite3.Error) as error:
-            self._unlock()
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            if isinstance(error, FileExistsError):
-                reason = "it is not a directory"
-            raise ConfigError(f"cannot keep batches in {directory}: {reason}; give another --batch-dir") from None
-        except ConfigError:
-            self._unlock()
-            raise
+            self.close()
+            raise ConfigError(f"cannot keep batches in {directory}: {error}; give another --batch-dir") from None
 
     def close(self) -> None:
         """Close the database and unlock the directory. Uncommitted changes are undone."""
-        self._db.close()
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-
-    def _connect(self, path: Path) -> sqlite3.Connection:
-        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        try:
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = FULL")
-            found = db.execute("PRAGMA user_version").fetchone()[0]
-            if found == 0:
-                db.executescript(f"BEGIN;{_SCHEMA}COMMIT;")
-            elif found != _VERSION:
-                raise ConfigError(
-                    f"{path} has format {found}, and this version reads format {_VERSION}; give another --batch-dir"
-                )
-        except BaseException:
-            db.close()
-            raise
-        return db
+        self._database.close()
 
     def _remove_leftovers(self) -> None:
         """Delete the contents of files that have no record, because the process was killed."""
@@ -136,35 +104,12 @@ class BatchStore:
             if path.name not in known:
                 path.unlink()
 
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Context manager: run the whole block as one transaction."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._db
-        except BaseException:
-            if self._db.in_transaction:  # SQLite itself undoes a transaction for which the disk has no room
-                self._db.execute("ROLLBACK")
-            raise
-        self._commit()
-
-    def _commit(self) -> None:
-        try:
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
-
     # -- files ---------------------------------------------------------------------------------------------------
 
     def num_bytes(self) -> int:
         """Size in bytes of all files and of the database."""
         files = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()[0]
-        pages, free, size = (
-            self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
-        )
-        return int(files + (pages - free) * size)
+        return int(files) + self._database.num_bytes()
 
     def check_room(self, num_bytes: int, what: str) -> None:
         """Raise StorageError if ``what``, which has ``num_bytes``, would exceed the maximum size."""
@@ -200,7 +145,7 @@ class BatchStore:
             self._move_content(part, record)
         finally:
             part.unlink(missing_ok=True)
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             _insert(db, record)
         return record
 
@@ -261,7 +206,7 @@ class BatchStore:
 
     def delete_file(self, file_id: str) -> None:
         """Delete a file."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             db.execute("DELETE FROM files WHERE id = ?", (file_id,))
         self._remove(self.path(file_id))
 
@@ -315,7 +260,7 @@ class BatchStore:
             completed=0,
             failed=0,
         )
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             values = [getattr(record, name) for name in BATCH_FIELDS]
             db.execute(f"INSERT INTO batches ({_BATCH}) VALUES {_marks(values)}", values)
         return record
@@ -344,7 +289,7 @@ class BatchStore:
 
     def cancel(self, batch_id: str, now: int) -> None:
         """Cancel an unfinished batch. Its stored responses are kept."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             db.execute(
                 "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE id = ?"
                 " AND status IN ('validating', 'in_progress')",
@@ -362,7 +307,7 @@ class BatchStore:
         problem = ""
         num_lines = 0
         num_bad = 0
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             names: set[str] = set()
             for line, offset, length, answer in self._lines(batch, names, max_line):
                 num_lines = num_lines + 1
@@ -431,7 +376,7 @@ class BatchStore:
         Returns False and changes nothing if the request already has a result or the batch has ended.
         """
         self.check_room(len(answer), "an answer")
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             changed = db.execute(
                 "UPDATE requests SET good = ?, answer = ? WHERE batch = ? AND line = ? AND good IS NULL",
                 (int(good), answer, batch_id, line),
@@ -444,7 +389,7 @@ class BatchStore:
     def finalize(self, batch_id: str, now: int) -> None:
         """Set the status ``finalizing`` for a batch whose requests all have results. Its output files are written
         next."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             db.execute(
                 "UPDATE batches SET status = 'finalizing', finalizing_at = ? WHERE id = ? AND status = 'in_progress'",
                 (now, batch_id),
@@ -477,7 +422,7 @@ class BatchStore:
         finally:
             for part in parts:
                 part.unlink(missing_ok=True)
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             for column, record in new_files.items():
                 _insert(db, record)
                 db.execute(f"UPDATE batches SET {column} = ? WHERE id = ?", (record.id, batch_id))

@@ -408,6 +408,7 @@ async function begin() {
       const listening = listen();
       watchFloor();
       watchFleet();
+      watchTraining();
       if (asked.has("static") || asked.has("compare")) await Promise.race([listening, new Promise((done) => setTimeout(done, 1500))]);
     }
     if (!asked.has("static") && !asked.has("compare")) return;

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from chairlift import LLM, LoRARequest, SamplingParams
+from chairlift_train.service import groups
 from chairlift_train.service.compute import client, losses, packs
 from chairlift_train.service.compute.calls import (
     AdamParameters,
@@ -25,6 +26,7 @@ from chairlift_train.service.compute.calls import (
 from chairlift_train.service.compute.client import Client
 from chairlift_train.service.compute.packs import PackPass
 from chairlift_train.service.compute.trainer import AdapterTrainer
+from chairlift_train.varlen import VarlenContext
 from tests.models.tiny import tiny_hf_model
 from tests.native import needs_kernels
 from tests.train.service.compute import calls
@@ -133,20 +135,39 @@ def test_logits_that_are_computed_again_give_the_same_bits(tmp_path: Path, monke
     assert torch.equal(*found)
 
 
-def test_gradients_are_added_in_the_order_of_calls_and_data(tmp_path: Path) -> None:
+def test_gradients_are_added_in_the_order_of_calls_and_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "GROUP_TOKENS", 35)
     rng = np.random.default_rng(4)
-    data = [datum(rng, length) for length in (11, 30, 4, 19, 8)]
+    data = [datum(rng, length) for length in (11, 30, 4, 19, 8, 33)]
     alone = []
-    for each in data:
+    for each in (data[:1], data[1:3], data[3:5], data[5:]):
         trainer = calls.trainer(tmp_path)
         make(trainer, "a")
-        outcomes(trainer, call("a", [each]))
+        outcomes(trainer, call("a", each))
         alone.append(gradient_of(trainer, "a"))
     trainer = calls.trainer(tmp_path)
     make(trainer, "a")
-    outcomes(trainer, call("a", data[:3]), call("a", data[3:]))
-    expected = ((alone[0] + alone[1]) + alone[2]) + (alone[3] + alone[4])
-    assert torch.equal(gradient_of(trainer, "a"), expected)
+    outcomes(trainer, call("a", data[:5]), call("a", data[5:]))
+    assert torch.equal(gradient_of(trainer, "a"), ((alone[0] + alone[1]) + alone[2]) + alone[3])
+
+
+def test_the_data_of_a_group_do_not_see_each_other(tmp_path: Path) -> None:
+    """The gradient of a group is that of its data, one after another, up to rounding."""
+    rng = np.random.default_rng(6)
+    data = [datum(rng, length) for length in (1, 9, 17, 17, 3, 40, 2)]
+    packed, single = calls.trainer(tmp_path), calls.trainer(tmp_path)
+    for trainer in (packed, single):
+        make(trainer, "a")
+    outcomes(packed, call("a", data))
+    outcomes(single, *(call("a", [each]) for each in data))
+    assert apart(gradient_of(packed, "a"), gradient_of(single, "a")) < LARGEST
+
+
+@pytest.mark.planted("test_the_data_of_a_group_do_not_see_each_other")
+def test_data_that_see_each_other_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packs, "VarlenContext", lambda starts: VarlenContext((starts[0], starts[-1])))
+    with pytest.raises(AssertionError):
+        test_the_data_of_a_group_do_not_see_each_other(tmp_path)
 
 
 # -- company -----------------------------------------------------------------------------------------------------------
@@ -173,20 +194,31 @@ def train(trainer: AdapterTrainer, models: dict[str, int], rounds: int) -> dict[
 
 def check_company(tmp_path: Path, count: int, rounds: int, dtype: str = "float32") -> None:
     models = {f"m{seed}": seed for seed in range(1, count + 1)}
-    together = train(calls.trainer(tmp_path, dtype=dtype, pack_tokens=90, step_tokens=25), models, rounds)
+    together = train(calls.trainer(tmp_path, dtype=dtype, pack_tokens=250, step_tokens=25), models, rounds)
     for name, seed in models.items():
         alone = train(calls.trainer(tmp_path, dtype=dtype), {name: seed}, rounds)
         assert together[name] == alone[name], f"{name} sees its company"
 
 
+@pytest.fixture
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups so small that calls are divided among packs."""
+    monkeypatch.setattr(groups, "GROUP_TOKENS", 50)
+
+
+@pytest.mark.usefixtures("small_groups")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_client_has_the_bits_that_it_has_alone(dtype: str, tmp_path: Path) -> None:
     check_company(tmp_path, 3, 2, dtype)
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("tokens", [groups.GROUP_TOKENS, 50])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_eight_clients_have_the_bits_that_they_have_alone(threads: int, tmp_path: Path) -> None:
+def test_eight_clients_have_the_bits_that_they_have_alone(
+    threads: int, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "GROUP_TOKENS", tokens)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -199,11 +231,11 @@ def leaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient goes to the first call of the pack."""
     add = PackPass._add
 
-    def wrong(self: PackPass, segment: Any, *given: Any) -> Any:
-        first = self._segments[0]
-        if first.running.client.weights.shape == segment.running.client.weights.shape:
-            segment = dataclasses.replace(segment, running=first.running)
-        return add(self, segment, *given)
+    def wrong(self: PackPass, group: Any, *given: Any) -> Any:
+        first = self._groups[0]
+        if first.running.client.weights.shape == group.running.client.weights.shape:
+            group = packs.Group([dataclasses.replace(group.segments[0], running=first.running)])
+        return add(self, group, *given)
 
     monkeypatch.setattr(PackPass, "_add", wrong)
 
@@ -245,6 +277,7 @@ MISTAKES = {each.__name__: each for each in (leaks, adapter_of_another, shared_m
 
 
 @pytest.mark.planted("test_a_client_has_the_bits_that_it_has_alone")
+@pytest.mark.usefixtures("small_groups")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_what_crosses_clients_would_be_seen(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     MISTAKES[mistake](monkeypatch)
@@ -252,24 +285,24 @@ def test_what_crosses_clients_would_be_seen(mistake: str, tmp_path: Path, monkey
         check_company(tmp_path, 5, 2)  # the first and the last have adapters of equal size
 
 
-@pytest.mark.planted("test_gradients_are_added_in_the_order_of_calls_and_data")
+@pytest.mark.planted("test_gradients_are_added_in_the_order_of_calls_and_groups")
 def test_another_order_of_the_sums_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backward = PackPass.slices
 
-    def reversed_data(self: PackPass) -> Any:
+    def reversed_groups(self: PackPass) -> Any:
         score = self._score
 
         def scored() -> Any:
             found = yield from score()
-            self._segments.reverse()
+            self._groups.reverse()
             return found
 
         monkeypatch.setattr(self, "_score", scored, raising=False)
         yield from backward(self)
 
-    monkeypatch.setattr(PackPass, "slices", reversed_data)
+    monkeypatch.setattr(PackPass, "slices", reversed_groups)
     with pytest.raises(AssertionError):
-        test_gradients_are_added_in_the_order_of_calls_and_data(tmp_path)
+        test_gradients_are_added_in_the_order_of_calls_and_groups(tmp_path, monkeypatch)
 
 
 @pytest.mark.planted("test_gradients_of_each_loss_are_pytorchs")
