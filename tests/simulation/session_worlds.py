@@ -112,6 +112,12 @@ class _World:
         self.leased: dict[int, tuple[str, set[bytes]]] = {}
         """Number of a turn that got a lease -> (its tenant, keys of its nodes)."""
         self.asked: dict[str, tuple[list[int], SamplingParams, int, float]] = {}
+        self.sent: list[tuple[float, tuple[list[int], int, str, str, CacheHints]]] = []
+        """(time, arguments of :meth:`ask`) of each request, oldest first."""
+        self.tools: dict[str, tuple[str, ...]] = {}
+        """Id of each request whose answer called tools -> these tools."""
+        self.is_again = False
+        """Whether the requests are those of another world."""
         self.agents_by_request: dict[str, _Agent] = {}
         self.hints = rng.choice((0.0, 0.3, 1.0))
         """Share of the turns whose client asks for leases."""
@@ -192,6 +198,8 @@ class _World:
         fetched = pauses._fetched
 
         def watched(*args: Any) -> bool:
+            for order in self.rule.orders:
+                order._expire()  # else those that end now would seem to end because of the fetch
             leased = [order.num_leased for order in self.rule.orders]
             self.fetching = True
             done = fetched(*args)
@@ -307,6 +315,7 @@ class _World:
         whose: dict[str, Any] = {"cache_salt": salt, "tenant": tenant, "hints": hints}
         self.engine.add_request(tokens, params, request_id=name, stream=False, **whose)
         self.asked[name] = tokens, params, int.from_bytes(salt.encode()[:8], "little"), self.clock.now()
+        self.sent.append((self.clock.now(), (tokens, num_tokens, tenant, salt, hints)))
         return name
 
     def turn(self, agent: _Agent) -> None:
@@ -347,9 +356,14 @@ class _World:
         if output.request_id in self.flood:
             self.flood_seconds[self.flood[output.request_id]] = self.clock.now() - asked_at
         agent = self.agents_by_request.get(output.request_id)
-        if agent is None:
-            return
-        agent.tokens = tokens + answer
+        if self.is_again:
+            self.engine.core.paused(output.request_id, self.tools.get(output.request_id, ()))
+        elif agent is not None:
+            self._go_on(agent, output.request_id, tokens + answer)
+
+    def _go_on(self, agent: _Agent, name: str, tokens: list[int]) -> None:
+        """Choose what an agent does after an answer."""
+        agent.tokens = tokens
         rng = self.rng
         agent.tools = ()
         agent.ended_at = now = self.clock.now()
@@ -357,7 +371,8 @@ class _World:
         agent.next_at = now + seconds
         if rng.random() < 0.85:
             agent.tools = tuple(rng.sample(_TOOLS, rng.choice((1, 1, 1, 2))))
-            self.engine.core.paused(output.request_id, agent.tools)
+            self.tools[name] = agent.tools
+            self.engine.core.paused(name, agent.tools)
             if self.store is not None:
                 agent.next_at = now + (0.4, 2.4, 2.8)[_TOOLS.index(agent.tools[0])] * self.beside.uniform(0.9, 1.6)
             self.seen["pauses"] += 1
@@ -379,14 +394,27 @@ def run_world(seed: int) -> collections.Counter[str]:
 
 def run_beside(seed: int) -> tuple[list[float], list[float]]:
     """Seconds of each prompt of a flood, (with leases, with the least recently used block evicted first). Both worlds
-    have the same conversations and the same flood, and no clock jumps."""
-    found = []
-    for eviction in ("lease", "lru"):
-        world = _World(seed, eviction)
-        world.jumps = False
-        _run(world)
-        found.append([seconds for _, seconds in sorted(world.flood_seconds.items())])
+    have the same requests at the same times, and no clock jumps. (If each turn began after the answer before it, agents
+    that are answered sooner would ask more, and the flood would wait for that.)"""
+    lru, leases = _World(seed, "lru"), _World(seed, "lease")
+    lru.jumps = leases.jumps = False
+    _run(lru)
+    _run_again(leases, lru)
+    found = [[seconds for _, seconds in sorted(world.flood_seconds.items())] for world in (leases, lru)]
     return found[0], found[1]
+
+
+def _run_again(world: _World, before: _World) -> None:
+    """Send the requests of another world at the same times."""
+    world.is_again = True
+    for name in ("tools", "flood", "agents_by_request", "asked_leases"):
+        setattr(world, name, getattr(before, name))
+    waiting = collections.deque(before.sent)
+    while waiting or world.engine.has_unfinished:
+        world.clock.advance(_STEP_SECONDS)
+        while waiting and waiting[0][0] <= world.clock.now():
+            world.ask(*waiting.popleft()[1])
+        _step(world)
 
 
 def _run(world: _World) -> _World:

