@@ -29,6 +29,7 @@ from chairlift.core.scheduler.output import FAILED_ROW, SchedulerOutput, StepRes
 from chairlift.core.scheduler.policy import Policy
 from chairlift.engine.causes import CauseLedger
 from chairlift.engine.clock import POLL_SECONDS, Clock, SystemClock
+from chairlift.engine.collective_share import CollectiveShare
 from chairlift.engine.core_outputs import CoreOutputs, FinishedSequence, Progress, TokenRecord
 from chairlift.engine.core_scheduler import scheduler_from_config
 from chairlift.engine.core_statistics import CoreStatistics
@@ -179,6 +180,9 @@ class EngineCore(EngineClient):
         self._flights: deque[Flight] = deque()
         self.masks = StepMasks(self.preparers, self.scheduler, self.costs, self.clock, self._flights)
         self.times = CoreTimes(self.scheduler, self.costs, self.governor)
+        waited: Callable[[], float] = getattr(self.executor, "collective_seconds", float)
+        if getattr(self.executor, "heartbeat", None) is not None:
+            self.times.collectives = CollectiveShare(waited)
         self._statistics = CoreStatistics(
             self.scheduler,
             self.preparers,
@@ -186,7 +190,7 @@ class EngineCore(EngineClient):
             self.clock,
             governor=self.governor,
             expert_load=self.expert_load,
-            collective_seconds=getattr(self.executor, "collective_seconds", float),
+            collective_seconds=waited,
             reserved=[name for name, each in (self.config.promises or {}).items() if each.min_seqs],
         )
 
@@ -357,6 +361,13 @@ class EngineCore(EngineClient):
         if self.scheduler.batch.unready or self.scheduler.batch.unready_rows:
             times.append(now + POLL_SECONDS)
         return min((time for time in times if time is not None), default=None)
+
+    def check_processes(self) -> None:
+        """Raise EngineDeadError if a process with which the executor shares the model has ended, or hangs. Only
+        executors that have a ``heartbeat`` have such processes."""
+        check = getattr(self.executor, "check_processes", None)
+        if check is not None and not self._flights:
+            check()
 
     def stats(self) -> EngineStats:
         """Statistics after the newest step. The numbers per class, adapter and tenant are at most one second old."""

@@ -117,6 +117,7 @@ class CoreStatistics:
             watermark=scheduler.batch.watermark,
             num_governor_decisions=0 if self._governor is None else self._governor.num_decisions,
             collective_seconds=self._collective_seconds(),
+            collective_share=None if self._times.collectives is None else self._times.collectives.share,
             floor_share=None if floor is None else floor.share,
             expert_imbalance=[] if self._expert_load is None else self._expert_load.imbalance,
         )

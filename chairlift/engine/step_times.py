@@ -7,6 +7,7 @@ from chairlift.core.scheduler.costs import Costs
 from chairlift.core.scheduler.governor_loop import GovernorLoop
 from chairlift.core.scheduler.output import StepResult
 from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.engine.collective_share import CollectiveShare
 from chairlift.engine.flight import Flight
 from chairlift.engine.floor_share import FloorShare
 from chairlift.engine.step_log import StepRecord
@@ -31,6 +32,8 @@ class CoreTimes:
         self._governor = governor
         self.floor: FloorShare | None = None
         """Compares step times with the limits of this machine; None if the limits were not measured."""
+        self.collectives: CollectiveShare | None = None
+        """Share of step time in which the model's processes wait for each other; None for a model on one process."""
         self._landed_at = self._drafted_seconds = 0.0
 
     def landed(self, flight: Flight, result: StepResult, record: StepRecord) -> None:
@@ -54,6 +57,8 @@ class CoreTimes:
             sampled = out.num_decodes + sum(chunk.samples for chunk in out.chunks)
             begin = self._landed_at if was_busy else since
             self.floor.landed(record.features, sampled, out.num_held, end - begin)
+        if self.collectives is not None:
+            self.collectives.landed(end - since)
         self._landed_at = end
 
     def _drafting_seconds(self) -> float:

@@ -145,6 +145,8 @@ class LocalExecutor:
         """Encoded images that the model runner holds in memory; None if the model reads no images."""
         self.blocks: BlockBytes | None = getattr(runner, "blocks", None)
         """Content of the runner's blocks; None if they cannot outlive the process."""
+        self.heartbeat: float | None = getattr(runner, "heartbeat", None)
+        """Seconds after which to call :meth:`check_processes` while no steps are computed; None: never."""
         self._runner = runner
         spans = [group.state_span for group in runner.cache_groups]
         self._input = InputBatch(num_slots, max_model_len, block_size, len(spans), spans)
@@ -195,6 +197,21 @@ class LocalExecutor:
         none."""
         waited = getattr(self._runner, "collective_seconds", None)
         return 0.0 if waited is None else float(waited())
+
+    def check_processes(self) -> None:
+        """Raise EngineDeadError if another process of the model has ended, or hangs. Call it between two steps."""
+        check = getattr(self._runner, "check_processes", None)
+        if check is not None:
+            check()
+
+    def describe_processes(self) -> list[str]:
+        """Text about the memory of each process of a divided model; empty for a model on one process."""
+        describe = getattr(self._runner, "describe_processes", list)
+        return list(describe())
+
+    def notes(self) -> list[str]:
+        """Notes of the runner for the user."""
+        return list(getattr(self._runner, "notes", list)())
 
     def describe_graphs(self) -> str:
         """Text about the CUDA graphs recorded so far; empty if there are none."""

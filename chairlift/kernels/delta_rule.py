@@ -48,6 +48,9 @@ class DeltaRule:
     value_heads: int
     key_dim: int
     value_dim: int
+    own_heads: tuple[int, int] | None = None
+    """(first, number) of the value heads that this process scans in a step program, if several processes share the
+    layer; None: all."""
 
     @property
     def channels(self) -> int:
@@ -68,7 +71,8 @@ class DeltaRule:
     def parts(self) -> tuple[StatePart, ...]:
         """Parts of the recurrent state: the last K - 1 inputs of the convolution, oldest first, and the matrix S of
         each head, in float32 in any model."""
-        memory = (self.value_heads, self.value_dim // self.panel, self.key_dim, self.panel)
+        heads = self.value_heads if self.own_heads is None else self.own_heads[1]
+        memory = (heads, self.value_dim // self.panel, self.key_dim, self.panel)
         return (StatePart((self.taps - 1, self.channels)), StatePart(memory, torch.float32))
 
     def width(self, *widths: int) -> int:

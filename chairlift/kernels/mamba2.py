@@ -73,6 +73,9 @@ class Mamba2:
     """D, the factor by which x is multiplied before it is added to a head's output, [H]."""
     norm: Tensor | None
     """Weight [I] of the norm; None if the layer has a gate but no norm."""
+    own_heads: tuple[int, int] | None = None
+    """(first, number) of the heads that this process scans in a step program, if several processes share the layer;
+    None: all."""
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
@@ -80,7 +83,8 @@ class Mamba2:
         columns."""
         shape = self.shape
         panel = panel_width(self.shape.head_dim)
-        states = (shape.heads, shape.head_dim // panel, shape.state_size, panel)
+        heads = shape.heads if self.own_heads is None else self.own_heads[1]
+        states = (heads, shape.head_dim // panel, shape.state_size, panel)
         return (*self.conv.parts, StatePart(states, torch.float32))
 
     def width(self, *widths: int) -> int:

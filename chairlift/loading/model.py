@@ -471,7 +471,7 @@ def _notes(
     has_states = any(group.state_span is not None for group in executor.cache_groups)
     if None not in (config.cache.num_kv_blocks, config.cache.kv_cache_memory_bytes) and not has_states:
         notes.append("kv_cache_memory_bytes has no effect: num_kv_blocks says how many blocks there are")
-    return [*notes, *_thread_notes(config), *_call_notes(executor.calls)]
+    return [*notes, *_thread_notes(config), *_call_notes(executor.calls), *executor.notes()]
 
 
 def _expands(config: EngineConfig, model: CausalLM | TransformersLM, backend: Backend) -> bool:

@@ -18,8 +18,9 @@ from chairlift.base.workers.frames import encode_frame, read_frame
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, EngineDeadError
 from chairlift.executor.kv_tensors import KVPlan
+from chairlift.executor.parallel.orders import OrderThread
 from chairlift.executor.parallel.parallel_runner import RankRunner
-from chairlift.executor.parallel.processes import plan_from, rank_pool
+from chairlift.executor.parallel.processes import cache_bytes, plan_from, rank_pool, runner_settings
 from chairlift.executor.parallel.shares import Share, divide_model, divided_plan
 from chairlift.executor.select import choose_backend, choose_dtype
 from chairlift.kernels.cpu.communicator import Communicator
@@ -48,7 +49,7 @@ def main() -> None:
         sys.exit(2)
     if runner is None:
         sys.exit(1)
-    _answer(pipe, {})
+    OrderThread(pipe, runner).start()
     try:
         runner.serve()
     except EngineDeadError:
@@ -83,15 +84,11 @@ def _load(pipe: IO[bytes], sock: socket.socket, file: int) -> RankRunner | None:
     if given is None:
         return None
     plan: KVPlan = divided_plan(plan_from(given["plan"]), model)
-    comm = Communicator(file, rank, size, [sock.fileno()], about["patience"])
-    scheduler = config.scheduler
-    return RankRunner(
-        *(model, plan, dtype, rank_pool(about["threads"]), comm),
-        isa=backend.kernels,
-        max_tokens=scheduler.max_num_batched_tokens,
-        max_rows=scheduler.max_num_seqs,
-        max_model_len=about["max_model_len"],
-    )
+    comm = Communicator(file, rank, size, [sock.fileno()], config.model.tensor_parallel_timeout)
+    how = runner_settings(config) | {"isa": backend.kernels, "max_model_len": about["max_model_len"]}
+    runner = RankRunner(model, plan, dtype, rank_pool(about["threads"]), comm, **how)
+    _answer(pipe, {"cache_bytes": cache_bytes(plan)})
+    return runner
 
 
 def _answer(pipe: IO[bytes], fields: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from chairlift.errors import ConfigError, ModelLoadError
 from chairlift.kernels.cpu.low_rank import EmbeddingTable, LowRankTable, MatrixSite, PackedAdapter
-from chairlift.kernels.cpu.packing import PackedMatrix
+from chairlift.kernels.cpu.packing import KeptRows, PackedMatrix
 from chairlift.lora.adapter import Adapter
 from chairlift.lora.effects import Own, change_of, depends_on_weights, with_tied_rows
 from chairlift.lora.reader import read_adapter
@@ -80,9 +80,10 @@ class NativeAdapters:
 
     def _add(self, name: str, weight: PackedMatrix) -> None:
         weight.site = len(self._matrices) + 1
-        size = weight.out_features, weight.k
-        self._matrices[name] = MatrixSite(weight.site, *size, weight.interleaved)
-        self._own[name] = Own(*size, weight.unpack, lambda: _bias_of(weight))
+        kept = weight.kept
+        self._matrices[name] = MatrixSite(weight.site, weight.out_features, weight.k, weight.interleaved, kept)
+        size = weight.layer_outputs, weight.k
+        self._own[name] = Own(*size, lambda: _whole_of(weight.unpack(), kept), lambda: _bias_of(weight), kept=kept)
 
     def _add_experts(self, names: list[str], first: str, down: str, count: int) -> None:
         """Add the columns of one layer of experts, in the order that the kernels expect."""
@@ -90,11 +91,14 @@ class NativeAdapters:
         for name, weight in stacks.items():
             weight.site = len(self._matrices) + 1 + (0 if name == first else count)
         for stack, weight in stacks.items():
-            size = weight.out_features // count, weight.k
+            size = weight.layer_outputs // count, weight.k
+            kept = None if weight.kept is None else _of_first(weight.kept, count)
+            stored = weight.out_features // count
             for expert in range(count):
                 name = member_of(stack, expert)
-                self._matrices[name] = MatrixSite(len(self._matrices) + 1, *size, weight.interleaved)
-                self._own[name] = Own(*size, weight.unpack, lambda: None)
+                site = len(self._matrices) + 1
+                self._matrices[name] = MatrixSite(site, stored, weight.k, weight.interleaved, kept)
+                self._own[name] = Own(*size, weight.unpack, lambda: None, kept=kept)
         for name in names[-2:]:
             own = None if name.endswith(":none") else plain_own(self._model.get_submodule(name))
             size = (1, 1) if own is None else own[:2]
@@ -149,7 +153,21 @@ def plain_own(router: nn.Module) -> Own:
 
 
 def _bias_of(weight: PackedMatrix) -> Tensor | None:
-    return None if weight.bias is None else weight.bias[weight.columns()]
+    return None if weight.bias is None else _whole_of(weight.bias[weight.columns()], weight.kept)
+
+
+def _whole_of(values: Tensor, kept: KeptRows | None) -> Tensor:
+    """``values`` [kept outputs, ...] as [all outputs, ...], with zeros for outputs that other processes compute."""
+    if kept is None:
+        return values
+    whole = values.new_zeros(kept.whole, *values.shape[1:])
+    whole[kept.of(torch.arange(kept.whole))] = values
+    return whole
+
+
+def _of_first(kept: KeptRows, count: int) -> KeptRows:
+    """The kept outputs of the first of ``count`` weights of a stack, of each of which as many are kept."""
+    return KeptRows(kept.whole // count, kept.ranges[: len(kept.ranges) // count])
 
 
 def _table(adapter: Adapter) -> EmbeddingTable | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from chairlift.errors import ModelLoadError
 from chairlift.kernels.cpu.low_rank import LowRankPart, MatrixChange
+from chairlift.kernels.cpu.packing import KeptRows
 from chairlift.lora.adapter import Adapter, LowRank, Replaced
 from chairlift.lora.sites import HEAD
 
@@ -35,6 +36,9 @@ class Own(NamedTuple):
     """Returns the bias, float32 [out]; None if there is none."""
     plain: bool = False
     """Whether a change must be one whole new weight."""
+    kept: KeptRows | None = None
+    """Outputs that this process computes, if other processes compute the others: then ``weight`` and ``bias`` have
+    zeros for the others."""
 
 
 def depends_on_weights(adapter: Adapter, plain: Collection[str]) -> bool:
@@ -56,12 +60,15 @@ def with_tied_rows(adapter: Adapter, own: Own) -> Adapter:
 
 
 def change_of(adapter: Adapter, name: str, own: Own) -> MatrixChange:
-    """Change of the matrix ``name`` by an adapter. Raises ModelLoadError if numbers are not finite."""
+    """Change of the matrix ``name`` by an adapter, as :class:`~chairlift.kernels.cpu.low_rank.MatrixChange` describes
+    it. Raises ModelLoadError if numbers are not finite."""
     parts = adapter.layers.get(name, [])
     replaced = adapter.replaced.get(name, [])
     whole = _whole(replaced, own)
     gains = _gains(parts, own, whole)
     offsets = _offsets(parts, replaced, own)
+    if own.kept is not None:
+        whole, gains, offsets = (None if each is None else own.kept.of(each) for each in (whole, gains, offsets))
     if own.plain:
         base = own.weight() if whole is None else whole
         return MatrixChange(whole=_merged(parts, base, gains, offsets, name))

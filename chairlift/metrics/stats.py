@@ -215,6 +215,9 @@ class EngineStats:
     collective_seconds: float = 0.0
     """Seconds that the engine's process waited for the other processes of its model, inside steps. 0 for a model on
     one process."""
+    collective_share: float | None = None
+    """Share of the time of the last steps in which the engine's process waited for the others. None for a model on one
+    process."""
     floor_share: float | None = None
     """Minimum time that this machine needs for the last steps, divided by the time that they took. None if the
     machine's limits were not measured."""
@@ -244,6 +247,9 @@ def merge_stats(all_: Sequence[EngineStats]) -> EngineStats:
     total.max_loras = max((each.max_loras for each in all_), default=0)
     layers = itertools.zip_longest(*(each.expert_imbalance for each in all_), fillvalue=1.0)
     total.expert_imbalance = [max(layer) for layer in layers]
+    total.collective_share = max(
+        (each.collective_share for each in all_ if each.collective_share is not None), default=None
+    )
     total.floor_share = min((each.floor_share for each in all_ if each.floor_share is not None), default=None)
     for each in all_:
         for name in _COUNTER_LISTS:
@@ -563,7 +569,7 @@ class RequestStats:
 _COUNTERS = tuple(
     field.name
     for field in dataclasses.fields(EngineStats)
-    if field.name.startswith(("num_", "prefix_", "grammar_", "collective_"))
+    if field.name.startswith(("num_", "prefix_", "grammar_", "collective_seconds"))
     and field.name not in ("num_running", "num_waiting")
 )
 _SUMMED = (

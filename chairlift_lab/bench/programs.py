@@ -233,7 +233,7 @@ class Kernels:
         code = self._format
         sizes = {"num_experts": number, "top_k": layer.chosen, "inner": layer.inner, "groups": 1, "kept_groups": 1}
         sizes |= {"scoring": SCORINGS.index(tokens.routing.scoring), "normalise": tokens.routing.normalise}
-        sizes |= {f"down_{name}": value for name, value in code.items()}
+        sizes |= {f"down_{name}": value for name, value in code.items()} | {"down_n": layer.k}
         fields = {"kind": OpKind.EXPERTS, "in_": 0, "out": 1, "aux": -1, "rotary": -1, "k": layer.k}
         fields["n"] = 2 * -(-layer.inner // PANEL) * PANEL
         scratch: list[lib.Memory] = []

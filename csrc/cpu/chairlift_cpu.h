@@ -13,7 +13,7 @@ extern "C" {
 
 #define CL_EXPORT __attribute__((visibility("default")))
 
-enum { CL_ABI_VERSION = 13 };
+enum { CL_ABI_VERSION = 14 };
 
 // Dtype of a program's activations, dense weights and KV cache (a KV layer may be stored in 8 bits instead: see
 // cl_kv_kind). Sums are always float32.
@@ -145,6 +145,10 @@ typedef struct {
   float alpha, limit;                 // limit 0: no clamp
   int32_t activation;                 // cl_activation: CL_NONE (gated) or CL_RELU_SQUARED
   int32_t routed_k;                   // 0: the router reads `in`. Else it reads aux, which has routed_k columns
+  // Columns that this process computes, if several processes share the layer. `weight` then has the n columns per expert
+  // that belong to the columns of the activations from inner_first on. `down` has down_n columns per expert, and `out`
+  // and aux begin at the first of them
+  int32_t down_n, inner_first;
   const void* router;                 // [E, k] or [E, routed_k], padded with zeros, in the program's dtype
   const float* correction;            // [E]: added to the scores when experts are chosen, not to their weights; or null
   const void* shared_gate;            // [k], padded: aux is multiplied by sigmoid(in @ shared_gate); or null
@@ -152,6 +156,9 @@ typedef struct {
   const float* router_bias;           // [E]: added to the router's logits; or null
   const float* down_bias;             // per expert, padded to whole panels; or null
   void* scratch;                      // memory of cl_expert_bytes(...) bytes
+  // Memory that several processes share, for the activations of which each computes a part: [rows, inner], with as many
+  // rows as in `scratch`, see ExpertScratch. Null: this process computes all
+  void* shared_inner;
   int64_t* load;                      // [E]: counts the tokens of each expert over all steps; or null
   // cl_program.lora_stride, or 0 if no adapter may change the experts. From the operation's `site` on, cl_program.lora
   // has E columns for `weight`, E for `down`, one for the router and one for the gate of the shared expert
@@ -169,7 +176,9 @@ typedef struct {
   int32_t heads, kv_heads, head_dim;
   int32_t window;         // ATTENTION: maximum number of tokens that a query attends to, itself included; 0: all
   int32_t site;           // matmuls: 1 + the operation's column in cl_program.lora; 0: no adapter changes this matmul
-  int32_t reserved;
+  // MAMBA_SCAN, DELTA_SCAN: the heads that this process computes, if several processes share the scan. `layer` has their
+  // states, and `out` begins at the columns of the first. own_heads 0: all
+  int32_t first_head, own_heads;
   float eps, scale;       // scale 0 means 1
   // If above 0, each attention score or logit s becomes cap * tanh(s / cap) before masks are applied. 0: no cap
   float cap;
@@ -400,8 +409,13 @@ CL_EXPORT int32_t cl_comm_wait_for_readers(cl_comm* comm);
 CL_EXPORT void cl_comm_send(cl_comm* comm);
 CL_EXPORT int32_t cl_comm_wait_for_message(cl_comm* comm);
 CL_EXPORT void cl_comm_read(cl_comm* comm);
+// Returns -2 if this rank knows that another has ended, otherwise 0. Any thread may call it.
+CL_EXPORT int32_t cl_comm_ended(const cl_comm* comm);
 // Ends every wait of all ranks, now and in the future.
 CL_EXPORT void cl_comm_end(cl_comm* comm);
+// Rank 0, between two steps: looks whether the others live. Returns -2 if one has ended, or if one that should wait for a
+// message has shown no sign of life for `patience` seconds in which this function was called at least every 2 seconds.
+CL_EXPORT int32_t cl_comm_look(cl_comm* comm);
 // Seconds that this rank has waited for others in meetings, and number of meetings.
 CL_EXPORT double cl_comm_waited(const cl_comm* comm);
 CL_EXPORT int64_t cl_comm_meetings(const cl_comm* comm);

@@ -15,6 +15,8 @@ namespace {
 constexpr double kSpinning = 50e-6;
 constexpr int kPausesPerLook = 32;
 constexpr long kPauseNanoseconds = 100 * 1000 * 1000;
+// Maximum number of seconds between two looks of rank 0 that count as looking all the time.
+constexpr double kLookSeconds = 2.0;
 
 double seconds() {
   timespec now;
@@ -76,6 +78,21 @@ void cl_comm::read() {
   changed(own.received);
 }
 
+bool cl_comm::look() {
+  const double now = seconds();
+  const bool again = now - looked_ < kLookSeconds;
+  looked_ = now;
+  bool hangs = false;
+  for (int rank = 1; rank < size_; rank++) {
+    const Member& other = shared_.members[rank];
+    const uint32_t signs = other.beats.load(std::memory_order_relaxed) + other.received.load(std::memory_order_relaxed);
+    if (!again || signs != signs_[rank]) signs_[rank] = signs, seen_[rank] = now;
+    hangs |= now - seen_[rank] > patience_;
+  }
+  if (hangs || shared_.broken.load() || somebody_ended()) end();
+  return !broken_;
+}
+
 void cl_comm::end() {
   broken_ = true;
   shared_.broken.store(1);
@@ -103,6 +120,7 @@ bool cl_comm::wait(Member& owner, std::atomic<uint32_t>& word, uint32_t value, d
   }
   owner.asleep.fetch_add(1);
   for (uint32_t seen = word.load(); !reached(seen, value) && !broken_; seen = word.load()) {
+    shared_.members[rank_].beats.fetch_add(1, std::memory_order_relaxed);
     if (shared_.broken.load() || somebody_ended() || (patience > 0.0 && seconds() - start > patience)) {
       end();
       break;
@@ -134,6 +152,8 @@ extern "C" int32_t cl_comm_wait_for_readers(cl_comm* comm) { return comm->wait_f
 extern "C" void cl_comm_send(cl_comm* comm) { comm->send(); }
 extern "C" int32_t cl_comm_wait_for_message(cl_comm* comm) { return comm->wait_for_message() ? 0 : -2; }
 extern "C" void cl_comm_read(cl_comm* comm) { comm->read(); }
+extern "C" int32_t cl_comm_look(cl_comm* comm) { return comm->look() ? 0 : -2; }
+extern "C" int32_t cl_comm_ended(const cl_comm* comm) { return comm->ended() ? -2 : 0; }
 extern "C" void cl_comm_end(cl_comm* comm) { comm->end(); }
 extern "C" double cl_comm_waited(const cl_comm* comm) { return comm->waited(); }
 extern "C" int64_t cl_comm_meetings(const cl_comm* comm) { return comm->meetings(); }

@@ -17,6 +17,7 @@ struct cl_comm {
     std::atomic<uint32_t> sent;      // number of messages that this rank has sent; only rank 0 sends
     std::atomic<uint32_t> received;  // number of messages that this rank has read
     std::atomic<uint32_t> asleep;    // number of ranks that sleep until one of these counters changes
+    std::atomic<uint32_t> beats;     // changes ten times a second while this rank sleeps
   };
   struct Shared {
     Member members[kMaxRanks];
@@ -35,6 +36,12 @@ struct cl_comm {
   void send();
   bool wait_for_message();
   void read();
+
+  // Rank 0, between two steps: whether the other ranks live. It ends the communicator if a rank has ended, or has neither
+  // beaten nor read a message for `patience` seconds in which rank 0 looked all the time.
+  bool look();
+
+  bool ended() const { return broken_; }
 
   // Wakes every rank that waits; its function returns false, now and in the future.
   void end();
@@ -57,6 +64,9 @@ struct cl_comm {
   const int rank_, size_, num_lives_;
   int32_t lives_[kMaxRanks];  // sockets, one per process whose end this rank must notice
   const double patience_;
+  double looked_ = 0.0;             // time of the last look
+  uint32_t signs_[kMaxRanks] = {};  // beats and messages read of each rank, and the time of the look at which they changed
+  double seen_[kMaxRanks] = {};
   uint32_t turn_ = 0;
   std::atomic<bool> broken_{false};
   bool left_ = false;

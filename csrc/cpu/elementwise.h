@@ -69,7 +69,7 @@ static void embed(const cl_op& op, const cl_program& program, const cl_batch& ba
   const int32_t* ids = op.flags & CL_POSITIONS ? batch.positions : batch.token_ids;
   const bool adapted = batch.adapters && program.embeddings && !(op.flags & CL_POSITIONS);
   for (int t = share.begin; t < share.end; t++) {
-    const int32_t id = op.flags & CL_OWN_ROWS ? ids[t] - op.window : ids[t];
+    const int32_t id = op.flags & CL_OWN_ROWS ? ids[t] - op.window : ids[t];  // row of the weight
     if (op.flags & CL_OWN_ROWS && (id < 0 || id >= op.n)) continue;
     CL_ASSERT(id >= 0 && id < op.n);
     T* row = out + t * stride;
@@ -80,7 +80,7 @@ static void embed(const cl_op& op, const cl_program& program, const cl_batch& ba
       with_weight<T>(op, [&](const auto& weight) { unpack_column(weight, id, op.k, row); });
     }
     if (adapted && batch.adapters[t] >= 0) {
-      adapt_embedding(program.embeddings[batch.adapters[t]], id, op.k, row);
+      adapt_embedding(program.embeddings[batch.adapters[t]], ids[t], op.k, row);
       clear_pad(row, op.k);
     }
     if (op.scale != 0.0f && op.scale != 1.0f) scale_row(row, row, op.k, op.scale);

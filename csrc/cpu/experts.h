@@ -5,6 +5,7 @@
 #pragma once
 #include <type_traits>
 
+#include "comm.h"
 #include "linear.h"
 
 namespace CL_NS {
@@ -22,9 +23,9 @@ struct ExpertScratch {
   int32_t* first_row;     // [parts + 1]: first row of each part, then the number of rows
   int32_t* counts;        // [2]: number of parts; number of rows of the largest part
   void* gathered;         // [rows, k]: inputs sorted by expert, in the form that the multiplication reads
-  void* inner;            // [rows, I]: activations between the two matmuls of an expert
+  void* inner;            // [rows, I]: activations between the two matmuls of an expert; perhaps shared with processes
   void* inner_codes;      // inner rounded to 8 bits, if `down` is in codes
-  float* results;         // [rows, D]: results of the experts
+  float* results;         // [rows, D]: results of the experts, of this process's columns
   int64_t* change;        // [rows]: number of the adapter's change of `weight` in cl_program.lora, or -1; if there are adapters
   void* low;              // [rows, lora_stride]: products with the adapters' matrices a
   int64_t row_stride, inner_stride, result_stride;
@@ -42,7 +43,7 @@ struct ExpertScratch {
     const auto stride = [&](int64_t width) { return padded(width) + (padded(width) * item % 1024 == 0 ? 512 / item : 0); };
     const size_t E = experts.num_experts, rows = size_t(tokens) * experts.top_k, more = rows + MAX_ROW_BLOCK;
     s.rows = int64_t(rows);
-    s.row_stride = stride(op.k), s.inner_stride = stride(experts.inner), s.result_stride = padded(op.k);
+    s.row_stride = stride(op.k), s.inner_stride = stride(experts.inner), s.result_stride = padded(experts.down_n);
     s.logits = static_cast<float*>(take(tokens * E * sizeof(float)));
     s.chosen = static_cast<int32_t*>(take(rows * sizeof(int32_t)));
     s.weights = static_cast<float*>(take(rows * sizeof(float)));
@@ -53,7 +54,7 @@ struct ExpertScratch {
     s.counts = static_cast<int32_t*>(take(2 * sizeof(int32_t)));
     const size_t plain = s.row_stride * item, codes = op.format == CL_DENSE ? 0 : size_t(cl_code_bytes(op.k));
     s.gathered = take(more * (plain > codes ? plain : codes));
-    s.inner = take(more * s.inner_stride * item);
+    s.inner = experts.shared_inner ? experts.shared_inner : take(more * s.inner_stride * item);
     s.inner_codes = take(experts.down_format == CL_DENSE ? 0 : more * size_t(cl_code_bytes(experts.inner)));
     s.results = static_cast<float*>(take(rows * s.result_stride * sizeof(float)));
     s.change = static_cast<int64_t*>(take(experts.lora_stride ? rows * sizeof(int64_t) : 0));
@@ -233,9 +234,11 @@ template <typename T>
 struct StoreSquaredExpert {
   const ExpertScratch& s;
   const float* bias;
-  int64_t columns;
+  int64_t columns, first;  // `first`: first column of the activations that this process computes
 
-  T* row(int number, int panel) const { return static_cast<T*>(s.inner) + number * s.inner_stride + int64_t(panel) * CL_PANEL; }
+  T* row(int number, int panel) const {
+    return static_cast<T*>(s.inner) + number * s.inner_stride + first + int64_t(panel) * CL_PANEL;
+  }
 
   void fetch(int row0, int rows, int panel) const { fetch_to_write(row(row0, panel), s.inner_stride, rows); }
 
@@ -317,19 +320,30 @@ static void sum_experts(const cl_op& op, const cl_program& program, const cl_bat
     }
     const int32_t* place = s.place + int64_t(t) * experts.top_k;
     const float* weights = s.weights + int64_t(t) * experts.top_k;
-    for (int64_t i = 0; i < op.k; i += LANES) {
+    for (int64_t i = 0; i < experts.down_n; i += LANES) {
       vf sum = vmul(vset(weights[0]), vload(s.results + place[0] * s.result_stride + i));
       for (int j = 1; j < experts.top_k; j++)
         sum = vfma(vset(weights[j]), vload(s.results + place[j] * s.result_stride + i), sum);
       if (shared) sum = vfma(vset(gate), vload(shared + i), sum);
       vstore(out + i, sum);
     }
-    clear_pad(out, op.k);
+    clear_pad(out, experts.down_n);
   }
 }
 
+// Waits for the threads, and for the other processes that share the layer. Returns false if one of these has ended.
+static bool meet_processes(cl_pool& pool, int thread, const cl_program& program) {
+  pool.barrier(thread);
+  if (thread == 0) program.comm->meet();
+  pool.barrier(thread);
+  return !program.comm->left();
+}
+
+// If several processes share the layer, each computes some columns of every expert's activations, then, from all
+// activations, some columns of every expert's result. So no sum is divided, and each process has as much work whatever
+// the router chooses. Returns false, in all threads, if another process has ended.
 template <typename Row>
-static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program& program, const cl_batch& batch,
+static bool experts(cl_pool& pool, int thread, const cl_op& op, const cl_program& program, const cl_batch& batch,
                     GemmScratch<Row>& scratch) {
   const cl_experts& experts = *op.experts;
   const int E = experts.num_experts, threads = pool.num_threads();
@@ -337,7 +351,8 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
   const int routed = experts.routed_k ? op.aux : op.in;
   cl_op down = op;
   down.weight = experts.down, down.format = experts.down_format, down.group = experts.down_group;
-  down.n = op.k, down.k = experts.inner;
+  down.n = experts.down_n, down.k = experts.inner;
+  const bool shared = experts.shared_inner && program.comm;
   for (int first = 0; first < batch.num_tokens; first += CL_EXPERT_TOKENS) {
     const int left = batch.num_tokens - first, tokens = left < CL_EXPERT_TOKENS ? left : int(CL_EXPERT_TOKENS);
     const Row* in = static_cast<const Row*>(program.buffers[op.in]) + first * in_stride;
@@ -358,6 +373,7 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
     pool.barrier(thread);
     if (thread == 0) group_rows(experts, s, tokens);
     pool.barrier(thread);
+    if (shared && first > 0 && !meet_processes(pool, thread, program)) return false;  // they read the tokens before
     const Share rows = share_of(int(s.rows), thread, threads);
     const bool adapted = batch.adapters && op.site && experts.lora_stride;
     if (adapted) {
@@ -380,14 +396,14 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
       pool.barrier(thread);
       const auto products = [&](const auto& gate) {
         typedef std::decay_t<decltype(gate)> Gate;
-        const StoreGated<Row, Gate> store{static_cast<Row*>(s.inner), s.inner_stride, op.bias, gate};
+        const StoreGated<Row, Gate> store{static_cast<Row*>(s.inner) + experts.inner_first, s.inner_stride, op.bias, gate};
         const StoreGatedExpert<Row, Gate> result{s, store, int64_t(weight.count) * CL_PANEL};
         const WithAdapters<Row, StoreGatedExpert<Row, Gate>, decltype(gate_entries), decltype(gate_rows)> epilogue{
             result, gate_changes, in_stride, scratch, gate_adapted};
         expert_products<Row>(pool, thread, weight, s, 2, gathered, stride, scratch, epilogue);
       };
       if (experts.activation == CL_RELU_SQUARED) {
-        const StoreSquaredExpert<Row> result{s, op.bias, int64_t(weight.count) * CL_PANEL};
+        const StoreSquaredExpert<Row> result{s, op.bias, int64_t(weight.count) * CL_PANEL, experts.inner_first};
         const WithAdapters<Row, StoreSquaredExpert<Row>, decltype(gate_entries), decltype(gate_rows)> epilogue{
             result, gate_changes, in_stride, scratch, gate_adapted};
         expert_products<Row>(pool, thread, weight, s, 1, gathered, stride, scratch, epilogue);
@@ -396,7 +412,11 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
       else
         products(SiluGate());
     });
-    pool.barrier(thread);
+    if (!shared) {
+      pool.barrier(thread);
+    } else if (!meet_processes(pool, thread, program)) {
+      return false;
+    }
     const bool down_adapted = adapted && low_rank<Row>(pool, thread, down_changes, int(s.rows), s.inner_stride, scratch);
     with_weight<Row>(down, [&](const auto& weight) {
       typedef std::decay_t<decltype(*weight.data)> Weight;
@@ -416,6 +436,7 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
     pool.barrier(thread);
     sum_experts<Row>(op, program, batch, s, first, share);
   }
+  return true;
 }
 
 }  // namespace CL_NS

@@ -21,6 +21,7 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
   kv.look(first_op, end_op);
   for (int i = first_op; i < end_op; i++) {
     const cl_op& op = program.ops[i];
+    bool goes_on = true;  // equal in all threads
     switch (op.kind) {
       case CL_OP_EMBED: embed<T>(op, program, batch, share); break;
       case CL_OP_ROTARY: rotary_table(op, program, batch, share); break;
@@ -40,7 +41,7 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
       case CL_OP_GATHER:
         if (program.comm && thread == 0) program.comm->meet();
         break;
-      case CL_OP_EXPERTS: experts<T>(pool, thread, op, program, batch, scratch.gemm); break;
+      case CL_OP_EXPERTS: goes_on = experts<T>(pool, thread, op, program, batch, scratch.gemm); break;
       default:
         with_weight<T>(op, [&](const auto& weight) {
           linear<T>(pool, thread, op, weight, program, batch, scratch.gemm,
@@ -49,6 +50,7 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
     }
     pool.barrier(thread);
     if (op.kind == CL_OP_GATHER && program.comm && program.comm->left()) break;
+    if (!goes_on) break;
   }
 }
 

@@ -37,8 +37,9 @@ static void scan_panel(const cl_op& op, const RowState& state, int head, int pan
                        const typename Rule::Tokens& tokens, const T* in, int64_t in_stride, T* out, int64_t out_stride) {
   enum { W = V * LANES };
   alignas(64) float work[MOST_STATE * W];
-  const int each = op.k * W, column = head * op.head_dim + panel * W;
-  const int64_t at = (int64_t(head) * (op.head_dim / W) + panel) * each;
+  const int each = op.k * W, own = head - op.first_head;
+  const int column = head * op.head_dim + panel * W, result = own * op.head_dim + panel * W;
+  const int64_t at = (int64_t(own) * (op.head_dim / W) + panel) * each;
   float* last = state.behind<float>(all - 1, all) + at;
   const float* from = first ? last : state.before<float>() ? state.before<float>() + at : nullptr;
   if (!from) memset(work, 0, sizeof(float) * each), from = work;
@@ -47,7 +48,7 @@ static void scan_panel(const cl_op& op, const RowState& state, int head, int pan
     vf v[V], y[V];
     for (int c = 0; c < V; c++) v[c] = vload(in + t * in_stride + column + c * LANES);
     Rule::template step<V>(op, head, tokens, t, from, to, v, y);
-    for (int c = 0; c < V; c++) vstore(out + t * out_stride + column + c * LANES, y[c]);
+    for (int c = 0; c < V; c++) vstore(out + t * out_stride + result + c * LANES, y[c]);
     float* kept = state.behind<float>(first + t, all);
     if (kept && first + t + 1 != all) memcpy(kept + at, to, sizeof(float) * each);  // the token completes a table entry
     from = to;
@@ -61,7 +62,7 @@ static void scan(const cl_op& op, const cl_program& program, const cl_batch& bat
   T* out = static_cast<T*>(program.buffers[op.out]);
   const int64_t mixed_stride = program.strides[op.in], steps_stride = program.strides[op.aux];
   const int64_t out_stride = program.strides[op.out];
-  const Share heads = share_of(op.heads, thread, num_threads);
+  const Share heads = share_of(op.own_heads ? op.own_heads : op.heads, thread, num_threads);
   const bool wide = op.head_dim % (2 * LANES) == 0;
   const int panels = op.head_dim / (wide ? 2 * LANES : LANES), values = Rule::values(op);
   typename Rule::Tokens tokens;
@@ -69,7 +70,7 @@ static void scan(const cl_op& op, const cl_program& program, const cl_batch& bat
     const int begin = batch.cu_seqlens[row], all = batch.cu_seqlens[row + 1] - begin;
     if (all == 0) continue;
     const RowState state(program.kv_layers[op.layer], batch, row);
-    for (int head = heads.begin; head < heads.end; head++) {
+    for (int head = op.first_head + heads.begin; head < op.first_head + heads.end; head++) {
       for (int first = 0; first < all; first += SCAN_TOKENS) {
         const int count = all - first < SCAN_TOKENS ? all - first : int(SCAN_TOKENS);
         const T* in = mixed + (begin + first) * mixed_stride;
@@ -84,7 +85,7 @@ static void scan(const cl_op& op, const cl_program& program, const cl_batch& bat
   }
   const Share share = share_of(batch.num_tokens, thread, num_threads);
   for (int t = share.begin; t < share.end; t++)
-    if (op.n % CL_K_MULTIPLE) memset(out + t * out_stride + op.n, 0, sizeof(T) * LANES);
+    if (op.n % CL_K_MULTIPLE) memset(out + t * out_stride + op.n - op.first_head * op.head_dim, 0, sizeof(T) * LANES);
 }
 
 }  // namespace CL_NS

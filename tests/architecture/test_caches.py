@@ -91,6 +91,7 @@ OF_REQUESTS = {
 OF_ADAPTERS = {
     "engine.adapter_names": "_by_name _by_int_id",
     "engine.adapters": "_content _digests _known _resident sizes",
+    "executor.parallel.parallel_runner": "held",
     "fleet.fleet_adapters": "digests",
 }
 """Adapters that the operator has loaded, by name. All callers use the same adapters."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -60,3 +62,77 @@ def test_a_killed_process_is_replaced_with_the_engine() -> None:
         while alive(newer) and time.monotonic() < end:
             pass
         assert not alive(newer), "it outlived the engine's process"
+
+
+FAULTS: dict[str, Any] = {**ASKED, "max_tokens": 60, "ignore_eos": True}
+WHERE = ("idle", "first prompt", "decoding", "two streams")
+
+
+class Stream:
+    """A streamed answer."""
+
+    def __init__(self, server: ServerProcess, seed: int) -> None:
+        self.text = ""
+        self.complete = False
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+        body = json.dumps({**FAULTS, "seed": seed, "stream": True})
+        self._connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        self._events: Iterator[Any] | None = None
+
+    def read(self, most: int = 1000) -> None:
+        """Read at most so many events."""
+        if self._events is None:
+            self._events = self._all()
+        for _ in range(most):
+            event = next(self._events, None)
+            if event is None or "choices" not in event:
+                return
+            self.text += event["choices"][0]["text"]
+            self.complete |= event["choices"][0]["finish_reason"] == "length"
+
+    def _all(self) -> Iterator[Any]:
+        reply = self._connection.getresponse()
+        if reply.status != 200:
+            return
+        for line in reply:
+            if line.startswith(b"data: {"):
+                yield json.loads(line[6:])
+        self._connection.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_process_that_dies_or_hangs_anywhere_loses_what_one_engine_loses(seed: int) -> None:
+    """A signal at a random point: idle, in the first step, while one or two answers are generated. The engine ends, and
+    starts again. No answer has other tokens; an answer that ends early ends with an error, as with one process."""
+    rng = random.Random(seed)
+    with ServerProcess("bundled", "--threads", "1") as alone:
+        texts = []
+        for number in range(2):
+            stream = Stream(alone, number)
+            stream.read()
+            assert stream.complete
+            texts.append(stream.text)
+    flags = ("--threads", "3", "--tensor-parallel-size", "3", "--tensor-parallel-timeout", "2")
+    with ServerProcess("bundled", *flags) as server:
+        for where in rng.sample(WHERE, len(WHERE)):
+            engine, victims = server.engine(), others(server)
+            victim, signum = rng.choice(victims), rng.choice((signal.SIGKILL, signal.SIGSTOP))
+            streams = [Stream(server, number) for number in range({"idle": 0, "two streams": 2}.get(where, 1))]
+            if where in ("decoding", "two streams"):
+                streams[0].read(rng.randrange(1, 20))
+            os.kill(victim, signum)
+            for stream in streams:
+                stream.read()
+            for stream, text in zip(streams, texts, strict=False):
+                assert stream.text == text if stream.complete else text.startswith(stream.text), where
+            end = time.monotonic() + PATIENCE
+            while (server.engine_pid() in (None, engine) or len(others(server)) < 2) and time.monotonic() < end:
+                time.sleep(0.05)
+            assert server.engine() != engine, (where, signum)
+            again = Stream(server, 0)
+            while not again.complete and time.monotonic() < end:
+                again = Stream(server, 0)
+                again.read()
+            assert again.text == texts[0]
+            assert not any(map(alive, victims)), "a process outlived its engine"
+        assert server.log().count("another process of tensor_parallel_size 3 ended") == len(WHERE)

@@ -26,6 +26,7 @@ from chairlift.engine.process.messages import (
     Watch,
     Watched,
 )
+from chairlift.errors import EngineDeadError
 from tests.engine.make import alone, greedy, make_engine
 from tests.server.fake_engine import INFO
 
@@ -93,6 +94,25 @@ def test_much_waiting_output_is_sent_in_several_frames(monkeypatch: pytest.Monke
     assert [name for step in steps for name in step.sequence_ids] == [*"aabbcc"]
     assert [token for step in steps for token in step.token_ids] == alone(PROMPT, greedy(2)) * 3
     assert [ended.sequence_id for step in steps for ended in step.finished] == [*"abc"]
+
+
+@pytest.mark.parametrize("messages", [0, 1])
+def test_the_other_processes_of_a_model_are_looked_at_also_without_work(messages: int) -> None:
+    core = make_engine().core
+    looks: list[bool] = []
+
+    def check_processes() -> None:
+        looks.append(core.has_work)
+        if not core.has_work:
+            raise EngineDeadError("one of them ended")
+
+    core.executor.heartbeat = 0.0  # type: ignore[attr-defined]
+    core.executor.check_processes = check_processes  # type: ignore[attr-defined]
+    reader = SlowReader(core, [asked("a", greedy(5))] * messages, True, 9)
+    with pytest.raises(EngineDeadError, match="one of them ended"):
+        CoreProcess(cast(Connection, reader), core, INFO, None, lambda label, share: None).run()
+    assert looks[-1] is False
+    assert len(looks) == 1 + 5 * messages  # before each step, and once without work
 
 
 def test_most_of_what_waits_is_log_probabilities() -> None:

@@ -192,6 +192,9 @@ class CoreProcess:
         self._num_values = 0
         """Number of tokens and log-probabilities in the last entry of ``_pending``."""
         self._watched_at = 0.0
+        self._heartbeat: float | None = getattr(core.executor, "heartbeat", None)
+        """Seconds between two looks at the other processes of the model; None if there are none."""
+        self._looked_at = 0.0
         self._gate: StepGate | None = None
         self._side: SideWork | None = None
 
@@ -210,6 +213,7 @@ class CoreProcess:
         connection.send(Ready(self.info))
         while not connection.closed:
             self._receive()
+            self._look()
             if core.has_work:
                 outputs = core.step() if self._gate is None else self._shared_step(self._gate)
                 if self._forecaster is not None:
@@ -229,6 +233,13 @@ class CoreProcess:
             self._show()
             self._work_aside()
         core.shutdown()
+
+    def _look(self) -> None:
+        """Look whether the other processes of the model live, also while there is no work. Raises EngineDeadError."""
+        now = self._core.clock.now()
+        if self._heartbeat is not None and now >= self._looked_at + self._heartbeat:
+            self._looked_at = now
+            self._core.check_processes()
 
     def _work_aside(self) -> None:
         """Give the work beside the steps a turn."""
@@ -256,7 +267,7 @@ class CoreProcess:
     def _patience(self) -> float | None:
         own = self._own_patience()
         aside = None if self._side is None else self._side.patience(self._core.has_work)
-        return min((each for each in (own, aside) if each is not None), default=None)
+        return min((each for each in (own, aside, self._heartbeat) if each is not None), default=None)
 
     def _own_patience(self) -> float | None:
         if not self._core.has_work:

@@ -37,7 +37,11 @@ class MessageKind(enum.IntEnum):
     """Compute logits of the step that was computed last."""
     MOVE = 2
     """Copy blocks of the KV cache."""
-    STOP = 3
+    ADAPTER = 3
+    """Use an adapter that the process has read."""
+    DROP = 4
+    """Remove an adapter from memory."""
+    STOP = 5
     """End the process."""
 
 
@@ -47,15 +51,21 @@ class Message:
 
     kind: MessageKind
     arrays: list[npt.NDArray[Any] | None]
-    """FORWARD: the first six arrays of a :class:`StepBatch`, its ``axes`` and ``seen_ends``, and the tokens whose
-    hidden states are needed. HEAD: the indices of the hidden states. MOVE: swap_out, copies and swap_in."""
+    """FORWARD: the first six arrays of a :class:`StepBatch`, its ``axes``, ``seen_ends`` and ``adapters``, and the
+    tokens whose hidden states are needed. HEAD: the indices of the hidden states, and the adapters of these rows. MOVE:
+    swap_out, copies and swap_in. ADAPTER: number of the adapter, and the key under which it was read. DROP: number of
+    the adapter."""
 
     def batch(self) -> StepBatch:
         """The batch of a FORWARD message."""
-        axes, seen_ends, _ = self.arrays[6:]
+        axes, seen_ends, adapters, _ = self.arrays[6:]
         names = ("token_ids", "positions", "cu_seqlens", "seq_lens", "block_tables", "slot_mapping")
         given: dict[str, Any] = dict(zip(names, self.arrays, strict=False))
-        return StepBatch(**given, axes=axes, seen_ends=seen_ends)
+        return StepBatch(**given, axes=axes, seen_ends=seen_ends, adapters=adapters)
+
+    def numbers(self) -> list[int]:
+        """The numbers of an ADAPTER or DROP message."""
+        return [] if self.arrays[0] is None else self.arrays[0].tolist()
 
     def moves(self) -> StepBatch:
         """A batch that has only the moves of a MOVE message."""
@@ -78,7 +88,7 @@ def message_bytes(max_tokens: int, max_rows: int, max_model_len: int, plan: KVPl
     """Maximum size of a message. Only the used part takes memory."""
     groups = len(plan.groups)
     tables = 4 * groups * min(max_rows, max_tokens) * (-(-max_model_len // plan.block_size) + 1)
-    tokens = max_tokens * (4 * 8 + 8 * groups)
+    tokens = max_tokens * (4 * 8 + 8 * (groups + 1))
     moves = 24 * sum(2 * group.num_blocks + group.num_host_blocks for group in plan.groups)
     return max(tables + tokens + 8 * max_rows, moves) + (1 << 16)
 
@@ -97,11 +107,21 @@ class Messages:
         """Ask for the layers of a step. ``needed``: indices of the tokens whose hidden states are needed; None: of
         all."""
         arrays = [batch.token_ids, batch.positions, batch.cu_seqlens, batch.seq_lens, batch.block_tables]
-        self._send(MessageKind.FORWARD, [*arrays, batch.slot_mapping, batch.axes, batch.seen_ends, needed])
+        more = [batch.slot_mapping, batch.axes, batch.seen_ends, batch.adapters]
+        self._send(MessageKind.FORWARD, [*arrays, *more, needed])
 
-    def send_head(self, token_rows: npt.NDArray[np.int32]) -> None:
-        """Ask for the logits of hidden states of the last step."""
-        self._send(MessageKind.HEAD, [token_rows])
+    def send_head(self, token_rows: npt.NDArray[np.int32], adapters: npt.NDArray[Any] | None) -> None:
+        """Ask for the logits of hidden states of the last step. ``adapters``: number of each row's adapter, 0 for none;
+        None if no row has one."""
+        self._send(MessageKind.HEAD, [token_rows, adapters])
+
+    def send_adapter(self, adapter_id: int, key: int) -> None:
+        """Ask to use the adapter that was read under ``key``, with the number ``adapter_id``."""
+        self._send(MessageKind.ADAPTER, [np.array([adapter_id, key])])
+
+    def send_drop(self, adapter_id: int) -> None:
+        """Ask to remove an adapter from memory."""
+        self._send(MessageKind.DROP, [np.array([adapter_id])])
 
     def send_moves(self, batch: StepBatch) -> None:
         """Ask to move blocks."""

@@ -1,8 +1,8 @@
 """The other processes of a model that several processes share: their start, what they are told, and their end.
 
 Process 0 is the one that has the engine. It and each other process hold the two ends of a socket. While a process
-loads, frames pass over it. Later it only shows that both live: when one ends, the other's waits end, too. So no process
-outlives process 0, however that ends.
+loads, frames pass over it. Later it carries orders outside of steps, and shows that both live: when one ends, the
+other's waits end, too. So no process outlives process 0, however that ends.
 """
 
 from __future__ import annotations
@@ -25,16 +25,25 @@ from chairlift.base.workers.frames import encode_frame, read_frame
 from chairlift.config import CacheGroup, EngineConfig
 from chairlift.errors import ConfigError, EngineDeadError
 from chairlift.executor.kv_tensors import KVPlan
+from chairlift.executor.parallel.orders import Orders
 from chairlift.executor.parallel.parallel_runner import ParallelRunner
+from chairlift.executor.parallel.process_memory import ProcessMemory, node_bytes, node_of
 from chairlift.executor.parallel.shares import Share, divided_plan
 from chairlift.kernels.cpu.communicator import Communicator, shared_file
 from chairlift.kernels.cpu.library import ThreadPool, default_threads
 from chairlift.models.causal_lm import CausalLM
 
-__all__ = ["RankProcesses", "divide_processors", "on_processors", "plan_from", "rank_pool", "rank_threads"]
+__all__ = [
+    "RankProcesses",
+    "cache_bytes",
+    "divide_processors",
+    "on_processors",
+    "plan_from",
+    "rank_pool",
+    "rank_threads",
+    "runner_settings",
+]
 
-PATIENCE: Final = 60.0
-"""Seconds that a process may let the others wait inside a step before it counts as dead."""
 _PROGRAM: Final = "import sys; sys.path[:0] = sys.argv[1:2]; from chairlift.loading.rank_process import main; main()"
 _ROOT: Final = str(Path(__file__).parents[3])
 _END_SECONDS: Final = 10.0
@@ -47,8 +56,10 @@ class RankProcesses:
     def __init__(self, config: EngineConfig, max_model_len: int) -> None:
         self.size = config.model.tensor_parallel_size
         self.share = Share(0, self.size)
-        self.weight_bytes = 0
-        """Bytes of the weights of all other processes, when they are loaded."""
+        self._weights: list[int] = []
+        """Bytes of the weights of each process, when they are loaded. The first entry is added with the runner."""
+        self._caches: list[int] = []
+        """Bytes of the cache of each process, when they are made."""
         self.processors = divide_processors(self.size, os.sched_getaffinity(0))
         """For each process: the processors that its threads use."""
         self.threads = rank_threads(config.model.threads, self.size)
@@ -74,8 +85,30 @@ class RankProcesses:
                     start_new_session=True,  # signals of a terminal are for process 0, which ends the others
                 )
             )
-        about |= {"rank": rank, "size": self.size, "patience": PATIENCE}
+        about |= {"rank": rank, "size": self.size}
         self._tell(rank, about | {"processors": self.processors[rank], "threads": self.threads[rank]})
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights of all other processes, when they are loaded."""
+        return sum(self._weights[1 - self.size :])
+
+    @property
+    def memory(self) -> list[ProcessMemory]:
+        """What each process needs, after :meth:`make_runner`."""
+        nodes = [node_of(processors[0]) for processors in self.processors]
+        return [
+            ProcessMemory(
+                rank=rank,
+                processors=self.processors[rank],
+                threads=self.threads[rank],
+                node=nodes[rank],
+                node_bytes=node_bytes(nodes[rank]),
+                weight_bytes=self._weights[rank],
+                cache_bytes=self._caches[rank],
+            )
+            for rank in range(self.size)
+        ]
 
     @property
     def pids(self) -> list[int]:
@@ -85,8 +118,7 @@ class RankProcesses:
     def wait_until_loaded(self) -> None:
         """Wait until every process has its weights. Raises ConfigError for an error in one of them, and EngineDeadError
         if one ended."""
-        for rank in range(1, self.size):
-            self.weight_bytes += int(self._answer(rank)["weight_bytes"])
+        self._weights = [int(self._answer(rank)["weight_bytes"]) for rank in range(1, self.size)]
 
     def make_runner(
         self, model: CausalLM, plan: KVPlan, config: EngineConfig, dtype: torch.dtype, max_model_len: int, isa: str
@@ -95,16 +127,23 @@ class RankProcesses:
         :meth:`wait_until_loaded`, and MemoryError."""
         for rank in range(1, self.size):
             self._tell(rank, {"plan": _plan_fields(plan)})
-        comm = Communicator(self.file, 0, self.size, [each.fileno() for each in self._sockets], PATIENCE)
+        lives = [each.fileno() for each in self._sockets]
+        comm = Communicator(self.file, 0, self.size, lives, config.model.tensor_parallel_timeout)
         with on_processors(self.processors[0]):
             pool = rank_pool(self.threads[0])
-            sizes = {"max_tokens": config.scheduler.max_num_batched_tokens, "max_rows": config.scheduler.max_num_seqs}
             own = divided_plan(plan, model)
-            runner = ParallelRunner(model, own, dtype, pool, comm, isa=isa, max_model_len=max_model_len, **sizes)
-        for rank in range(1, self.size):
-            self._answer(rank)
+            how = runner_settings(config) | {"isa": isa, "max_model_len": max_model_len}
+            runner = ParallelRunner(model, own, dtype, pool, comm, **how)
+        self._weights.insert(0, model.weight_bytes)
+        self._caches = [cache_bytes(own), *(int(self._answer(rank)["cache_bytes"]) for rank in range(1, self.size))]
         runner.processes = self
+        runner.use_orders(Orders(self._sockets, self._pipes, comm))
         return runner
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        for process in self._processes:
+            process.kill()
 
     def close(self) -> None:
         """End all processes, and wait until they have ended."""
@@ -149,20 +188,14 @@ def _end_processes(
             process.wait()
 
 
-def divide_processors(size: int, allowed: set[int], folder: Path = Path("/sys/devices/system/cpu")) -> list[list[int]]:
+def divide_processors(size: int, allowed: set[int], system: Path = Path("/sys/devices/system")) -> list[list[int]]:
     """The processors of each of ``size`` processes: neighbours, by memory node, so that with as many nodes as processes
     each has its own node. With fewer processors than processes, all may use all."""
-    ordered = sorted(allowed, key=lambda processor: (_node_of(folder / f"cpu{processor}"), processor))
+    ordered = sorted(allowed, key=lambda processor: (node_of(processor, system), processor))
     if len(ordered) < size:
         return [ordered for _ in range(size)]
     ends = [len(ordered) * rank // size for rank in range(size + 1)]
     return [ordered[begin:end] for begin, end in itertools.pairwise(ends)]
-
-
-def _node_of(folder: Path) -> int:
-    """Number of the memory node of a processor; 0 if the system does not say."""
-    nodes = [each.name.removeprefix("node") for each in folder.glob("node[0-9]*")]
-    return int(nodes[0]) if nodes else 0
 
 
 def rank_threads(threads: int | None, size: int) -> list[int]:
@@ -190,6 +223,22 @@ def on_processors(processors: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def cache_bytes(plan: KVPlan) -> int:
+    """Bytes of the caches of one process, and of their swap space in memory."""
+    return plan.total_bytes + (plan.host_bytes if plan.swap_directory is None else 0)
+
+
+def runner_settings(config: EngineConfig) -> dict[str, Any]:
+    """Arguments that the runners of all processes get from the settings."""
+    scheduler = config.scheduler
+    return {
+        "max_tokens": scheduler.max_num_batched_tokens,
+        "max_rows": scheduler.max_num_seqs,
+        "lora": config.lora.active,
+        "logprobs_mode": config.model.logprobs_mode,
+    }
 
 
 def _plan_fields(plan: KVPlan) -> dict[str, Any]:

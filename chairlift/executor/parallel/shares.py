@@ -1,8 +1,9 @@
 """Which outputs of a model's layers each of several processes computes.
 
-Every layer is divided along its outputs: attention by KV heads, other layers by panels of 32 columns, the output head
-by rows of the vocabulary. See :mod:`chairlift.kernels.cpu.division` for what follows from it. Layers that cannot be
-divided are computed by every process.
+Every layer is divided along its outputs: attention by KV heads, scans of recurrent layers by heads, other layers and
+every expert by panels of 32 columns, the output head by rows of the vocabulary. See
+:mod:`chairlift.kernels.cpu.division` for what follows from it. Layers that cannot be divided are computed by every
+process.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from chairlift.config import EngineConfig
 from chairlift.errors import ConfigError
 from chairlift.executor.backends.backend import Backend
 from chairlift.executor.kv_tensors import KVPlan
+from chairlift.kernels.cpu.lowering import scan_heads
 from chairlift.kernels.cpu.packing import PANEL, KeptRows
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import LayerCache
@@ -23,7 +25,9 @@ from chairlift.models.fallback.config import TransformersConfig
 from chairlift.models.formats.gguf_projector import NONE
 from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.layers.attention import Attention
-from chairlift.models.layers.linear import Linear, Matrix
+from chairlift.models.layers.delta_net import DeltaNetMixer
+from chairlift.models.layers.linear import Linear, Matrix, Stack
+from chairlift.models.layers.mixers import Mamba2Mixer
 
 __all__ = ["Share", "divide_model", "divided_plan", "refuse_division"]
 
@@ -63,12 +67,9 @@ def refuse_division(config: EngineConfig, network: NetworkConfig | TransformersC
         raise ConfigError(f"{asked} threads is {threads}, and each process needs one; set threads to {size} or more")
     speculation = config.scheduler.speculation
     refused = {
-        "layers of experts": network.experts is not None,
         "images": network.vision is not None and config.model.mmproj != NONE,
-        "enable_lora": config.lora.enable_lora,
         "kv_store": config.cache.kv_store is not None,
         "draft models": speculation is not None and speculation.method in DRAFT_METHODS,
-        "processed_logprobs": config.model.logprobs_mode != "raw_logprobs",
     }
     for name, is_refused in refused.items():
         if is_refused:
@@ -83,12 +84,16 @@ def divide_model(model: CausalLM, share: Share) -> None:
         if isinstance(module, Attention) and module.splits_by_heads:
             _divide_heads(module, share)
             undivided.add(module.qkv_proj)
-    layers: list[Matrix] = [module for module in model.modules() if isinstance(module, Linear)]
+    layers: list[Matrix] = [module for module in model.modules() if isinstance(module, Linear | Stack)]
     if model.config.tie_word_embeddings:
         layers.append(model.model.embed_tokens)
     for layer in layers:
         if layer not in undivided:
             _divide_columns(layer, share)
+    for module in model.modules():
+        if isinstance(module, Mamba2Mixer | DeltaNetMixer) and scan_heads(module.cell()) >= share.size:
+            first, end = share.of(scan_heads(module.cell()))
+            module.own_heads = first, end - first
 
 
 def _divide_heads(attention: Attention, share: Share) -> None:
@@ -112,17 +117,19 @@ def _divide_heads(attention: Attention, share: Share) -> None:
 
 
 def _divide_columns(layer: Matrix, share: Share) -> None:
+    """Divide the outputs by panels: those of each weight of a stack, and gates in the same way as their values."""
     shape = layer.shape
-    half = shape.out_features // 2 if shape.interleaved else shape.out_features
-    first, end = share.of(half, PANEL)
-    if -(-half // PANEL) < share.size:
+    parts = shape.stack * (2 if shape.interleaved else 1)
+    width = shape.out_features // parts
+    first, end = share.of(width, PANEL)
+    if -(-width // PANEL) < share.size:
         return  # too few columns
-    ranges = ((first, end), (half + first, half + end)) if shape.interleaved else ((first, end),)
+    ranges = tuple((part * width + first, part * width + end) for part in range(parts))
     layer.shape = shape._replace(kept=KeptRows(shape.out_features, ranges))
 
 
 def divided_plan(plan: KVPlan, model: CausalLM) -> KVPlan:
-    """``plan``, which is that of the whole model, for the KV heads that ``model`` keeps: as many blocks, of fewer
+    """``plan``, which is that of the whole model, for the heads that ``model`` keeps: as many blocks, of fewer
     bytes."""
     block_bytes = [0 for _ in plan.groups]
     tokens = 0
@@ -131,6 +138,6 @@ def divided_plan(plan: KVPlan, model: CausalLM) -> KVPlan:
             tokens += layer.token_bytes(plan.dtype)
             block_bytes[group] += plan.block_size * layer.token_bytes(plan.dtype)
         else:
-            block_bytes[group] = plan.block_bytes[group]  # states are not divided
+            block_bytes[group] += sum(layer.part_bytes(model.dtype))
     total = sum(group.num_blocks * size for group, size in zip(plan.groups, block_bytes, strict=True))
     return dataclasses.replace(plan, block_bytes=block_bytes, bytes_per_token=tokens, total_bytes=total)

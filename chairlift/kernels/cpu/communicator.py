@@ -86,6 +86,15 @@ class Communicator:
         """In another process: say that the message was read."""
         self._library.cl_comm_read(self.handle)
 
+    def look(self) -> None:
+        """In process 0, between two steps: raise EngineDeadError if another process has ended, or hangs. It hangs if it
+        has shown no sign of life for ``patience`` seconds in which this method was called at least every 2 seconds."""
+        self.check(self._library.cl_comm_look(self.handle))
+
+    def check_end(self) -> None:
+        """Raise EngineDeadError if this process knows that another has ended. Any thread may call it."""
+        self.check(self._library.cl_comm_ended(self.handle))
+
     def end(self) -> None:
         """End every wait of all processes. Any thread may call it."""
         self._library.cl_comm_end(self.handle)

@@ -4,8 +4,9 @@ Each process computes some output columns of every linear layer, over the whole 
 summed by one process in the same order as without a division, and the bits do not depend on the number of processes.
 Megatron-LM (Shoeybi et al., 2019) divides every second layer along its input instead, and adds partial results; that
 needs fewer exchanges, but another order of sums. Results that other processes read are in shared buffers, so an
-exchange moves no data: it is a wait, the operation GATHER. Operations without divided weights are computed by every
-process, each for itself.
+exchange moves no data: it is a wait, the operation GATHER. Of experts, each process computes some columns of every
+expert, so that it has as much work whatever the router chooses. Operations without divided weights are computed by
+every process, each for itself.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ class Division:
 def divide(ops: Sequence[FusedOp], outputs: Sequence[Value]) -> Division:
     """Reduce each operation to the columns that this process computes, as its weight says, and insert the waits. The
     division is empty if no weight is divided. Raises InvariantError for a divided layer that cannot be computed so."""
-    if not any(_kept(op) for op in ops):
+    if not any(_kept(op) or (op.experts and op.experts["down"].kept) for op in ops):
         return Division(list(ops), set())
     recorder = ops[0].out.recorder
     found = Division([], set())
+    inner = Value(recorder, "nothing", 0)
+    """Stands for the memory that layers of experts share, of which each reads all and then overwrites a part."""
     unseen = set[Value]()
-    """Shared activations that other processes may not have written yet."""
+    """Shared activations that other processes may not have written yet, and ``inner`` while they may read it."""
     heads: dict[Value, tuple[int, int, int]] = {}
 
     def gather() -> None:
@@ -51,11 +54,14 @@ def divide(ops: Sequence[FusedOp], outputs: Sequence[Value]) -> Division:
     for op in ops:
         if _reduce(op, heads):
             found.shared.add(op.out)
-        if unseen.intersection(op.inputs):
+        in_parts = op.kind == OpKind.EXPERTS and _kept(op) is not None
+        if unseen.intersection([*op.inputs, inner] if in_parts else op.inputs):
             gather()
         found.ops.append(op)
         if op.out in found.shared:
             unseen.add(op.out)
+        if in_parts:
+            unseen.add(inner)
     if unseen.intersection(outputs):
         gather()
     return found
@@ -64,6 +70,13 @@ def divide(ops: Sequence[FusedOp], outputs: Sequence[Value]) -> Division:
 def _reduce(op: FusedOp, heads: dict[Value, tuple[int, int, int]]) -> bool:
     """Reduce ``op`` to its own columns. Returns whether its result is shared. ``heads`` maps the queries of an
     attention to (first head, number of heads, number of KV heads) of this process."""
+    if op.experts is not None:
+        down = op.experts["down"].kept
+        op.column = 0 if down is None else down.first
+        return down is not None
+    if "own_heads" in op.fields:
+        op.column = op.fields["first_head"] * op.fields["head_dim"]
+        return True
     kept = _kept(op)
     if op.kind == OpKind.ATTENTION and op.inputs[0] in heads:
         first, count, kv_count = heads[op.inputs[0]]

@@ -58,7 +58,7 @@ __all__ = [
     "why_unavailable",
 ]
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 """Value of ``CL_ABI_VERSION`` in the header that this module mirrors."""
 
 PRODUCTS = ("f32", "bf16", "int8")
@@ -102,6 +102,8 @@ class Experts(ctypes.Structure):
         ("limit", c_float),
         ("activation", c_int32),
         ("routed_k", c_int32),
+        ("down_n", c_int32),
+        ("inner_first", c_int32),
         ("router", c_void_p),
         ("correction", c_void_p),
         ("shared_gate", c_void_p),
@@ -109,6 +111,7 @@ class Experts(ctypes.Structure):
         ("router_bias", c_void_p),
         ("down_bias", c_void_p),
         ("scratch", c_void_p),
+        ("shared_inner", c_void_p),
         ("load", c_void_p),
         ("lora_stride", c_int64),
     ]
@@ -134,7 +137,8 @@ class OpStruct(ctypes.Structure):
         ("head_dim", c_int32),
         ("window", c_int32),
         ("site", c_int32),
-        ("reserved", c_int32),
+        ("first_head", c_int32),
+        ("own_heads", c_int32),
         ("eps", c_float),
         ("scale", c_float),
         ("cap", c_float),
@@ -315,6 +319,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "cl_comm_create": (c_void_p, [c_void_p, c_int32, c_int32, POINTER(c_int32), c_int32, c_double]),
     **dict.fromkeys(("cl_comm_destroy", "cl_comm_send", "cl_comm_read", "cl_comm_end"), (None, [c_void_p])),
     **dict.fromkeys(("cl_comm_meet", "cl_comm_wait_for_readers", "cl_comm_wait_for_message"), (c_int32, [c_void_p])),
+    **dict.fromkeys(("cl_comm_look", "cl_comm_ended"), (c_int32, [c_void_p])),
     "cl_comm_waited": (c_double, [c_void_p]),
     "cl_comm_meetings": (c_int64, [c_void_p]),
     "cl_measure_read": (c_double, [c_void_p, c_void_p, c_size_t]),

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels.cpu.library import EmbeddingStruct, LowRankStruct, Memory, Program
-from chairlift.kernels.cpu.packing import PANEL, PackedWeight, packed_bytes, packed_columns, padded_outputs
+from chairlift.kernels.cpu.packing import (
+    PANEL,
+    KeptRows,
+    PackedWeight,
+    packed_bytes,
+    packed_columns,
+    padded_outputs,
+)
 
 __all__ = ["EmbeddingTable", "LowRankPart", "LowRankTable", "MatrixChange", "MatrixSite", "PackedAdapter"]
 
@@ -46,16 +53,20 @@ class MatrixSite(NamedTuple):
     site: int
     """1 + column of the table of adapters."""
     out_features: int
+    """Number of outputs that this process computes."""
     in_features: int
     interleaved: bool = False
     """Whether gates and values alternate in the packed panels, as in a PackedMatrix."""
+    kept: KeptRows | None = None
+    """Outputs that this process computes, if other processes compute the others."""
     plain: bool = False
     """Whether the kernels read the matrix as plain rows (routers) instead of packed panels."""
 
 
 class MatrixChange(NamedTuple):
     """Change of one matrix by one adapter. The result, before the bias, becomes ``gains * (x @ w.T + the low-rank
-    terms) + offsets``, where ``w`` is ``whole`` or the model's own weight."""
+    terms) + offsets``, where ``w`` is ``whole`` or the model's own weight. If several processes share the matrix, the
+    low-rank parts are those of all outputs; everything else has the outputs of this process only."""
 
     parts: Sequence[LowRankPart] = ()
     whole: Tensor | None = None
@@ -126,7 +137,7 @@ class PackedAdapter:
             rank = sum(len(part.a) for part in change.parts)
             a = PackedWeight(rank, site.in_features, self._dtype, memory=self._part(sizes[0]))
             b = PackedWeight(site.out_features, rank, self._dtype, memory=self._part(sizes[1]), **shape)
-            slices = _fill(a, b, change.parts)
+            slices = _fill(a, b, change.parts, site.kept)
             self._kept += [a, b, slices]
             struct.a, struct.b, struct.slices = a.memory.address, b.memory.address, slices.ctypes.data
             struct.rank = -(-rank // PANEL) * PANEL
@@ -193,11 +204,17 @@ def _padded(count: int) -> int:
     return -(-count // PANEL) * PANEL
 
 
-def _fill(a: PackedWeight, b: PackedWeight, parts: Sequence[LowRankPart]) -> npt.NDArray[np.int32]:
-    """Write the parts of one linear layer into ``a`` and ``b``. Returns int32 [panels, 2]: for each panel of outputs,
-    (first rank dimension that has nonzero values, number of such dimensions)."""
-    panels = b.columns().numpy() // PANEL
-    whole = torch.zeros(b.out_features, b.k)
+def _fill(
+    a: PackedWeight, b: PackedWeight, parts: Sequence[LowRankPart], kept: KeptRows | None
+) -> npt.NDArray[np.int32]:
+    """Write the parts of one linear layer into ``a`` and ``b``, which has the ``kept`` outputs. Returns int32
+    [panels, 2]: for each panel of outputs, (first rank dimension that has nonzero values, number of such
+    dimensions)."""
+    own = b.columns().numpy() // PANEL
+    panels = own if kept is None else np.full(kept.whole, -1)
+    if kept is not None:
+        panels[kept.of(torch.arange(kept.whole)).numpy()] = own
+    whole = torch.zeros(len(panels), b.k)
     begin = np.full(b.panels, np.iinfo(np.int32).max, dtype=np.int64)
     end = np.zeros(b.panels, dtype=np.int64)
     at = 0
@@ -207,10 +224,11 @@ def _fill(a: PackedWeight, b: PackedWeight, parts: Sequence[LowRankPart]) -> npt
         a.pack_rows(part.a, at)
         whole[rows, at : at + rank] = part.b
         touched = np.unique(panels[rows])
+        touched = touched[touched >= 0]
         begin[touched] = np.minimum(begin[touched], at // _PAIR * _PAIR)
         end[touched] = np.maximum(end[touched], -(-(at + rank) // _PAIR) * _PAIR)
         at += rank
-    b.pack_rows(whole, 0)
+    b.pack_rows(whole if kept is None else kept.of(whole), 0)
     begin = np.minimum(begin, end)
     return np.ascontiguousarray(np.stack((begin, end - begin), axis=1).astype(np.int32))
 

@@ -24,7 +24,7 @@ from chairlift.kernels.mamba2 import Mamba2
 from chairlift.kernels.recording import Node, Op, Value, add, attention, recurrence
 from chairlift.kernels.short_conv import ShortConv
 
-__all__ = ["lower", "narrow_at"]
+__all__ = ["lower", "narrow_at", "scan_heads"]
 
 
 def lower(nodes: Sequence[Node], *outputs: Value) -> LoweringPlan:
@@ -43,6 +43,25 @@ def narrow_at(ops: Sequence[FusedOp], output: Value) -> tuple[int, set[Value]]:
     at = max((i for i, op in enumerate(ops) if op.kind in shared or recurrent[i]), default=-1) + 1
     read = {value for op in ops[at:] for value in op.inputs if value.role == "rows"} | {output}
     return at, read - {op.out for op in ops[at:]}
+
+
+def scan_heads(cell: object) -> int:
+    """Number of heads in the scan of a recurrent layer. 0 if the layer has no scan, or if no kernel supports its
+    sizes."""
+    if isinstance(cell, Mamba2):
+        shape = cell.shape
+        group = shape.inner // shape.norm_groups
+        odd = shape.head_dim % LANES or shape.state_size % 2 or shape.state_size > MOST_STATE or group % LANES
+        return 0 if odd or not _convolves(cell.conv) else shape.heads
+    if isinstance(cell, DeltaRule):
+        odd = cell.value_dim % LANES or cell.key_dim % LANES or cell.key_dim > MOST_STATE
+        return 0 if odd or not _convolves(ShortConv(cell.conv, None, silu=True)) else cell.value_heads
+    return 0
+
+
+def _convolves(cell: ShortConv) -> bool:
+    """Whether the convolution kernel supports the sizes of a layer."""
+    return cell.channels % PANEL == 0 and cell.taps <= MOST_TAPS
 
 
 class _Fuser:
@@ -256,10 +275,10 @@ def _recurrence(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
 def _short_conv(node: Node, cell: ShortConv, out: Value, column: int = 0) -> list[FusedOp]:
     """The operation that convolves the columns of the input from ``column`` on. Empty if no kernel supports its
     sizes."""
+    if not _convolves(cell):
+        return []
     channels = cell.channels
     taps = cell.taps
-    if channels % PANEL or taps > MOST_TAPS:
-        return []
     flags = (OpFlag.GATED if cell.gated else 0) | (OpFlag.SILU if cell.silu else 0)
     fields = {"n": channels, "k": taps, "layer": node.attributes["layer"], "flags": int(flags), "window": column}
     weight = cell.weight.detach().view(channels, taps).t()
@@ -275,10 +294,9 @@ def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
     given = node.inputs[0]
     mixed = Value(recorder, "rows", shape.channels)
     scanned = Value(recorder, "rows", shape.inner)
-    conv = _short_conv(node, cell.conv, mixed, shape.inner)
-    group = shape.inner // shape.norm_groups
-    if not conv or shape.head_dim % LANES or shape.state_size % 2 or shape.state_size > MOST_STATE or group % LANES:
+    if not scan_heads(cell):
         return []
+    conv = _short_conv(node, cell.conv, mixed, shape.inner)
     min_step, max_step = shape.time_limit
     scan = FusedOp(
         OpKind.MAMBA_SCAN,
@@ -288,6 +306,7 @@ def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
             **{"n": shape.inner, "k": shape.state_size, "heads": shape.heads, "kv_heads": shape.groups},
             **{"head_dim": shape.head_dim, "window": shape.inner + shape.channels, "layer": node.attributes["layer"]},
             **{"scale": min_step, "cap": max_step, "eps": shape.step_factor},
+            **_own_heads(cell.own_heads),
         },
         cell.a_log,
         bias=cell.dt_bias,
@@ -300,6 +319,11 @@ def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
     return [*conv, scan, FusedOp(OpKind.GATED_NORM, out, (scanned, given), fields, cell.norm)]
 
 
+def _own_heads(own: tuple[int, int] | None) -> dict[str, int]:
+    """Fields of a scan that say which heads this process computes."""
+    return {} if own is None else {"first_head": own[0], "own_heads": own[1]}
+
+
 def _delta_rule(node: Node, cell: DeltaRule, out: Value) -> list[FusedOp]:
     """The operations of a gated delta net: the convolution, the scan, and the gate with its norm. Empty if no kernel
     supports the layer's sizes."""
@@ -307,11 +331,11 @@ def _delta_rule(node: Node, cell: DeltaRule, out: Value) -> list[FusedOp]:
     width = cell.value_heads * cell.value_dim
     mixed = Value(out.recorder, "rows", cell.channels)
     scanned = Value(out.recorder, "rows", width)
-    conv = _short_conv(node, ShortConv(cell.conv, None, silu=True), mixed)
-    if not conv or cell.value_dim % LANES or cell.key_dim % LANES or cell.key_dim > MOST_STATE:
+    if not scan_heads(cell):
         return []
+    conv = _short_conv(node, ShortConv(cell.conv, None, silu=True), mixed)
     fields = {"n": width, "k": cell.key_dim, "heads": cell.value_heads, "kv_heads": cell.key_heads}
-    fields |= {"head_dim": cell.value_dim, "layer": node.attributes["layer"]}
+    fields |= {"head_dim": cell.value_dim, "layer": node.attributes["layer"], **_own_heads(cell.own_heads)}
     scan = FusedOp(OpKind.DELTA_SCAN, scanned, (mixed, rates), fields, cell.decay_log, bias=cell.step_bias, part=1)
     gate = {"n": width, "heads": cell.value_heads, "eps": cell.eps, "flags": int(OpFlag.NORM_FIRST)}
     gate["window"] = cell.channels

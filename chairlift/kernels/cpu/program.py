@@ -364,16 +364,24 @@ class StepProgram:
             raise InvariantError(f"the native output head refused {len(token_rows)} rows ({code})")
 
     def logits(
-        self, weight: PackedMatrix, hidden: Tensor, token_rows: npt.NDArray[np.int32], into: Tensor, cap: float | None
+        self,
+        weight: PackedMatrix,
+        hidden: Tensor,
+        token_rows: npt.NDArray[np.int32],
+        into: Tensor,
+        cap: float | None,
+        adapters: npt.NDArray[Any] | None = None,
     ) -> None:
         """Multiply rows ``token_rows`` [R] of ``hidden`` with this process's rows of an output head, and write the
         logits to their columns of ``into``, float32 [at least R, V rounded up to 32]. See :meth:`head`."""
         product = lib.OpStruct(n=weight.n, k=weight.k, cap=cap or 0.0)
         weight.point(product)
         first = 0 if weight.kept is None else weight.kept.first
+        table_rows = None if adapters is None or self._adapters is None else self._adapters.rows_of(adapters)
         code = self._library.cl_logits(
-            *(self._pool.handle, self._program, hidden.data_ptr(), hidden.stride(0), token_rows.ctypes.data, None),
-            *(len(token_rows), product, into.data_ptr() + 4 * first, into.stride(0)),
+            *(self._pool.handle, self._program, hidden.data_ptr(), hidden.stride(0), token_rows.ctypes.data),
+            *(None if table_rows is None else table_rows.ctypes.data, len(token_rows), product),
+            *(into.data_ptr() + 4 * first, into.stride(0)),
         )
         if code < 0:
             raise InvariantError(f"the native output head refused {len(token_rows)} rows ({code})")
@@ -404,7 +412,7 @@ class StepProgram:
             kind=op.kind,
             in_=source,
             out=self._view(self.plan.buffer_of.get(op.out, -1), op.column),
-            aux=self._view(aux, op.column) if op.kind == OpKind.LINEAR else aux,
+            aux=self._view(aux, op.column) if _reads_own_columns(op) else aux,
             rotary=-1 if op.rotary is None else self._rotary[op.rotary],
             **op.fields,
         )
@@ -419,8 +427,8 @@ class StepProgram:
             # An embedding table keeps its dtype. The kernels read norms and frequencies as float32.
             dtype = self._recorder.dtype if op.kind == OpKind.EMBED else torch.float32
             struct.weight = self._keep(op.weight, dtype, op.norm_offset)
-        if op.experts is not None:
-            struct.experts = ctypes.pointer(self._experts(**op.experts))
+        if op.experts is not None and isinstance(op.weight, PackedMatrix):
+            struct.experts = ctypes.pointer(self._experts(op.weight, **op.experts))
         if op.bias is not None:
             struct.bias = self._keep(op.bias, torch.float32)
         if op.sinks is not None:
@@ -438,6 +446,7 @@ class StepProgram:
 
     def _experts(
         self,
+        first: PackedMatrix,
         down: PackedMatrix,
         router: Tensor,
         routing: Routing,
@@ -449,8 +458,8 @@ class StepProgram:
         routed_width: int = 0,
         **_: Any,
     ) -> lib.Experts:
-        """Struct of an ``ops.experts`` operation, without scratch memory. The arguments are those of ``ops.experts``
-        after its first weight.
+        """Struct of an ``ops.experts`` operation, without scratch memory. The arguments are those of ``ops.experts``,
+        from its first weight on.
 
         Biases of the experts belong to the packed weights.
         """
@@ -473,6 +482,8 @@ class StepProgram:
             limit=limit,
             activation=Activation.NONE if gated else Activation.RELU_SQUARED,
             routed_k=routed_width,
+            down_n=down.n,
+            inner_first=0 if first.kept is None else first.kept.first,
             router=self._keep_padded(router),
             correction=None if correction is None else self._keep(correction, torch.float32),
             shared_gate=None if shared_gate is None else self._keep_padded(shared_gate),
@@ -497,6 +508,7 @@ class StepProgram:
         ops = [op for op in self._ops if op.kind == OpKind.EXPERTS]
         for op in ops:
             op.experts.contents.lora_stride = self._adapters.stride if self._adapters is not None and op.site else 0
+        self._share_inner()
         sizes = [self._library.cl_expert_bytes(op, self._program.dtype, self._max_tokens) for op in ops]
         if sizes:
             memory = lib.Memory(max(sizes))
@@ -511,6 +523,21 @@ class StepProgram:
         for layer, row in zip(layers, counts, strict=True):
             layer.load = row.ctypes.data
         return counts
+
+    def _share_inner(self) -> None:
+        """Allocate memory for the activations of experts that several processes share. Layers run one at a time and
+        share it."""
+        comm, itemsize = self._comm, self._recorder.dtype.itemsize
+        parts = [op for op in self.plan.ops if op.kind == OpKind.EXPERTS and _is_part(op.weight)]
+        if comm is None or not parts:
+            return
+        structs = [op.experts.contents for op in self._ops if op.kind == OpKind.EXPERTS]
+        tokens = min(self._max_tokens, ROUTED_TOKENS)
+        sizes = [(tokens * each.top_k + SPARE_ROWS) * _stride(each.inner, itemsize) for each in structs]
+        memory = comm.tensor(self._recorder.dtype, (max(sizes),))
+        self._referenced.append(memory)
+        for struct, op in zip(structs, (op for op in self.plan.ops if op.kind == OpKind.EXPERTS), strict=True):
+            struct.shared_inner = memory.data_ptr() if _is_part(op.weight) else None
 
     def _keep_padded(self, weight: Tensor) -> int:
         """Address of a weight [n, k] in the program's dtype, whose rows are padded with zeros as the rows of
@@ -571,6 +598,16 @@ class StepProgram:
             return self._buffers[self.plan.buffer_of[value]][: len(step.token_ids), : value.width]
         array = step.token_ids if value.role == "token_ids" else step.positions
         return torch.from_numpy(array.astype(np.int64))
+
+
+def _is_part(weight: Any) -> bool:
+    """Whether other processes have some of the weight's outputs."""
+    return isinstance(weight, PackedMatrix) and weight.kept is not None
+
+
+def _reads_own_columns(op: FusedOp) -> bool:
+    """Whether a process reads only the columns of the second input that it computes itself."""
+    return op.kind == OpKind.LINEAR or (op.experts is not None and not op.experts["routed_width"])
 
 
 def _stride(width: int, itemsize: int) -> int:

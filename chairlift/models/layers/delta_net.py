@@ -20,6 +20,8 @@ class DeltaNetMixer(nn.Module):
     -> [T, D]."""
 
     float32_parameters = ("decay_log", "step_bias")
+    own_heads: tuple[int, int] | None = None
+    """``own_heads`` of the cell."""
 
     def __init__(self, config: NetworkConfig, mixer: DeltaNetConfig, layer: int) -> None:
         super().__init__()
@@ -42,14 +44,15 @@ class DeltaNetMixer(nn.Module):
     @property
     def state(self) -> LayerState:
         """Shape of the recurrent state that this layer keeps for each request."""
-        return LayerState(self._cell().parts)
+        return LayerState(self.cell().parts)
 
     def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
-        out: Tensor = self.out_proj(ctx.recur(self.layer, self._cell(), self.in_proj(x), self.rates_proj(x)))
+        out: Tensor = self.out_proj(ctx.recur(self.layer, self.cell(), self.in_proj(x), self.rates_proj(x)))
         return out
 
-    def _cell(self) -> DeltaRule:
+    def cell(self) -> DeltaRule:
+        """The recurrent cell of this layer."""
         sizes = self.sizes
         weights = (self.conv, self.decay_log, self.step_bias, self.norm.weight)
         heads = (sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim)
-        return DeltaRule(*weights, self.eps, *heads)
+        return DeltaRule(*weights, self.eps, *heads, self.own_heads)

@@ -71,6 +71,8 @@ class Mamba2Mixer(nn.Module):
     float32_parameters = ("A_log", "D", "dt_bias")
     """Parameters that stay float32 in a model of any dtype. Decay rates in 16 bits would be too inexact for long
     texts."""
+    own_heads: tuple[int, int] | None = None
+    """``own_heads`` of the cell."""
 
     def __init__(self, config: NetworkConfig, mixer: Mamba2Config, layer: int) -> None:
         super().__init__()
@@ -103,16 +105,17 @@ class Mamba2Mixer(nn.Module):
     @property
     def state(self) -> LayerState:
         """Shape of the recurrent state that this layer keeps for each request."""
-        return LayerState(self._cell().parts)
+        return LayerState(self.cell().parts)
 
     def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
-        out: Tensor = self.out_proj(ctx.recur(self.layer, self._cell(), self.in_proj(x)))
+        out: Tensor = self.out_proj(ctx.recur(self.layer, self.cell(), self.in_proj(x)))
         return out
 
-    def _cell(self) -> Mamba2:
+    def cell(self) -> Mamba2:
+        """The recurrent cell of this layer."""
         norm = None if self.norm is None else self.norm.weight
         conv = ShortConv(self.conv.weight, self.conv.bias, silu=True, factors=self.factors)
-        return Mamba2(self.shape, conv, self.A_log, self.dt_bias, self.D, norm)
+        return Mamba2(self.shape, conv, self.A_log, self.dt_bias, self.D, norm, self.own_heads)
 
 
 class CellMixer(nn.Module):

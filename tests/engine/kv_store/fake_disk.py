@@ -7,7 +7,7 @@ import dataclasses
 import errno
 import random
 
-__all__ = ["FakeDisk", "FakeFile", "Faults"]
+__all__ = ["FakeDisk", "Faults"]
 
 _SECTOR = 512
 

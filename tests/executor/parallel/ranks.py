@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
+from chairlift.config import LoRAConfig
 from chairlift.errors import EngineDeadError
 from chairlift.executor.backends.native.native_runner import NativeModelRunner
 from chairlift.executor.kv_tensors import KVPlan, plan_kv_cache
+from chairlift.executor.parallel.orders import Orders, OrderThread
 from chairlift.executor.parallel.parallel_runner import ParallelRunner, RankRunner
 from chairlift.executor.parallel.shares import Share, divide_model, divided_plan
 from chairlift.kernels.cpu.communicator import Communicator, shared_file
@@ -61,15 +64,18 @@ class Ranks:
         swap_bytes: int = 0,
         num_threads: int = 1,
         isa: str | None = None,
+        budget: int = BUDGET,
+        lora: LoRAConfig | None = None,
     ) -> None:
         isa = isa or supported_isas()[-1]
         whole = load(model_dir, dtype, weight_format)
         self.plan = plan_of(whole, dtype, kv_dtype, swap_bytes)
-        self.alone = NativeModelRunner(whole, self.plan, dtype, ThreadPool(1, pin=False), isa=isa, max_tokens=BUDGET)
+        how: dict[str, Any] = {"isa": isa, "max_tokens": budget, "lora": lora}
+        self.alone = NativeModelRunner(whole, self.plan, dtype, ThreadPool(1, pin=False), **how)
         self.file = shared_file()
         self.errors: list[BaseException] = []
         self.runners: list[RankRunner] = []
-        sizes: dict[str, Any] = {"isa": isa, "max_tokens": BUDGET, "max_rows": SLOTS, "max_model_len": LENGTH}
+        sizes: dict[str, Any] = {**how, "max_rows": SLOTS, "max_model_len": max(LENGTH, budget)}
         for rank in range(size):
             model = load(model_dir, dtype, weight_format, Share(rank, size))
             kind = RankRunner if rank else ParallelRunner
@@ -82,6 +88,13 @@ class Ranks:
         self.threads = [threading.Thread(target=self._serve, args=(each,), daemon=True) for each in self.runners[1:]]
         for thread in self.threads:
             thread.start()
+        pairs = [socket.socketpair() for _ in self.threads]
+        for runner, (_, theirs) in zip(self.runners[1:], pairs, strict=True):
+            OrderThread(cast("IO[bytes]", theirs.makefile("rwb")), runner).start()
+        ours = [each for each, _ in pairs]
+        self.pipes = [cast("IO[bytes]", each.makefile("rwb")) for each in ours]
+        self.sockets = [each for pair in pairs for each in pair]
+        self.first.use_orders(Orders(ours, self.pipes, self.first._comm))
 
     def _serve(self, runner: RankRunner) -> None:
         try:
@@ -96,6 +109,8 @@ class Ranks:
         self.first.shutdown()
         for thread in self.threads:
             thread.join(30)
+        for each in (*self.pipes, *self.sockets):
+            each.close()
         os.close(self.file)
         assert not self.errors, self.errors
         assert not any(thread.is_alive() for thread in self.threads)

@@ -18,10 +18,12 @@ from chairlift.core.scheduler.output import Chunk, NewBlocks, NewRow, SchedulerO
 from chairlift.errors import EngineDeadError
 from chairlift.executor.backends.native import native_runner
 from chairlift.executor.input_batch import InputBatch
+from chairlift.kernels.cpu.program import ROUTED_TOKENS
 from chairlift.kernels.weights import NATIVE, QUANTIZED, WeightFormat
 from tests.equivalence.test_determinism import MODELS
-from tests.executor.parallel.ranks import BLOCK, BLOCKS, LENGTH, SLOTS, Ranks
+from tests.executor.parallel.ranks import BLOCK, LENGTH, SLOTS, Ranks
 from tests.kernels.cpu.models import VOCAB, tiny_model
+from tests.models.tiny import EXPERT_FAMILIES, RECURRENT_FAMILIES
 from tests.native import needs_kernels
 
 pytestmark = needs_kernels
@@ -41,15 +43,21 @@ class Traffic:
         self.ranks = ranks
         self.rng = random.Random(seed)
         groups = ranks.plan.groups
-        self.input = InputBatch(SLOTS, LENGTH, BLOCK, len(groups), [group.state_span for group in groups])
-        self.free = [self.rng.sample(range(1, BLOCKS), BLOCKS - 1) for _ in groups]
+        self.input = InputBatch(
+            SLOTS, ranks.first._max_tokens + LENGTH, BLOCK, len(groups), [group.state_span for group in groups]
+        )
+        self.spans = [group.state_span or BLOCK for group in groups]
+        self.free = [self.rng.sample(range(1, each.num_blocks), each.num_blocks - 1) for each in groups]
         self.step_number = 0
 
-    def join(self, slot: int, length: int, sampling: dict[str, Any]) -> NewRow:
+    def join(self, slot: int, length: int, sampling: dict[str, Any], adapter_id: int = 0) -> NewRow:
         prompt = [self.rng.randrange(2, VOCAB) for _ in range(length)]
-        blocks = [[free.pop() for _ in range(LENGTH // BLOCK)] for free in self.free]
+        most = max(LENGTH, length + BLOCK)
+        blocks = [
+            [free.pop() for _ in range(-(-most // span))] for free, span in zip(self.free, self.spans, strict=True)
+        ]
         row = SamplingRow(SamplingParams(**sampling), seed=slot, num_prompt_tokens=length)
-        return NewRow(slot, str(slot), prompt, length, 0, blocks, row)
+        return NewRow(slot, str(slot), prompt, length, 0, blocks, row, adapter_id)
 
     def step(self, out: SchedulerOutput) -> StepBatch:
         batch = self.input.apply(out)
@@ -78,13 +86,13 @@ def same(truth: SampledTokens, found: SampledTokens) -> None:
                 assert a.rank == b.rank
 
 
-def run(ranks: Ranks, seed: int = 0, steps: int = 6) -> None:
-    """Prompts in chunks beside decodes, then decodes alone."""
+def run(ranks: Ranks, seed: int = 0, steps: int = 6, adapters: Sequence[int] = (0,)) -> None:
+    """Prompts in chunks beside decodes, then decodes alone. Rows have the ``adapters`` in turn."""
     traffic = Traffic(ranks, seed)
     lengths = [traffic.rng.randrange(3, 70) for _ in ASKED]
     decoding: list[int] = []
     for slot, (length, sampling) in enumerate(zip(lengths, ASKED, strict=True)):
-        joined = [traffic.join(slot, length, sampling)]
+        joined = [traffic.join(slot, length, sampling, adapters[slot % len(adapters)])]
         start = 0
         while start < length:
             size = min(traffic.rng.choice((5, 17, 40)), length - start)
@@ -123,6 +131,77 @@ def test_other_families_have_equal_bits_too(model: str, tmp_path: Path) -> None:
     family, more = MODELS[model]
     ranks = Ranks(tiny_model(tmp_path, family, **more), torch.bfloat16, 2)
     run(ranks, seed=3)
+    ranks.close()
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "glm4_moe": {},
+    "gpt_oss": {},
+    "mixtral": {"hidden_size": 136, "intermediate_size": 104},
+    "qwen2_moe": {},
+    "granitemoehybrid": {"mamba_n_heads": 4},
+    "qwen3_next": {},
+}
+"""Family with experts -> fields of its tiny config: groups, biases and a limit, a shared expert with a gate, recurrent
+layers."""
+SHORT = (("gpt_oss", "int4"), ("mixtral", "floats"), ("qwen2_moe", "int8"), ("granitemoehybrid", "floats"))
+
+
+@pytest.mark.parametrize(
+    ("family", "weights"),
+    [
+        pytest.param(family, weights, marks=() if (family, weights) in SHORT else pytest.mark.nightly)
+        for family in EXPERTS
+        for weights in FORMATS
+    ],
+)
+def test_every_expert_is_divided(family: str, weights: str, tmp_path: Path) -> None:
+    fields = {**EXPERT_FAMILIES, **RECURRENT_FAMILIES}[family] | EXPERTS[family]
+    ranks = Ranks(tiny_model(tmp_path, family, **fields), torch.bfloat16, 2, weight_format=FORMATS[weights])
+    assert ranks.first.program.plan.shared
+    run(ranks, seed=5)
+    counts = [runner.expert_counts for runner in (ranks.alone, *ranks.runners)]
+    assert all(np.array_equal(each, counts[0]) for each in counts)
+    ranks.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_four_processes_divide_experts(threads: int, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 136, "intermediate_size": 136, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model_dir = tiny_model(tmp_path, "mixtral", num_local_experts=5, num_experts_per_tok=2, **sizes)
+    ranks = Ranks(model_dir, torch.float32, 4, num_threads=threads)
+    run(ranks)
+    ranks.close()
+
+
+def test_experts_of_more_tokens_than_are_routed_together(tmp_path: Path) -> None:
+    """Each process overwrites its activations of the first tokens only when the others have read them."""
+    length = ROUTED_TOKENS + 40
+    ranks = Ranks(tiny_model(tmp_path, "mixtral", **EXPERT_FAMILIES["mixtral"]), torch.bfloat16, 2, budget=length)
+    traffic = Traffic(ranks, 1)
+    row = traffic.join(0, length, {"temperature": 0.0, "prompt_logprobs": 0})
+    traffic.step(output(traffic, [row], [], [Chunk(0, 0, length, True, "prefill")]))
+    ranks.close()
+
+
+def test_experts_keep_their_bits_with_few_columns(tmp_path: Path) -> None:
+    """Inner widths and hidden sizes of too few panels are computed by every process."""
+    for hidden, inner in ((72, 30), (32, 100)):
+        fields = {"hidden_size": hidden, "intermediate_size": inner, **EXPERT_FAMILIES["mixtral"]}
+        ranks = Ranks(tiny_model(tmp_path / str(inner), "mixtral", **fields), torch.bfloat16, 2)
+        run(ranks)
+        ranks.close()
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "mamba2", "nemotron_h", "qwen3_5_text"])
+def test_scans_of_recurrent_layers_are_divided_by_head(family: str, tmp_path: Path) -> None:
+    fields = {"hidden_size": 64, **RECURRENT_FAMILIES[family]}
+    ranks = Ranks(tiny_model(tmp_path, family, **fields), torch.bfloat16, 2)
+    run(ranks, seed=2)
+    whole, *parts = [
+        sum(state[-1].numel() for state in runner._kv.states.values()) for runner in (ranks.alone, *ranks.runners)
+    ]
+    assert sum(parts) == whole > max(parts)
     ranks.close()
 
 
@@ -181,7 +260,7 @@ def test_an_error_in_one_process_ends_all(tmp_path: Path) -> None:
     out = output(traffic, [traffic.join(0, 5, ASKED[0])], [], [Chunk(0, 0, 5, True, "prefill")])
     batch = traffic.input.apply(out)
     batch.cu_seqlens = batch.cu_seqlens + 1  # a step that the program refuses
-    with pytest.raises(EngineDeadError, match="a step failed in process 0 of 2"):
+    with pytest.raises(EngineDeadError, match="tensor_parallel_size is 2, and a step failed in process 0"):
         ranks.first.forward(batch)
     ranks.threads[0].join(30)
     assert not ranks.threads[0].is_alive()

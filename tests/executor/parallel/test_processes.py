@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,17 +12,21 @@ from typing import Any
 import pytest
 import torch
 
+from chairlift.base.lora_request import LoRARequest
 from chairlift.base.outputs import RequestOutput
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine.engine import Engine
-from chairlift.errors import ConfigError, EngineDeadError
+from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
+from chairlift.executor.backends.native import native_runner
 from chairlift.executor.local import LocalExecutor
 from chairlift.executor.parallel import processes
 from chairlift.executor.parallel.parallel_runner import ParallelRunner
 from chairlift.executor.parallel.processes import divide_processors, on_processors, rank_threads
 from chairlift.llm import LLM
 from tests.kernels.cpu.models import tiny_model
+from tests.lora.adapters import random_adapter
+from tests.models.tiny import EXPERT_FAMILIES, tiny_hf_model
 from tests.native import needs_kernels
 
 pytestmark = needs_kernels
@@ -62,6 +67,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "offload": {"num_kv_blocks": 9, "swap_space_bytes": 1 << 20, "prefix_offload": True},
     "drafts": {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'},
     "int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
+    "processed": {"logprobs_mode": "processed_logprobs"},
 }
 
 
@@ -77,24 +83,32 @@ def test_two_processes_give_the_tokens_of_one(settings: str, tmp_path: Path) -> 
         assert after.num_preemptions > 0
 
 
+def go_on(llm: LLM, busy: bool) -> None:
+    """Compute, or only look at the processes as an idle engine does."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        if busy:
+            llm.generate(PROMPTS, PARAMS)
+        engine_of(llm).core.check_processes()
+
+
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_that_dies_or_hangs_ends_the_engine(
-    signum: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "PATIENCE", 2.0)
-    llm = LLM(str(tiny_model(tmp_path, "llama")), tensor_parallel_size=2, **SIZES)
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_process_that_dies_or_hangs_ends_the_engine(busy: bool, signum: signal.Signals, tmp_path: Path) -> None:
+    llm = LLM(str(tiny_model(tmp_path, "llama")), tensor_parallel_size=2, tensor_parallel_timeout=2.0, **SIZES)
     llm.generate(PROMPTS, PARAMS)
     ranks = runner_of(llm).processes
     assert isinstance(ranks, processes.RankProcesses)
     os.kill(ranks.pids[0], signum)
+    begin = time.monotonic()
     with pytest.raises(EngineDeadError, match="another process of tensor_parallel_size 2 ended, or did not answer"):
-        llm.generate(PROMPTS, PARAMS)
+        go_on(llm, busy)
+    assert (time.monotonic() - begin < 2) == (signum == signal.SIGKILL)
     with pytest.raises(EngineDeadError):
         llm.generate(PROMPTS, PARAMS)
-    if signum == signal.SIGSTOP:
-        os.kill(ranks.pids[0], signal.SIGCONT)
     ranks.close()
-    assert [each.returncode for each in ranks._processes] != [None]
+    assert [each.returncode for each in ranks._processes] == [-signal.SIGKILL]
+    assert time.monotonic() - begin < 9  # a hanging process is killed at once
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -123,9 +137,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "this model has 2 KV heads, and each process needs one; use at most 2": {"tensor_parallel_size": 3, "threads": 3},
     "PyTorch's kernels run this model": {"kernels": "torch"},
     "threads is 1, and each process needs one; set threads to 2": {"threads": 1},
-    "enable_lora cannot be divided among processes yet": {"enable_lora": True},
     "kv_store cannot be divided": {"kv_store": "/tmp/kv"},
-    "processed_logprobs cannot be divided": {"logprobs_mode": "processed_logprobs"},
 }
 
 
@@ -142,25 +154,54 @@ def test_other_systems_than_linux_are_refused(tmp_path: Path, monkeypatch: pytes
         LLM(str(tiny_model(tmp_path, "llama")), tensor_parallel_size=2, **SIZES)
 
 
-def test_experts_and_hashlm_are_refused(tmp_path: Path) -> None:
-    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    with pytest.raises(ConfigError, match="layers of experts cannot be divided among processes yet"):
-        LLM(str(tiny_model(tmp_path, "mixtral", **sizes)), tensor_parallel_size=2, **SIZES)
+def test_hashlm_is_refused() -> None:
     with pytest.raises(ConfigError, match="HashLM has no layers to divide"):
         LLM("hashlm", tensor_parallel_size=2)
 
 
-def test_the_weights_of_a_divided_model_cannot_be_replaced(tmp_path: Path) -> None:
+def test_every_process_replaces_its_weights(tmp_path: Path) -> None:
+    first = tiny_model(tmp_path / "first", "mixtral", **EXPERT_FAMILIES["mixtral"])
+    second = tiny_model(tmp_path / "second", "mixtral", seed=1, **EXPERT_FAMILIES["mixtral"])
+    expected = tokens(LLM(str(second), **SIZES).generate(PROMPTS, PARAMS))
+    llm = LLM(str(first), tensor_parallel_size=2, **SIZES)
+    assert tokens(llm.generate(PROMPTS, PARAMS)) != expected
+    with pytest.raises(ConfigError, match="each process reads its part of new weights itself, from a directory"):
+        llm.update_weights({}, 1)
+    with pytest.raises(ModelLoadError, match="is not a directory"):
+        llm.update_weights(tmp_path / "none", 1)
+    llm.update_weights(second, 1)
+    assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
+
+
+def test_weights_that_another_process_cannot_read_end_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model_dir = tiny_model(tmp_path, "llama")
     llm = LLM(str(model_dir), tensor_parallel_size=2, **SIZES)
-    with pytest.raises(ConfigError, match="cannot be replaced yet"):
+    monkeypatch.setattr(native_runner, "replace_weights", lambda *_: None)
+    (model_dir / "model.safetensors").rename(tmp_path / "moved")  # process 0 has read it, and the other has not
+    with pytest.raises(EngineDeadError, match=r"new weights were refused \(ModelLoadError: in process 1"):
         llm.update_weights(model_dir, 1)
-    assert llm.generate(PROMPTS[:1], PARAMS[0])
+    with pytest.raises(EngineDeadError):
+        llm.generate(PROMPTS, PARAMS)
+
+
+def test_requests_with_adapters_get_the_tokens_of_one_process(tmp_path: Path) -> None:
+    model_dir = tiny_hf_model(tmp_path, "qwen3")
+    paths = [random_adapter(model_dir, tmp_path / f"a{n}", seed=n) for n in range(3)]
+    asked = [None, *(LoRARequest(f"a{n}", n + 1, path) for n, path in enumerate(paths)), None]
+    found = []
+    for size in (1, 2):
+        llm = LLM(str(model_dir), tensor_parallel_size=size, enable_lora=True, max_loras=2, max_cpu_loras=2, **SIZES)
+        found.append(tokens(llm.generate(PROMPTS, PARAMS, lora_request=asked)))
+        found[-1] += tokens(llm.generate(PROMPTS, PARAMS, lora_request=asked[::-1]))
+    assert found[0] == found[1]
+    assert found[0][:5] != found[0][5:]
 
 
 def test_processors_are_divided_by_memory_node(tmp_path: Path) -> None:
     for processor in range(8):  # nodes alternate, as on some machines
-        (tmp_path / f"cpu{processor}" / f"node{processor % 2}").mkdir(parents=True)
+        (tmp_path / "cpu" / f"cpu{processor}" / f"node{processor % 2}").mkdir(parents=True)
     assert divide_processors(2, set(range(8)), tmp_path) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert divide_processors(4, set(range(8)), tmp_path) == [[0, 2], [4, 6], [1, 3], [5, 7]]
     assert divide_processors(3, {0, 1}, tmp_path) == [[0, 1]] * 3

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,6 +113,51 @@ def test_a_stopped_process_is_noticed_when_patience_ends(file: int) -> None:
     with pytest.raises(EngineDeadError, match=r"did not answer for 0\.5 s"):
         comm.meet()
     other.close()
+
+
+def look_for(comm: Communicator, seconds: float) -> None:
+    """Look all the time, as process 0 does between steps."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        comm.look()
+
+
+def test_a_process_that_waits_for_messages_beats(file: int) -> None:
+    other = Other(file, 1, 2, 0)
+    comm = Communicator(file, 0, 2, [other.life.fileno()], patience=0.5)
+    assert other.process.stdout is not None
+    assert other.process.stdout.readline() == "met\n"
+    look_for(comm, 1.5)
+    other.process.send_signal(signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"did not answer for 0\.5 s"):
+        look_for(comm, 30.0)
+    assert 0.3 < time.monotonic() - begin < 5
+    with pytest.raises(EngineDeadError):
+        comm.check_end()
+    other.close()
+
+
+def test_the_end_of_a_process_is_seen_between_steps(file: int) -> None:
+    other = Other(file, 1, 2, 0)
+    comm = Communicator(file, 0, 2, [other.life.fileno()])
+    comm.look()
+    comm.check_end()
+    other.process.kill()
+    other.process.wait()
+    with pytest.raises(EngineDeadError):
+        comm.look()
+    other.close()
+
+
+def test_a_process_counts_as_hanging_only_while_process_0_looks(file: int) -> None:
+    """Process 0 computes long steps between two looks, in which the others need not beat."""
+    comm = Communicator(file, 0, 2, patience=0.1)  # the other never beats
+    comm.look()
+    assert not threading.Event().wait(2.1)  # longer than looks may be apart
+    comm.look()
+    with pytest.raises(EngineDeadError):
+        look_for(comm, 30.0)
 
 
 def test_another_thread_may_end_a_wait(file: int) -> None:

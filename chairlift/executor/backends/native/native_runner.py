@@ -204,7 +204,7 @@ class NativeModelRunner:
         for start in range(0, len(wanted), step):
             part = wanted[start : start + step]
             own = None if adapters is None else np.ascontiguousarray(adapters[part])
-            logits = torch.from_numpy(self._logits_of(hidden[token_rows[part]], self._head_weight, self._cap, own))
+            logits = torch.from_numpy(self._logits_at(hidden, token_rows[part], own))
             rows = [batch.sampling[batch.sample_rows[i]] for i in part]
             allowed = {j: masks[i] for j, i in enumerate(part) if i in masks} if masks else None
             scores = processed_logits(logits, rows, [histories[i] for i in part], allowed)
@@ -213,6 +213,12 @@ class NativeModelRunner:
             for i, report in zip(part, found, strict=True):
                 reports[i] = report
         drawn.logprobs = reports
+
+    def _logits_at(
+        self, hidden: Tensor, token_rows: npt.NDArray[np.int32], adapters: npt.NDArray[np.int32] | None
+    ) -> npt.NDArray[np.float32]:
+        """Logits [R, V] of the rows ``token_rows`` [R] of ``hidden``, which is the result of :meth:`forward`."""
+        return self._logits_of(hidden[token_rows], self._head_weight, self._cap, adapters)
 
     def sample_places(self, batch: StepBatch) -> npt.NDArray[np.int32]:
         """[P] index of each sample position's hidden state in the result of :meth:`forward`."""
