@@ -212,6 +212,7 @@ def _describe(llm: LLM, network: NetworkConfig | TransformersConfig) -> str:
     use."""
     import torch
 
+    from chairlift.executor.local import LocalExecutor
     from chairlift.loading.model import device_name
     from chairlift.loading.native_path import native_path
     from chairlift.models.fallback.config import TransformersConfig
@@ -248,6 +249,9 @@ def _describe(llm: LLM, network: NetworkConfig | TransformersConfig) -> str:
     _print_fact("chat template", template)
     _print_fact("KV per token", f"{cached:,} bytes in {kv_name}{instead}")
     _print_fact("memory", llm.memory_plan)
+    executor = llm.engine.core.executor
+    for rank, words in enumerate(executor.describe_processes() if isinstance(executor, LocalExecutor) else ()):
+        _print_fact(f"process {rank}", words)
     for note in llm.notes:
         _print_fact("note", note)
     return "fp8" if quantization == "fp8" else name

@@ -218,7 +218,9 @@ def _gauges(now: Snapshot, before: Snapshot | None, width: int) -> list[Line]:
         _rates(now, before),
         _latencies(now, before, "TTFT", "time_to_first_token_seconds"),
         _latencies(now, before, "ITL", "inter_token_latency_seconds"),
-        _machine(metrics.value("floor_share"), metrics.maximum("expert_imbalance")),
+        _machine(
+            *(metrics.value("floor_share"), metrics.maximum("expert_imbalance"), metrics.value("collective_share"))
+        ),
     ]
     below = [*_sources(metrics), *_conversations(metrics, width), *_training(now, before)]
     if _MIN_WIDTH <= width < _TWO_COLUMNS:
@@ -303,10 +305,12 @@ def _autoscaling(metrics: Metrics) -> list[Line]:
     return [[("replicas  ", ""), (f"{text}  forecast wait {span(wait)}  load {load:.0%}", "")]]
 
 
-def _machine(share: float | None, imbalance: float | None) -> str:
-    """Text with two values: the fraction of the machine's limits that steps reach, and the load of the busiest expert
-    divided by the mean load in its layer. Empty if the server reports neither."""
+def _machine(share: float | None, imbalance: float | None, waits: float | None) -> str:
+    """Text with three values: the fraction of the machine's limits that steps reach, the share of their time in which
+    the processes of a divided model wait for each other, and the load of the busiest expert divided by the mean load in
+    its layer. Empty if the server reports none."""
     found = [] if share is None else [f"{share:.0%} of its floor"]
+    found += [] if waits is None else [f"{waits:.0%} waiting"]
     found += [] if imbalance is None else [f"busiest expert {imbalance:.1f}x the mean"]
     return f"machine   {', '.join(found)}" if found else ""
 

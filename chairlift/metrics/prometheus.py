@@ -418,6 +418,9 @@ def _ours(
     if engine.collective_seconds:
         text = "Time inside steps in which the engine waited for the other processes of its model."
         yield names.counter("collective_seconds", text, engine.collective_seconds)
+    if engine.collective_share is not None:
+        text = "Share of the last steps' time in which the engine waited for the other processes of its model."
+        yield names.gauge("collective_share", text, 0.0 if idle or not up else engine.collective_share)
     if engine.expert_imbalance:
         text = "Tokens of a layer's busiest expert over the mean of its experts, lately; 1 when all have as many."
         layers = {str(number): each for number, each in enumerate(engine.expert_imbalance)}

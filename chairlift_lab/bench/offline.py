@@ -67,6 +67,8 @@ class OfflineRun:
     """Number of tokens computed for rows that had ended while other rows of their static batch continued."""
     padding_avoided: int
     """Number of padding tokens that an engine with padded batches would have computed in addition."""
+    collective_seconds: float = 0.0
+    """Time inside steps in which the processes of a divided model waited for each other."""
 
 
 def fit(requests: Requests, max_tokens: int) -> tuple[Requests, int]:
@@ -91,6 +93,7 @@ def run_offline(llm: LLM, requests: Requests) -> OfflineRun:
     preempted = scheduler.num_preemptions
     last = scheduler.step
     held = padding = steps = 0
+    waited = llm.engine.core.stats().collective_seconds
     begin = time.perf_counter()
     wanted = {llm.engine.add_request(prompt, _greedy(count), stream=False): count for prompt, count in requests}
     outputs: list[RequestOutput] = []
@@ -119,6 +122,7 @@ def run_offline(llm: LLM, requests: Requests) -> OfflineRun:
         preemptions=scheduler.num_preemptions - preempted,
         held_row_tokens=held,
         padding_avoided=padding,
+        collective_seconds=llm.engine.core.stats().collective_seconds - waited,
     )
 
 

@@ -42,6 +42,8 @@ def offline_report(record: Record) -> Report:
 def run_facts(run: Record) -> dict[str, str]:
     """Facts about one run: label -> text. ``run`` has the fields of an OfflineRun as plain data."""
     first, last = run["time_to_first_token"], run["latency"]
+    waited = run.get("collective_seconds", 0.0)  # missing in older records
+    waiting = {"processes": f"waited for each other for {waited / run['seconds']:.1%} of the time"} if waited else {}
     return {
         "requests": _requests(run),
         "time": f"{run['seconds']:.2f} s in {run['steps']:,} steps",
@@ -51,6 +53,7 @@ def run_facts(run: Record) -> dict[str, str]:
         "preemptions": f"{run['preemptions']:,}",
         "padding": f"{run['held_row_tokens']:,} tokens computed for rows that had ended;\n"
         f"{run['padding_avoided']:,} more in an engine that pads",
+        **waiting,
     }
 
 

@@ -214,6 +214,8 @@ def _configs(settings: dict[str, Any], compare: str | None) -> list[tuple[str, E
     name, _, values = compare.partition("=")
     flags = {flag.name: flag for flag in flat_fields() if flag.name not in NOT_SIMULATED}
     flag = flags.get(name.replace("-", "_"))
+    if flag is not None and flag.name == "tensor_parallel_size":
+        raise ConfigError("--compare changes settings of one machine; simulate each tensor_parallel_size by itself")
     if flag is None or not values:
         raise ConfigError(f"compare must be SETTING=A,B,... with one of {', '.join(flags)}; got {compare!r}")
     return [
@@ -284,20 +286,23 @@ def read_traffic(args: argparse.Namespace) -> tuple[list[TracedRequest], int | N
 
 def choose_deployment(args: argparse.Namespace, config: EngineConfig) -> Deployment:
     """Choose the machine and the model to simulate from the flags. Raises ConfigError."""
-    from chairlift_lab.replay.machines import MACHINES, machine_from_name, read_deployment
+    from chairlift_lab.replay.machines import MACHINES, check_undivided, machine_from_name, read_deployment
 
+    processes = config.model.tensor_parallel_size
     if args.save_steps is not None and args.fit is None:
         raise ConfigError("save_steps goes with --fit, which times the steps; leave it out")
     if args.cost_model is not None:
+        check_undivided(processes, f"the cost model {args.cost_model}")
         return read_deployment(args.cost_model)
     if args.fit is not None:
         return _fitted_here(args)
     if args.step_log is not None:
+        check_undivided(processes, f"the step log {args.step_log}")
         return _fitted_on_log(args, config)
     if args.machine is None:
         names = ", ".join(MACHINES)
         raise ConfigError(f"say on what: --machine (one of {names}), --cost-model FILE, --fit MODEL or --step-log FILE")
-    return machine_from_name(args.machine, args.model or _USUAL_MODEL)
+    return machine_from_name(args.machine, args.model or _USUAL_MODEL, processes)
 
 
 def _fitted_here(args: argparse.Namespace) -> Deployment:

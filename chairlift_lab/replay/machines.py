@@ -26,6 +26,7 @@ __all__ = [
     "Deployment",
     "Machine",
     "ModelShape",
+    "check_undivided",
     "deploy",
     "machine_from_name",
     "read_deployment",
@@ -34,6 +35,14 @@ __all__ = [
 ]
 
 MODELLED: Final = "modelled, unvalidated"
+
+
+_LINK: Final = 60e9
+"""Assumed bytes per second between two sockets: half of what the data sheets of three or four links promise."""
+_MEETING_SECONDS: Final = 3e-6
+"""Assumed time in which processes on several sockets meet. On one socket it is about 1 us."""
+_MEETINGS: Final = 4
+"""Number of times per layer that the processes of a divided model meet."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +66,9 @@ class Machine:
     """Fraction of ``memory`` that is available for weights and KV cache together."""
     reads_shared_once: bool
     """Whether the attention kernels read the KV of a shared prefix once per step for all decode rows."""
+    link: float = 0.0
+    """Bytes per second that a CPU socket reads from the memory of the other sockets of its machine. 0: a GPU, on which
+    models are not divided."""
 
 
 def _gpu(name: str, terabytes: float, teraflops: float, gigabytes: float) -> Machine:
@@ -67,7 +79,7 @@ def _cpu(name: str, cores: int, gigahertz: float, per_cycle: int, gigabytes_per_
     """A CPU. ``per_cycle`` is the number of bfloat16 operations per core and cycle. ``gigahertz`` is the base clock,
     which matrix multiplications can sustain."""
     operations = cores * gigahertz * 1e9 * per_cycle
-    return Machine(name, gigabytes_per_second * 1e9, operations, 256e9, 0.75, 0.5, 0.0005, 0.5, True)
+    return Machine(name, gigabytes_per_second * 1e9, operations, 256e9, 0.75, 0.5, 0.0005, 0.5, True, _LINK)
 
 
 MACHINES: Final = {
@@ -117,6 +129,12 @@ class ModelShape:
     q_width: int
     """Number of elements of the queries per token, in all layers together."""
     max_model_len: int
+    layers: int = 1
+    kv_heads: int = 0
+    """Number of KV heads; 0 if it is not known."""
+    exchanged_width: int = 0
+    """Number of elements per token, in all layers together, that the processes of a divided model read from each other:
+    results of attention, of two layers of the hidden size, and of the MLP's first layer."""
     itemsize: int = 2
     unchosen_params: int = 0
     """Number of weights of the experts that a token does not use. (The experts that it uses are in
@@ -133,6 +151,7 @@ class ModelShape:
         attention = hidden * (q + 2 * kv) + q * hidden
         head = hidden * network.vocab_size
         dense = 3 * hidden * network.intermediate_size * layers
+        inner = network.intermediate_size * layers
         apart = 0
         if (experts := network.experts) is not None:
             one = 3 * hidden * experts.intermediate_size
@@ -142,6 +161,8 @@ class ModelShape:
             every = hidden * (3 * experts.shared_size + count) + chosen * one
             dense = dense // layers * (layers - with_experts) + every * with_experts
             apart = (count - chosen) * one * with_experts
+            each = experts.shared_size + chosen * experts.intermediate_size
+            inner = inner // layers * (layers - with_experts) + each * with_experts
         return cls(
             name=name,
             body_params=attention * layers + dense,
@@ -151,6 +172,9 @@ class ModelShape:
             kv_width=kv * layers,
             q_width=q * layers,
             max_model_len=network.max_model_len,
+            layers=layers,
+            kv_heads=network.num_key_value_heads,
+            exchanged_width=layers * (q + 2 * hidden) + inner,
             itemsize=itemsize,
         )
 
@@ -165,21 +189,25 @@ class ModelShape:
         """Size of K and V in bytes per token."""
         return 2 * self.kv_width * self.itemsize
 
-    def on(self, machine: Machine) -> Roofline:
-        """Predicted costs of this model's steps on a machine."""
-        bandwidth = machine.bandwidth * machine.bandwidth_share
-        operations = machine.operations * machine.operation_share
+    def on(self, machine: Machine, processes: int = 1) -> Roofline:
+        """Predicted costs of this model's steps on a machine, or divided among ``processes``, each on such a CPU
+        socket. Each then reads its part of the weights and of the KV, and the parts of the others' results over the
+        link."""
+        bandwidth = machine.bandwidth * machine.bandwidth_share * processes
+        operations = machine.operations * machine.operation_share * processes
+        others = 0.0 if processes == 1 else self.exchanged_width * self.itemsize * (processes - 1) / processes
+        meetings = 0 if processes == 1 else _MEETINGS * self.layers
         params = self.body_params + self.head_params
         pair_seconds = 4 * self.q_width / operations
         context_seconds = max(self.kv_bytes / bandwidth, pair_seconds)
         return Roofline(
             weight_seconds=(params + self.unchosen_params) * self.itemsize / bandwidth,
-            token_seconds=2 * params / operations,
+            token_seconds=2 * params / operations + (others / machine.link if others else 0.0),
             prompt_share=self.body_params / params,
             context_seconds=context_seconds,
             shared_share=pair_seconds / context_seconds,
             pair_seconds=pair_seconds,
-            step_seconds=machine.step_seconds,
+            step_seconds=machine.step_seconds + meetings * _MEETING_SECONDS,
             adapter_byte_seconds=1 / bandwidth,
         )
 
@@ -199,6 +227,9 @@ def _known(
         kv_width=kv * layers,
         q_width=q * layers,
         max_model_len=length,
+        layers=layers,
+        kv_heads=heads[1],
+        exchanged_width=layers * (q + 2 * hidden + inner),
     )
 
 
@@ -287,22 +318,29 @@ class Deployment:
         )
 
 
-def deploy(machine_name: str, shape: ModelShape) -> Deployment:
-    """Deployment of a model on a machine of :data:`MACHINES`. Raises ConfigError for an unknown machine, and for a
-    machine with too little memory."""
+def deploy(machine_name: str, shape: ModelShape, processes: int = 1) -> Deployment:
+    """Deployment of a model on a machine of :data:`MACHINES`, or on ``processes`` such sockets together
+    (``tensor_parallel_size``). Raises ConfigError for an unknown machine, for machines with too little memory, and for
+    a model that cannot be divided so."""
     machine = MACHINES.get(machine_name)
     if machine is None:
         raise ConfigError(f"machine must be one of {', '.join(MACHINES)}, or a machine file; got {machine_name!r}")
-    room = int(machine.memory * machine.kv_share) - shape.weight_bytes
+    if processes > 1 and not machine.link:
+        raise ConfigError(f"tensor_parallel_size is {processes}, but {machine.name} is a GPU; only CPUs divide a model")
+    if 0 < shape.kv_heads < processes:
+        raise ConfigError(f"tensor_parallel_size is {processes}, but {shape.name} has {shape.kv_heads} KV heads")
+    memory = machine.memory * machine.kv_share * processes
+    name = machine.name if processes == 1 else f"{processes} x {machine.name} as one engine"
+    room = int(memory) - shape.weight_bytes
     if room < shape.kv_bytes * 1024:
         raise ConfigError(
-            f"{shape.name} has {shape.weight_bytes / 1e9:.0f} GB of weights, but {machine.name} has"
-            f" {machine.memory * machine.kv_share / 1e9:.0f} GB for weights and KV; take a larger machine"
+            f"{shape.name} has {shape.weight_bytes / 1e9:.0f} GB of weights, but {name} has"
+            f" {memory / 1e9:.0f} GB for weights and KV; take a larger machine"
         )
     return Deployment(
-        machine=machine.name,
+        machine=name,
         model=shape.name,
-        cost=CostModel(shape.on(machine)),
+        cost=CostModel(shape.on(machine, processes)),
         kv_bytes_per_token=shape.kv_bytes,
         kv_memory_bytes=room,
         max_model_len=shape.max_model_len,
@@ -310,12 +348,23 @@ def deploy(machine_name: str, shape: ModelShape) -> Deployment:
     )
 
 
-def machine_from_name(name: str, model: str) -> Deployment:
-    """Deployment of ``model`` on a machine of :data:`MACHINES`, or the deployment in the file ``name``, which already
-    has its model. Raises ConfigError."""
+def machine_from_name(name: str, model: str, processes: int = 1) -> Deployment:
+    """Deployment of ``model`` on a machine of :data:`MACHINES` or on several, as in :func:`deploy`, or the deployment
+    in the file ``name``, which already has its model. Raises ConfigError."""
     if name not in MACHINES and Path(name).is_file():
+        check_undivided(processes, f"the machine file {name}")
         return read_deployment(Path(name))
-    return deploy(name, shape_from_name(model))
+    return deploy(name, shape_from_name(model), processes)
+
+
+def check_undivided(processes: int, source: str) -> None:
+    """Raise ConfigError if a model is to be divided whose costs were measured: they are those of the processes on which
+    they were measured."""
+    if processes > 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {processes}, but {source} has costs that were measured, on as many processes as"
+            " there were then; leave it out, or use a machine of the table"
+        )
 
 
 def read_deployment(path: Path) -> Deployment:

@@ -62,6 +62,16 @@ def test_the_blocks_of_a_store_are_counted_and_verified(chairlift: Run, model_di
 
 
 @needs_kernels
+def test_the_report_has_the_memory_of_each_process(chairlift: Run, model_dir: Path) -> None:
+    code, out, _ = chairlift("check", model_dir, "--tensor-parallel-size", 2, "--threads", 2)
+    assert code == 0
+    lines = [line for line in out if line.startswith("process ")]
+    assert [line.split(maxsplit=2)[1] for line in lines] == ["0", "1"]
+    form = r"[\d,]+ MiB of weights and [\d,]+ MiB of cache on memory node \d+( of [\d,]+ MiB)?; processors .*, 1 thread"
+    assert all(re.fullmatch(form, line.split(maxsplit=2)[2]) for line in lines)
+
+
+@needs_kernels
 def test_the_report_says_how_much_memory_8_bits_save(chairlift: Run, model_dir: Path) -> None:
     code, out, _ = chairlift("check", model_dir, "--num-kv-blocks", "673", "--kv-cache-dtype", "int8")
     report = dict(line.split(maxsplit=1) for line in out)

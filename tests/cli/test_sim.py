@@ -50,6 +50,27 @@ def test_no_output_takes_the_place_of_an_input(chairlift: Run, tmp_path: Path) -
     assert not (tmp_path / "x").exists()
 
 
+def test_one_model_over_two_sockets_is_compared_with_two_replicas(chairlift: Run, tmp_path: Path) -> None:
+    known = ("sim", "--machine", "turin-9755", "--model", "llama-3-8b", "--num-prompts", "20", "--json", tmp_path / "r")
+    latency = {}
+    for name, flags in {"replicas": ("--replicas", "2"), "divided": ("--tensor-parallel-size", "2")}.items():
+        code, out, err = chairlift(*known, "--arrivals", "poisson:1", *flags)
+        assert (code, err) == (0, [])
+        assert ("2 x turin-9755 as one engine" in out[1]) == (name == "divided")
+        [result] = json.loads((tmp_path / "r").read_text())["results"]
+        latency[name] = result["served"]["e2e"]["p50"]
+    assert latency["divided"] < 0.7 * latency["replicas"]
+    saved = tmp_path / "saved.json"
+    assert chairlift(*ON_A_GPU, "--save", saved)[0] == 0
+    for flags in (("--cost-model", saved), ("--machine", saved)):
+        code, _, err = chairlift("sim", *flags, "--tensor-parallel-size", "2")
+        assert code == 2
+        assert "has costs that were measured, on as many processes as there were then" in err[0]
+    code, _, err = chairlift(*known, "--compare", "tensor_parallel_size=1,2")
+    assert code == 2
+    assert "simulate each --tensor-parallel-size by itself" in err[0]
+
+
 def test_compare_prints_a_rate_for_each_value_of_a_setting(chairlift: Run, tmp_path: Path) -> None:
     record = tmp_path / "r.json"
     code, out, _ = chairlift(*ON_A_GPU, "--compare", "max_num_seqs=1,4,16", "--json", record)

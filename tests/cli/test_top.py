@@ -91,6 +91,9 @@ def test_the_share_of_the_machines_floor_is_shown_where_it_is_known() -> None:
     text = shown(view(Snapshot(0.0, "http://here", metrics=known), None, width=100, height=24))
     assert "machine   78% of its floor" in text
     assert "floor" not in shown(view(at(0.0, 1), None, width=100, height=24))
+    waits = Metrics(measured(1) + 'chairlift:collective_share{model_name="tiny",engine="0"} 0.123\n')
+    text = shown(view(Snapshot(0.0, "http://here", metrics=waits), None, width=100, height=24))
+    assert "machine   12% waiting" in text
 
 
 def test_the_sources_of_prompts_are_shown_if_a_disk_had_some() -> None:

@@ -26,6 +26,7 @@ def exposed() -> dict[str, Exposed]:
     engine.stats.last_token_time = time.monotonic()
     engine.stats.engine.floor_share = 0.5  # as with the native kernels
     engine.stats.engine.collective_seconds = 0.5  # as with tensor_parallel_size
+    engine.stats.engine.collective_share = 0.1
     engine.stats.engine.lease_budget_blocks = 4  # as with leases
     engine.stats.engine.leased_blocks = {"3": 1}
     engine.stats.engine.pauses_by_tool = {"search": 1}

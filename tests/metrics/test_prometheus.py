@@ -224,6 +224,12 @@ def test_the_time_in_collectives_is_shown_for_a_divided_model() -> None:
     assert (name, frozenset()) not in samples(stats)
     stats.engine.collective_seconds = 1.5
     assert value(samples(stats), name) == 1.5
+    share = "chairlift:collective_share"
+    assert (share, frozenset()) not in samples(stats)
+    stats.engine.collective_share = 0.25
+    stats.last_token_time = 10.0
+    assert value(samples(stats, now=11.0), share) == 0.25
+    assert value(samples(stats, now=1e6), share) == 0, "nothing runs any more"
 
 
 def test_the_share_of_the_machines_floor_is_shown() -> None:

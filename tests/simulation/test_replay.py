@@ -486,6 +486,28 @@ def test_a_floor_of_the_table_equals_that_by_hand() -> None:
     assert seconds == pytest.approx((0.988e9 + 0.2013e9) / 3.35e12, rel=0.01)
 
 
+def test_a_model_over_two_sockets_costs_half_and_its_exchanges() -> None:
+    """Llama 3 8B: 15 GB are read, 32 layers meet 4 times, and a token has 852,000 numbers of which half are the
+    other's."""
+    shape, machine = MODELS["llama-3-8b"], MACHINES["turin-9755"]
+    one, two = shape.on(machine), shape.on(machine, 2)
+    assert two.weight_seconds == pytest.approx(one.weight_seconds / 2) == pytest.approx(15.0e9 / 864e9, rel=0.01)
+    assert two.context_seconds == pytest.approx(one.context_seconds / 2)
+    assert two.step_seconds - one.step_seconds == pytest.approx(32 * 4 * 3e-6)
+    assert two.token_seconds - one.token_seconds / 2 == pytest.approx(852_000 / 60e9, rel=0.01)
+    both, single = deploy("turin-9755", shape, 2), deploy("turin-9755", shape)
+    assert both.kv_memory_bytes == pytest.approx(2 * single.kv_memory_bytes + shape.weight_bytes, rel=1e-6)
+    assert both.machine.startswith("2 x turin-9755")
+    large = MODELS["llama-3-70b"]
+    with pytest.raises(ConfigError, match="141 GB of weights, but turin-9755 has 128 GB"):
+        deploy("turin-9755", large)
+    assert deploy("turin-9755", large, 2).kv_memory_bytes > 100e9
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but h100-sxm is a GPU"):
+        deploy("h100-sxm", shape, 2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3, but qwen2\.5-0\.5b has 2 KV heads"):
+        deploy("turin-9755", MODELS["qwen2.5-0.5b"], 3)
+
+
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="h100-sxm"):
         deploy("h1000", MODELS["llama-3-8b"])

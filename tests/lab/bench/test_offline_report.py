@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from chairlift_lab.bench.offline_report import offline_report
+from chairlift_lab.bench.offline_report import offline_report, run_facts
 
 RUN = {
     "requests": 64,
@@ -45,6 +45,11 @@ RECORD: dict[str, Any] = {
     },
     "floor": {"seconds": 16.0, "steps": 300, "token_budget": 256, "share": 0.8},
 }
+
+
+def test_the_time_in_which_processes_waited_is_shown() -> None:
+    assert "processes" not in run_facts(RUN)
+    assert run_facts(RUN | {"collective_seconds": 1.5})["processes"] == "waited for each other for 7.5% of the time"
 
 
 def test_the_page_shows_engine_static_batches_floor_and_machine() -> None:

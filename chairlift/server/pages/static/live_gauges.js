@@ -42,17 +42,21 @@ function gauges(i) {
 // Minimum time of the steps divided by their measured time. Only a server has this value; recordings do not.
 async function watchFloor() {
   for (;; await new Promise((done) => setTimeout(done, 2000))) {
-    let share = null;
+    let share = null, waits = null;
     try {
       const key = sessionStorage.getItem("key");
       const reply = live ? await fetch("/metrics", { headers: key ? { Authorization: `Bearer ${key}` } : {} }) : null;
-      const found = reply?.ok ? /:floor_share\{[^}]*\} (\S+)/.exec(await reply.text()) : null;
-      share = found ? Number(found[1]) : null;
+      const text = reply?.ok ? await reply.text() : "";
+      [share, waits] = ["floor_share", "collective_share"].map((name) => {
+        const found = new RegExp(`:${name}\\{[^}]*\\} (\\S+)`).exec(text);
+        return found ? Number(found[1]) : null;
+      });
     } catch { /* no connection, or the key may not read metrics */ }
     $("floorbox").hidden = share === null;
     const known = share !== null && silence() <= 2;  // the server keeps the value of the last steps
     set("floor", known ? `${Math.round(100 * share)} %` : "–");
     $("floorbar").value = known ? share : 0;
+    set("processes", known && waits !== null ? `${Math.round(100 * waits)} % waiting for processes` : "");
   }
 }
 
