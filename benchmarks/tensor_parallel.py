@@ -2,12 +2,17 @@
 
     python benchmarks/tensor_parallel.py                                  # 1 and 16 rows, 2 processes
     python benchmarks/tensor_parallel.py --rows 1 4 16 --processes 2 --json tensor_parallel.json
+    python benchmarks/tensor_parallel.py --meetings                       # the time of a meeting, without a model
 
 A model of a real shape with random weights in bfloat16 is loaded three times: in one process with one thread, in one
 process with ``--processes`` threads, and on ``--processes`` processes of one thread. Each decodes the same rows. Steps
 of the three take turns, in rounds of random order. Results are the median time of a step, and the median ratios within
 the rounds. On one socket, the processes share what the threads share, so a ratio of 1 means that the division costs
 nothing. A gain needs a machine with several memory nodes.
+
+With ``--meetings``, two processes meet many times. Then they exchange rows of several sizes, as layers do: each writes
+its half to shared memory, they meet, and each reads the half of the other. The same number of bytes is copied within
+one process for comparison.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -22,8 +28,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.make_random_model import make
 from chairlift import LLM, SamplingParams
+from chairlift.kernels.cpu.communicator import Communicator, shared_file
 from chairlift_lab.bench.machine import describe_machine
 
 
@@ -81,6 +90,70 @@ def report(rows: int, taken: dict[str, list[float]]) -> dict[str, float]:
     return found
 
 
+SIZES = (2 << 10, 32 << 10, 512 << 10, 4 << 20)
+"""Bytes of an exchange, half of them written by each process: one row of 1,024 bfloat16 numbers, 16, 256 and 2,048."""
+BATCHES = 9
+
+
+def times(work: Any, rounds: int) -> float:
+    """Median seconds of one call of ``work``, from a few batches of calls."""
+    found = []
+    for _ in range(BATCHES):
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            work()
+        found.append((time.perf_counter() - begin) / rounds)
+    return statistics.median(found)
+
+
+def meet(file: int, rank: int, rounds: int) -> dict[str, float]:
+    """What one of two processes measures, in seconds. Both must call it with the same ``rounds``."""
+    processors = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {processors[rank % len(processors)]})
+    comm = Communicator(file, rank, 2)
+    alone = Communicator(shared_file(), 0, 1)
+    comm.meet()
+    found = {"call": times(alone.meet, rounds), "meeting": times(comm.meet, rounds)}
+    for size in SIZES:
+        halves = comm.array(np.uint8, (2, size // 2))
+        own, into = np.ones(size // 2, np.uint8), np.empty(size // 2, np.uint8)
+
+        def exchange(halves: Any = halves, own: Any = own, into: Any = into) -> None:
+            halves[rank] = own
+            comm.meet()
+            into[:] = halves[1 - rank]
+            comm.meet()
+
+        found[f"exchange of {size >> 10} KiB"] = times(exchange, max(1, rounds // 20))
+        source, target = np.ones(size, np.uint8), np.empty(size, np.uint8)
+        comm.meet()
+        if rank == 0:
+
+            def copy(source: Any = source, target: Any = target) -> None:
+                target[:] = source
+
+            found[f"copy of {size >> 10} KiB"] = times(copy, max(1, rounds // 20))
+        comm.meet()
+    return found
+
+
+def measure_meetings(rounds: int = 4000) -> dict[str, float]:
+    """Print and return microseconds of meetings and exchanges between this process and a second one."""
+    file = shared_file()
+    child = os.fork()
+    if child == 0:
+        meet(file, 1, rounds)
+        os._exit(0)
+    found = {name: 1e6 * seconds for name, seconds in meet(file, 0, rounds).items()}
+    os.waitpid(child, 0)
+    print(f"a meeting takes {found['meeting']:.2f} us, of which {found['call']:.2f} us are the call from Python")
+    for size in SIZES:
+        name = f"{size >> 10} KiB"
+        exchange, copy = found[f"exchange of {name}"], found[f"copy of {name}"]
+        print(f"{name}: exchange {exchange:.1f} us, copy in one process {copy:.1f} us, ratio {exchange / copy:.2f}")
+    return found
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -90,8 +163,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--meetings", action="store_true", help="measure meetings of two processes, without a model")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.meetings:
+        write(args.json, measure_meetings())
+        return
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or str(make(Path(folder), args.shape))
         sizes: dict[str, Any] = {"max_num_seqs": max(args.rows), "max_model_len": 2048, "skip_tokenizer_init": True}
@@ -106,10 +183,13 @@ def main() -> None:
         runner = engines["processes"].engine.core.executor._runner  # type: ignore[attr-defined]
         waited, meetings = runner.collective_seconds(), runner.meetings
         print(f"the first process waited {1e6 * waited / max(1, meetings):.1f} us in each of {meetings} meetings")
-    if args.json:
-        args.json.write_text(
-            json.dumps({"machine": dataclasses.asdict(describe_machine()), "results": results}, indent=1)
-        )
+    write(args.json, results)
+
+
+def write(path: Path | None, results: Any) -> None:
+    """Write a record of the results, if a file is given."""
+    if path is not None:
+        path.write_text(json.dumps({"machine": dataclasses.asdict(describe_machine()), "results": results}, indent=1))
 
 
 if __name__ == "__main__":
