@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -91,13 +92,11 @@ class Stream:
             self.complete |= event["choices"][0]["finish_reason"] == "length"
 
     def _all(self) -> Iterator[Any]:
-        reply = self._connection.getresponse()
-        if reply.status != 200:
-            return
-        for line in reply:
-            if line.startswith(b"data: {"):
-                yield json.loads(line[6:])
-        self._connection.close()
+        with contextlib.closing(self._connection), self._connection.getresponse() as reply:
+            if reply.status == 200:
+                for line in reply:
+                    if line.startswith(b"data: {"):
+                        yield json.loads(line[6:])
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -129,10 +128,11 @@ def test_a_process_that_dies_or_hangs_anywhere_loses_what_one_engine_loses(seed:
             while (server.engine_pid() in (None, engine) or len(others(server)) < 2) and time.monotonic() < end:
                 time.sleep(0.05)
             assert server.engine() != engine, (where, signum)
-            again = Stream(server, 0)
-            while not again.complete and time.monotonic() < end:
+            again = None
+            while (again is None or not again.complete) and time.monotonic() < end:
                 again = Stream(server, 0)
                 again.read()
+            assert again is not None
             assert again.text == texts[0]
             assert not any(map(alive, victims)), "a process outlived its engine"
         assert server.log().count("another process of tensor_parallel_size 3 ended") == len(WHERE)
