@@ -194,11 +194,11 @@ class ModelConfig:
     """Data type of weights, activations and KV cache: auto (the model's own), float32, bfloat16 or float16. float32
     makes all arithmetic exact to float32, also that of a quantised checkpoint, unless quantization says otherwise."""
     quantization: str | None = None
-    """Rounding of the weights at load. int8: 8 bits in groups of 32, by the native CPU kernels. int4: the layers'
-    weights in 4 bits in groups of 32; it costs quality, and a calibrated checkpoint is better. fp8: the layers' weights
-    in 8 bits, on a GPU of compute capability 8.9 or higher. stored: a quantised checkpoint's integers, multiplied
-    by activations of 8 bits, by the native CPU kernels. none: everything in dtype, even if the checkpoint is quantised.
-    None: none with dtype float32, otherwise stored where the kernels can."""
+    """Rounding of the weights at load. int8: 8 bits in groups of 32. int4: the layers' weights in 4 bits in groups of
+    32; it costs quality, and a calibrated checkpoint is better. fp8: the layers' weights in 8 bits, on a GPU of compute
+    capability 8.9 or higher. stored: a quantised checkpoint's integers stay integers; the native CPU kernels multiply
+    them by activations of 8 bits, the Triton kernels do not round activations. none: everything in dtype, even if the
+    checkpoint is quantised. None: none with dtype float32 on a CPU, otherwise stored where the kernels can."""
     device: str = "cpu"
     """cpu or cuda (cuda:0, ...)."""
     threads: int | None = None

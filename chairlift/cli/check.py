@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -245,6 +245,8 @@ def _describe(llm: LLM, network: NetworkConfig | TransformersConfig) -> str:
         _print_fact("kernels", f"PyTorch, {name}, {llm.info.threads} threads")
     else:
         _print_fact("kernels", native_path(llm.config, llm.info, network).describe())
+        for label, line in _coverage(network):
+            _print_fact(label, line)
     _print_fact("context", f"{llm.max_model_len:,} tokens")
     _print_fact("chat template", template)
     _print_fact("KV per token", f"{cached:,} bytes in {kv_name}{instead}")
@@ -255,6 +257,19 @@ def _describe(llm: LLM, network: NetworkConfig | TransformersConfig) -> str:
     for note in llm.notes:
         _print_fact("note", note)
     return "fp8" if quantization == "fp8" else name
+
+
+def _coverage(network: NetworkConfig) -> Iterator[tuple[str, str]]:
+    """(label, line) of each group of operations of this model, and of each group of formats of weights, that the same
+    kernels compute."""
+    from chairlift.executor.coverage import rows_of_model, weight_rows
+
+    for label, rows in (("operations", rows_of_model(network)), ("formats", weight_rows())):
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name, cpu, gpu, *_ in rows:
+            groups.setdefault((cpu, gpu), []).append(name.replace("`", ""))
+        for (cpu, gpu), names in groups.items():
+            yield label, f"CPU: {cpu}; GPU: {gpu}: {', '.join(names)}"
 
 
 def _self_test(llm: LLM, vocab_size: int, tie: float) -> str:

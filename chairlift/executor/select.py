@@ -135,8 +135,9 @@ def _refuse_for_weights(backend: Backend, config: EngineConfig, dtype: torch.dty
     if quantization in backend.abilities.weights:
         reason = backend.why_not_weights(quantization, dtype, device)
     else:
-        alone = next(each.alone for each in BACKENDS if quantization in each.abilities.weights)
-        reason = f"{backend.owner} would run this model, and {alone}"
+        able = [each for each in BACKENDS if quantization in each.abilities.weights]
+        known = f"{' and '.join(each.kernel_words for each in able)} alone know it"
+        reason = f"{backend.owner} would run this model, and {known}; use {', or '.join(each.remedy for each in able)}"
     if reason:
         raise ConfigError(f"quantization is {quantization!r}, but {reason}, or leave quantization out")
 

@@ -2,7 +2,7 @@
 
 Every checkpoint format of 8 or 4 bits fits this form. A group is a number of consecutive inputs of a row; its codes
 share a scale, and either a minimum or a fixed zero point. The value of a weight is ``scale * (code - zero)`` or ``scale
-* code + minimum``. In MXFP4 codes are 4-bit floats: ``scale * E2M1_VALUES[code]``.
+* code + minimum``. In MXFP4 codes are 4-bit floats: ``scale * E2M1_VALUES[code]``. In fp8 they are 8-bit floats (e4m3).
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["E2M1_VALUES", "GROUP", "GroupKind", "GroupedRows", "dequantized"]
+__all__ = ["E2M1_VALUES", "E4M3_LARGEST", "GROUP", "GroupKind", "GroupedRows", "dequantized"]
 
 GROUP: Final = 32
 """Number of inputs in the smallest group of a weight's row. Activations are always rounded in groups of this size."""
 
+E4M3_LARGEST: Final = 448.0
+"""Largest 8-bit float e4m3 (Micikevicius et al., 2022)."""
+_FLOATS: Final = 32
+"""Number of bits of a kind that holds all numbers, because it has no codes."""
 E2M1_VALUES: Final = tuple(sign * value for sign in (1, -1) for value in (0, 1, 2, 3, 4, 6, 8, 12))
 """Twice the value of each 4-bit float e2m1 (OCP Microscaling Formats, 2023). Doubling makes the values integers."""
 
@@ -33,6 +37,8 @@ class GroupKind(NamedTuple):
     """Whether each group has a minimum. Otherwise the zero point is half the range of codes."""
     e2m1: bool = False
     """Whether 4-bit codes are floats with the values :data:`E2M1_VALUES`. Such a kind has no minimum."""
+    e4m3: bool = False
+    """Whether 8-bit codes are the bits of floats e4m3. Such a kind has no minimum, and scales of any float32 value."""
 
     @property
     def zero(self) -> int:
@@ -51,20 +57,25 @@ class GroupKind(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the kind in messages, such as ``int4`` or ``mxfp4``."""
+        """Name of the kind in messages, such as ``int4``, ``mxfp4`` or ``float8``."""
+        if self.e4m3:
+            return "float8"
         return "mxfp4" if self.e2m1 else f"int{self.bits}"
 
     def __str__(self) -> str:
-        if self.e2m1:
-            return f"mxfp4 in groups of {self.group}"
+        if self.e2m1 or self.e4m3:
+            return f"{self.name} in groups of {self.group}"
         return f"int{self.bits} in groups of {self.group}" + (" with minimums" if self.minimum else "")
 
     def __or__(self, other: object) -> GroupKind:
-        """The smallest kind that represents all values of both kinds exactly."""
+        """The smallest kind that represents all values of both kinds exactly: 32 bits if no codes do."""
         if not isinstance(other, GroupKind):
             return NotImplemented
         small, large = sorted((self.group, other.group))
         group = small if large % small == 0 else GROUP
+        if self.e4m3 or other.e4m3 or _FLOATS in (self.bits, other.bits):
+            both = self.e4m3 and other.e4m3
+            return GroupKind(8, group, e4m3=True) if both else GroupKind(_FLOATS, group)
         if self.e2m1 and other.e2m1:
             return GroupKind(4, group, e2m1=True)
         bits = 8 if self.e2m1 or other.e2m1 else max(self.bits, other.bits)
@@ -105,6 +116,8 @@ class GroupedRows:
     def dequantize(self) -> Tensor:
         """The weight's numbers as float32 [R, K]."""
         scales = self._spread(self.scales)
+        if self.kind.e4m3:
+            return scales * self.codes.view(torch.float8_e4m3fn).float()
         if self.kind.e2m1:
             return scales * torch.tensor(E2M1_VALUES, dtype=torch.float32)[self.codes.int()]
         if self.minimums is None:
@@ -132,13 +145,19 @@ class GroupedRows:
     def quantize(cls, rows: Tensor, kind: GroupKind) -> GroupedRows:
         """Round ``rows`` [R, K], of any float dtype, to the nearest codes of ``kind``. Scales are rounded to float16.
 
-        Scales of 4-bit floats are powers of two, as the OCP specification of MXFP4 requires.
+        Scales of 4-bit floats are powers of two, as the OCP specification of MXFP4 requires. Those of 8-bit floats are
+        float32 numbers that make the largest number of a group the largest of the format.
         """
         count, k = rows.shape
         whole = -(-k // kind.group) * kind.group
         wide = torch.nn.functional.pad(rows.float(), (0, whole - k)) if whole != k else rows.float()
         groups = wide.view(count, whole // kind.group, kind.group)
         top = (1 << kind.bits) - 1
+        if kind.e4m3:
+            scales = groups.abs().amax(-1) / E4M3_LARGEST
+            inverse = torch.where(scales == 0, 0.0, 1 / scales)[..., None]
+            codes = (groups * inverse).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+            return cls(kind, codes.view(count, whole)[:, :k], scales)
         if kind.e2m1:
             codes, scales = _nearest_e2m1(groups)
             return cls(kind, codes.view(count, whole)[:, :k], scales)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from chairlift.errors import InvariantError
-from chairlift.kernels import fp8, onednn
+from chairlift.kernels import coded, fp8, onednn
+from chairlift.kernels.coded import CodedWeight
 from chairlift.kernels.experts import experts, latent_experts
 from chairlift.kernels.onednn import pack_weight
 from chairlift.kernels.recording import Op, Value, expect, operation
@@ -32,6 +33,7 @@ __all__ = [
     "bidirectional_attention",
     "call_out",
     "clip",
+    "coded_linear",
     "columns",
     "copy_blocks",
     "embedding",
@@ -71,13 +73,14 @@ Rotary = tuple[Tensor, Tensor]
 """(cosines, sines) of a step's positions, each [T, 1, Dh / 2]."""
 
 
-def _product(x: Value, weight: Tensor, bias: Tensor | None) -> int:
+def _product(x: Value, weight: Tensor | CodedWeight, bias: Tensor | None) -> int:
     expect(x, "rows", weight.shape[1])
     return weight.shape[0]
 
 
 packed_linear = operation(lambda x, packed, bias: _product(x, packed, bias))(onednn.packed_linear)
 fp8_linear = operation(lambda x, weight, bias: _product(x, weight.values, bias))(fp8.fp8_linear)
+coded_linear = operation(lambda x, weight, bias: _product(x, weight, bias))(coded.coded_linear)
 
 
 @operation(_product)
@@ -204,7 +207,7 @@ def silu_and_mul(gate_up: Tensor, factor: float = 1.0) -> Tensor:
     return torch.nn.functional.silu(gate if factor == 1.0 else gate * factor) * up
 
 
-def _embedding_width(ids: Value, weight: Tensor | PackedMatrix) -> int:
+def _embedding_width(ids: Value, weight: Tensor | PackedMatrix | CodedWeight) -> int:
     if isinstance(weight, Tensor):
         expect(ids, "positions" if ids.role == "positions" else "token_ids")
         return weight.shape[1]
@@ -214,8 +217,10 @@ def _embedding_width(ids: Value, weight: Tensor | PackedMatrix) -> int:
 
 
 @operation(_embedding_width)
-def embedding(ids: Tensor, weight: Tensor | PackedMatrix) -> Tensor:
+def embedding(ids: Tensor, weight: Tensor | PackedMatrix | CodedWeight) -> Tensor:
     """Rows ``ids`` [T] of ``weight`` [V, D]: [T, D]. A packed weight is allowed only in step programs."""
+    if isinstance(weight, CodedWeight):
+        return weight.unpack(weight.dtype, ids)
     if not isinstance(weight, Tensor):
         raise InvariantError("the embedding is laid out for the native kernels; it works in a step program only")
     return torch.nn.functional.embedding(ids, weight)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.kernels import ops
+from chairlift.kernels.coded import DECODED_BYTES, CodedWeight, coded_bytes
 from chairlift.kernels.cpu.library import Memory, why_unavailable
 from chairlift.kernels.cpu.packed_codes import PackedCodes, packed_code_bytes
 from chairlift.kernels.cpu.packing import (
@@ -33,7 +34,17 @@ from chairlift.kernels.cpu.packing import (
 from chairlift.kernels.fp8 import Fp8Weight
 from chairlift.kernels.grouped import GROUP, GroupedRows, GroupKind, dequantized
 
-__all__ = ["FP8", "NATIVE", "ONEDNN", "PLAIN", "QUANTIZED", "MatrixShape", "WeightFormat"]
+__all__ = [
+    "CODED",
+    "DEVICE_QUANTIZED",
+    "FP8",
+    "NATIVE",
+    "ONEDNN",
+    "PLAIN",
+    "QUANTIZED",
+    "MatrixShape",
+    "WeightFormat",
+]
 
 
 class MatrixShape(NamedTuple):
@@ -64,6 +75,8 @@ class WeightFormat(abc.ABC):
     embeds = False
     """Whether embeddings can be looked up in a weight of this format. If so, a tied output head can share the
     embedding's weight."""
+    scratch_bytes = 0
+    """Bytes that a matmul may need in addition to its inputs and its result."""
 
     @property
     def head(self) -> WeightFormat:
@@ -79,6 +92,10 @@ class WeightFormat(abc.ABC):
         """This format, or a similar one that works for a model of ``dtype`` on ``device``. Raises ConfigError if there
         is none."""
         return self
+
+    def kind_of(self, shape: MatrixShape) -> GroupKind | None:
+        """Kind of integer groups in which a weight of this shape is in memory; None if it is stored otherwise."""
+        return None
 
     @abc.abstractmethod
     def nbytes(self, shape: MatrixShape, dtype: torch.dtype) -> int:
@@ -215,9 +232,13 @@ class Native(WeightFormat):
             raise ConfigError(f"the CPU kernels run float32 and bfloat16 on device cpu, not {dtype} on {device}")
         return self
 
+    def kind_of(self, shape: MatrixShape) -> GroupKind | None:
+        stored = None if shape.kind is None or shape.kind.e4m3 else shape.kind  # 8-bit floats have no kernel
+        return None if self.floats else self.kind or stored
+
     def nbytes(self, shape: MatrixShape, dtype: torch.dtype) -> int:
         sizes = (shape.stored, shape.in_features)
-        kind = self._kind_of(shape)
+        kind = self.kind_of(shape)
         if kind is None:
             return packed_bytes(*sizes, dtype, interleaved=shape.interleaved, stack=shape.stack)
         return packed_code_bytes(*sizes, kind, interleaved=shape.interleaved, stack=shape.stack)
@@ -230,7 +251,7 @@ class Native(WeightFormat):
         offset = 0
         weights = list[PackedMatrix]()
         for shape, size in zip(shapes, sizes, strict=True):
-            n, k, kind = shape.stored, shape.in_features, self._kind_of(shape)
+            n, k, kind = shape.stored, shape.in_features, self.kind_of(shape)
             layout: dict[str, Any] = {"interleaved": shape.interleaved, "stack": shape.stack}
             layout["memory"] = memory.part(offset, size)
             weights.append(PackedWeight(n, k, dtype, **layout) if kind is None else PackedCodes(n, k, kind, **layout))
@@ -257,9 +278,6 @@ class Native(WeightFormat):
 
     def linear(self, x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
         return ops.native_linear(x, weight)
-
-    def _kind_of(self, shape: MatrixShape) -> GroupKind | None:
-        return None if self.floats else self.kind or shape.kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,10 +312,82 @@ class Fp8(WeightFormat):
         return ops.fp8_linear(x, weight, bias)
 
 
+@dataclasses.dataclass(frozen=True)
+class Coded(WeightFormat):
+    """Codes in groups, as :class:`Native` keeps them, for the Triton kernels. Floats of a checkpoint stay plain.
+
+    With a ``kind``, all weights are rounded to it; only the output head and the embedding keep at least 8 bits.
+    Stacked weights stay plain.
+    """
+
+    kind: GroupKind | None = None
+
+    embeds = True
+    scratch_bytes = DECODED_BYTES
+
+    @property
+    def head(self) -> WeightFormat:
+        return self if self.kind is None else dataclasses.replace(self, kind=GroupKind(8, GROUP))
+
+    @property
+    def stacked(self) -> WeightFormat:
+        return PLAIN
+
+    def kind_of(self, shape: MatrixShape) -> GroupKind | None:
+        return self.kind or shape.kind
+
+    def nbytes(self, shape: MatrixShape, dtype: torch.dtype) -> int:
+        kind = self.kind_of(shape)
+        return (
+            PLAIN.nbytes(shape, dtype)
+            if kind is None
+            else coded_bytes(shape.out_features, shape.in_features, kind, dtype)
+        )
+
+    def empty(
+        self, shapes: Sequence[MatrixShape], dtype: torch.dtype, device: torch.device
+    ) -> list[CodedWeight | nn.Parameter]:
+        weights = list[CodedWeight | nn.Parameter]()
+        for shape in shapes:
+            kind = self.kind_of(shape)
+            if kind is None:
+                weights += PLAIN.empty([shape], dtype, device)
+            else:
+                weights.append(CodedWeight(shape.out_features, shape.in_features, kind, dtype, device))
+        return weights
+
+    def write(
+        self, weight: CodedWeight | nn.Parameter, start: int, rows: Tensor | GroupedRows, *, mapped: bool
+    ) -> None:
+        if isinstance(weight, CodedWeight):
+            weight.pack_rows(rows, start, mapped=mapped)
+        else:
+            PLAIN.write(weight, start, rows, mapped=mapped)
+
+    def name(self, weight: CodedWeight | nn.Parameter) -> str | None:
+        return weight.kind.name if isinstance(weight, CodedWeight) else None
+
+    def losses(self, weight: CodedWeight | nn.Parameter) -> tuple[str, ...]:
+        if not isinstance(weight, CodedWeight):
+            return ()
+        found = []
+        if weight.rounds_weights:
+            found.append(f"weights rounded to {weight.kind.name}")
+        if weight.rounds_scales:
+            found.append("scales of weights rounded to float16")
+        if weight.dtype != torch.float32:  # a code times a scale has up to 19 bits
+            found.append(f"weights rounded to {str(weight.dtype).removeprefix('torch.')}")
+        return tuple(found)
+
+    def linear(self, x: Tensor, weight: CodedWeight | nn.Parameter, bias: Tensor | None) -> Tensor:
+        return ops.coded_linear(x, weight, bias) if isinstance(weight, CodedWeight) else ops.linear(x, weight, bias)
+
+
 PLAIN: Final = Plain()
 ONEDNN: Final = OneDnn()
 NATIVE: Final = Native()
 FP8: Final = Fp8()
+CODED: Final = Coded()
 
 QUANTIZED: Final[dict[str, WeightFormat]] = {
     "int8": Native(GroupKind(8, GROUP)),
@@ -305,3 +395,9 @@ QUANTIZED: Final[dict[str, WeightFormat]] = {
     "fp8": FP8,
 }
 """Value of the setting ``quantization`` -> weight format."""
+DEVICE_QUANTIZED: Final[dict[str, WeightFormat]] = {
+    "int8": Coded(GroupKind(8, GROUP)),
+    "int4": Coded(GroupKind(4, GROUP)),
+    "fp8": FP8,
+}
+"""Value of the setting ``quantization`` -> weight format for the Triton kernels."""

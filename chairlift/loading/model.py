@@ -109,7 +109,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         [*_whole_spec(model, network, ranks), *([] if drafting is None else drafting.layers)],
         dtype,
         max_model_len,
-        _cache_memory(config, network, dtype, device) if memory is None else memory,
+        _cache_memory(config, network, dtype, device, backend) if memory is None else memory,
     )
     check_fits(plan, device, memory)
     executor = _make_executor(model, plan, config, dtype, device, backend, max_model_len, drafting, images, ranks)
@@ -275,7 +275,8 @@ def _check_sizes(
     memory = config.cache.kv_cache_memory_bytes
     num_blocks = config.cache.num_kv_blocks
     if memory is None and num_blocks is None and device.type != "cpu":
-        _cache_memory(config, network, dtype, device)  # even without weights, a step must leave memory for the KV cache
+        # Even without weights, a step must leave memory for the KV cache.
+        _cache_memory(config, network, dtype, device, backend)
     else:
         scheduler = config.scheduler
         logits = 0 if backend.abilities.fused_head else network.vocab_size * (dtype.itemsize + 4)
@@ -478,9 +479,11 @@ def _expands(config: EngineConfig, model: CausalLM | TransformersLM, backend: Ba
     """Whether integers of the checkpoint became floats only because of the setting ``dtype``."""
     from chairlift.models.layers.linear import Matrix
 
+    if config.model.dtype != "float32" or config.model.quantization is not None:
+        return False
+    kept = backend.weight_format("stored")
     layers = [layer for layer in model.modules() if isinstance(layer, Matrix)]
-    asked = config.model.dtype == "float32" and config.model.quantization is None
-    return asked and backend.keeps_integers() and any(layer.shape.kind is not None for layer in layers)
+    return any(kept.kind_of(layer.shape) != layer.format.kind_of(layer.shape) for layer in layers)
 
 
 def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:
@@ -529,9 +532,14 @@ def _max_model_len(setting: int | None, trained: int, usual: int) -> int:
 
 
 def _cache_memory(
-    config: EngineConfig, network: NetworkConfig | TransformersConfig, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    network: NetworkConfig | TransformersConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: Backend | None = None,
 ) -> int:
-    """Bytes for the KV cache when no setting gives them. Call it after the weights are loaded."""
+    """Bytes for the KV cache when no setting gives them. Call it after the weights are loaded. Without ``backend``,
+    matmuls are assumed to need no memory of their own."""
     import torch
 
     from chairlift.executor.backends.triton.step_graph import MAX_RECORDED_TOKENS
@@ -550,6 +558,8 @@ def _cache_memory(
     step = (tokens + max(rows, min(tokens, MAX_RECORDED_TOKENS))) * token + 2 * rows * network.vocab_size * (
         dtype.itemsize + 4
     )
+    if backend is not None:
+        step += backend.weight_format(config.model.quantization, config.model.dtype).scratch_bytes
     torch.cuda.empty_cache()  # memory that loading used and released
     return gpu_cache_memory(*torch.cuda.mem_get_info(device), config.cache.gpu_memory_utilization, step)
 

@@ -357,6 +357,8 @@ def _finite(rows: Tensor | GroupedRows, dtype: torch.dtype) -> bool:
     """Whether all values are finite, also after rounding to ``dtype``. Checking the minimum and maximum is enough: both
     are NaN if any element is. For integers in groups, the lowest and the highest possible value of each group are
     checked."""
+    if isinstance(rows, GroupedRows) and rows.kind.e4m3:
+        rows = rows.dequantize()  # a code may be NaN
     if isinstance(rows, GroupedRows):
         lowest = rows.scales * -rows.kind.zero if rows.minimums is None else rows.minimums
         rows = torch.stack([lowest, lowest + rows.scales * rows.kind.span])
@@ -390,14 +392,15 @@ def _by_layer(parts: list[CheckpointPart]) -> dict[str, list[CheckpointPart]]:
 
 
 def _kinds(tensors: Mapping[str, Any], parts: list[CheckpointPart]) -> dict[str, GroupKind]:
-    """Parameter name -> kind of integer groups, for parameters whose parts are all stored as integers in groups. The
-    kind is one that can hold all parts."""
+    """Parameter name -> kind of groups, for parameters whose parts are all stored as codes in groups. The kind is one
+    that can hold all parts; parameters for which there is none are left out."""
     found: dict[str, list[GroupKind | None]] = {}
     for part in parts:
         stored = tensors[part.name]
         found.setdefault(part.parameter, []).append(stored.kind if isinstance(stored, StoredRows) else None)
     whole = {name: [kind for kind in kinds if kind is not None] for name, kinds in found.items() if None not in kinds}
-    return {name: functools.reduce(operator.or_, kinds) for name, kinds in whole.items()}
+    found_kinds = {name: functools.reduce(operator.or_, kinds) for name, kinds in whole.items()}
+    return {name: kind for name, kind in found_kinds.items() if kind.bits <= 8}
 
 
 def _write(
@@ -517,7 +520,7 @@ def _check_grouped(name: str, rows: GroupedRows) -> None:
         groups = (len(codes), -(-codes.shape[1] // kind.group))
         values = [rows.scales] if rows.minimums is None else [rows.scales, rows.minimums]
         fits = all(each.shape == groups and each.dtype == torch.float32 for each in values)
-        fits = fits and (not codes.numel() or int(codes.max()) < 1 << kind.bits)
+        fits = fits and kind.bits <= 8 and (not codes.numel() or int(codes.max()) < 1 << kind.bits)
     if not fits:
         raise ModelLoadError(
             f"{name!r} is not what {kind} are: codes must be uint8 [rows, columns] below {1 << kind.bits}, scales"

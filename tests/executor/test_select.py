@@ -149,10 +149,12 @@ def test_pytorch_does_not_promise_equal_bits() -> None:
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_codes_are_for_the_native_kernels(quantization: str) -> None:
+def test_codes_are_for_kernels_that_read_them(quantization: str) -> None:
     assert pick("cpu", quantization=quantization) == best_isa()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert pick(quantization=quantization, dtype=dtype) == "triton"
     refused: list[tuple[dict[str, Any], str]] = [
-        ({}, "Triton's kernels would run this model"),
+        ({"kernels": "torch"}, "PyTorch's kernels would run this model, and the native CPU kernels and the Triton"),
         ({"device": "cpu", "kernels": "torch"}, "PyTorch's kernels would run this model"),
         ({"device": "cpu", "head_dim": 8}, "PyTorch's kernels would run this model"),
     ]
@@ -194,7 +196,7 @@ def test_fp8_is_for_the_triton_kernels_on_a_gpu_that_knows_it(monkeypatch: pytes
     assert pick(**fp8) == pick("cuda:1", kernels="triton", batch_invariant=True, **fp8) == "triton"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert pick(**fp8) == "triton"
-    alone = "quantization is 'fp8', but {} kernels would run this model, and Triton's alone know it; use device="
+    alone = "quantization is 'fp8', but {} kernels would run this model, and the Triton kernels alone know it; use dev"
     refused: list[tuple[dict[str, Any], str]] = [
         ({"device": "cpu"}, alone.format(f"the CPU's {best_isa()}")),
         ({"device": "cpu", "kernels": "torch"}, alone.format("PyTorch's")),

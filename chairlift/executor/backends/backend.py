@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from chairlift.config import EngineConfig
-from chairlift.kernels.weights import QUANTIZED, WeightFormat
+from chairlift.kernels.weights import WeightFormat
 
 if TYPE_CHECKING:
     from chairlift.executor.drafters.source import DraftSource
@@ -78,8 +79,10 @@ class Backend(abc.ABC):
     """The kernels in a sentence, such as ``the Triton kernels``."""
     whose: ClassVar[str]
     """Owner of the kernels in the possessive, such as ``Triton's``."""
-    alone: ClassVar[str] = ""
-    """Words for users whose weights only this backend can run: that it is so, and how to get it."""
+    rounded: ClassVar[Mapping[str, WeightFormat]] = {}
+    """Value of the setting ``quantization`` that rounds weights -> their format."""
+    remedy: ClassVar[str] = ""
+    """Settings that get this backend, for users whose weights another backend cannot run."""
 
     def __init__(self, kernels: str) -> None:
         self.kernels = kernels
@@ -98,6 +101,17 @@ class Backend(abc.ABC):
         reason why they cannot run any model."""
 
     @classmethod
+    def lacks(cls, network: NetworkConfig) -> str:
+        """Reason why the kernels can run no model of this shape on any machine, with the remedy; empty if they can."""
+        return ""
+
+    @classmethod
+    def operations(cls) -> Mapping[object, str]:
+        """Operation, or type of a recurrent cell -> words that say when a kernel computes it. PyTorch computes all
+        others. ``ops.linear`` stands for a linear layer in the backend's own format of weights."""
+        return {}
+
+    @classmethod
     @abc.abstractmethod
     def choose(cls, setting: str) -> Backend:
         """The backend for a value of the setting ``kernels``, which may be ``auto``. Raises ConfigError if this machine
@@ -111,17 +125,13 @@ class Backend(abc.ABC):
     def weight_format(self, quantization: str | None, dtype: str = "auto") -> WeightFormat:
         """Format of the weights in memory. ``quantization`` and ``dtype`` are settings: the dtype float32 asks for
         exact arithmetic, which integers with 8-bit activations are not."""
-        if quantization in QUANTIZED:
-            return QUANTIZED[quantization]
+        if quantization in self.rounded:
+            return self.rounded[quantization]
         return self.float_format(exact=quantization == "none" or (quantization is None and dtype == "float32"))
 
     @abc.abstractmethod
     def float_format(self, *, exact: bool) -> WeightFormat:
         """Format of weights that no setting quantises. ``exact``: integers of a checkpoint become floats."""
-
-    def keeps_integers(self) -> bool:
-        """Whether the integers of a quantised checkpoint stay integers unless a setting asks for exact arithmetic."""
-        return False
 
     @abc.abstractmethod
     def num_threads(self, config: EngineConfig) -> int:

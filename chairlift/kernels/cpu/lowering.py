@@ -24,7 +24,7 @@ from chairlift.kernels.mamba2 import Mamba2
 from chairlift.kernels.recording import Node, Op, Value, add, attention, recurrence
 from chairlift.kernels.short_conv import ShortConv
 
-__all__ = ["lower", "narrow_at", "scan_heads"]
+__all__ = ["CELLS", "FUSED", "OPERATIONS", "lower", "narrow_at", "scan_heads"]
 
 
 def lower(nodes: Sequence[Node], *outputs: Value) -> LoweringPlan:
@@ -398,6 +398,13 @@ _KERNELS: dict[Op[..., Any], Callable[[_Fuser, Node], Iterable[FusedOp]]] = {
     **dict.fromkeys(_GATED, _gated),
 }
 """Operation with a native kernel -> function that makes the fused operations of its node."""
+
+CELLS = frozenset(_CELLS)
+"""Types of the recurrent cells with native kernels, if their sizes fit."""
+OPERATIONS = frozenset(_KERNELS) - {recurrence}
+"""Operations with a native kernel."""
+FUSED = frozenset(op for claimed in _CLAIMED.values() for op in claimed) - OPERATIONS
+"""Operations without a kernel of their own that kernels of other operations can compute."""
 
 
 def _product(kind: OpKind, product: Node, out: Value, *aux: Value) -> FusedOp:

@@ -30,7 +30,7 @@ _UNIT: Final = 256.0
 
 def code_format(kind: GroupKind) -> int:
     """Value of ``cl_format`` for ``kind``. Raises ValueError for a kind without kernels."""
-    if (kind.bits, kind.minimum) not in _FORMATS or kind.group <= 0 or kind.group % GROUP:
+    if kind.e4m3 or (kind.bits, kind.minimum) not in _FORMATS or kind.group <= 0 or kind.group % GROUP:
         raise ValueError(f"the CPU kernels have 8 and 4 bits in groups of a multiple of {GROUP}, not {kind}")
     return _E2M1 if kind.e2m1 else _FORMATS[kind.bits, kind.minimum]
 

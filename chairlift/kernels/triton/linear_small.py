@@ -22,7 +22,39 @@ from chairlift.kernels.triton.dependent import dependent_launch, wait_for_inputs
 from chairlift.kernels.triton.launch import GEMM_ADD_BLOCK, GemmLaunch
 from chairlift.kernels.triton.norms import add_parts, swiglu
 
-__all__ = ["linear_parts", "linear_small"]
+__all__ = ["add_splits", "linear_parts", "linear_small", "output_columns", "store_sums"]
+
+
+@triton.jit
+def output_columns(num_out: tl.tensor, BLOCK_N: tl.constexpr, GATED: tl.constexpr) -> tl.tensor:
+    """(rows of the weight in this program's tile of outputs, which of them exist). With ``GATED``, gate and up of one
+    result are neighbours, so that one thread has both."""
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = column
+    if GATED:
+        n = column // 2 + column % 2 * (num_out // 2)
+    return n, column < num_out
+
+
+@triton.jit
+def store_sums(
+    out_ptr: tl.tensor, sums: tl.tensor, bias_ptr: tl.tensor, n: tl.tensor, inside_out: tl.tensor, m: tl.tensor,
+    split: tl.tensor, num_rows: tl.tensor, num_out: tl.tensor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATED: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store a tile of a matmul's float32 sums for the rows ``m`` of x and the columns of :func:`output_columns`: add
+    the bias, round, and with ``GATED`` compute SwiGLU."""
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + n, mask=inside_out, other=0.0).to(tl.float32)[None, :]
+    out = sums.to(out_ptr.dtype.element_ty)
+    if GATED:
+        gate, up = tl.split(tl.reshape(out, [BLOCK_M, BLOCK_N // 2, 2]))
+        out = swiglu(gate, up).to(out_ptr.dtype.element_ty)
+        num_out = num_out // 2
+        n = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        inside_out = n < num_out
+    place = (split * num_rows + m).to(tl.int64)[:, None] * num_out + n[None, :]
+    tl.store(out_ptr + place, out, mask=(m < num_rows)[:, None] & inside_out[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -36,11 +68,7 @@ def _product(
     are gates, and SwiGLU is stored."""
     split = tl.program_id(2)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside_out = column < num_out
-    n = column
-    if GATED:  # gate and up of one result are neighbours, so that one thread has both
-        n = column // 2 + column % 2 * (num_out // 2)
+    n, inside_out = output_columns(num_out, BLOCK_N, GATED)
     x_rows = x_ptr + m.to(tl.int64)[:, None] * x_stride
     weight_rows = weight_ptr + n.to(tl.int64)[:, None] * num_in
     sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -55,17 +83,7 @@ def _product(
         sums = tl.dot(x, tl.trans(weight.to(x.dtype)), sums, input_precision="ieee")
     if scale_ptr is not None:
         sums *= tl.load(scale_ptr + n, mask=inside_out, other=0.0)[None, :]
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + n, mask=inside_out, other=0.0).to(tl.float32)[None, :]
-    out = sums.to(out_ptr.dtype.element_ty)
-    if GATED:
-        gate, up = tl.split(tl.reshape(out, [BLOCK_M, BLOCK_N // 2, 2]))
-        out = swiglu(gate, up).to(out_ptr.dtype.element_ty)
-        num_out = num_out // 2
-        n = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        inside_out = n < num_out
-    place = (split * num_rows + m).to(tl.int64)[:, None] * num_out + n[None, :]
-    tl.store(out_ptr + place, out, mask=(m < num_rows)[:, None] & inside_out[None, :])
+    store_sums(out_ptr, sums, bias_ptr, n, inside_out, m, split, num_rows, num_out, BLOCK_M, BLOCK_N, GATED)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -125,12 +143,18 @@ def linear_small(
     if splits == 1:
         _launch_product(out, x, weight, bias, launch, scales, gated)
     elif num_rows:
-        parts = linear_parts(x, weight, launch=launch, scales=scales)
-        _add_splits[(num_rows, -(-width // GEMM_ADD_BLOCK))](
-            out, parts, bias, num_rows, num_out,
-            NUM_SPLITS=splits, BLOCK=GEMM_ADD_BLOCK, GATED=gated, **dependent_launch(x.device),
-        )  # fmt: skip
+        add_splits(out, linear_parts(x, weight, launch=launch, scales=scales), bias, gated)
     return out
+
+
+def add_splits(out: Tensor, parts: Tensor, bias: Tensor | None, gated: bool) -> None:
+    """Write into ``out`` [M, N], or with ``gated`` [M, N / 2], the results of a matmul of which ``parts``, float32 [S,
+    M, N], are the parts: their sums in order, plus ``bias``, and with ``gated`` SwiGLU."""
+    splits, num_rows, num_out = parts.shape
+    _add_splits[(num_rows, -(-out.shape[1] // GEMM_ADD_BLOCK))](
+        out, parts, bias, num_rows, num_out,
+        NUM_SPLITS=splits, BLOCK=GEMM_ADD_BLOCK, GATED=gated, **dependent_launch(out.device),
+    )  # fmt: skip
 
 
 def linear_parts(x: Tensor, weight: Tensor, *, launch: GemmLaunch, scales: Tensor | None = None) -> Tensor:

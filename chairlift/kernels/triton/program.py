@@ -4,8 +4,9 @@ The launches of a layer are: QKV matmul | norm, rotation and KV write | attentio
 gate-up matmul | SwiGLU | down matmul | addition and norm. Attention with split keys has a second launch, and attention
 of rows that share keys has a launch before it. If the sum of a matmul is split, the next launch adds the parts. From 17
 to 64 rows, the gate-up matmul computes SwiGLU. Matmuls of few rows use :mod:`~chairlift.kernels.triton.linear_small`.
-Larger matmuls use torch's library, with activations in fp8 if the weight is fp8. Functions passed to ``ops.call_out``
-run unchanged, so they must not wait for the device.
+Larger matmuls use torch's library, with activations in fp8 if the weight is fp8. A matmul with a weight in codes
+decodes it (:mod:`~chairlift.kernels.triton.coded_linear`), for many rows before the library's matmul. Functions passed
+to ``ops.call_out`` run unchanged, so they must not wait for the device.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ from torch import Tensor
 
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.kernels import ops
+from chairlift.kernels.coded import CodedWeight
 from chairlift.kernels.fp8 import Fp8Weight
 from chairlift.kernels.recording import Node, Op, Value, add, attention
+from chairlift.kernels.triton.coded_linear import coded_linear, coded_parts, decoded_rows, library_linear
 from chairlift.kernels.triton.launch import GEMM_BLOCK_M, AttentionLaunch, GemmLaunch, gemm_launch
 from chairlift.kernels.triton.linear_small import linear_parts, linear_small
 from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
+from chairlift.kernels.triton.operations import LINEARS
 from chairlift.kernels.triton.paged_attention import SharedTiles, paged_attention
 from chairlift.kernels.triton.rope_cache import rope_and_cache, rotary_table
 from chairlift.kernels.triton.scaled import scaled_linear
 
-__all__ = ["FUSIONS", "SMALL_ROWS", "PagedKV", "StepTensors", "TritonProgram"]
+__all__ = ["CODED_ROWS", "FUSIONS", "SMALL_ROWS", "PagedKV", "StepTensors", "TritonProgram"]
 
 FUSIONS = frozenset({"add_norm", "linear_add_norm", "linear_heads", "linear_swiglu"})
 """Names of the fusions: groups of recorded operations that a TritonProgram computes together. Without a fusion the
@@ -39,6 +43,13 @@ results have the same bits; fusions are left out only in comparisons."""
 SMALL_ROWS = 64
 """Maximum number of rows for the matmul kernel for few rows. On an H200, on the layers of Qwen3-0.6B, it takes 0.7 to
 0.97 of cuBLAS's time up to 64 rows, and the same time at 128."""
+
+CODED_ROWS = 256
+"""Maximum number of rows for which each tile of 64 rows decodes a weight in codes again. With more rows it is decoded
+once, for torch's library. Not measured."""
+
+Weight = Tensor | Fp8Weight | CodedWeight
+"""A linear layer's weight, in a format that the kernels multiply with."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,7 +153,7 @@ class TritonProgram:
     def _fusion(self, i: int) -> tuple[int, Callable[..., None]] | None:
         """(number of nodes from node ``i`` on that are computed together, method that computes them), if they are."""
         node, *after = self._nodes[i : i + 3]
-        if node.op in (ops.linear, ops.fp8_linear) and after and node.out in self._dead[i + 1]:
+        if node.op in LINEARS and after and node.out in self._dead[i + 1]:
             if "linear_heads" in FUSIONS and after[0].op is ops.rotary_heads:
                 return 2, TritonProgram._linear_heads
             if "linear_swiglu" in FUSIONS and after[0].op is ops.silu_and_mul and not after[0].attributes:
@@ -245,23 +256,23 @@ class TritonProgram:
         attributes = node.attributes
         return rotary_table(positions, self._frequencies[node.out], attributes["factor"], attributes["dtype"])
 
-    def _gemm_launch(self, x: Tensor, weight: Tensor | Fp8Weight) -> GemmLaunch | None:
+    def _gemm_launch(self, x: Tensor, weight: Weight) -> GemmLaunch | None:
         """Launch configuration with which the matmul kernel for few rows multiplies ``x`` by ``weight``; None if
         torch's library does it."""
         any_rows = self._batch_invariant
-        values = weight if isinstance(weight, Tensor) else weight.values
+        num_out, num_in = weight.values.shape if isinstance(weight, Fp8Weight) else weight.shape
         if not any_rows and len(x) > SMALL_ROWS:
-            if isinstance(weight, Tensor) or not any(size % 16 for size in values.shape):
+            if isinstance(weight, CodedWeight):
+                any_rows = len(x) <= CODED_ROWS
+            elif isinstance(weight, Fp8Weight):
+                any_rows = bool(num_out % 16 or num_in % 16)  # the library accepts no such sizes in fp8
+            if not any_rows:
                 return None
-            any_rows = True  # the library accepts no other sizes in fp8
-        num_out, num_in = values.shape
         return gemm_launch(
             num_out, num_in, self._multiprocessors, num_rows=len(x), any_rows=any_rows, itemsize=x.element_size()
         )
 
-    def _linear_or_parts(
-        self, x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _linear_or_parts(self, x: Tensor, weight: Weight, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(a linear layer, None), or, if its sum is split, (the parts, the bias), which the next launch adds.
 
         With batch_invariant, the layer adds its own parts. On an H200 the next launch took 3 to 7 % of a step longer.
@@ -269,35 +280,57 @@ class TritonProgram:
         launch = self._gemm_launch(x, weight)
         if launch is None or launch.num_splits == 1 or self._batch_invariant:
             return self._linear(x, weight, bias), None
+        if isinstance(weight, CodedWeight):
+            return coded_parts(x, weight, launch=launch), bias
         values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
         return linear_parts(x, values, launch=launch, scales=scales), bias
 
-    def _linear(self, x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None, *, gated: bool = False) -> Tensor:
+    def _linear(self, x: Tensor, weight: Weight, bias: Tensor | None, *, gated: bool = False) -> Tensor:
         """A linear layer; with ``gated``, SwiGLU of its results.
 
         The matmul computes SwiGLU in tiles of 64 rows only. In tiles of 16 rows, this made a step of Qwen2.5-0.5B's
         shape 7 % slower on an H200.
         """
-        values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
         launch = self._gemm_launch(x, weight)
         if launch is None:
-            out = ops.linear(x, values, bias) if scales is None else scaled_linear(x, values, bias, scales=scales)
+            out = _by_library(x, weight, bias)
         else:
             inside = gated and launch.block_m > GEMM_BLOCK_M
-            out = linear_small(x, values, bias, launch=launch, scales=scales, gated=inside)
+            out = _by_kernel(x, weight, bias, launch, inside)
             gated = gated and not inside
         return silu_and_mul(out) if gated else out
+
+    def _embedding(self, node: Node, ids: Tensor) -> Tensor:
+        weight = node.attributes["weight"]
+        if isinstance(weight, CodedWeight):
+            return decoded_rows(weight, weight.dtype, ids=ids)
+        return torch.nn.functional.embedding(ids, weight)
+
+
+def _by_library(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, CodedWeight):
+        return library_linear(x, weight, bias)
+    if isinstance(weight, Fp8Weight):
+        return scaled_linear(x, weight.values, bias, scales=weight.scales)
+    out: Tensor = ops.linear(x, weight, bias)
+    return out
+
+
+def _by_kernel(x: Tensor, weight: Weight, bias: Tensor | None, launch: GemmLaunch, gated: bool) -> Tensor:
+    if isinstance(weight, CodedWeight):
+        return coded_linear(x, weight, bias, launch=launch, gated=gated)
+    values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
+    return linear_small(x, values, bias, launch=launch, scales=scales, gated=gated)
 
 
 _KERNELS: dict[Op[..., Any], Callable[..., Tensor]] = {
     add: lambda program, node, a, b: a + b,
     attention: TritonProgram._attention,
-    ops.embedding: lambda program, node, ids: torch.nn.functional.embedding(ids, **node.attributes),
-    ops.fp8_linear: lambda program, node, x: program._linear(x, **node.attributes),
-    ops.linear: lambda program, node, x: program._linear(x, **node.attributes),
+    ops.embedding: TritonProgram._embedding,
     ops.rms_norm: lambda program, node, x: rms_norm(x, **node.attributes),
     ops.rotary_heads: TritonProgram._heads,
     ops.rotary_table: TritonProgram._table,
     ops.silu_and_mul: lambda program, node, x: node.compute(x) if node.attributes else silu_and_mul(x),
+    **dict.fromkeys(LINEARS, lambda program, node, x: program._linear(x, **node.attributes)),
 }
 """Operation with a kernel -> function that launches it. The functions for attention also get the step."""

@@ -23,7 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from chairlift.kernels.coded import CodedWeight
+from chairlift.kernels.grouped import GroupKind
 from chairlift.kernels.triton import dependent
+from chairlift.kernels.triton.coded_linear import coded_linear, decoded_rows
 from chairlift.kernels.triton.decode_state import DecodeState
 from chairlift.kernels.triton.launch import MAX_GROUP, attention_launch, gemm_launch
 from chairlift.kernels.triton.linear_small import linear_small
@@ -39,6 +42,7 @@ TYPES = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -142,6 +146,20 @@ def in_fp8() -> None:
                 linear_small(x, weight, bias, launch=launch, scales=scales, gated=gated)
 
 
+def in_codes() -> None:
+    kinds = [GroupKind(4, 32), GroupKind(4, 128, True), GroupKind(8, 32), GroupKind(4, 32, e2m1=True)]
+    kinds.append(GroupKind(8, 128, e4m3=True))
+    ids = torch.zeros(3, dtype=torch.int32)
+    for dtype, kind in ((torch.float32, kinds[1]), *itertools.product((torch.bfloat16,), kinds)):
+        for out, bias in ((896, None), (128 * 132 * 3, torch.empty(128 * 132 * 3, dtype=dtype))):
+            weight, x = CodedWeight(out, 896, kind, dtype, torch.device("cpu")), torch.empty((3, 896), dtype=dtype)
+            for rows, any_rows, gated in itertools.product((3, 33), (False, True), (False, True)):
+                launch = gemm_launch(out, 896, 132, num_rows=rows, any_rows=any_rows, itemsize=dtype.itemsize)
+                coded_linear(x, weight, bias, launch=launch, gated=gated)
+        decoded_rows(weight, dtype)
+        decoded_rows(weight, dtype, ids=ids)
+
+
 def everything() -> None:
     for decode in (True, False):
         for few in (True, False):
@@ -195,5 +213,6 @@ if __name__ == "__main__":
     JITFunction.run = lambda self, *args, **options: compiler(self, *args, **options)
     dependent._is_known = lambda device: compiler.target.arch >= 90  # type: ignore[assignment]
     everything()
+    in_codes()
     if compiler.target.arch >= 89:  # with support of fp8
         in_fp8()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 ON_GPU = torch.cuda.is_available()
-KERNELS = ("decode_state", "linear_small", "norms", "paged_attention", "rope_cache", "sampling", "scaled")
+KERNELS = ("coded_linear", "decode_state", "linear_small", "norms", "paged_attention", "rope_cache", "sampling")
 LIBRARY = ("triton.language", "triton.language.core", "triton.language.standard", "triton.language.random")
 
 try:
@@ -29,7 +29,7 @@ try:
         from triton.runtime.jit import JITFunction
 
         PLAIN_CAST, PLAIN_CONVERT = InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp
-        for name in KERNELS:
+        for name in (*KERNELS, "scaled"):
             importlib.import_module(f"chairlift.kernels.triton.{name}")
         importlib.import_module("tests.kernels.triton.probes")
     MISSING = ""

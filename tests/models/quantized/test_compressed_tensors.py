@@ -106,8 +106,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, GroupKind | None]] = {
     "W3A16 by channel": ("pack-quantized", int_weights(3, "channel"), None, GroupKind(4, 64)),
     "W8A16": ("pack-quantized", int_weights(8, "group", group=64), None, GroupKind(8, 64)),
     "W8A16, asymmetric": ("pack-quantized", int_weights(8, "channel", symmetric=False), None, GroupKind(8, 64, True)),
-    "FP8": ("float-quantized", float_weights("channel"), FP8, None),
-    "FP8, one scale": ("float-quantized", float_weights("tensor"), FP8, None),
+    "FP8": ("float-quantized", float_weights("channel"), FP8, GroupKind(8, 320, e4m3=True)),
+    "FP8, one scale": ("float-quantized", float_weights("tensor"), FP8, GroupKind(8, 320, e4m3=True)),
 }
 SIZES = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 48}
 """Multiples of 64 only."""

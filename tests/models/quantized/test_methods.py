@@ -38,10 +38,13 @@ CASES: dict[str, tuple[Any, Pack, GroupKind | None]] = {
     "awq": (*packers.awq(), GroupKind(4, 32, True)),
     "awq in groups of 128": (*packers.awq(128), GroupKind(4, 128, True)),
     "awq with a scale for each row": (*packers.awq(-1), GroupKind(4, 128, True)),
-    "fp8 in blocks": (*packers.block_fp8(), None),
+    "fp8 in blocks": (*packers.block_fp8(), GroupKind(8, 128, e4m3=True)),
     "fp8 in blocks that do not fit": (*packers.block_fp8((48, 80), torch.bfloat16), None),
-    "fp8 with one scale": (*packers.tensor_fp8(), None),
-    "fp8 with one scale, by its other name": (*packers.tensor_fp8("weight_scale_inv", (1,)), None),
+    "fp8 with one scale": (*packers.tensor_fp8(), GroupKind(8, 128, e4m3=True)),
+    "fp8 with one scale, by its other name": (
+        *packers.tensor_fp8("weight_scale_inv", (1,)),
+        GroupKind(8, 128, e4m3=True),
+    ),
 }
 
 

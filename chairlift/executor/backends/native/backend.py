@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,7 @@ from chairlift.executor.drafters.source import DraftSource
 from chairlift.executor.image_bank import ImageBank
 from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.pooled_runner import NativePooledRunner, PooledExecutor
+from chairlift.kernels import ops
 from chairlift.kernels.cpu.library import (
     ARM64_ISAS,
     BUILD_ALL,
@@ -30,8 +32,9 @@ from chairlift.kernels.cpu.library import (
     supported_isas,
     why_unavailable,
 )
+from chairlift.kernels.cpu.lowering import CELLS, FUSED, OPERATIONS
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES
-from chairlift.kernels.weights import NATIVE, WeightFormat
+from chairlift.kernels.weights import NATIVE, QUANTIZED, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.model import TransformersLM
@@ -65,7 +68,8 @@ class NativeBackend(Backend):
     settings = ISA_NAMES
     kernel_words = "the native CPU kernels"
     whose = "the CPU's native"
-    alone = "the native CPU kernels alone know it; use device='cpu'"
+    rounded = QUANTIZED
+    remedy = "device='cpu'"
 
     @property
     def owner(self) -> str:
@@ -86,12 +90,19 @@ class NativeBackend(Backend):
             return f"they compute in bfloat16 and float32, and dtype is {name}; use one of those"
         if block_size % 16:
             return f"they need block_size to be a multiple of 16, and it is {block_size}; leave it out"
-        if not isinstance(network, NetworkConfig) or not network.attends:  # an encoder's attention runs in PyTorch
-            return ""
-        if network.head_dim % 16 or not 16 <= network.head_dim <= 256:
+        return cls.lacks(network) if isinstance(network, NetworkConfig) else ""
+
+    @classmethod
+    def lacks(cls, network: NetworkConfig) -> str:
+        if network.attends and (network.head_dim % 16 or not 16 <= network.head_dim <= 256):
             size = network.head_dim
             return f"they need a head size that is a multiple of 16 from 16 to 256, and this model's is {size}"
         return ""
+
+    @classmethod
+    def operations(cls) -> Mapping[object, str]:
+        computed = {*OPERATIONS, *CELLS, ops.linear}
+        return dict.fromkeys(computed, "kernel") | dict.fromkeys(FUSED, "kernel, with a neighbour")
 
     @classmethod
     def choose(cls, setting: str) -> Backend:
@@ -103,9 +114,6 @@ class NativeBackend(Backend):
 
     def float_format(self, *, exact: bool) -> WeightFormat:
         return dataclasses.replace(NATIVE, floats=exact)
-
-    def keeps_integers(self) -> bool:
-        return True
 
     def num_threads(self, config: EngineConfig) -> int:
         return config.model.threads or default_threads()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -18,7 +19,8 @@ from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.local import ModelRunner
 from chairlift.executor.pooled_runner import PooledExecutor
 from chairlift.kernels.triton.launch import MAX_GROUP
-from chairlift.kernels.weights import PLAIN, WeightFormat
+from chairlift.kernels.triton.operations import OPERATIONS
+from chairlift.kernels.weights import CODED, DEVICE_QUANTIZED, PLAIN, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.model import TransformersLM
@@ -33,7 +35,7 @@ cores."""
 _MIN_FP8_CAPABILITY: Final = (8, 9)
 """Lowest compute capability for fp8 matrix multiplication and conversion (Ada)."""
 
-_ABILITIES: Final = Abilities(weights=frozenset({"fp8"}), batch_invariant=True, graphs=True)
+_ABILITIES: Final = Abilities(weights=frozenset({"fp8", "int8", "int4", "stored"}), batch_invariant=True, graphs=True)
 
 
 class TritonBackend(Backend):
@@ -45,19 +47,34 @@ class TritonBackend(Backend):
     settings = ("triton",)
     kernel_words = "the Triton kernels"
     whose = "Triton's"
-    alone = "Triton's alone know it; use device='cuda' and kernels='triton'"
+    rounded = DEVICE_QUANTIZED
+    remedy = "device='cuda' and kernels='triton'"
 
     @classmethod
     def why_not(
         cls, network: NetworkConfig | EncoderConfig | None, dtype: torch.dtype, device: torch.device, block_size: int
     ) -> str:
-        return _why_not_here(dtype, device) or ("" if network is None else _why_not_model(network))
+        if (reason := _why_not_here(dtype, device)) or network is None:
+            return reason
+        if isinstance(network, EncoderConfig):
+            return "they run no encoders; use kernels='torch', or device='cpu'"
+        return cls.lacks(network)
+
+    @classmethod
+    def lacks(cls, network: NetworkConfig) -> str:
+        return _why_not_model(network)
+
+    @classmethod
+    def operations(cls) -> Mapping[object, str]:
+        return dict.fromkeys(OPERATIONS, "kernel")
 
     @classmethod
     def choose(cls, setting: str) -> Backend:
         return cls("triton")
 
     def why_not_weights(self, quantization: str, dtype: torch.dtype, device: torch.device) -> str:
+        if quantization != "fp8":
+            return ""
         # fp8 matrix multiplication exists only for bfloat16. In Triton's interpreter, PyTorch computes it.
         if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _MIN_FP8_CAPABILITY:
             name = torch.cuda.get_device_name(device)
@@ -68,8 +85,12 @@ class TritonBackend(Backend):
             return f"dtype is {str(dtype).removeprefix('torch.')}; use dtype='bfloat16'"
         return ""
 
+    def weight_format(self, quantization: str | None, dtype: str = "auto") -> WeightFormat:
+        # Activations are not rounded, so arithmetic with codes is exact in float32.
+        return PLAIN if quantization == "none" else super().weight_format(quantization)
+
     def float_format(self, *, exact: bool) -> WeightFormat:
-        return PLAIN
+        return CODED
 
     def num_threads(self, config: EngineConfig) -> int:
         return torch.get_num_threads()
@@ -137,10 +158,8 @@ def _launch_error() -> str:
     return ""
 
 
-def _why_not_model(network: NetworkConfig | EncoderConfig) -> str:
+def _why_not_model(network: NetworkConfig) -> str:
     """Reason why the kernels cannot run this model, with the remedy; empty if they can."""
-    if isinstance(network, EncoderConfig):
-        return "they run no encoders; use kernels='torch', or device='cpu'"
     if network.head_dim % 2 or not 16 <= network.head_dim <= 256:
         return f"they need an even head size from 16 to 256, and this model's is {network.head_dim}"
     if network.score_cap is not None or network.sinks:

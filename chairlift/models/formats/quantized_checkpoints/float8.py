@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from chairlift.kernels.grouped import GROUP
+from chairlift.kernels.grouped import GROUP, GroupKind
 from chairlift.models.formats.quantized_checkpoints.float4 import powers_of_two
-from chairlift.models.formats.quantized_checkpoints.layer import FLOATS, FloatRows, StoredLayer
+from chairlift.models.formats.quantized_checkpoints.layer import (
+    FLOATS,
+    FloatRows,
+    IntegerRows,
+    StoredLayer,
+    StoredTensor,
+)
+from chairlift.models.formats.stored_rows import StoredRows
 
 __all__ = ["float8_rows", "mxfp8_rows"]
 
@@ -15,40 +24,46 @@ _ONE = ((), (1,), (1, 1))
 """Shapes that a tensor with a single number may have."""
 
 
-def float8_rows(layer: StoredLayer, scale: str, block: tuple[int, int] | None) -> FloatRows:
-    """``weight`` e4m3 [N, K] times the tensor ``scale``, as float32 [N, K].
+def float8_rows(layer: StoredLayer, scale: str, block: tuple[int, int] | None) -> StoredRows:
+    """``weight`` e4m3 [N, K] times the tensor ``scale``.
 
     ``block`` is the (rows, columns) of a block that shares a scale; blocks at the edges may be smaller. If ``block`` is
-    None, there is one scale per row, or one scale for the whole weight.
+    None, there is one scale per row, or one scale for the whole weight. Rows are codes in groups of the columns of a
+    block, or float32 if these are no multiple of 32.
     """
     weight = layer.take("weight", ("F8_E4M3",))
     n, k = weight.shape
-    rows, columns = block or (1, k)
+    rows, columns = block or (1, -(-k // GROUP) * GROUP)
     shapes = [(-(-n // rows), -(-k // columns))] if block else [(n, 1), (n,), *_ONE]
     stored = layer.take(scale, FLOATS, *shapes)
     single = block is None and stored.shape not in ((n, 1), (n,))
 
-    def read(first: int, last: int) -> Tensor:
-        scales = stored.read().float()
-        if scales.shape == (n,):
-            scales = scales.view(n, 1)
+    def scales(first: int, last: int) -> Tensor:
+        """Scales of some rows, float32 [rows, groups]."""
+        found = stored.read().float()
         if single:
-            factors = scales.reshape(1, 1)
-        else:
-            factors = scales[torch.arange(first, last) // rows].repeat_interleave(columns, dim=1)[:, :k]
-        return weight.rows(first, last).float().mul_(factors)
+            return found.reshape(1, 1).expand(last - first, 1)
+        return found.view(len(found), -1)[torch.arange(first, last) // rows]
 
-    return FloatRows((n, k), read)
+    if columns % GROUP == 0:
+        return _codes(weight, columns, scales)
+    return FloatRows(
+        (n, k),
+        lambda first, last: (
+            weight.rows(first, last).float().mul_(scales(first, last).repeat_interleave(columns, dim=1)[:, :k])
+        ),
+    )
 
 
-def mxfp8_rows(layer: StoredLayer, scale: str) -> FloatRows:
-    """``weight`` e4m3 [N, K] in groups of 32 columns, with the exponents ``scale``, uint8 [N, K / 32], as float32."""
+def mxfp8_rows(layer: StoredLayer, scale: str) -> StoredRows:
+    """``weight`` e4m3 [N, K] in groups of 32 columns, with the exponents ``scale``, uint8 [N, K / 32]."""
     weight = layer.take("weight", ("F8_E4M3",))
     n, k = weight.shape
     exponents = layer.take(scale, ("U8", "F8_E8M0"), (n, -(-k // GROUP)))
+    return _codes(weight, GROUP, lambda first, last: powers_of_two(exponents.rows(first, last).view(torch.uint8)))
 
-    def read(first: int, last: int) -> Tensor:
-        scales = powers_of_two(exponents.rows(first, last).view(torch.uint8))
-        return weight.rows(first, last).float().mul_(scales.repeat_interleave(GROUP, dim=1)[:, :k])
 
-    return FloatRows((n, k), read)
+def _codes(weight: StoredTensor, group: int, scales: Callable[[int, int], Tensor]) -> IntegerRows:
+    n, k = weight.shape
+    kind = GroupKind(8, group, e4m3=True)
+    return IntegerRows((n, k), kind, lambda first, last: weight.rows(first, last).view(torch.uint8), scales, None)

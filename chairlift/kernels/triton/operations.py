@@ -1,0 +1,17 @@
+"""Operations that have a Triton kernel. This list needs no Triton, so that reports can name them on any machine."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from chairlift.kernels import ops
+from chairlift.kernels.recording import Op, add, attention
+
+__all__ = ["LINEARS", "OPERATIONS"]
+
+LINEARS: Final[tuple[Op[..., Any], ...]] = (ops.linear, ops.fp8_linear, ops.coded_linear)
+"""Operations that are linear layers, one for each format of weights."""
+OPERATIONS: Final[frozenset[Op[..., Any]]] = frozenset(
+    {add, attention, ops.embedding, ops.rms_norm, ops.rotary_heads, ops.rotary_table, ops.silu_and_mul, *LINEARS}
+)
+"""Operations for which :mod:`~chairlift.kernels.triton.program` has a function."""
