@@ -396,8 +396,8 @@ class TrainingRuns:
         for each in result.passes:
             if (each.model_id, each.seq_id) not in ended:
                 self.scheduler.cancel(each.model_id, each.seq_id)
-            failed = "user" if each.error else ""
-            self.note(each.model_id, each.seq_id, failed=failed, loss=None if failed else each.loss)
+            category = "user" if each.error else ""
+            self.note(each.model_id, each.seq_id, failed=category, loss=None if category else each.loss)
         for part in pack.parts:
             if part.model_id in self._runs:
                 share = part.num_tokens / pack.num_tokens

@@ -76,7 +76,6 @@ def guess_number(url: str, model: str, directory: Path) -> None:
 
 def dpo(url: str, model: str, directory: Path) -> None:
     """Direct preference optimisation (Rafailov et al., 2023) on a local file of comparisons."""
-    import chz
     from tinker_cookbook.preference import train_dpo
     from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
     from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl
@@ -103,9 +102,9 @@ def dpo(url: str, model: str, directory: Path) -> None:
         common_config=ChatDatasetBuilderCommonConfig(**shape),
         comparison_builder=ComparisonBuilderFromJsonl(train_path=str(path)),
     )
-    how = {"model_name": model, "renderer_name": RENDERER, "base_url": url, "lora_rank": 8, "learning_rate": 1e-3}
-    config = train_dpo.Config(log_path=str(directory / "log"), dataset_builder=data, eval_every=0, **how)
-    train_dpo.main(chz.replace(config, max_steps=2))
+    how = {"model_name": model, "renderer_name": RENDERER, "base_url": url, "recipe_name": "dpo"}
+    rates = {"lora_rank": 8, "learning_rate": 1e-3, "eval_every": 0, "max_steps": 2}
+    train_dpo.main(train_dpo.Config(log_path=str(directory / "log"), dataset_builder=data, **how, **rates))
     first = json.loads((directory / "log" / "metrics.jsonl").read_text().splitlines()[0])
     loss = next(value for name, value in first.items() if name.startswith("dpo_loss"))
     assert abs(loss - 0.6931) < 1e-3, f"the loss begins at {loss}, and not at log 2"

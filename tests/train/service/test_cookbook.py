@@ -34,7 +34,7 @@ RECIPES = ("arithmetic", "chat_sl", "shorter", "guess_number", "dpo", "distillat
 @pytest.fixture(scope="module")
 def cookbook_python() -> str:
     """A Python that has the client and the cookbook, which need other versions of some packages than these tests:
-    ``TINKER_PYTHON`` names it (``pip install tinker tinker-cookbook`` in an environment of its own)."""
+    ``TINKER_PYTHON`` names it (``pip install tinker 'tinker-cookbook[math-rl]'`` in an environment of its own)."""
     python = os.environ.get("TINKER_PYTHON")
     if python is None:
         pytest.skip("TINKER_PYTHON names no Python with the tinker cookbook")
@@ -69,11 +69,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def serving(model: Path, name: str, runs: Path) -> Iterator[str]:
+def serving(model: Path, name: str, runs: Path, context: int) -> Iterator[str]:
     """Context manager: the address of a server that trains the model."""
     port = free_port()
     command = [sys.executable, "-m", "chairlift", "serve", str(model), "--enable-training", "--port", str(port)]
-    command += ["--training-dir", str(runs), "--served-model-name", name, "--max-model-len", "512"]
+    command += ["--training-dir", str(runs), "--served-model-name", name, "--max-model-len", str(context)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -84,8 +84,8 @@ def serving(model: Path, name: str, runs: Path) -> Iterator[str]:
         process.communicate()
 
 
-def play(python: str, models: Path, name: str, recipe: str, directory: Path) -> None:
-    with serving((models / name).resolve(), name, directory / "runs") as url:
+def play(python: str, models: Path, name: str, recipe: str, directory: Path, context: int) -> None:
+    with serving((models / name).resolve(), name, directory / "runs", context) as url:
         environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-test", "HF_HUB_OFFLINE": "1"}
         environment.pop("PYTHONPATH", None)
         command = [python, str(SCRIPT), recipe, url, name, str(directory)]
@@ -95,13 +95,14 @@ def play(python: str, models: Path, name: str, recipe: str, directory: Path) -> 
         assert done.stdout.strip().endswith("done"), done.stdout[-4000:] + done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "guess_number"])
 def test_a_recipe_runs_on_the_bundled_model(cookbook_python: str, models: Path, recipe: str, tmp_path: Path) -> None:
-    play(cookbook_python, models, "org/bundled", recipe, tmp_path)
+    """The turns of ``guess_number`` do not fit into its context."""
+    play(cookbook_python, models, "org/bundled", recipe, tmp_path, 512)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_runs_on_smollm2(
     cookbook_python: str, models: Path, smollm2: str, recipe: str, tmp_path: Path
 ) -> None:
-    play(cookbook_python, models, smollm2, recipe, tmp_path)
+    play(cookbook_python, models, smollm2, recipe, tmp_path, 2048)
