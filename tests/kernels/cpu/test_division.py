@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from chairlift.executor.parallel.shares import Share, divide_model
+from chairlift.kernels.cpu.division import divide
 from chairlift.kernels.cpu.fused_op import FusedOp, OpKind
 from chairlift.kernels.cpu.lowering import lower
-from chairlift.kernels.cpu.packing import PackedMatrix
+from chairlift.kernels.cpu.packing import KeptRows, PackedMatrix, PackedWeight
 from chairlift.kernels.cpu.placing import LoweringPlan, place
 from chairlift.kernels.recording import Recorder, Value
 from chairlift.kernels.weights import NATIVE
@@ -87,6 +88,7 @@ def test_a_plan_has_no_races(family: str, rank: int, tmp_path: Path) -> None:
     fields = {**EXPERT_FAMILIES, **RECURRENT_FAMILIES}.get(family, {})
     plan = plan_of(tiny_model(tmp_path, family, **fields), Share(rank, 2))
     assert plan.shared
+    assert all(plan.buffer_of[op.out] in plan.shared for op in plan.ops if op.column), "others read its columns"
     assert races(plan) == []
 
 
@@ -108,6 +110,17 @@ def test_processes_have_the_same_operations_and_buffers(tmp_path: Path) -> None:
     heads = [[op.fields["kv_heads"] for op in plan.ops if op.kind == OpKind.ATTENTION] for plan in plans]
     assert [sum(each) for each in zip(*heads, strict=True)] == [4, 4, 4]
     assert all(each == [1, 1, 1] for each in heads[:2])
+
+
+def test_the_last_result_is_complete_when_the_program_ends() -> None:
+    recorder = Recorder(torch.float32)
+    given, out = (Value(recorder, "rows", 64) for _ in range(2))
+    weight = PackedWeight(32, 64, torch.float32)
+    weight.kept = KeptRows(64, ((32, 64),))
+    found = divide([FusedOp(OpKind.LINEAR, out, (given,), {"n": 32, "k": 64}, weight)], [out])
+    assert [op.kind for op in found.ops] == [OpKind.GATHER, OpKind.LINEAR, OpKind.GATHER]
+    assert found.ops[1].column == 32
+    assert found.shared == {out}
 
 
 def test_experts_meet_before_they_overwrite_activations(tmp_path: Path) -> None:
