@@ -260,7 +260,7 @@ class CacheConfig:
     """Tokens per block: a power of two from 1 to 256."""
     kv_cache_dtype: str = "auto"
     """Data type of K and V: auto (the model's dtype), or int8, which holds almost twice as many tokens as bfloat16
-    (native CPU kernels only)."""
+    (native CPU kernels, and Triton's)."""
     kv_cache_memory_bytes: int | None = None
     """Memory for the KV cache. None: 40 % of the memory that the machine and its control group allow; on a GPU, what
     weights and steps leave of gpu_memory_utilization."""

@@ -290,7 +290,8 @@ def make_kv_caches(
     spec: Sequence[LayerCache | LayerState], plan: KVPlan, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[torch.Tensor, ...]]:
     """Per layer: (K, V), each ``[num_blocks, block_size, num_kv_heads, head_dim]`` (V: ``value_dim``), filled with
-    zeros.
+    zeros. In int8: (codes of K, codes of V, scales of K, scales of V). Codes are uint8 of that shape, and scales are
+    float32 ``[num_blocks, block_size, num_kv_heads, 2]``: a scale and a minimum.
 
     Per recurrent layer: the parts of its states, each ``[num_blocks, ...]``.
     """
@@ -302,8 +303,10 @@ def make_kv_caches(
             continue
         shape = (count, plan.block_size, layer.num_kv_heads)
         widths = (layer.head_dim, layer.head_dim if layer.value_dim is None else layer.value_dim)
-        keys, values = (_zeros((*shape, width), dtype, device) for width in widths)
-        caches.append((keys, values))
+        kept = torch.uint8 if plan.dtype == torch.int8 else dtype
+        keys, values = (_zeros((*shape, width), kept, device) for width in widths)
+        scales = [_zeros((*shape, 2), torch.float32, device) for _ in widths] if plan.dtype == torch.int8 else []
+        caches.append((keys, values, *scales))
     return caches
 
 

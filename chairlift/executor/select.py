@@ -145,11 +145,13 @@ def _refuse_for_weights(backend: Backend, config: EngineConfig, dtype: torch.dty
 def _why_not_int8_kv(
     backend: Backend, config: EngineConfig, network: NetworkConfig, dtype: torch.dtype, device: torch.device
 ) -> str:
-    able = next(each for each in BACKENDS if each.abilities.int8_kv)
-    refused = f"{backend.owner} would run this model, and only {able.whose} ones read K and V in 8 bits"
+    able = [each for each in BACKENDS if each.abilities.int8_kv]
+    whose = " and ".join(each.whose for each in able)
+    refused = f"{backend.owner} would run this model, and only {whose} ones read K and V in 8 bits"
     if config.model.kernels != "auto":
-        return f"{refused}; use kernels='auto' on device='{able.home}'"
-    return f"{refused}: {able.why_not(network, dtype, device, config.cache.block_size)}"
+        return f"{refused}; use kernels='auto'"
+    usual = next(each for each in able if each.home == device.type)
+    return f"{refused}: {usual.why_not(network, dtype, device, config.cache.block_size)}"
 
 
 def choose_transformers(config: EngineConfig, network: TransformersConfig) -> Backend:

@@ -41,12 +41,13 @@ def test_each_operation_has_a_row() -> None:
 def test_rows_follow_the_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that a backend gains or loses, and a model that it no longer runs, change the table."""
     before = {name: rest for name, *rest in operation_rows()}
-    assert before["rms_norm"] == ["kernel", "kernel"] and before["experts"] == ["kernel", "PyTorch"]
+    assert before["rms_norm"] == ["kernel", "kernel"] and before["experts"] == ["kernel", "kernel"]
     assert before["columns"] == ["kernel, with a neighbour", "PyTorch"]
-    monkeypatch.setattr(TritonBackend, "operations", lambda: {ops.experts: "kernel"})
+    monkeypatch.setattr(TritonBackend, "operations", lambda: {ops.soft_cap: "kernel"})
     monkeypatch.setattr(NativeBackend, "lacks", lambda network: "no sinks" if network.sinks else "")
     after = {name: rest for name, *rest in operation_rows()}
-    assert after["rms_norm"] == ["kernel", "PyTorch"] and after["experts"] == ["kernel", "kernel"]
+    assert after["rms_norm"] == after["experts"] == ["kernel", "PyTorch"]
+    assert after["soft_cap"][1] == "kernel" != before["soft_cap"][1]
     assert after["attention with sinks"][0] == "PyTorch, the whole model" != before["attention with sinks"][0]
 
 

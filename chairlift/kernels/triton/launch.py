@@ -18,16 +18,21 @@ __all__ = [
     "GEMM_ADD_BLOCK",
     "GEMM_BLOCK_M",
     "MAX_GROUP",
+    "PAIR_BLOCK_K",
+    "PAIR_BLOCK_N",
+    "PAIR_WARPS",
     "PROGRAMS_PER_MULTIPROCESSOR",
     "ROPE_HEADS",
     "ROPE_WARPS",
     "SAMPLING_WARPS",
     "SEARCH_BLOCK",
     "SEARCH_ROOM",
+    "SORT_CHUNK",
     "AttentionLaunch",
     "GemmLaunch",
     "attention_launch",
     "elementwise_warps",
+    "experts_launch",
     "gemm_launch",
     "num_multiprocessors",
     "power_of_2",
@@ -70,6 +75,13 @@ SEARCH_BLOCK = 2048
 SEARCH_ROOM = 8
 """Size of the buffer into which the search for a threshold copies candidate ids. The unit is SEARCH_BLOCK ids, so the
 buffer holds SEARCH_ROOM * SEARCH_BLOCK candidates."""
+PAIR_BLOCK_N = 16
+"""Number of outputs that one program of the matmul for few pairs of (row, expert) computes."""
+PAIR_BLOCK_K = 256
+"""Number of inputs that this matmul reads at a time. A thread of four warps has 32 numbers of a tile."""
+PAIR_WARPS = 4
+SORT_CHUNK = 512
+"""Number of pairs of (row, expert) that a program of the kernel that sorts them by expert reads at a time."""
 APPLY_BLOCK = 256
 """Number of rows or words that one program of a kernel for the decode state processes."""
 
@@ -110,17 +122,21 @@ def attention_launch(
     decode_only: bool,
     num_multiprocessors: int,
     itemsize: int = 2,
+    int8_kv: bool = False,
 ) -> AttentionLaunch:
     """Attention configuration for launches of at most ``max_rows`` sequences with ``group`` query heads per KV head.
 
     The keys are split only when all rows have one query each (``decode_only``) and are too few to fill the GPU.
     Elements of 4 bytes (``itemsize``) use small tiles, because their matmuls use registers instead of tensor cores.
+    Chunks with K and V in 8 bits read half as many keys at a time, because widened codes take registers, too.
     """
     block_n = 64 if head_dim <= 128 else 32
     block_m = 64
     if itemsize == 4:
         block_n = block_n // 2
         block_m = 16
+    if int8_kv and not decode_only:
+        block_n = max(16, block_n // 2)
     # With fewer than 5 stages, the compiler does not load the next keys while the current keys are processed, because
     # their address comes from a table. With wide heads, five stages of wide tiles would not fit into the shared memory
     # of all GPUs.
@@ -159,6 +175,18 @@ def gemm_launch(
     num_splits = max(1, min(MAX_GEMM_SPLITS, num_multiprocessors // columns, steps // 2))
     stages = 3 if block_n == ANY_ROWS_BLOCK and block_k == 128 else 4
     return GemmLaunch(block_m, block_n, block_k, num_splits, num_warps=4, num_stages=stages)
+
+
+def experts_launch(num_pairs: int, num_experts: int, *, itemsize: int = 2, any_rows: bool = False) -> GemmLaunch:
+    """Configuration of the grouped matmul of ``num_pairs`` pairs of (row, expert).
+
+    Tiles have 16 pairs if an expert has at most that many on average, and otherwise, or for ``any_rows``, 64. Elements
+    of 4 bytes (``itemsize``) are read in smaller steps. The sum over the inputs is never split, because the experts
+    already make many programs.
+    """
+    few = num_pairs <= GEMM_BLOCK_M * num_experts and not any_rows
+    block_k = 128 if few and itemsize < 4 else 64
+    return GemmLaunch(GEMM_BLOCK_M if few else ANY_ROWS_BLOCK, ANY_ROWS_BLOCK, block_k, 1, num_warps=4, num_stages=4)
 
 
 def num_multiprocessors(device: torch.device) -> int:

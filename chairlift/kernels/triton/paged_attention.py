@@ -31,6 +31,7 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels.triton.dependent import dependent_launch, wait_for_inputs
+from chairlift.kernels.triton.kv8 import centred, load_scales
 from chairlift.kernels.triton.launch import AttentionLaunch, power_of_2
 
 __all__ = ["SharedTiles", "paged_attention"]
@@ -79,72 +80,111 @@ def _tiles_of_split(
 
 
 @triton.jit
-def _no_keys(BLOCK_M: tl.constexpr, HEAD_PAD: tl.constexpr) -> tl.tensor:
-    """(weighted values, sums, maxima) of a tile that has not attended to any key yet."""
+def _no_keys(
+    sinks_ptr: tl.tensor, head: tl.tensor, real: tl.tensor, split: tl.tensor, BLOCK_M: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """(weighted values, sums, maxima) of a tile that has not attended to any key yet. A sink is a score without a
+    value; the first split begins with it."""
     best = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     values = tl.zeros([BLOCK_M, HEAD_PAD], dtype=tl.float32)
+    if sinks_ptr is not None:
+        # A vector, because the interpreter cannot combine a mask with a scalar.
+        begins = real & (split + tl.zeros([BLOCK_M], dtype=tl.int32) == 0)
+        best = tl.load(sinks_ptr + head, mask=begins, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        total = tl.where(begins, 1.0, 0.0)
     return values, total, best
 
 
 @triton.jit
 def _load_state(
     partial_ptr: tl.tensor, stats_ptr: tl.tensor, state: tl.tensor, stored: tl.tensor, inside: tl.tensor,
-    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    total: tl.tensor, best: tl.tensor, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """(weighted values, sums, maxima) that an earlier launch stored at ``state``; those of no key where nothing is
-    ``stored``."""
+    """(weighted values, sums, maxima) that an earlier launch stored at ``state``; 0, ``total`` and ``best`` where
+    nothing is ``stored``."""
     d = tl.arange(0, HEAD_PAD)
-    best = tl.load(stats_ptr + 2 * state, mask=stored, other=float("-inf"))
-    total = tl.load(stats_ptr + 2 * state + 1, mask=stored, other=0.0)
+    best = tl.load(stats_ptr + 2 * state, mask=stored, other=best)
+    total = tl.load(stats_ptr + 2 * state + 1, mask=stored, other=total)
     sums = partial_ptr + (state * HEAD_DIM)[:, None] + d[None, :]
     return tl.load(sums, mask=inside & stored[:, None], other=0.0), total, best
 
 
 @triton.jit
+def _capped(scores: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
+    """CAP tanh(scores / CAP). Far from 0 the exponential is 0 or infinite, which gives -CAP or CAP."""
+    return CAP - 2.0 * CAP / (tl.exp2(scores * (2.0 * 1.4426950408889634 / CAP)) + 1.0)
+
+
+@triton.jit
 def _attend_keys(
     q: tl.tensor, values: tl.tensor, total: tl.tensor, best: tl.tensor, position: tl.tensor, key_ptr: tl.tensor,
-    value_ptr: tl.tensor, table_ptr: tl.tensor, kv_head: tl.tensor, low: tl.tensor, end: tl.tensor,
-    first_tile: tl.tensor, end_tile: tl.tensor, scale: tl.tensor, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+    value_ptr: tl.tensor, key_scales_ptr: tl.tensor, value_scales_ptr: tl.tensor, table_ptr: tl.tensor,
+    kv_head: tl.tensor, low: tl.tensor, end: tl.tensor, first_tile: tl.tensor, end_tile: tl.tensor, scale: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Attend to keys ``low`` to ``end - 1`` in tiles ``first_tile`` to ``end_tile - 1``, after the keys whose (weighted
     values, sums, maxima), all float32, are given. Returns the three with these keys.
 
-    Table entries and slots outside ``low`` to ``end - 1`` may hold anything and are not read.
+    Table entries and slots outside ``low`` to ``end - 1`` may hold anything and are not read. With scales, K and V have
+    8 bits. The scales of keys multiply scores, and those of values the weights, before these are rounded.
     """
     d = tl.arange(0, HEAD_PAD)
+    if key_scales_ptr is not None:
+        q_sum = tl.sum(q.to(tl.float32), axis=1)
+        values *= 128.0  # 128 units of a value are about as large as the value, so float16 represents the weights
     for tile in range(first_tile, end_tile):
         key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         held = (key >= low) & (key < end)
         # In a large cache, the index of a block times the block size exceeds 2^31 elements.
         block = tl.load(table_ptr + key // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
-        place = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        head = (block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head
+        place = head * HEAD_DIM
         here = held[:, None] & (d < HEAD_DIM)[None, :]
         k = tl.load(key_ptr + place[:, None] + d[None, :], mask=here, other=0.0)
         v = tl.load(value_ptr + place[:, None] + d[None, :], mask=here, other=0.0)
         seen = held[None, :] & (key[None, :] <= position[:, None])
         if WINDOW is not None:
             seen = seen & (position[:, None] - key[None, :] < WINDOW)
-        scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
+        if key_scales_ptr is None:
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        else:
+            unit, middle = load_scales(key_scales_ptr, head, held)
+            scores = tl.dot(q, tl.trans(centred(k, q.dtype)), input_precision="ieee") * unit[None, :]
+            scores = (scores + q_sum[:, None] * middle[None, :]) * scale
+        if CAP is not None:
+            scores = _capped(scores, CAP)
+        scores = tl.where(seen, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
         # For a row that has not attended to any key yet, -inf minus -inf would be NaN.
         base = tl.where(new_best == float("-inf"), 0.0, new_best)
         p = tl.exp2(scores - base[:, None])
         fade = tl.exp2(best - base)
         total = total * fade + tl.sum(p, axis=1)
-        values = tl.dot(p.to(v.dtype), v, values * fade[:, None], input_precision="ieee")
+        if value_scales_ptr is None:
+            values = tl.dot(p.to(v.dtype), v, values * fade[:, None], input_precision="ieee")
+        else:
+            unit, middle = load_scales(value_scales_ptr, head, held)
+            values = values * fade[:, None] + tl.sum(p * (128.0 * middle)[None, :], axis=1)[:, None]
+            weights = (p * (128.0 * unit)[None, :]).to(q.dtype)
+            values = tl.dot(weights, centred(v, q.dtype), values, input_precision="ieee")
         best = new_best
+    if value_scales_ptr is not None:
+        values *= 0.0078125
     return values, total, best
 
 
 @triton.jit
 def _attend_shared(
     partial_ptr: tl.tensor, stats_ptr: tl.tensor, q_ptr: tl.tensor, key_ptr: tl.tensor, value_ptr: tl.tensor,
-    seq_lens_ptr: tl.tensor, table_ptr: tl.tensor, table_rows_ptr: tl.tensor, members_ptr: tl.tensor,
-    ends_ptr: tl.tensor, scale: tl.tensor, q_stride: tl.tensor, table_stride: tl.tensor, GROUP: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    key_scales_ptr: tl.tensor, value_scales_ptr: tl.tensor, seq_lens_ptr: tl.tensor, table_ptr: tl.tensor,
+    table_rows_ptr: tl.tensor, members_ptr: tl.tensor, ends_ptr: tl.tensor, sinks_ptr: tl.tensor, scale: tl.tensor,
+    q_stride: tl.tensor, table_stride: tl.tensor,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Kernel that attends to the tiles of keys that the rows of a task share, and stores each row's state. One program
     per task, KV head and split. Every row has one query."""
@@ -178,11 +218,11 @@ def _attend_shared(
     token = row.to(tl.int64)
     inside = real[:, None] & (d < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + (token * q_stride + head * HEAD_DIM)[:, None] + d[None, :], mask=inside, other=0.0)
-    values, total, best = _no_keys(BLOCK_M, HEAD_PAD)
+    values, total, best = _no_keys(sinks_ptr, head, real, split, BLOCK_M, HEAD_PAD)
     table = table_ptr + table_row.to(tl.int64) * table_stride
     values, total, best = _attend_keys(
-        q, values, total, best, position, key_ptr, value_ptr, table, kv_head, low, seq_len, first_tile, end_tile, scale,
-        NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, BLOCK_N,
+        q, values, total, best, position, key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, table, kv_head, low,
+        seq_len, first_tile, end_tile, scale, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, CAP, BLOCK_N,
     )  # fmt: skip
     place = (token * (GROUP * NUM_KV_HEADS) + head) * NUM_SPLITS + split
     tl.store(stats_ptr + 2 * place, best, mask=real)
@@ -193,17 +233,17 @@ def _attend_shared(
 @triton.jit(do_not_specialize=["num_rows"])
 def _attend(
     out_ptr: tl.tensor, partial_ptr: tl.tensor, stats_ptr: tl.tensor, q_ptr: tl.tensor, key_ptr: tl.tensor,
-    value_ptr: tl.tensor, cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor, table_ptr: tl.tensor,
-    table_rows_ptr: tl.tensor, ends_ptr: tl.tensor, num_rows: tl.tensor, scale: tl.tensor, q_stride: tl.tensor,
-    table_stride: tl.tensor, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    value_ptr: tl.tensor, key_scales_ptr: tl.tensor, value_scales_ptr: tl.tensor, cu_seqlens_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor, table_ptr: tl.tensor, table_rows_ptr: tl.tensor, ends_ptr: tl.tensor,
+    sinks_ptr: tl.tensor, num_rows: tl.tensor, scale: tl.tensor, q_stride: tl.tensor, table_stride: tl.tensor,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attention kernel. One program per tile of queries, KV head and split. Without ``cu_seqlens``, every row has one
     query. With ``ends``, it has one too, and goes on after the tiles that :func:`_attend_shared` computed."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    # The KV heads of a tile are neighbouring programs, because all heads of a token are side by side in the cache.
-    row = tl.program_id(0) // NUM_KV_HEADS
+    row = tl.program_id(0) // NUM_KV_HEADS  # the KV heads of a token are neighbours, in the cache and here
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     split = tl.program_id(1)
     start = row
@@ -217,7 +257,7 @@ def _attend(
         first_query = (block - start // BLOCK_Q - row) * BLOCK_Q
         num_queries = tl.load(cu_seqlens_ptr + row + 1) - start
     seq_len = tl.load(seq_lens_ptr + row)
-    # Padding rows and padding tiles have nothing to compute. They exist because the grid has a fixed size.
+    # Padding rows and tiles compute nothing. They exist because the grid has a fixed size.
     if (first_query >= num_queries) | (seq_len <= 0):
         return
     table_row = row
@@ -240,19 +280,18 @@ def _attend(
         low = tl.maximum(cached + first_query - WINDOW + 1, 0)
     first_tile, end_tile = _tiles_of_split(low, end, split, BLOCK_N, NUM_SPLITS)
     place = token * (GROUP * NUM_KV_HEADS) + head
-    if ends_ptr is None:
-        values, total, best = _no_keys(BLOCK_M, HEAD_PAD)
-    else:
+    values, total, best = _no_keys(sinks_ptr, head, real, split, BLOCK_M, HEAD_PAD)
+    if ends_ptr is not None:
         shared_end = tl.minimum(tl.load(ends_ptr + row), end_tile)
         # A vector, because the interpreter cannot combine a mask with a scalar.
         stored = real & (first_tile + tl.zeros([BLOCK_M], dtype=tl.int32) < shared_end)
-        state = place * NUM_SPLITS + split
-        values, total, best = _load_state(partial_ptr, stats_ptr, state, stored, inside, HEAD_DIM, HEAD_PAD)
+        at = place * NUM_SPLITS + split
+        values, total, best = _load_state(partial_ptr, stats_ptr, at, stored, inside, total, best, HEAD_DIM, HEAD_PAD)
         first_tile = tl.maximum(first_tile, shared_end)
     table = table_ptr + table_row.to(tl.int64) * table_stride
     values, total, best = _attend_keys(
-        q, values, total, best, cached + query, key_ptr, value_ptr, table, kv_head, low, end, first_tile, end_tile,
-        scale, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, BLOCK_N,
+        q, values, total, best, cached + query, key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, table, kv_head,
+        low, end, first_tile, end_tile, scale, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, CAP, BLOCK_N,
     )  # fmt: skip
     if NUM_SPLITS == 1:
         out = (values / total[:, None]).to(out_ptr.dtype.element_ty)
@@ -310,6 +349,9 @@ def paged_attention(
     cu_seqlens: Tensor | None = None,
     table_rows: Tensor | None = None,
     shared: SharedTiles | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's newest tokens over its blocks (PagedAttention: Kwon et al., 2023).
 
@@ -325,7 +367,10 @@ def paged_attention(
     :func:`~chairlift.kernels.triton.launch.attention_launch`. cu_seqlens: int32 [N + 1], offsets of the rows in q; the
     last may be less than T. None: N = T, one query each. table_rows: int32 [N], row i's line of ``block_table``; None:
     line i. shared: keys that rows read together, in a launch before; every row has one query then, and row i is token
-    i. None: each row reads its keys itself. The bits are the same.
+    i. None: each row reads its keys itself. The bits are the same. cap: a score s becomes ``cap`` tanh(s / ``cap``)
+    (Gemma 2); None: no cap. sinks: [Hq], contiguous, floating point: one more score in each head's softmax, without a
+    value and after the cap (gpt-oss). scales: of K and V in 8 bits, each float32 [num_blocks, block_size, Hkv, 2],
+    contiguous; the caches are uint8 then. See :mod:`~chairlift.kernels.triton.kv8`.
 
     Returns: [T, Hq, Dh], contiguous, in q's dtype. Tokens that belong to no row are not written.
 
@@ -336,7 +381,8 @@ def paged_attention(
     num_kv_heads = key_cache.shape[2]
     num_rows = seq_lens.shape[0]
     group = num_heads // num_kv_heads
-    _check(q, key_cache, value_cache, block_table, launch, num_rows, shared)
+    _check(q, key_cache, value_cache, block_table, launch, num_rows, shared, sinks)
+    _check_scales(key_cache, value_cache, scales)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if num_tokens == 0 or num_rows == 0:
         return out
@@ -346,20 +392,22 @@ def paged_attention(
     # these arguments are unused.
     partial, stats = _empty_states(q, splits) if splits > 1 or shared is not None else (out, out)
     scale *= math.log2(math.e)
+    both = scales or (None, None)
     sizes = {
         "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "HEAD_PAD": power_of_2(head_dim),
-        "BLOCK_SIZE": key_cache.shape[1], "WINDOW": window, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
-        "NUM_SPLITS": splits, "num_warps": launch.num_warps, "num_stages": launch.num_stages, **dependent,
+        "BLOCK_SIZE": key_cache.shape[1], "WINDOW": window, "CAP": None if cap is None else cap * math.log2(math.e),
+        "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "NUM_SPLITS": splits, "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages, **dependent,
     }  # fmt: skip
     if shared is not None:
         _attend_shared[(len(shared.members) * num_kv_heads, splits)](
-            partial, stats, q, key_cache, value_cache, seq_lens, block_table, table_rows, shared.members, shared.ends,
-            scale, q.stride(0), block_table.stride(0), **sizes,
+            partial, stats, q, key_cache, value_cache, *both, seq_lens, block_table, table_rows, shared.members,
+            shared.ends, sinks, scale, q.stride(0), block_table.stride(0), **sizes,
         )  # fmt: skip
     tiles = num_rows if cu_seqlens is None else num_tokens // (launch.block_m // group) + num_rows
     _attend[(tiles * num_kv_heads, splits)](
-        out, partial, stats, q, key_cache, value_cache, cu_seqlens, seq_lens, block_table, table_rows,
-        None if shared is None else shared.ends, num_rows, scale, q.stride(0), block_table.stride(0), **sizes,
+        out, partial, stats, q, key_cache, value_cache, *both, cu_seqlens, seq_lens, block_table, table_rows,
+        None if shared is None else shared.ends, sinks, num_rows, scale, q.stride(0), block_table.stride(0), **sizes,
     )  # fmt: skip
     if splits > 1:
         _combine[(num_tokens, num_heads)](
@@ -387,6 +435,7 @@ def _check(
     launch: AttentionLaunch,
     num_rows: int,
     shared: SharedTiles | None,
+    sinks: Tensor | None,
 ) -> None:
     """Raise InvariantError for arguments with which the kernel would read wrong memory."""
     num_heads, head_dim = q.shape[1:]
@@ -402,9 +451,20 @@ def _check(
         raise InvariantError("the caches must be contiguous, and the heads of a token side by side")
     if block_table.stride(1) != 1:
         raise InvariantError("the lines of the block table must be contiguous")
+    if sinks is not None and (sinks.shape != (num_heads,) or not sinks.is_contiguous()):
+        raise InvariantError(f"sinks {list(sinks.shape)} must be one number for each of {num_heads} heads, contiguous")
     rows = launch.block_m // (num_heads // num_kv_heads)
     if shared is not None and (shared.members.shape[1:] != (rows,) or len(shared.ends) != num_rows):
         raise InvariantError(
             f"members {list(shared.members.shape)} and ends {list(shared.ends.shape)} do not go with {rows} rows in a "
             f"tile and {num_rows} rows in the step"
         )
+
+
+def _check_scales(key_cache: Tensor, value_cache: Tensor, scales: tuple[Tensor, Tensor] | None) -> None:
+    """Raise InvariantError for scales that do not go with the caches."""
+    if (key_cache.dtype == torch.uint8) != (scales is not None):
+        raise InvariantError(f"a cache of {key_cache.dtype} has {'no ' if scales is None else ''}scales")
+    for cache, given in zip((key_cache, value_cache), scales or (), strict=False):
+        if given.shape != (*cache.shape[:3], 2) or given.dtype != torch.float32 or not given.is_contiguous():
+            raise InvariantError(f"scales {list(given.shape)} do not go with codes {list(cache.shape)}")

@@ -3,7 +3,8 @@
 The launches of a layer are: QKV matmul | norm, rotation and KV write | attention | output matmul | addition and norm |
 gate-up matmul | SwiGLU | down matmul | addition and norm. Attention with split keys has a second launch, and attention
 of rows that share keys has a launch before it. If the sum of a matmul is split, the next launch adds the parts. From 17
-to 64 rows, the gate-up matmul computes SwiGLU. Matmuls of few rows use :mod:`~chairlift.kernels.triton.linear_small`.
+to 64 rows, the gate-up matmul computes SwiGLU. A layer of experts has launches of its own
+(:mod:`~chairlift.kernels.triton.experts`). Matmuls of few rows use :mod:`~chairlift.kernels.triton.linear_small`.
 Larger matmuls use torch's library, with activations in fp8 if the weight is fp8. A matmul with a weight in codes
 decodes it (:mod:`~chairlift.kernels.triton.coded_linear`), for many rows before the library's matmul. Functions passed
 to ``ops.call_out`` run unchanged, so they must not wait for the device.
@@ -26,6 +27,7 @@ from chairlift.kernels.coded import CodedWeight
 from chairlift.kernels.fp8 import Fp8Weight
 from chairlift.kernels.recording import Node, Op, Value, add, attention
 from chairlift.kernels.triton.coded_linear import coded_linear, coded_parts, decoded_rows, library_linear
+from chairlift.kernels.triton.experts import experts
 from chairlift.kernels.triton.launch import GEMM_BLOCK_M, AttentionLaunch, GemmLaunch, gemm_launch
 from chairlift.kernels.triton.linear_small import linear_parts, linear_small
 from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
@@ -79,7 +81,8 @@ class PagedKV:
     """The KV cache of a model: the tensors of all layers."""
 
     caches: Sequence[tuple[Tensor, ...]]
-    """Per layer, K and V, each [num_blocks, block_size, Hkv, Dh]."""
+    """Per layer, K and V, each [num_blocks, block_size, Hkv, Dh]. In 8 bits, the scales of both follow; see
+    :mod:`~chairlift.kernels.triton.kv8`."""
     layer_groups: Sequence[int]
     """Layer index -> index of its cache group."""
 
@@ -216,12 +219,13 @@ class TritonProgram:
         if step is None or launch is None:
             raise InvariantError("attention needs a step and its launch")
         layer, scale, window = (node.attributes[name] for name in ("layer", "scale", "window"))
-        keys, entries = self._kv.caches[layer]
+        keys, entries, *scales = self._kv.caches[layer]
         group = self._kv.layer_groups[layer]
         out = paged_attention(
             q, keys, entries, step.seq_lens, step.block_tables[group], scale=scale, window=window, launch=launch,
             cu_seqlens=step.cu_seqlens, table_rows=step.table_rows,
-            shared=None if step.shared is None else step.shared[group],
+            shared=None if step.shared is None else step.shared[group], cap=node.attributes["cap"],
+            sinks=node.attributes["sinks"], scales=(scales[0], scales[1]) if scales else None,
         )  # fmt: skip
         return out.flatten(1)
 
@@ -234,7 +238,7 @@ class TritonProgram:
             raise InvariantError("heads need a step, whose cache they are written to")
         layer = self._layer_of[node.out]
         attributes = node.attributes
-        keys, entries = self._kv.caches[layer]
+        keys, entries, *scales = self._kv.caches[layer]
         q_norm = attributes.get("q_norm")
         k_norm = attributes.get("k_norm")
         if offset := attributes.get("norm_offset", 0.0):
@@ -250,7 +254,22 @@ class TritonProgram:
             k_norm=k_norm,
             eps=attributes.get("eps", 0.0),
             bias=bias,
+            scales=(scales[0], scales[1]) if scales else None,
+            dtype=node.out.dtype if scales else None,
         )
+
+    def _experts(self, node: Node, x: Tensor, *others: Tensor) -> Tensor:
+        """A layer of experts. The second value is the shared expert's result, or, for latent experts, what the router
+        reads."""
+        given = dict(node.attributes)
+        shared = given.pop("shared", None)
+        routed = x
+        if node.op is ops.latent_experts:
+            (routed,) = others
+        elif others:
+            (shared,) = others
+        how = {"num_multiprocessors": self._multiprocessors, "batch_invariant": self._batch_invariant}
+        return experts(x, routed, shared, **given, **how)
 
     def _table(self, node: Node, positions: Tensor) -> Tensor:
         attributes = node.attributes
@@ -327,6 +346,8 @@ _KERNELS: dict[Op[..., Any], Callable[..., Tensor]] = {
     add: lambda program, node, a, b: a + b,
     attention: TritonProgram._attention,
     ops.embedding: TritonProgram._embedding,
+    ops.experts: TritonProgram._experts,
+    ops.latent_experts: TritonProgram._experts,
     ops.rms_norm: lambda program, node, x: rms_norm(x, **node.attributes),
     ops.rotary_heads: TritonProgram._heads,
     ops.rotary_table: TritonProgram._table,

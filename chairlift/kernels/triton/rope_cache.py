@@ -15,6 +15,7 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels.triton.dependent import dependent_launch, wait_for_inputs
+from chairlift.kernels.triton.kv8 import round_heads
 from chairlift.kernels.triton.launch import ROPE_HEADS, ROPE_WARPS, power_of_2
 from chairlift.kernels.triton.norms import add_parts
 
@@ -47,11 +48,11 @@ def _normalise(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _rope_and_cache(
-    q_ptr: tl.tensor, key_ptr: tl.tensor, value_ptr: tl.tensor, qkv_ptr: tl.tensor, bias_ptr: tl.tensor,
-    cos_ptr: tl.tensor, sin_ptr: tl.tensor, slots_ptr: tl.tensor, q_norm_ptr: tl.tensor, k_norm_ptr: tl.tensor,
-    eps: tl.tensor, qkv_stride: tl.tensor, num_tokens: tl.tensor, NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK_H: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    q_ptr: tl.tensor, key_ptr: tl.tensor, value_ptr: tl.tensor, key_scales_ptr: tl.tensor,
+    value_scales_ptr: tl.tensor, qkv_ptr: tl.tensor, bias_ptr: tl.tensor, cos_ptr: tl.tensor, sin_ptr: tl.tensor,
+    slots_ptr: tl.tensor, q_norm_ptr: tl.tensor, k_norm_ptr: tl.tensor, eps: tl.tensor, qkv_stride: tl.tensor,
+    num_tokens: tl.tensor, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr, BLOCK_H: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Kernel of :func:`rope_and_cache`. One program per token and block of heads. Heads are numbered consecutively:
     first q, then k, then v. If there are splits, qkv is the sum of float32 parts."""
@@ -88,14 +89,24 @@ def _rope_and_cache(
     tl.store(queries + HALF, second, mask=inside & (h < K)[:, None])
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot >= 0:
-        keys = key_ptr + ((slot * NUM_KV_HEADS + h - K) * 2 * HALF)[:, None] + i[None, :]
-        is_key = inside & ((h >= K) & (h < V))[:, None]
-        tl.store(keys, first, mask=is_key)
-        tl.store(keys + HALF, second, mask=is_key)
-        values = value_ptr + ((slot * NUM_KV_HEADS + h - V) * 2 * HALF)[:, None] + i[None, :]
-        is_value = inside & (h >= V)[:, None]
-        tl.store(values, first, mask=is_value)
-        tl.store(values + HALF, second, mask=is_value)
+        key = slot * NUM_KV_HEADS + h - K
+        value = slot * NUM_KV_HEADS + h - V
+        is_key = (h >= K) & (h < V)
+        is_value = (h >= V) & (h < V + NUM_KV_HEADS)
+        stored_1 = first
+        stored_2 = second
+        if key_scales_ptr is not None:
+            stored_1, stored_2, scale, minimum = round_heads(first, second, inside)
+            tl.store(key_scales_ptr + 2 * key, scale, mask=is_key)
+            tl.store(key_scales_ptr + 2 * key + 1, minimum, mask=is_key)
+            tl.store(value_scales_ptr + 2 * value, scale, mask=is_value)
+            tl.store(value_scales_ptr + 2 * value + 1, minimum, mask=is_value)
+        keys = key_ptr + (key * 2 * HALF)[:, None] + i[None, :]
+        tl.store(keys, stored_1, mask=inside & is_key[:, None])
+        tl.store(keys + HALF, stored_2, mask=inside & is_key[:, None])
+        values = value_ptr + (value * 2 * HALF)[:, None] + i[None, :]
+        tl.store(values, stored_1, mask=inside & is_value[:, None])
+        tl.store(values + HALF, stored_2, mask=inside & is_value[:, None])
 
 
 @triton.jit
@@ -139,22 +150,28 @@ def rope_and_cache(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     bias: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Split ``qkv``, normalise q and k per head (Qwen3), rotate them, and write k and v to their slots.
 
     Args:
         qkv: [T, (Hq + 2 Hkv) Dh], rows contiguous; Dh even. Or the parts of a split sum, float32 [S, T, (Hq + 2 Hkv)
-            Dh], contiguous: their sum and ``bias`` are rounded to the cache's dtype first.
+            Dh], contiguous: their sum and ``bias`` are rounded to ``dtype`` first.
         rotary: cosines and sines of the positions, each [T, 1, Dh / 2], contiguous, in qkv's dtype; None: no rotation.
-        key_cache, value_cache: [num_blocks, block_size, Hkv, Dh], contiguous, in qkv's dtype; changed in place.
+        key_cache, value_cache: [num_blocks, block_size, Hkv, Dh], contiguous, in ``dtype``, or uint8 with ``scales``;
+            changed in place.
         slots: int32 or int64 [T]: ``block * block_size + offset`` for each token, or -1 to write nothing.
         num_heads: Hq.
         q_norm, k_norm: weights [Dh], or None.
         eps: epsilon of the norms.
         bias: [(Hq + 2 Hkv) Dh], added to parts; None: no bias.
+        scales: of K and V in 8 bits, each float32 [num_blocks, block_size, Hkv, 2]: a scale and a minimum; changed in
+            place. See :mod:`~chairlift.kernels.triton.kv8`. None: K and V have the model's dtype.
+        dtype: the model's dtype; None: the cache's.
 
     Returns:
-        q, [T, Hq, Dh], contiguous.
+        q, [T, Hq, Dh], contiguous, in the model's dtype.
 
     Raises:
         InvariantError: the shapes do not fit together.
@@ -165,13 +182,15 @@ def rope_and_cache(
         raise InvariantError(f"qkv {list(qkv.shape)} is not {num_parts} heads for caches {list(key_cache.shape)}")
     if not (key_cache.is_contiguous() and value_cache.is_contiguous() and qkv.stride(-1) == 1):
         raise InvariantError("the caches and the rows of qkv must be contiguous")
-    q = torch.empty((num_tokens, num_heads, head_dim), dtype=key_cache.dtype, device=qkv.device)
+    q = torch.empty((num_tokens, num_heads, head_dim), dtype=dtype or key_cache.dtype, device=qkv.device)
     if num_tokens:
         cos, sin = (None, None) if rotary is None else rotary
+        key_scales, value_scales = (None, None) if scales is None else scales
         block = min(ROPE_HEADS, power_of_2(num_parts))
         # Fused multiply-adds are disabled, because they would skip roundings that the reference does.
         _rope_and_cache[(num_tokens, -(-num_parts // block))](
-            q, key_cache, value_cache, qkv, bias, cos, sin, slots, q_norm, k_norm, eps, qkv.stride(-2), num_tokens,
+            q, key_cache, value_cache, key_scales, value_scales, qkv, bias, cos, sin, slots, q_norm, k_norm, eps,
+            qkv.stride(-2), num_tokens,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, HALF_PAD=power_of_2(head_dim // 2),
             BLOCK_H=block, NUM_SPLITS=len(qkv) if qkv.ndim == 3 else 0, num_warps=ROPE_WARPS, enable_fp_fusion=False,
             **dependent_launch(q.device),

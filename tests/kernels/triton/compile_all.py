@@ -25,9 +25,11 @@ from triton.runtime.jit import JITFunction
 
 from chairlift.kernels.coded import CodedWeight
 from chairlift.kernels.grouped import GroupKind
+from chairlift.kernels.routing import Routing
 from chairlift.kernels.triton import dependent
 from chairlift.kernels.triton.coded_linear import coded_linear, decoded_rows
 from chairlift.kernels.triton.decode_state import DecodeState
+from chairlift.kernels.triton.experts import experts
 from chairlift.kernels.triton.launch import MAX_GROUP, attention_launch, gemm_launch
 from chairlift.kernels.triton.linear_small import linear_small
 from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
@@ -106,6 +108,9 @@ def attention(
     decode: bool,
     few: bool,
     shared: bool = False,
+    cap: float | None = None,
+    sinks: bool = False,
+    int8: bool = False,
 ) -> None:
     rows, tokens = (4 if few else 512), 512
     launch = attention_launch(
@@ -116,8 +121,10 @@ def attention(
         decode_only=decode,
         num_multiprocessors=132,
         itemsize=dtype.itemsize,
+        int8_kv=int8,
     )
-    cache = torch.empty((64, 16, heads[1], head_dim), dtype=dtype)
+    cache = torch.empty((64, 16, heads[1], head_dim), dtype=torch.uint8 if int8 else dtype)
+    scales = torch.empty((64, 16, heads[1], 2))
     members = torch.empty((rows // 2, launch.block_m // (heads[0] // heads[1])), dtype=torch.int32)
     paged_attention(
         torch.empty((rows if decode else tokens, heads[0], head_dim), dtype=dtype),
@@ -131,7 +138,41 @@ def attention(
         cu_seqlens=None if decode else torch.empty(rows + 1, dtype=torch.int32),
         table_rows=torch.empty(rows, dtype=torch.int32) if decode else None,
         shared=SharedTiles(members, torch.empty(rows, dtype=torch.int32)) if shared else None,
+        cap=cap,
+        sinks=torch.empty(heads[0], dtype=dtype) if sinks else None,
+        scales=(scales, scales) if int8 else None,
     )
+
+
+def of_experts() -> None:
+    """The shapes of Qwen3-30B-A3B, gpt-oss-20b and DeepSeek-V3's routing, with few and many rows."""
+    grouped = {"scoring": "sigmoid", "normalise": True, "epsilon": 1e-20, "scale": 2.5, "groups": 8, "kept_groups": 4}
+    for dtype, hidden, inner, clamp, routing in (
+        (torch.bfloat16, 2048, 768, None, Routing(num_experts=128, top_k=8, normalise=True)),
+        (torch.bfloat16, 2880, 2880, (1.702, 7.0), Routing(num_experts=32, top_k=4, scoring="softmax_chosen")),
+        (torch.float16, 7168, 2048, None, Routing(num_experts=256, top_k=8, **grouped)),
+        (torch.float32, 100, 50, None, Routing(num_experts=6, top_k=3)),
+    ):
+        count = routing.num_experts
+        # Only shapes matter, and pages that nobody writes take no memory.
+        gate_up, down = (
+            torch.empty((count * 2 * inner, hidden), dtype=dtype),
+            torch.empty((count * hidden, inner), dtype=dtype),
+        )
+        bias = (torch.empty(len(gate_up), dtype=dtype), torch.empty(len(down), dtype=dtype)) if clamp else None
+        router_bias = torch.empty(count, dtype=dtype) if clamp else None
+        correction = torch.empty(count) if routing.groups > 1 else None
+        router, gate = torch.empty((count, hidden), dtype=dtype), torch.empty((1, hidden), dtype=dtype)
+        for rows in (3, 100, 2000):
+            x = torch.empty((rows, hidden), dtype=dtype)
+            for shared, invariant in ((None, False), (x, True)):
+                rest = (None if shared is None else gate, router_bias, bias, clamp)
+                weights = (gate_up, down, router, routing, correction, *rest)
+                experts(x, x, shared, *weights, num_multiprocessors=132, batch_invariant=invariant)
+    up, down = torch.empty((8 * 1856, 1024), dtype=torch.bfloat16), torch.empty((8 * 1024, 1856), dtype=torch.bfloat16)
+    x, routed = torch.empty((3, 1024), dtype=torch.bfloat16), torch.empty((3, 2688), dtype=torch.bfloat16)
+    router, routing = torch.empty((8, 2688), dtype=torch.bfloat16), Routing(num_experts=8, top_k=2, scoring="sigmoid")
+    experts(x, routed, None, up, down, router, routing, gated=False, num_multiprocessors=132)
 
 
 def in_fp8() -> None:
@@ -175,6 +216,16 @@ def everything() -> None:
     attention(torch.float16, (8, 1), 256, None, False, False)
     attention(torch.float32, (4, 4), 80, None, True, True)
     attention(torch.float32, (4, 4), 80, None, False, False)
+    for decode in (True, False):  # Gemma 2 and gpt-oss
+        attention(torch.bfloat16, (16, 8), 256, 4096, decode, True, cap=50.0)
+        attention(torch.bfloat16, (64, 8), 64, 128, decode, True, sinks=True)
+    attention(torch.bfloat16, (64, 8), 64, None, True, False, shared=True, cap=50.0, sinks=True)
+    for decode in (True, False):
+        attention(torch.bfloat16, (16, 8), 128, None, decode, False, int8=True)
+        attention(torch.float16, (8, 1), 256, 1024, decode, True, int8=True)
+        attention(torch.bfloat16, (64, 8), 64, 128, decode, True, sinks=True, int8=True)
+    attention(torch.bfloat16, (14, 2), 64, None, True, True, shared=True, int8=True)
+    attention(torch.float32, (4, 4), 80, None, True, True, int8=True)
     # These dtypes and head sizes include the case that needs the most shared memory.
     for dtype, head_dim in itertools.product((torch.bfloat16, torch.float32), (128, 256)):
         for decode in (True, False):
@@ -186,6 +237,10 @@ def everything() -> None:
     rope_and_cache(qkv, (half, half), cache, cache, slots, num_heads=14)
     parts = torch.empty((3, 1, 18 * 64))
     rope_and_cache(parts, (half, half), cache, cache, slots, num_heads=14, q_norm=norm, k_norm=norm, bias=qkv[0])
+    codes, scales = torch.empty((64, 16, 2, 64), dtype=torch.uint8), torch.empty((64, 16, 2, 2))
+    how = {"num_heads": 14, "scales": (scales, scales), "dtype": torch.bfloat16}
+    rope_and_cache(qkv, (half, half), codes, codes, slots, q_norm=norm, k_norm=norm, eps=1e-6, **how)
+    rope_and_cache(parts, (half, half), codes, codes, slots, bias=qkv[0], **how)
     rotary_table(torch.empty(3, dtype=torch.int32), torch.empty(32), 1.0, torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):
         x, weight = torch.empty((3, 896), dtype=dtype), torch.empty(896, dtype=dtype)
@@ -206,6 +261,7 @@ def everything() -> None:
     state.flush()
     state.begin_step(state.inputs(2))
     state.store(rows, rows)
+    of_experts()
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 NAMES = {
-    "_add_splits", "_attend", "_attend_shared", "_begin", "_choose", "_coded_product", "_combine", "_decode",
-    "_kept_ids", "_product", "_rms_norm", "_rope_and_cache", "_rotary_table", "_settle", "_silu_and_mul", "_store",
-    "_write",
+    "_add_chosen", "_add_splits", "_attend", "_attend_shared", "_begin", "_choose", "_coded_product", "_combine",
+    "_decode", "_kept_ids", "_of_pairs", "_of_tiles", "_product", "_rms_norm", "_rope_and_cache", "_rotary_table",
+    "_route", "_settle", "_silu_and_mul", "_sort_pairs", "_store", "_write",
 }  # fmt: skip
 
 
@@ -32,9 +32,11 @@ def test_every_kernel_compiles_without_a_gpu(capability: int) -> None:
     # A launch that asks for more fails when it is first needed.
     assert [line for line in lines if int(line.split(" B shared")[0].split(", ")[-1]) > SHARED[capability] << 10] == []
     # The next keys, or weights, must be on their way while a tile of them is computed.
-    loops = ("_attend", "_coded", "_product")
+    loops = ("_attend", "_coded", "_of_tiles", "_product")
     idle = [line for line in lines if line.split(": ")[1].startswith(loops) and ", 0 copies" in line]
-    wide = ["8, 1, 256, 256, 16, 64, 32, 1", "32, 1, 256, 256, 16, 64, 32, 1", "32, 1, 256, 256, 16, 32, 16, 1"]
+    chunks = "256, 256, 16"  # head size, padded, and size of a block: chunks with heads of 256
+    wide = [f"8, 1, {chunks}, 64, 32, 1", f"2, 8, {chunks}, 4096, 72.13475204444816, 64, 32, 1"]
+    wide += [f"8, 1, {chunks}, 1024, 64, 16, 1", f"32, 1, {chunks}, 64, 32, 1", f"32, 1, {chunks}, 32, 16, 1"]
     # The last constant of each launch says whether it waits for the launch before it.
     constants = [line.split("[")[1].split("]")[0].rpartition(", ")[0] for line in idle]
-    assert constants == (wide if capability != 100 else wide[2:])
+    assert constants == (wide if capability != 100 else [wide[2], wide[4]])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels import reference
+from chairlift.kernels.triton import paged_attention as kernels
 from chairlift.kernels.triton.launch import AttentionLaunch, attention_launch
 from chairlift.kernels.triton.paged_attention import paged_attention
 from tests.kernels.triton.probes import TOLERANCE, normal, seeds
@@ -33,6 +36,8 @@ class Case:
     window: int | None
     dtype: torch.dtype
     device: torch.device
+    cap: float | None = None
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
         longest = max((seq_len for seq_len, _ in self.rows), default=1)
@@ -57,6 +62,12 @@ class Case:
         queries = [self.queries(*row) for row in self.rows]
         empty = torch.empty((0, self.heads[0], self.head_dim), dtype=self.dtype, device=self.device)
         self.q = torch.cat([empty, *queries])
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """Arguments that most models do not have."""
+        sinks = normal(self.heads[0], dtype=self.dtype, seed=5, device=self.device) + 1 if self.has_sinks else None
+        return {"cap": self.cap, "sinks": sinks}
 
     def queries(self, seq_len: int, queries: int) -> Tensor:
         shape = (seq_len, self.heads[0], self.head_dim)
@@ -84,14 +95,16 @@ class Case:
             launch=launch,
             cu_seqlens=None if decode else self.ints(self.cu_seqlens + offsets),
             table_rows=self.ints(lines + [0] * slack),
+            **self.more,
         )
         return out[: len(self.q)]
 
     def truth(self) -> Tensor:
         lengths = [seq_len for seq_len, _ in self.rows]
         return reference.paged_attention(
-            self.q, self.keys, self.values, self.cu_seqlens, lengths, self.table.long(), scale=0.3, window=self.window
-        )
+            self.q, self.keys, self.values, self.cu_seqlens, lengths, self.table.long(), scale=0.3, window=self.window,
+            **self.more,
+        )  # fmt: skip
 
 
 def launches(heads: tuple[int, int], draw: random.Random) -> AttentionLaunch:
@@ -112,7 +125,9 @@ def any_case(seed: int, device: torch.device, *, decode: bool) -> tuple[Case, At
     head_dim = draw.choice([16, 16, 24, 32, 64, 80])
     window = draw.choice([None, None, 1, 7, 40])
     dtype = draw.choice(list(TOLERANCE))
-    return Case(rows, draw.choice([1, 3, 8, 16, 16, 32]), heads, head_dim, window, dtype, device), launches(heads, draw)
+    more: dict[str, Any] = {"cap": draw.choice([None, 0.7, 5.0]), "has_sinks": draw.random() < 0.5}
+    case = Case(rows, draw.choice([1, 3, 8, 16, 16, 32]), heads, head_dim, window, dtype, device, **more)
+    return case, launches(heads, draw)
 
 
 @pytest.mark.parametrize("count", seeds(4))
@@ -138,7 +153,7 @@ def test_a_row_has_the_same_bits_in_any_company(
         draw = random.Random(seed)
         rows = [(draw.randint(90, 130), 1), (draw.randint(2, 40), 1 if decode else 2), (70, 1 if decode else 9)]
         heads, dtype = draw.choice([(3, 1), (7, 1), (4, 2)]), draw.choice(list(TOLERANCE))
-        case = Case(rows, 8, heads, 16, draw.choice([None, 60]), dtype, device)
+        case = Case(rows, 8, heads, 16, draw.choice([None, 60]), dtype, device, draw.choice([None, 2.0]), seed % 2 > 0)
         launch = AttentionLaunch(16, 16, num_splits, num_warps=4, num_stages=2)
         together = case.run(launch, decode=decode, slack=2).split([queries for _, queries in rows])
         for i, row in enumerate(rows[:2]):
@@ -151,10 +166,11 @@ def test_a_row_has_the_same_bits_in_any_company(
     sweep(request, count, check)
 
 
+@pytest.mark.parametrize("more", [{}, {"cap": 2.0, "has_sinks": True}], ids=["plain", "cap and sinks"])
 @pytest.mark.parametrize("window", [None, 9])
-def test_without_splits_chunks_do_not_show(window: int | None, device: torch.device) -> None:
+def test_without_splits_chunks_do_not_show(window: int | None, more: dict[str, Any], device: torch.device) -> None:
     launch = AttentionLaunch(16, 16, 1, 4, 2)
-    whole = Case([(50, 50)], 8, (3, 1), 32, window, torch.bfloat16, device)
+    whole = Case([(50, 50)], 8, (3, 1), 32, window, torch.bfloat16, device, **more)
     expected = whole.run(launch)
     for seq_len, queries in [(20, 20), (31, 11), (32, 1), (50, 18)]:
         # The same keys and values: the beginning of the whole sequence's blocks.
@@ -168,8 +184,61 @@ def test_without_splits_chunks_do_not_show(window: int | None, device: torch.dev
             window=window,
             launch=launch,
             cu_seqlens=whole.ints([0, queries]),
+            **whole.more,
         )
         assert torch.equal(out, expected[seq_len - queries : seq_len])
+
+
+def test_a_cap_and_a_sink_far_from_the_scores_leave_what_they_should(device: torch.device) -> None:
+    """A cap far above all scores changes little; one far below makes all weights equal. A sink that is minus infinity
+    takes no weight; one above all scores takes all of it. Keys that are not seen stay so behind the cap."""
+    launch = AttentionLaunch(16, 16, 2, 4, 2)
+    plain = Case([(20, 1), (33, 1)], 4, (4, 2), 16, 25, torch.float32, device)
+    tiny = dataclasses.replace(plain, cap=1e-6)
+    mean = torch.stack(
+        [
+            values.repeat_interleave(2, dim=1).mean(0)
+            for row, (seq_len, _) in enumerate(plain.rows)
+            for values in [plain.values[plain.table[row].long()].flatten(0, 1)[max(0, seq_len - 25) : seq_len]]
+        ]
+    )
+    how: dict[str, Any] = {"rtol": 0, "atol": 2e-4}
+    torch.testing.assert_close(tiny.run(launch, decode=True), mean, **how)
+    expected = plain.run(launch, decode=True)
+    torch.testing.assert_close(dataclasses.replace(plain, cap=1e3).run(launch, decode=True), expected, **how)
+    args = (plain.q, plain.keys, plain.values, plain.ints([20, 33]), plain.table)
+    for sink, factor in ((float("-inf"), 1.0), (1e4, 0.0)):
+        sinks = torch.full((4,), sink, device=device)
+        out = paged_attention(*args, scale=0.3, window=25, launch=launch, sinks=sinks)
+        torch.testing.assert_close(out, expected * factor, **how)
+
+
+def a_sink_in_each_split(patch: pytest.MonkeyPatch) -> None:
+    first = kernels._no_keys
+    patch.setattr(kernels, "_no_keys", lambda sinks, head, real, split, *sizes: first(sinks, head, real, 0, *sizes))
+
+
+def no_cap(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kernels, "_capped", lambda scores, cap: scores)
+
+
+def a_cap_half_as_high(patch: pytest.MonkeyPatch) -> None:
+    capped = kernels._capped
+    patch.setattr(kernels, "_capped", lambda scores, cap: capped(scores, cap / 2))
+
+
+@pytest.mark.planted("test_paged_attention_equals_its_definition")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only interpreted kernels can be replaced")
+@pytest.mark.parametrize("fault", [a_sink_in_each_split, no_cap, a_cap_half_as_high])
+def test_mistakes_with_caps_and_sinks_are_noticed(
+    fault: Callable[[pytest.MonkeyPatch], None], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case([(40, 1)], 8, (4, 2), 16, None, torch.float32, device, cap=2.0, has_sinks=True)
+    launch = AttentionLaunch(16, 16, 3, 4, 2)
+    torch.testing.assert_close(case.run(launch, decode=True), case.truth(), rtol=0, atol=1e-5)
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(case.run(launch, decode=True), case.truth(), rtol=0, atol=1e-5)
 
 
 def test_a_nan_stays_in_its_sequence(device: torch.device) -> None:
@@ -230,3 +299,9 @@ def test_shapes_that_do_not_fit_are_refused(
         paged_attention(
             q.new_zeros((1, 4, 16)), caches, caches, ints, ints[None], scale=1.0, window=None, launch=launch
         )
+    good = torch.zeros((2, 16, 2, 16), device=device)
+    with pytest.raises(InvariantError, match=r"sinks \[3\] must be one number for each of 4 heads"):
+        paged_attention(
+            q.new_zeros((1, 4, 16)), good, good, ints, ints[None], scale=1.0, window=None, launch=launch,
+            sinks=torch.zeros(3, device=device),
+        )  # fmt: skip

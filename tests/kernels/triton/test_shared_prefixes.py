@@ -35,6 +35,8 @@ class Tree:
     window: int | None
     dtype: torch.dtype
     device: torch.device
+    cap: float | None = None
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
         shape = (self.num_blocks, self.block_size, self.heads[1], self.head_dim)
@@ -60,13 +62,14 @@ class Tree:
         """The answers of ``rows``. ``slack``: rows that only fill up the batch. The tables are read indirectly."""
         q = torch.cat((self.q[rows], self.q.new_full((slack, *self.q.shape[1:]), float("nan"))))
         tables = torch.from_numpy(self.tables).to(self.device)
+        sinks = normal(self.heads[0], dtype=self.dtype, seed=4, device=self.device) if self.has_sinks else None
         tiles = None
         if shared is not None:
             tiles = SharedTiles(self.ints(shared.members), self.ints(shared.ends))
         return paged_attention(
             q, self.keys, self.values, self.ints([self.lengths[row] for row in rows] + [0] * slack), tables, scale=0.3,
             window=self.window, launch=launch, table_rows=self.ints(rows + [0] * slack), shared=tiles,
-            cu_seqlens=self.ints(np.arange(len(q) + 1)) if offsets else None,
+            cu_seqlens=self.ints(np.arange(len(q) + 1)) if offsets else None, cap=self.cap, sinks=sinks,
         )[: len(rows)]  # fmt: skip
 
     def ints(self, values: object) -> Tensor:
@@ -105,7 +108,8 @@ def any_tree(seed: int, device: torch.device) -> tuple[Tree, AttentionLaunch]:
     lengths, tables, num_blocks = grow(draw, draw.randint(2, 7), block_size, 150, window)
     dtype = draw.choice(list(TOLERANCE))
     launch = AttentionLaunch(draw.choice([16, 16, 32]), 16, draw.choice([1, 1, 2, 3]), num_warps=4, num_stages=2)
-    tree = Tree(lengths, tables, num_blocks, block_size, heads, draw.choice([16, 24]), window, dtype, device)
+    more = (draw.choice([None, 2.0]), draw.random() < 0.5)
+    tree = Tree(lengths, tables, num_blocks, block_size, heads, draw.choice([16, 24]), window, dtype, device, *more)
     return tree, launch
 
 

@@ -35,7 +35,9 @@ cores."""
 _MIN_FP8_CAPABILITY: Final = (8, 9)
 """Lowest compute capability for fp8 matrix multiplication and conversion (Ada)."""
 
-_ABILITIES: Final = Abilities(weights=frozenset({"fp8", "int8", "int4", "stored"}), batch_invariant=True, graphs=True)
+_ABILITIES: Final = Abilities(
+    weights=frozenset({"fp8", "int8", "int4", "stored"}), int8_kv=True, batch_invariant=True, graphs=True
+)
 
 
 class TritonBackend(Backend):
@@ -162,9 +164,6 @@ def _why_not_model(network: NetworkConfig) -> str:
     """Reason why the kernels cannot run this model, with the remedy; empty if they can."""
     if network.head_dim % 2 or not 16 <= network.head_dim <= 256:
         return f"they need an even head size from 16 to 256, and this model's is {network.head_dim}"
-    if network.score_cap is not None or network.sinks:
-        lacks = "cap attention's scores" if network.score_cap is not None else "have sinks in attention's softmax"
-        return f"they do not {lacks}, as this model needs; use kernels='torch', or device='cpu'"
     if network.recurrent:
         return "they have no recurrent layers, as this model needs; use kernels='torch', or device='cpu'"
     if (group := network.num_attention_heads // network.num_key_value_heads) > MAX_GROUP:

@@ -98,6 +98,8 @@ class TritonModelRunner(TorchModelRunner):
         super().__init__(model, plan, dtype, device)
         self.repeats = False  # the rows on the device may be those of the failed step
         self._network = model.config
+        self._dtype = dtype
+        self._int8_kv = plan.dtype == torch.int8
         cuda = device.type == "cuda"
         if device.index is not None:
             torch.cuda.set_device(device)
@@ -387,7 +389,6 @@ class TritonModelRunner(TorchModelRunner):
         return self._head.run({self._hidden: hidden})
 
     def _launch(self, num_rows: int, decode_only: bool) -> AttentionLaunch:
-        keys = self._kv_caches[0][0]
         config = self._network
         return attention_launch(
             head_dim=config.head_dim,
@@ -396,5 +397,6 @@ class TritonModelRunner(TorchModelRunner):
             max_rows=num_rows,
             decode_only=decode_only and not self._batch_invariant,
             num_multiprocessors=self._multiprocessors,
-            itemsize=keys.dtype.itemsize,
+            itemsize=self._dtype.itemsize,
+            int8_kv=self._int8_kv,
         )
