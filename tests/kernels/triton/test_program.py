@@ -15,6 +15,7 @@ from chairlift.kernels import ops, recording
 from chairlift.kernels.fp8 import Fp8Weight
 from chairlift.kernels.triton import program
 from chairlift.kernels.triton.launch import attention_launch
+from chairlift.kernels.triton.operations import OPERATIONS
 from chairlift.kernels.triton.program import PagedKV, StepTensors, TritonProgram
 from tests.kernels.triton.probes import needs_fp8, normal
 
@@ -90,6 +91,11 @@ def launches(
             results.append(fused.run({recorder.token_ids: ids}, *step))
         counts.append(called)
     return counts, results
+
+
+def test_the_list_of_operations_is_that_of_the_kernels() -> None:
+    """The list is for reports on machines without Triton."""
+    assert program._KERNELS.keys() == OPERATIONS
 
 
 @pytest.mark.parametrize("rows", [3, 20])

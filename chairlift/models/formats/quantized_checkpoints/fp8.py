@@ -14,8 +14,9 @@ from chairlift.models.formats.quantized_checkpoints.ignored_settings import (
     STATIC_NOTE,
     kv_notes,
 )
-from chairlift.models.formats.quantized_checkpoints.layer import FloatRows, Method, StoredLayer
+from chairlift.models.formats.quantized_checkpoints.layer import Method, StoredLayer
 from chairlift.models.formats.quantized_checkpoints.settings import QuantizationSettings
+from chairlift.models.formats.stored_rows import StoredRows
 
 __all__ = ["fbgemm", "method"]
 
@@ -29,7 +30,7 @@ class _Fp8(Method):
     marks: frozenset[str] = frozenset({_INVERSE, "weight_scale"})
     companions: frozenset[str] = frozenset({"weight"})
 
-    def rows(self, layer: StoredLayer) -> FloatRows:
+    def rows(self, layer: StoredLayer) -> StoredRows:
         if _INVERSE in layer and "weight_scale" in layer:
             layer.fail("weight_scale", f"is stored beside {_INVERSE}, and one is enough")
         return float8_rows(layer, _INVERSE if _INVERSE in layer else "weight_scale", self.block)
