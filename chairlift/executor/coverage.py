@@ -122,7 +122,7 @@ ROUNDINGS: Final = ("int8", "int4", "fp8")
 def weight_rows() -> list[Row]:
     """A row for each format of weights: whether the kernels keep its codes, multiply with floats made of them, or
     refuse it."""
-    backends = (*_BACKENDS, TorchBackend)
+    backends: tuple[type[Backend], ...] = (*_BACKENDS, TorchBackend)
     rows: list[Row] = [("bfloat16, float32", *("kernel" for _ in _BACKENDS), _TORCH)]
     for label, kind in _KINDS.items():
         for stack, where in ((1, ""), (2, ", experts")):

@@ -125,7 +125,7 @@ class Backend(abc.ABC):
     def weight_format(self, quantization: str | None, dtype: str = "auto") -> WeightFormat:
         """Format of the weights in memory. ``quantization`` and ``dtype`` are settings: the dtype float32 asks for
         exact arithmetic, which integers with 8-bit activations are not."""
-        if quantization in self.rounded:
+        if quantization is not None and quantization in self.rounded:
             return self.rounded[quantization]
         return self.float_format(exact=quantization == "none" or (quantization is None and dtype == "float32"))
 

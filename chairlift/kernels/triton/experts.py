@@ -225,8 +225,10 @@ def experts(
             f"weights {list(gate_up.shape)} and {list(down.shape)} are not those of {count} experts for rows of {width}"
         )
     any_rows = batch_invariant or num_rows > _MOST_ROUTED
-    how = {"num_rows": num_rows, "any_rows": any_rows, "itemsize": routed.element_size()}
-    launch = gemm_launch(count, routed.shape[1], num_multiprocessors, **how)
+    size = routed.element_size()
+    launch = gemm_launch(
+        count, routed.shape[1], num_multiprocessors, num_rows=num_rows, any_rows=any_rows, itemsize=size
+    )
     weights, chosen = route(linear_parts(routed, router, launch=launch), routing, correction, router_bias)
     num_pairs = num_rows * top_k
     results = x.new_empty((num_pairs, width))

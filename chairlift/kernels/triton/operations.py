@@ -12,7 +12,17 @@ __all__ = ["LINEARS", "OPERATIONS"]
 LINEARS: Final[tuple[Op[..., Any], ...]] = (ops.linear, ops.fp8_linear, ops.coded_linear)
 """Operations that are linear layers, one for each format of weights."""
 OPERATIONS: Final[frozenset[Op[..., Any]]] = frozenset(
-    {add, attention, ops.embedding, ops.experts, ops.latent_experts, ops.rms_norm, ops.rotary_heads, ops.rotary_table}
-    | {ops.silu_and_mul, *LINEARS}
+    {
+        add,
+        attention,
+        ops.embedding,
+        ops.experts,
+        ops.latent_experts,
+        ops.rms_norm,
+        ops.rotary_heads,
+        ops.rotary_table,
+        ops.silu_and_mul,
+        *LINEARS,
+    }
 )
 """Operations for which :mod:`~chairlift.kernels.triton.program` has a function."""

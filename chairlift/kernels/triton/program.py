@@ -268,8 +268,14 @@ class TritonProgram:
             (routed,) = others
         elif others:
             (shared,) = others
-        how = {"num_multiprocessors": self._multiprocessors, "batch_invariant": self._batch_invariant}
-        return experts(x, routed, shared, **given, **how)
+        return experts(
+            x,
+            routed,
+            shared,
+            **given,
+            num_multiprocessors=self._multiprocessors,
+            batch_invariant=self._batch_invariant,
+        )
 
     def _table(self, node: Node, positions: Tensor) -> Tensor:
         attributes = node.attributes
