@@ -29,7 +29,7 @@ CASES = {
     "chairlift bench ser": {"serve"},
     "chairlift bench serve --ur": {"--url"},
     "chairlift chat --base-u": set(),
-    "chairlift serve --tensor": {"--tensor-parallel-size"},
+    "chairlift serve --tensor": {"--tensor-parallel-size", "--tensor-parallel-timeout"},
     "chairlift serve --pipeline": set(),
     "chairlift completion f": {"fish"},
     "chairlift run READ": {"README.md"},

@@ -26,6 +26,8 @@ class HeldByAll:
         """Digest of the adapter's files."""
         self.nbytes = nbytes
         """Bytes of the matrices of all processes."""
+        self.left: weakref.finalize[[int], HeldByAll] | None = None
+        """Has the other processes forget their parts when this object is gone."""
 
 
 class ParallelAdapters:
@@ -58,11 +60,14 @@ class ParallelAdapters:
             self._unused.append(key)
             raise ModelLoadError(f"{path}: the files changed while the processes of the model read them; load it again")
         held = HeldByAll(own, key, own.nbytes + sum(each["nbytes"] for each in answers))
-        weakref.finalize(held, self._unused.append, key).atexit = False
+        held.left = weakref.finalize(held, self._unused.append, key)
+        held.left.atexit = False
         return held
 
     def put(self, adapter_id: int, adapter: HeldByAll) -> None:
         """Add an adapter under the number ``adapter_id``, in every process."""
+        if adapter.left is not None:  # orders overtake messages, so this part would be forgotten before it is put
+            adapter.left.detach()
         self._messages.send_adapter(adapter_id, adapter.key)
         self._own.put(adapter_id, adapter.own)
 

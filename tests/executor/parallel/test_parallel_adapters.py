@@ -114,6 +114,8 @@ def test_an_adapter_that_leaves_memory_leaves_all_processes(tmp_path: Path) -> N
     adapters = adapters_of(ranks)
     for number in range(1, 6):  # more than fit at once
         adapters.put(number, adapters.read(path, None))
+        gc.collect()
+        assert not adapters._unused, "an order would overtake the message that puts it into memory"
         adapters.drop(number)
     unused = adapters.read(path, None)
     other = ranks.runners[1]
