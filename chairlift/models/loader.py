@@ -306,7 +306,13 @@ def _overlap(stored: CheckpointPart, part: CheckpointPart) -> bool:
     return stored.start < part.start + part.shape[0] and part.start < stored.start + stored.shape[0]
 
 
-def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], progress: Progress | None = None) -> None:
+def replace_weights(
+    model: CausalLM,
+    source: str | Path | Mapping[str, Any],
+    progress: Progress | None = None,
+    *,
+    writes: bool = True,
+) -> None:
     """Write new weights into a loaded model in place, whatever their formats.
 
     ``source`` is a directory with safetensors, a GGUF file, or a mapping from Hugging Face's names to tensors of any
@@ -314,7 +320,8 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
     optional. ``progress`` is that of :func:`load_model`. Packed weights, fp8 weights, their biases and plain parameters
     keep their memory addresses; only oneDNN's weights move, because they are packed again. All names, shapes, dtypes
     and values are checked before anything is written, so after :class:`~chairlift.errors.ModelLoadError` the model is
-    unchanged. A later error, in reading a file, raises :class:`~chairlift.errors.EngineDeadError`.
+    unchanged. A later error, in reading a file, raises :class:`~chairlift.errors.EngineDeadError`. Unless ``writes``,
+    the weights are only checked.
     """
     with torch.device("meta"):
         blank = type(model)(model.config)  # a packed model no longer has the names and shapes
@@ -340,6 +347,8 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
         parts = _checked_parts(tensors, blank, where, "refuse" if isinstance(source, Mapping) else "warn")
         report = progress or _tell_nobody
         _check_finite(tensors, parts, model.dtype, where, report)
+        if not writes:
+            return
         try:
             _write(model, parts, tensors, lambda share: report("replacing weights", (1 + share) / 2))
         except Exception as error:

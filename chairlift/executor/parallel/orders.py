@@ -94,6 +94,9 @@ class OrderThread:
                 self._pipe.flush()
 
     def _obey(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        if order["do"] == "check weights":
+            self._runner.check_weights(order["path"])
+            return {}
         if order["do"] == "weights":
             self._runner.update_weights(order["path"])
             return {}

@@ -28,6 +28,7 @@ from chairlift.kernels.cpu.library import ThreadPool
 from chairlift.kernels.cpu.packing import PackedMatrix
 from chairlift.lora.bank import Held
 from chairlift.models.causal_lm import CausalLM
+from chairlift.models.loader import replace_weights
 
 __all__ = ["ParallelRunner", "RankRunner"]
 
@@ -93,6 +94,10 @@ class RankRunner(NativeModelRunner):
             raise InvariantError("this process serves no adapters")
         self.held[key] = self.adapters.read(path, root)
         return self.held[key]
+
+    def check_weights(self, path: str) -> None:
+        """Check new weights, and replace nothing. Raises ModelLoadError."""
+        replace_weights(self._model, path, writes=False)
 
     def _keep_adapter(self, kind: MessageKind, numbers: list[int]) -> None:
         if self.adapters is None:
@@ -183,15 +188,18 @@ class ParallelRunner(RankRunner):
             self.adapters = ParallelAdapters(self.adapters, self._messages, orders)  # type: ignore[assignment]
 
     def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
-        """Replace the weights of all processes by those in a directory, which each process reads."""
+        """Replace the weights of all processes by those in a directory, which each process reads. No process replaces
+        anything before the others have checked the directory."""
         if not isinstance(source, str | Path) or self._orders is None:
             raise ConfigError(
                 f"tensor_parallel_size is {self._comm.size}, and each process reads its part of new weights itself,"
                 " from a directory; save them to one, in place of weights in memory"
             )
+        path = str(Path(source).absolute())
+        self._orders.give({"do": "check weights", "path": path}, between_steps=True)
         super().update_weights(source, progress)
         with self._together("new weights were refused"):
-            self._orders.give({"do": "weights", "path": str(Path(source).absolute())}, between_steps=True)
+            self._orders.give({"do": "weights", "path": path}, between_steps=True)
 
     def check_processes(self) -> None:
         """Raise EngineDeadError if another process has ended, or hangs. Call it between two steps."""

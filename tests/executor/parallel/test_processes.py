@@ -173,13 +173,26 @@ def test_every_process_replaces_its_weights(tmp_path: Path) -> None:
     assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
 
 
-def test_weights_that_another_process_cannot_read_end_the_engine(
+def test_weights_that_another_process_cannot_read_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_dir = tiny_model(tmp_path, "llama")
     llm = LLM(str(model_dir), tensor_parallel_size=2, **SIZES)
-    monkeypatch.setattr(native_runner, "replace_weights", lambda *_: None)
-    (model_dir / "model.safetensors").rename(tmp_path / "moved")  # process 0 has read it, and the other has not
+    expected = tokens(llm.generate(PROMPTS, PARAMS))
+    replaced = []
+    monkeypatch.setattr(native_runner, "replace_weights", lambda *given: replaced.append(given))
+    (model_dir / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="in process 1 of tensor_parallel_size 2"):
+        llm.update_weights(model_dir, 1)
+    assert replaced == []
+    assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
+
+
+def test_weights_that_are_lost_after_the_check_end_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir = tiny_model(tmp_path, "llama")
+    llm = LLM(str(model_dir), tensor_parallel_size=2, **SIZES)
+    file = model_dir / "model.safetensors"
+    monkeypatch.setattr(native_runner, "replace_weights", lambda *_: file.unlink())
     with pytest.raises(EngineDeadError, match=r"new weights were refused \(ModelLoadError: in process 1"):
         llm.update_weights(model_dir, 1)
     with pytest.raises(EngineDeadError):
