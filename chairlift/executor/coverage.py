@@ -145,9 +145,9 @@ def rows_of_model(network: NetworkConfig) -> list[Row]:
     """The rows of the operations that a model of this shape uses, in the order of their first use."""
     with torch.device("meta"):
         model = CausalLM(network)
-        recorder = Recorder(torch.float32)
-        hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
-        model.compute_logits(hidden)
+    recorder = Recorder(torch.float32)
+    hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
+    model.compute_logits(hidden)
     whole = [bool(backend.lacks(network)) for backend in _BACKENDS]
     used = dict.fromkeys(map(_used, recorder.nodes))
     return [
