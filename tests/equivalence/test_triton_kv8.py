@@ -44,6 +44,7 @@ def test_tokens_are_those_of_the_cpu(model_dir: Path, device: torch.device, monk
     assert texts[0] == texts[1]
 
 
+@pytest.mark.nightly
 @needs_kernels
 def test_prompts_that_come_back_from_host_memory_say_the_same(
     model_dir: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
