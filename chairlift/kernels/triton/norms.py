@@ -71,8 +71,8 @@ def _rms_norm(
 
 @triton.jit
 def _silu_and_mul(
-    out_ptr: tl.tensor, x_ptr: tl.tensor, x_stride: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    out_ptr: tl.tensor, x_ptr: tl.tensor, x_stride: tl.tensor, FACTOR: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """SwiGLU kernel. One program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
@@ -81,6 +81,8 @@ def _silu_and_mul(
     wait_for_inputs(PDL)
     gate = tl.load(x_ptr + row * x_stride + i, mask=inside, other=0.0)
     up = tl.load(x_ptr + row * x_stride + WIDTH + i, mask=inside, other=0.0)
+    if FACTOR != 1.0:
+        gate = (gate.to(tl.float32) * FACTOR).to(gate.dtype)
     tl.store(out_ptr + row * WIDTH + i, swiglu(gate, up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -99,16 +101,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: 
     return _norm(x, residual, weight, eps, bias)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU (Shazeer, 2020): [T, 2 I], rows contiguous, the gate first -> silu(gate) * up, [T, I]."""
+def silu_and_mul(gate_up: Tensor, factor: float = 1.0) -> Tensor:
+    """SwiGLU (Shazeer, 2020): [T, 2 I], rows contiguous, the gate first -> silu(factor * gate) * up, [T, I]."""
     num_rows = gate_up.shape[0]
     width = gate_up.shape[1] // 2
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, power_of_2(width))
     if num_rows:
         _silu_and_mul[(num_rows, -(-width // block))](
-            out, gate_up, gate_up.stride(0), WIDTH=width, BLOCK=block, **dependent_launch(out.device)
-        )
+            out, gate_up, gate_up.stride(0),
+            FACTOR=factor, WIDTH=width, BLOCK=block, **dependent_launch(out.device),
+        )  # fmt: skip
     return out
 
 

@@ -357,7 +357,7 @@ _KERNELS: dict[Op[..., Any], Callable[..., Tensor]] = {
     ops.rms_norm: lambda program, node, x: rms_norm(x, **node.attributes),
     ops.rotary_heads: TritonProgram._heads,
     ops.rotary_table: TritonProgram._table,
-    ops.silu_and_mul: lambda program, node, x: node.compute(x) if node.attributes else silu_and_mul(x),
+    ops.silu_and_mul: lambda program, node, x: silu_and_mul(x, **node.attributes),
     **dict.fromkeys(LINEARS, lambda program, node, x: program._linear(x, **node.attributes)),
 }
 """Operation with a kernel -> function that launches it. The functions for attention also get the step."""

@@ -246,7 +246,8 @@ def everything() -> None:
         x, weight = torch.empty((3, 896), dtype=dtype), torch.empty(896, dtype=dtype)
         rms_norm(x, weight, 1e-6)
         add_rms_norm(x, x, weight, 1e-6)
-        silu_and_mul(torch.empty((3, 2 * 4864), dtype=dtype))
+        for factor in (1.0, 0.3):
+            silu_and_mul(torch.empty((3, 2 * 4864), dtype=dtype), factor)
         add_rms_norm(torch.empty((3, 3, 896)), x, weight, 1e-6, bias=weight)
         for out, bias in ((896, None), (128 * 132 * 3, torch.empty(128 * 132 * 3, dtype=dtype))):
             for rows, any_rows in ((3, False), (33, False), (3, True)):

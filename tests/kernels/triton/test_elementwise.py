@@ -36,10 +36,12 @@ def test_norms_equal_their_definition(request: pytest.FixtureRequest, count: int
     sweep(request, count, check)
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_and_mul_equals_its_definition(dtype: torch.dtype, device: torch.device) -> None:
+def test_silu_and_mul_equals_its_definition(dtype: torch.dtype, factor: float, device: torch.device) -> None:
     x = 3 * normal(3, 2 * 1037, dtype=dtype, seed=1, device=device)
-    torch.testing.assert_close(silu_and_mul(x), ops.silu_and_mul(x), rtol=1e-2, atol=TOLERANCE[dtype])
+    expected = ops.silu_and_mul(x, factor)
+    torch.testing.assert_close(silu_and_mul(x, factor), expected, rtol=1e-2, atol=TOLERANCE[dtype])
 
 
 def test_rows_of_a_wider_tensor_are_normalized_like_copies(device: torch.device) -> None:

@@ -157,16 +157,19 @@ def test_heads_add_the_parts_of_the_layer_before_them(device: torch.device, monk
     assert torch.equal(result, expected) and result.isfinite().all() and result.count_nonzero() > 0
 
 
-def test_swiglu_with_a_factor_is_its_definition(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [3, 20])
+def test_swiglu_with_a_factor_is_its_definition(
+    rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     embedding, weight = (normal(n, 16, dtype=torch.float32, seed=n, device=device) for n in (VOCABULARY, 64))
 
     def model(recorder: recording.Recorder) -> Any:
         return ops.silu_and_mul(ops.linear(embedded(recorder, embedding), weight, None), 0.5)
 
-    counts, results = launches(monkeypatch, model, device, 3)
-    assert counts == [Counter(linear_small=1)] * 2
+    counts, results = launches(monkeypatch, model, device, rows)
+    assert counts == [Counter(linear_small=1, silu_and_mul=1)] * 2
     for result in results:
-        torch.testing.assert_close(result, ops.silu_and_mul(embedding[:3] @ weight.T, 0.5), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(result, ops.silu_and_mul(embedding[:rows] @ weight.T, 0.5), rtol=1e-4, atol=1e-4)
 
 
 def test_outputs_that_another_operation_reads_are_not_fused(
