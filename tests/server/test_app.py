@@ -68,6 +68,10 @@ def test_health_tells_whether_requests_make_progress() -> None:
             assert state.value in reply.json()["reason"]
             assert SECRET not in reply.body.decode()
         engine.state = EngineState.READY
+        client.state.completing = True  # type: ignore[attr-defined]
+        assert await health() == (200, 200, 503)
+        assert (await client.get("/ready")).json()["reason"] == "the server is starting"
+        client.state.completing = False  # type: ignore[attr-defined]
         client.state.draining = True  # type: ignore[attr-defined]
         assert await health() == (200, 200, 503)
 

@@ -294,9 +294,11 @@ async def _run(
 ) -> int:
     """Run the server from the loading of the model to the end of the drain. Returns the exit code."""
     engine = state.engine
+    state.completing = beside is not None
     try:
         if await _first(_start(state), stop.drain.wait()) == 0:
             async with contextlib.nullcontext() if beside is None else beside(state):
+                state.completing = False
                 announce()
                 with _reporting(state):
                     await _first(stop.drain.wait(), engine.stopped.wait())

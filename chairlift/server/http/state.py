@@ -39,6 +39,8 @@ class ServerState:
     """Unix time of the server's start, shown as ``created`` in /v1/models."""
     draining: bool = False
     """Whether the server is shutting down: it finishes its requests and accepts no new ones."""
+    completing: bool = False
+    """Whether something beside the engine still starts, such as a training service."""
     reloads: bool = False
     """Whether the server starts another engine in the place of one that has stopped: it has many models."""
     num_body_bytes: int = 0

@@ -63,9 +63,14 @@ async def _ready(request: Request) -> Response:
     """Respond 200 while new requests are accepted, otherwise 503."""
     state: ServerState = request.app.state.server
     engine = state.engine
-    if engine.state is EngineState.READY and not state.draining:
+    if state.draining:
+        reason = "the server is shutting down"
+    elif engine.state is not EngineState.READY:
+        reason = f"the engine is {engine.state.value}"
+    elif state.completing:
+        reason = "the server is starting"
+    else:
         return _json({"status": "ready"})
-    reason = "the server is shutting down" if state.draining else f"the engine is {engine.state.value}"
     return _json({"status": "unavailable", "reason": reason}, 503)
 
 
