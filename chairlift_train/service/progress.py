@@ -32,7 +32,7 @@ class _Run:
     waiting: dict[int, tuple[TrainingCall, float]] = dataclasses.field(default_factory=dict)
     """Seq id -> (call that has not ended, when it could have begun)."""
     begun: set[int] = dataclasses.field(default_factory=set)
-    """Those of which a part was computed."""
+    """Seq ids of the waiting calls of which a part was computed."""
 
 
 class TrainingProgress:
