@@ -181,7 +181,7 @@ def make_world(seed: int) -> World:
         late_masks=_late_masks(random.Random(seed ^ 0x51CE)) if seed % 100 in (39, 59, 79) else None,
         drafts=drafts,
         adapters=adapters,
-        cache_eviction={21: "tlru", 31: "lru"}.get(seed % 50, "lease"),  # worlds with evicted prefixes
+        cache_eviction={21: "tlru", 31: "lru", 41: "asked"}.get(seed % 50, "lease"),  # worlds with evicted prefixes
     )
     return _with_more(world, horizon)
 

@@ -7,16 +7,13 @@ from what the blocks would save otherwise. Unlike Continuum's pins, a lease neve
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
 from chairlift.base.turn_cache import TurnCache
-from chairlift.core.kv_cache.eviction.asked import ASKED_LEVEL, AskedLeases
+from chairlift.core.kv_cache.eviction.asked import ASKED_LEVEL, AskedRule
 from chairlift.core.kv_cache.eviction.gaps import best_hold
-from chairlift.core.kv_cache.eviction.leases import Lease, LeaseOrder
-from chairlift.core.kv_cache.eviction.lru import LRU
-from chairlift.core.kv_cache.eviction.rule import LeaseCounts
+from chairlift.core.kv_cache.eviction.leases import Lease
 from chairlift.core.kv_cache.eviction.turns import EndedTurn, path_of
 from chairlift.core.kv_cache.prefix_node import PrefixNode
 from chairlift.core.request import Request
@@ -45,21 +42,18 @@ _SECONDS_PER_TOKEN: Final = 0.001
 """Price of a computed token while the costs are not known."""
 
 
-class LeaseRule(LRU):
+class LeaseRule(AskedRule):
     """A turn that ends with calls of tools begins a pause: its blocks get a lease until the next turn probably arrives.
-    The blocks of a prompt for which its client asks for a lease have it from their last use on.
     A request whose class has a retention level leaves its blocks with a lease of this level, which does not end.
-    Everything else is evicted as by :class:`~chairlift.core.kv_cache.eviction.lru.LRU`.
+    Everything else is evicted as by :class:`~chairlift.core.kv_cache.eviction.asked.AskedRule`.
 
     A subclass may choose other leases in :meth:`hold`.
     """
 
     name = "lease"
-    marks = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.orders: list[LeaseOrder] = []
         self._saved = 0.0
         """Seconds that hits saved in blocks that were soon to be evicted. Older hits count less."""
         self._saved_at = -math.inf
@@ -70,37 +64,14 @@ class LeaseRule(LRU):
         """Turns whose blocks can be evicted until :attr:`EndedTurn.due`, because files have them. The engine replaces
         the list."""
 
-    def order(self, capacity: int) -> LeaseOrder:
-        self.orders.append(LeaseOrder(capacity, self))
-        return self.orders[-1]
-
-    def leases(self) -> LeaseCounts:
-        levels = range(1, _PAUSE_LEVEL + 1)
-        num_by_level = {level: sum(order.num_by_level[level] for order in self.orders) for level in levels}
-        ended = sum((order.num_ended for order in self.orders), Counter[TurnCache]())
-        return LeaseCounts(num_by_level, sum(order.limit for order in self.orders), ended)
-
     # -- requests ------------------------------------------------------------------------------------------------------
-
-    def releasing(self, request: Request) -> None:
-        if not request.service.leases:
-            return
-        asked = AskedLeases(request, self.prices, self.now)
-        for index, node in path_of(request.last_node):
-            for group, block in enumerate(node.blocks):
-                if block is not None and (lease := asked.of(group, index)) is not None:
-                    self.orders[group].lease(block, lease)
 
     def leaving(self, request: Request, group: int, entries: Sequence[tuple[int, int]]) -> None:
         if request.retention:
             lease = Lease(request.retention, tenant=request.service.tenant)
             for _, block in entries:
                 self.orders[group].lease(block, lease)
-        if request.service.leases:  # for blocks that a sliding window passes; all others have their lease already
-            asked = AskedLeases(request, self.prices, self.now)
-            for first, block in entries:
-                if (found := asked.of(group, first // self.prices.block_size)) is not None:
-                    self.orders[group].lease(block, found)
+        super().leaving(request, group, entries)
 
     def began(self, turn: EndedTurn) -> None:
         turn.due = self.due(turn)

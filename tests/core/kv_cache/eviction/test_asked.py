@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chairlift.base.outputs import FinishReason
+from chairlift.core.kv_cache.eviction.asked import AskedRule
 from chairlift.core.kv_cache.eviction.lease import LeaseRule
 from chairlift.core.kv_cache.eviction.lru import LRU
 from chairlift.core.kv_cache.manager import KVCacheManager
@@ -29,7 +30,7 @@ def hit(kv: KVCacheManager, tokens: list[int]) -> int:
     return kv.num_shared(request("look", [*tokens, 1]))
 
 
-@pytest.mark.parametrize(("rule", "kept"), [(LeaseRule, 40), (LRU, 0)])
+@pytest.mark.parametrize(("rule", "kept"), [(AskedRule, 40), (LeaseRule, 40), (LRU, 0)])
 def test_a_prompt_survives_a_flood_only_with_its_lease(rule: type[LRU], kept: int) -> None:
     kv = manager(41, eviction=rule())
     prompt = request("asks", 40, service=asking((40, 300.0)))

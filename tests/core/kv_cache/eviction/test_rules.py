@@ -58,7 +58,7 @@ def test_a_model_without_kv_has_requests_but_no_blocks(name: str) -> None:
     kv.tables.free(one, -1)
 
 
-@pytest.mark.parametrize("name", ["lru", "tlru", "lease"])
+@pytest.mark.parametrize("name", ["lru", "asked", "tlru", "lease"])
 def test_each_rule_has_one_name(name: str) -> None:
     assert eviction_from_name(name).name == name
     assert CacheConfig(cache_eviction=name).cache_eviction == name
@@ -67,9 +67,9 @@ def test_each_rule_has_one_name(name: str) -> None:
 def test_the_rule_is_chosen_by_the_retention_levels() -> None:
     without = '{"default": {"retention": 0}, "priority": {"retention": 0}}'
     for settings, name in (
-        ({}, "lru"),
+        ({}, "asked"),
         ({"scheduling_policy": "priority"}, "lease"),
-        ({"scheduling_policy": "priority", "service_classes": without}, "lru"),
+        ({"scheduling_policy": "priority", "service_classes": without}, "asked"),
         ({"cache_eviction": "lease"}, "lease"),
     ):
         config = EngineConfig.from_flat(settings)
@@ -90,11 +90,13 @@ def test_a_class_that_cannot_be_used_is_refused(name: str, message: str) -> None
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cache_eviction must be auto, lease, lru, tlru or module:Class; got 'fifo'"):
+    with pytest.raises(
+        ConfigError, match="cache_eviction must be auto, asked, lease, lru, tlru or module:Class; got 'fifo'"
+    ):
         EngineConfig.from_flat({"cache_eviction": "fifo"})
 
 
-@pytest.mark.parametrize("rule", ["lru", "tlru"])
+@pytest.mark.parametrize("rule", ["lru", "asked", "tlru"])
 def test_a_retention_that_nothing_looks_at_is_refused(rule: str) -> None:
     settings = {"scheduling_policy": "priority", "cache_eviction": rule}
     EngineConfig.from_flat(settings | {"service_classes": '{"chat": {"ttft_ms": 100}, "priority": {"min_seqs": 1}}'})
