@@ -81,7 +81,7 @@ _CHOICES = {
 _EXTENSIBLE = {
     "model_impl": (("auto", "native", "transformers"), "module:FAMILY"),
     "scheduling_policy": (("fcfs", "priority"), "module:Class"),
-    "cache_eviction": (("auto", "lease", "lru", *PLUGIN_NAMES["cache_eviction"]), "module:Class"),
+    "cache_eviction": (("auto", "asked", "lease", "lru", *PLUGIN_NAMES["cache_eviction"]), "module:Class"),
     "batching": (("continuous", *PLUGIN_NAMES["batching"]), "module:Class"),
     "prefill_mode": (("mixed", *PLUGIN_NAMES["prefill_mode"]), "module:Class"),
     "governor": (("off", "rules"), "module:Class"),
@@ -271,10 +271,11 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     """Reuse the KV of equal beginnings of prompts in several requests."""
     cache_eviction: str = "auto"
-    """Rule that says which unused block of the prefix cache is evicted next: lru (the least recently used), lease (the
-    same, but blocks with a lease last), tlru (first the ends of conversations that can be computed again within the
+    """Rule that says which unused block of the prefix cache is evicted next: lru (the least recently used), asked (the
+    same, but last the blocks for which clients ask, such as by cache_control), lease (as asked, and the conversations
+    whose tools run have leases, too), tlru (first the ends of conversations that can be computed again within the
     target for the first token), or module:Class, a rule of your own. auto: lease if a class of service has a retention
-    level, otherwise lru."""
+    level, otherwise asked."""
     state_snapshot_interval: int | None = None
     """Number of tokens between two snapshots of a recurrent model's state that the prefix cache keeps: a multiple of
     block_size. None: chosen so that snapshots take no more memory than K and V (1,024 for models without K and V)."""
@@ -937,7 +938,7 @@ def _check_range(name: str, value: Any, whole: bool) -> None:
 
 def _check_retention(scheduler: SchedulerConfig, cache: CacheConfig) -> None:
     """Raise ConfigError for a class with a retention level that the rule of eviction does not look at."""
-    if scheduler.service_classes and cache.cache_eviction in ("lru", "tlru"):
+    if scheduler.service_classes and cache.cache_eviction in ("lru", "asked", "tlru"):
         usual = parse_service_classes("")
         for name, each in parse_service_classes(scheduler.service_classes).items():
             if each.retention and (name not in usual or usual[name].retention != each.retention):
