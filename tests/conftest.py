@@ -1,5 +1,5 @@
-"""Settings for all tests: which tests run, how many seeds each test tries, one thread, and no time limit for generated
-examples."""
+"""Settings for all tests: which tests run, how many seeds each test tries, one thread, no time limit for generated
+examples, and none for nightly tests."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # before marks deselect the nightly tests, which are counted
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     short_net.select(config, items)
+    for item in items:
+        if item.get_closest_marker("nightly") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(0))  # the counts of a release may take hours
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -109,6 +109,28 @@ def test_responses_and_messages_read_images(client: openai.OpenAI, folder: Path)
         client.responses.create(input=[{"role": "user", "content": parts}], **how)
 
 
+def test_a_breakpoint_behind_images_covers_them(client: openai.OpenAI, folder: Path) -> None:
+    images = [picture(17, 90, 40), picture(18, 90, 40)]
+    texts = [f"<|im_start|>User:<image><image>{text}<end_of_utterance>\nAssistant:" for text in ("or?", "no!")]
+    prompt, other = (Reference(folder).answer(text, images, 1)[0] for text in texts)
+    place = next(at for at, (one, two) in enumerate(zip(prompt, other, strict=True)) if one != two)
+    whole = place // 16 * 16
+    assert whole > place - len(prompt) / 4, "the last whole block ends within the second image"
+    parts: list[dict[str, Any]] = [
+        {
+            "type": "image",
+            "source": {"type": "base64", "media_type": "image/png", "data": url_of(each).partition(",")[2]},
+        }
+        for each in images
+    ]
+    parts[1]["cache_control"] = {"type": "ephemeral"}
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "or?"}]}]
+    body = {"model": client.models.list().data[0].id, "max_tokens": 2, "messages": messages}
+    used = client.post("/messages", body=body, cast_to=dict[str, Any])["usage"]
+    kept = used["cache_read_input_tokens"] + used["cache_creation_input_tokens"]
+    assert (kept, used["input_tokens"]) == (whole, len(prompt) - whole)
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

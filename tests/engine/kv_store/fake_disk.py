@@ -7,7 +7,7 @@ import dataclasses
 import errno
 import random
 
-__all__ = ["FakeDisk", "Faults"]
+__all__ = ["FakeDisk", "FakeFile", "Faults"]
 
 _SECTOR = 512
 

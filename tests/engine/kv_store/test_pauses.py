@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from chairlift.base.cache_hints import CacheHints
 from chairlift.base.sampling_params import SamplingParams
 from chairlift.base.turn_cache import TurnCache
 from chairlift.config import CacheConfig, CacheGroup, SchedulerConfig
@@ -19,7 +20,7 @@ from chairlift.engine.kv_store.files import StoreFiles
 from chairlift.engine.kv_store.store import KVStore
 from chairlift.executor.local import LocalExecutor
 from chairlift.models.hashlm import HashLM
-from tests.engine.kv_store.fake_disk import FakeDisk, Faults
+from tests.engine.kv_store.fake_disk import FakeDisk, FakeFile, Faults
 
 BLOCK = 4
 
@@ -60,12 +61,12 @@ class Server:
             pass
         return outputs
 
-    def ask(self, tokens: list[int], tools: tuple[str, ...] = ()) -> tuple[list[int], int]:
-        """(prompt and answer, number of prompt tokens that were not computed)."""
+    def ask(self, tokens: list[int], tools: tuple[str, ...] = (), **whose: Any) -> tuple[list[int], int]:
+        """(prompt and answer, number of prompt tokens that were not computed). ``whose``: salt and hints."""
         self.number += 1
         name = f"r{self.number}"
         params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-        self.engine.add_request(tokens, params, request_id=name, stream=False)
+        self.engine.add_request(tokens, params, request_id=name, stream=False, **whose)
         while not (ended := [each for each in self.step() if each.finished]):
             pass
         if tools:
@@ -191,6 +192,24 @@ def test_nothing_is_given_up_while_the_files_cannot_be_used() -> None:
     said, _ = server.ask(PROMPT, ("search",))
     server.flood(9.0)
     assert server.cached(said) >= 48
+
+
+@pytest.mark.parametrize(("salt", "cached"), [("mine", 48), ("another", 0), ("", 0)])
+def test_the_session_of_another_key_reads_no_file(salt: str, cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    hints = CacheHints(leases=((len(PROMPT), 0.1),), session="the conversation")
+    server.ask(PROMPT, cache_salt="mine", hints=hints)
+    server.flood(5.0)
+    reads: list[int] = []
+    read = FakeFile.read
+
+    def counted(self: FakeFile, at: int, nbytes: int) -> bytes:
+        reads.append(at)
+        return read(self, at, nbytes)
+
+    monkeypatch.setattr(FakeFile, "read", counted)
+    assert server.ask([*PROMPT, 1], cache_salt=salt, hints=hints)[1] == cached
+    assert bool(reads) == (cached > 0)
 
 
 @pytest.mark.parametrize("rule", ["lru", "tlru"])
