@@ -3,6 +3,7 @@ examples, and none for nightly tests."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,11 @@ from hypothesis import HealthCheck, settings
 from tests import network_guard, short_net
 
 network_guard.install()
+
+# On a CI machine pytest computes the whole difference of two values that must differ. For the gradients of a planted
+# bug that takes hours. So tests run everywhere as they run at home.
+for name in ("CI", "BUILD_NUMBER"):
+    os.environ.pop(name, None)
 
 # Other processes may use the machine, so the duration of an example says nothing.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
