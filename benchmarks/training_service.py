@@ -53,6 +53,8 @@ RANK = 16
 ALPHA = 32.0
 RATE = 1e-4
 ROWS, ANSWER = 4, 64
+IDLE = 2.0
+"""Seconds without a request after which a client connects again."""
 SETTINGS = ((0.1, 5.0), (0.25, 10.0), (0.5, 25.0))
 """(training_share, training_gap_ms) of the chat part; the last is the default."""
 
@@ -85,6 +87,7 @@ class Client:
 
     def __init__(self, port: int, seed: int) -> None:
         self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+        self._used = time.perf_counter()
         self._seq = self._samples = 0
         self._rng = random.Random(seed)
         self.session = self._post("create_session", tags=[], sdk_version="0.38.0")["session_id"]
@@ -93,9 +96,12 @@ class Client:
         self.model = str(json.loads(self.result(made))["model_id"])
 
     def _send(self, path: str, body: bytes, kind: str) -> bytes:
+        if time.perf_counter() > self._used + IDLE:
+            self._http.close()  # the server may have closed it, too; the next request connects again
         self._http.request("POST", f"/api/v1/{path}", body, {"content-type": kind})
         reply = self._http.getresponse()
         content = reply.read()
+        self._used = time.perf_counter()
         if reply.status != 200:
             raise SystemExit(f"{path}: {reply.status} {content.decode(errors='replace')}")
         return content
