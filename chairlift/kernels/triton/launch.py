@@ -14,6 +14,7 @@ import torch
 __all__ = [
     "ANY_ROWS_BLOCK",
     "APPLY_BLOCK",
+    "CONCURRENT_CHUNKS",
     "DRAW_CHUNK",
     "GEMM_ADD_BLOCK",
     "GEMM_BLOCK_M",
@@ -70,6 +71,9 @@ ROPE_WARPS = 1
 SAMPLING_WARPS = 8
 DRAW_CHUNK = 4096
 """Number of token ids that one program of the sampling kernel compares. It returns the best of them."""
+CONCURRENT_CHUNKS = 512
+"""Number of programs of the sampling kernel that run at the same time on a large GPU, about. With at most that many,
+none can learn from the programs before it which chunks of ids cannot win."""
 SEARCH_BLOCK = 2048
 """Number of token ids that the search for the sampling threshold (min-p, top-k, top-p) reads at a time."""
 SEARCH_ROOM = 8

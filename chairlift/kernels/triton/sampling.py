@@ -9,9 +9,11 @@ computing the number of ids (or the probability) at or above a candidate score. 
 find and copy the few ids that can matter, and the search reads only those.
 
 **Determinism.** Each row is computed separately and in a fixed order, so its token does not depend on the other rows.
-The random words equal the CPU's to the last bit. Noise is first computed in float32; only ids that can still be the
-maximum get the float64 noise of the definition. One difference to the CPU remains: probabilities are added in another
-order. A kept set whose probability is within a few 1e-7 of ``top_p`` may therefore have one id more or less.
+The random words equal the CPU's to the last bit. Noise is first computed in float32, for chunks of ids. Chunks without
+kept ids get no noise, and neither do chunks whose highest score is so low that the largest possible noise could not
+help. Then only ids that can still be the maximum of their row get the float64 noise of the definition. One difference
+to the CPU remains: probabilities are added in another order. A kept set whose probability is within a few 1e-7 of
+``top_p`` may therefore have one id more or less.
 """
 
 from __future__ import annotations
@@ -23,12 +25,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.launch import DRAW_CHUNK, SAMPLING_WARPS, SEARCH_BLOCK, SEARCH_ROOM, power_of_2
+from chairlift.kernels.triton.launch import (
+    CONCURRENT_CHUNKS,
+    DRAW_CHUNK,
+    SAMPLING_WARPS,
+    SEARCH_BLOCK,
+    SEARCH_ROOM,
+    power_of_2,
+)
 
 __all__ = ["Kept", "SamplingSettings", "kept_ids", "sample"]
 
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 _ALL_IDS = tl.constexpr(0x7FFFFFFE)
+_MOST_NOISE = tl.constexpr(22.875)
+"""More than the largest possible noise: that of the word 2^32 - 1, which is 33 log(2), in float64 and in float32."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -257,42 +268,37 @@ def _rough_noise(words: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _draw(
-    scores: tl.tensor,
-    ids: tl.tensor,
-    first_id: tl.tensor,
-    seed: tl.tensor,
-    position: tl.tensor,
-    NUM_IDS: tl.constexpr,
+def _cut(top: tl.tensor) -> tl.tensor:
+    """The lowest sum of score and approximate noise with which an id can still win, if ``top`` is the highest such sum.
+    Twice the error of the noise is below 2e-4; the sums are rounded to float32."""
+    return top - (2e-3 + tl.abs(top) * 9.5367431640625e-07)
+
+
+@triton.jit
+def _kept_scores(
+    raw: tl.tensor, ids: tl.tensor, temperature: tl.tensor, row: tl.tensor, bar_ptr: tl.tensor, last_id_ptr: tl.tensor
 ) -> tl.tensor:
-    """Highest score plus noise, float32, and its id. The final comparison uses the float64 noise of the definition."""
-    words = _words(seed, position, first_id, NUM_IDS)
-    rough = scores + _rough_noise(words)
-    top = tl.max(rough, axis=0)
-    left = (rough >= top - (2e-3 + tl.abs(top) * 9.5367431640625e-07)) & (scores > float("-inf"))
-    best = tl.full([], float("-inf"), dtype=tl.float32)
-    best_id = tl.full([], _NO_ID, dtype=tl.int32)
-    pick = tl.min(tl.where(left, ids, _NO_ID), axis=0)
-    while pick < _NO_ID:
-        word = tl.sum(tl.where(ids == pick, words.to(tl.int64), 0), axis=0)
-        u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
-        noise = (-tl.log(-tl.log(u))).to(tl.float32)
-        value = tl.max(tl.where(ids == pick, scores, float("-inf")), axis=0) + noise
-        best_id = tl.where(value > best, pick, best_id)  # ids rise, so the lowest of equal ids stays
-        best = tl.maximum(best, value)
-        left = left & (ids > pick)
-        pick = tl.min(tl.where(left, ids, _NO_ID), axis=0)
-    return best, best_id
+    """Scores of the raw logits; -inf for ids that are not in the row's kept set."""
+    scores = _scores(raw, temperature)
+    if bar_ptr is not None:
+        bar = tl.load(bar_ptr + row)
+        last_id = tl.load(last_id_ptr + row)
+        scores = tl.where((scores > bar) | ((scores == bar) & (ids <= last_id)), scores, float("-inf"))
+    return scores
 
 
 @triton.jit
 def _choose(
-    value_ptr: tl.tensor, id_ptr: tl.tensor, highest_ptr: tl.tensor, logits_ptr: tl.tensor, seeds_ptr: tl.tensor,
-    temperature_ptr: tl.tensor, positions_ptr: tl.tensor, slots_ptr: tl.tensor, bar_ptr: tl.tensor,
-    last_id_ptr: tl.tensor, vocab: tl.tensor, logits_stride: tl.tensor, CHUNK: tl.constexpr,
+    value_ptr: tl.tensor, id_ptr: tl.tensor, highest_ptr: tl.tensor, reached_ptr: tl.tensor, logits_ptr: tl.tensor,
+    seeds_ptr: tl.tensor, temperature_ptr: tl.tensor, positions_ptr: tl.tensor, slots_ptr: tl.tensor,
+    bar_ptr: tl.tensor, last_id_ptr: tl.tensor, vocab: tl.tensor, logits_stride: tl.tensor, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Kernel for one row and one chunk of ids per program. It finds the chunk's best id, and its highest raw logit (NaN
-    if a logit is NaN)."""
+    """Kernel for one row and one chunk of ids per program. It finds the chunk's highest raw logit (NaN if a logit is
+    NaN), and its highest sum of score and approximate noise, or for arg max its best id.
+
+    ``reached`` has for each row the highest sum of the programs that have ended. Which have is not known, but it does
+    not matter: a chunk is skipped only if it cannot win.
+    """
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     slot = tl.load(slots_ptr + row)
@@ -300,31 +306,72 @@ def _choose(
         return
     first_id = chunk * CHUNK
     ids = first_id + tl.arange(0, CHUNK)
-    row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
-    raw = _load(row_ptr, ids, vocab)
+    raw = _load(logits_ptr + row.to(tl.int64) * logits_stride, ids, vocab)
     highest = tl.max(raw, axis=0)
     broken = tl.max((raw != raw).to(tl.int32), axis=0) > 0
     place = row * tl.num_programs(1) + chunk
     tl.store(highest_ptr + place, tl.where(broken, float("nan"), highest))
     temperature = tl.load(temperature_ptr + slot)
     if temperature > 0.0:
-        scores = _scores(raw, temperature)
-        if bar_ptr is not None:
-            bar = tl.load(bar_ptr + row)
-            last_id = tl.load(last_id_ptr + row)
-            scores = tl.where((scores > bar) | ((scores == bar) & (ids <= last_id)), scores, float("-inf"))
-        best, best_id = _draw(scores, ids, first_id, tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), CHUNK)
-        tl.store(value_ptr + place, best)
-        tl.store(id_ptr + place, best_id)
+        scores = _kept_scores(raw, ids, temperature, row, bar_ptr, last_id_ptr)
+        value = tl.max(scores, axis=0)
+        needed = float("-inf")
+        if reached_ptr is not None:
+            needed = _cut(tl.load(reached_ptr + row, volatile=True))
+        if (value > float("-inf")) & (value + _MOST_NOISE >= needed):
+            words = _words(tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), first_id, CHUNK)
+            value = tl.max(scores + _rough_noise(words), axis=0)
+            if reached_ptr is not None:
+                tl.atomic_max(reached_ptr + row, value, sem="relaxed")
+        else:
+            value = float("-inf")
+        tl.store(value_ptr + place, value)
     else:
         tl.store(value_ptr + place, highest)
         tl.store(id_ptr + place, tl.min(tl.where(raw == highest, ids, _NO_ID), axis=0))
 
 
 @triton.jit
+def _winner(
+    value: tl.tensor, best: tl.tensor, row_ptr: tl.tensor, row: tl.tensor, temperature: tl.tensor, seed: tl.tensor,
+    position: tl.tensor, bar_ptr: tl.tensor, last_id_ptr: tl.tensor, vocab: tl.tensor, PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The id with the highest score plus noise, with the float64 noise of the definition. ``value`` [PAD] has each
+    chunk's highest sum with approximate noise, and ``best`` is the highest of these. Usually one chunk is computed."""
+    needed = _cut(best)
+    c = tl.arange(0, PAD)
+    near = (value >= needed) & (value > float("-inf"))
+    chunk = tl.min(tl.where(near, c, PAD), axis=0)
+    won = tl.full([], float("-inf"), dtype=tl.float32)
+    token = tl.full([], _NO_ID, dtype=tl.int32)
+    while chunk < PAD:
+        first_id = chunk * CHUNK
+        ids = first_id + tl.arange(0, CHUNK)
+        scores = _kept_scores(_load(row_ptr, ids, vocab), ids, temperature, row, bar_ptr, last_id_ptr)
+        words = _words(seed, position, first_id, CHUNK)
+        left = (scores + _rough_noise(words) >= needed) & (scores > float("-inf"))
+        pick = tl.min(tl.where(left, ids, _NO_ID), axis=0)
+        while pick < _NO_ID:
+            word = tl.sum(tl.where(ids == pick, words.to(tl.int64), 0), axis=0)
+            u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+            noise = (-tl.log(-tl.log(u))).to(tl.float32)
+            total = tl.max(tl.where(ids == pick, scores, float("-inf")), axis=0) + noise
+            token = tl.where(total > won, pick, token)  # ids rise, so the lowest of equal ids stays
+            won = tl.maximum(won, total)
+            left = left & (ids > pick)
+            pick = tl.min(tl.where(left, ids, _NO_ID), axis=0)
+        near = near & (c > chunk)
+        chunk = tl.min(tl.where(near, c, PAD), axis=0)
+    return token
+
+
+@triton.jit
 def _settle(
     token_ptr: tl.tensor, failing_ptr: tl.tensor, value_ptr: tl.tensor, id_ptr: tl.tensor, highest_ptr: tl.tensor,
-    temperature_ptr: tl.tensor, slots_ptr: tl.tensor, NUM_CHUNKS: tl.constexpr, PAD: tl.constexpr,
+    logits_ptr: tl.tensor, seeds_ptr: tl.tensor, temperature_ptr: tl.tensor, positions_ptr: tl.tensor,
+    slots_ptr: tl.tensor, bar_ptr: tl.tensor, last_id_ptr: tl.tensor, vocab: tl.tensor, logits_stride: tl.tensor,
+    NUM_CHUNKS: tl.constexpr, PAD: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Kernel for one row per program. It stores the best id over all chunks, or -1 if the logits allow no id."""
     row = tl.program_id(0)
@@ -343,9 +390,14 @@ def _settle(
     shaped = tl.where(temperature > 0.0, tl.div_rn(raw, tl.where(temperature > 0.0, temperature, 1.0)), raw)
     value = tl.load(value_ptr + place, mask=inside, other=float("-inf"))
     best = tl.max(tl.where(value == value, value, float("-inf")), axis=0)
-    token = tl.min(
-        tl.where(inside & (value == best), tl.load(id_ptr + place, mask=inside, other=_NO_ID), _NO_ID), axis=0
-    )
+    if temperature > 0.0:
+        token = _winner(
+            value, best, logits_ptr + row.to(tl.int64) * logits_stride, row, temperature, tl.load(seeds_ptr + slot),
+            tl.load(positions_ptr + row), bar_ptr, last_id_ptr, vocab, PAD, CHUNK,
+        )  # fmt: skip
+    else:
+        chosen = tl.load(id_ptr + place, mask=inside, other=_NO_ID)
+        token = tl.min(tl.where(inside & (value == best), chosen, _NO_ID), axis=0)
     finite = tl.abs(shaped) < float("inf")  # false for NaN
     tl.store(token_ptr + row, tl.where(finite & (token != _NO_ID), token, -1))
     tl.store(failing_ptr + 2 * row, raw)
@@ -410,13 +462,14 @@ def sample(
     # kernel for each alignment.
     value, highest = (torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device) for _ in range(2))
     ids = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
+    reached = None
+    if num_rows * num_chunks > CONCURRENT_CHUNKS:
+        reached = torch.full((num_rows,), float("-inf"), dtype=torch.float32, device=logits.device)
     bar, last_id = (None, None) if kept is None else (kept.bar, kept.last_id)
-    _choose[(num_rows, num_chunks)](
-        value, ids, highest, logits, settings.seeds, settings.temperature, positions, slots, bar, last_id,
-        vocab, logits.stride(0), CHUNK=chunk, num_warps=SAMPLING_WARPS,
-    )  # fmt: skip
+    row = (settings.seeds, settings.temperature, positions, slots, bar, last_id, vocab, logits.stride(0))
+    _choose[(num_rows, num_chunks)](value, ids, highest, reached, logits, *row, CHUNK=chunk, num_warps=SAMPLING_WARPS)
     _settle[(num_rows,)](
-        tokens, failing, value, ids, highest, settings.temperature, slots,
-        NUM_CHUNKS=num_chunks, PAD=power_of_2(num_chunks),
+        tokens, failing, value, ids, highest, logits, *row, NUM_CHUNKS=num_chunks, PAD=power_of_2(num_chunks),
+        CHUNK=chunk, num_warps=SAMPLING_WARPS,
     )  # fmt: skip
     return tokens, failing

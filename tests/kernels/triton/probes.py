@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 import triton
@@ -10,7 +16,7 @@ from torch import Tensor
 
 from chairlift.kernels.triton.sampling import _rough_noise, _words
 
-__all__ = ["TOLERANCE", "needs_fp8", "normal", "random_words", "rough_noise", "seeds"]
+__all__ = ["TOLERANCE", "mutated", "needs_fp8", "normal", "random_words", "rough_noise", "seeds"]
 
 needs_fp8 = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="this GPU does not know fp8"
@@ -54,3 +60,18 @@ def rough_noise(words: Tensor) -> Tensor:
     out = torch.zeros(len(words), dtype=torch.float32, device=words.device)
     _noise_of[(1,)](out, words, NUM=len(words))
     return out
+
+
+def mutated(kernels: ModuleType, old: str, new: str, where: Path) -> ModuleType:
+    """A copy of a module of kernels, written into the directory ``where``, with one text replaced by another."""
+    source = inspect.getsource(kernels)
+    assert source.count(old) == 1, old
+    path = where / "mutated_kernels.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("mutated_kernels", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "mutated_kernels", module)  # dataclasses look there
+        spec.loader.exec_module(module)
+    return module

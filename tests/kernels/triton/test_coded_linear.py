@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import random
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +16,7 @@ from chairlift.kernels.grouped import GroupedRows, GroupKind
 from chairlift.kernels.triton import coded_linear as kernels
 from chairlift.kernels.triton.launch import GemmLaunch
 from chairlift.kernels.triton.linear_small import linear_parts, linear_small
-from tests.kernels.triton.probes import TOLERANCE, normal, seeds
+from tests.kernels.triton.probes import TOLERANCE, mutated, normal, seeds
 from tests.sweep import sweep
 
 KINDS = [
@@ -172,29 +169,11 @@ FAULTS: dict[str, tuple[GroupKind, str, str]] = {
 }
 
 
-@pytest.fixture
-def mutated(tmp_path: Path) -> Callable[[str, str], ModuleType]:
-    """Function that loads a copy of the kernels with one text replaced by another."""
-
-    def load(old: str, new: str) -> ModuleType:
-        source = inspect.getsource(kernels)
-        assert source.count(old) == 1, old
-        path = tmp_path / "mutated_kernels.py"
-        path.write_text(source.replace(old, new))
-        spec = importlib.util.spec_from_file_location("mutated_kernels", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
-
-
 @pytest.mark.planted("test_the_parts_of_sums_have_the_bits_of_the_decoded_weight")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(fault: str, mutated: Callable[[str, str], ModuleType], device: torch.device) -> None:
-    kind, *texts = FAULTS[fault]
-    assert not parts_are_those_of_the_decoded_weight(kind, mutated(*texts), device)
+def test_planted_faults_are_found(fault: str, tmp_path: Path, device: torch.device) -> None:
+    kind, old, new = FAULTS[fault]
+    assert not parts_are_those_of_the_decoded_weight(kind, mutated(kernels, old, new, tmp_path), device)
 
 
 def test_tests_can_tell_a_weight_from_its_neighbour() -> None:
