@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from chairlift.errors import InvariantError
+from chairlift.kernels.coded import CodedWeight
 from chairlift.kernels.recording import Value, expect, operation
 from chairlift.kernels.routing import Routing
 
 if TYPE_CHECKING:
     from chairlift.kernels.cpu.packing import PackedMatrix
 
-    Weight: TypeAlias = Tensor | PackedMatrix
+    Weight: TypeAlias = Tensor | PackedMatrix | CodedWeight
 
 __all__ = ["ExpertChange", "changed_experts", "experts", "forcing", "latent_experts", "route"]
 
@@ -210,6 +211,8 @@ def _summed(
     change: ExpertChange | None = None,
 ) -> Tensor:
     """Computes :func:`experts`, but the router reads ``routed`` instead of ``x``. ``change`` is that of an adapter."""
+    # Written as its definition. The Triton kernels, which decode in registers, are the fast version.
+    gate_up, down = (each.unpack(x.dtype) if isinstance(each, CodedWeight) else each for each in (gate_up, down))
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         raise InvariantError(
             "these experts are laid out for the native kernels, which run them in a step program only; "

@@ -317,7 +317,6 @@ class Coded(WeightFormat):
     """Codes in groups, as :class:`Native` keeps them, for the Triton kernels. Floats of a checkpoint stay plain.
 
     With a ``kind``, all weights are rounded to it; only the output head and the embedding keep at least 8 bits.
-    Stacked weights stay plain.
     """
 
     kind: GroupKind | None = None
@@ -328,10 +327,6 @@ class Coded(WeightFormat):
     @property
     def head(self) -> WeightFormat:
         return self if self.kind is None else dataclasses.replace(self, kind=GroupKind(8, GROUP))
-
-    @property
-    def stacked(self) -> WeightFormat:
-        return PLAIN
 
     def kind_of(self, shape: MatrixShape) -> GroupKind | None:
         return self.kind or shape.kind

@@ -27,12 +27,12 @@ from chairlift.kernels.coded import CodedWeight
 from chairlift.kernels.grouped import GroupKind
 from chairlift.kernels.rounding import rounded_rows
 from chairlift.kernels.triton import program
-from chairlift.models.layers.linear import Linear, Matrix
+from chairlift.models.layers.linear import Linear, Matrix, Stack
 from tests.equivalence.cases import Job, agree, check_text, make_llm, run, transformers_greedy
 from tests.equivalence.test_triton import SMALL, check_greedy, check_invariance, greedy, invariant_jobs, triton_llm
 from tests.models.gguf.make import to_gguf
 from tests.models.quantized import packers
-from tests.models.quantized.make import Pack, model_pair
+from tests.models.quantized.make import Pack, model_pair, mxfp4_pair
 from tests.models.quantized.test_compressed_tensors import int_weights, settings_and_pack
 from tests.models.quantized.test_layouts import small_floats
 from tests.models.tiny import hf_model, tiny_hf_model
@@ -56,6 +56,7 @@ FORMATS: dict[str, tuple[tuple[Any, Pack], GroupKind]] = {
     "fp8-one-scale": (packers.tensor_fp8(), GroupKind(8, 64, e4m3=True)),
     "mxfp4": (small_floats("mxfp4-pack-quantized", 32), GroupKind(4, 32, e2m1=True)),
 }
+E2M1 = GroupKind(4, 32, e2m1=True)
 SIZE = {"num_hidden_layers": 2, "intermediate_size": 64}
 
 
@@ -101,6 +102,48 @@ def test_many_rows_answer_alike(
     monkeypatch.setattr(program, "SMALL_ROWS", 0)
     monkeypatch.setattr(program, "CODED_ROWS", 0 if rows == "library" else 256)
     check_greedy((quantised, hf_model(twin)), greedy(3, 9, 3), device)
+
+
+def experts_in(case: str, where: Path) -> tuple[Path, Path, GroupKind]:
+    """(a model whose experts are codes, its twin in floats, kind of the codes)."""
+    if case == "gpt_oss-mxfp4":
+        kinds: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"]}
+        return *mxfp4_pair(where, hidden_size=64, intermediate_size=32, num_hidden_layers=2, **kinds), E2M1
+    kind = GroupKind(8, 32, e4m3=True) if case.endswith("fp8") else GroupKind(4, 32)
+    settings, pack = packers.block_fp8((16, 32)) if kind.e4m3 else packers.gptq(4, 32)
+    sizes: dict[str, Any] = {"moe_intermediate_size": 32, "num_hidden_layers": 2, "norm_topk_prob": True}
+    return *model_pair(where, settings, pack, family="qwen3_moe", **sizes), kind
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "case", ["gpt_oss-mxfp4", "qwen3_moe-int4", pytest.param("qwen3_moe-fp8", marks=pytest.mark.nightly)]
+)
+def test_experts_in_codes_answer_like_their_numbers_and_like_the_cpu(
+    case: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few and with many pairs of a token and an expert. Rows that pad a step choose no expert."""
+    padding: list[int] = []
+
+    def watched(*given: Any, slots: Tensor, **how: Any) -> Tensor:
+        padding.append(int((slots < 0).sum()))
+        result: Tensor = experts(*given, slots=slots, **how)
+        return result
+
+    experts: Any = vars(program)["experts"]
+    monkeypatch.setattr(program, "experts", watched)
+    monkeypatch.setattr(program, "SMALL_ROWS", 0)
+    monkeypatch.setattr("chairlift.kernels.triton.experts.FEW_PAIRS", 8)
+    quantised, twin, kind = experts_in(case, tmp_path)
+    jobs = greedy(3, 9, 3)
+    llm = triton_llm(quantised, jobs, device)
+    stacks = [layer.weight for layer in layers_of(llm) if isinstance(layer, Stack)]
+    assert len(stacks) == 4 and all(isinstance(each, CodedWeight) and each.kind == kind for each in stacks)
+    answers = tokens(llm, jobs)
+    assert any(padding) and not all(padding)
+    assert answers == tokens(make_llm(quantised, jobs), jobs)
+    model = hf_model(twin)
+    agree([transformers_greedy(model, job) for job in jobs], answers, lambda i: check_text(model, jobs[i], answers[i]))
 
 
 def rounded_twin(where: Path, bits: int, *, tied: bool) -> tuple[Path, PreTrainedModel]:

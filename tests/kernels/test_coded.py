@@ -11,7 +11,7 @@ from chairlift.kernels import ops
 from chairlift.kernels.coded import CodedWeight, coded_bytes
 from chairlift.kernels.cpu.packed_codes import PackedCodes
 from chairlift.kernels.grouped import GroupedRows, GroupKind
-from chairlift.kernels.weights import CODED, DEVICE_QUANTIZED, PLAIN, MatrixShape
+from chairlift.kernels.weights import CODED, DEVICE_QUANTIZED, MatrixShape
 from tests.native import needs_kernels
 
 CPU = torch.device("cpu")
@@ -106,13 +106,13 @@ def test_what_is_rounded_is_named() -> None:
         assert len(found) == len(losses) and all(a.startswith(b) for a, b in zip(found, losses, strict=True))
 
 
-def test_floats_stay_plain_and_settings_round_everything_but_stacks() -> None:
+def test_floats_stay_plain_and_settings_round_everything() -> None:
     shape = MatrixShape(4, 40)
     (plain,) = CODED.empty([shape], torch.float32, CPU)
     assert isinstance(plain, Tensor) and CODED.name(plain) is None and CODED.losses(plain) == ()
-    assert CODED.nbytes(shape, torch.float32) == 4 * 40 * 4 and CODED.head == CODED and CODED.stacked == PLAIN
+    assert CODED.nbytes(shape, torch.float32) == 4 * 40 * 4 and CODED.head == CODED == CODED.stacked
     int4, int8 = DEVICE_QUANTIZED["int4"], DEVICE_QUANTIZED["int8"]
-    assert int4.head == int8.head == int8 and int4.stacked == PLAIN
+    assert int4.head == int8.head == int8 and int4.stacked == int4
     (weight,) = int4.empty([shape], torch.float32, CPU)
     int4.write(weight, 0, rows_of(4, 40), mapped=False)
     assert int4.name(weight) == "int4" and weight.nbytes == int4.nbytes(shape, torch.float32)

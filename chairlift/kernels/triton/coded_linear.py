@@ -13,6 +13,8 @@ that knows them.)
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +27,7 @@ from chairlift.kernels.triton.dependent import dependent_launch, wait_for_inputs
 from chairlift.kernels.triton.launch import GemmLaunch
 from chairlift.kernels.triton.linear_small import add_splits, output_columns, store_sums
 
-__all__ = ["coded_linear", "coded_parts", "coded_tile", "decoded_rows", "library_linear"]
+__all__ = ["coded_linear", "coded_parts", "decoded_rows", "library_linear", "weight_arguments", "weight_tile"]
 
 _ROWS = 16
 _COLUMNS = 128
@@ -60,7 +62,7 @@ def _table_entries(table_ptr: tl.tensor, place: tl.tensor, known: tl.tensor) -> 
 
 
 @triton.jit
-def coded_tile(
+def _coded_tile(
     codes_ptr: tl.tensor, scales_ptr: tl.tensor, minimums_ptr: tl.tensor, n: tl.tensor, inside_out: tl.tensor,
     step: tl.tensor, num_in: tl.tensor, row_bytes: tl.tensor, num_groups: tl.tensor, BITS: tl.constexpr,
     GROUP_SIZE: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -92,6 +94,44 @@ def coded_tile(
     return tl.reshape(numbers, [BLOCK_N, BLOCK_K])
 
 
+@triton.jit
+def weight_tile(
+    weight_ptr: tl.tensor, scales_ptr: tl.tensor, minimums_ptr: tl.tensor, n: tl.tensor, inside_out: tl.tensor,
+    step: tl.tensor, num_in: tl.tensor, row_bytes: tl.tensor, num_groups: tl.tensor, BITS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Inputs from ``step * BLOCK_K`` on of the rows ``n`` [BLOCK_N] of a weight, which is passed by
+    :func:`weight_arguments`: [BLOCK_N, BLOCK_K] of ``DTYPE``. A weight in codes is decoded, and each number is rounded
+    once.
+
+    Rows that are not ``inside_out`` are not read. Inputs from ``num_in`` on have any finite value.
+    """
+    if BITS == 0:
+        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        rows = weight_ptr + n.to(tl.int64)[:, None] * num_in
+        tile = tl.load(rows + k[None, :], mask=inside_out[:, None] & (k < num_in)[None, :], other=0.0)
+    else:
+        tile = _coded_tile(
+            weight_ptr, scales_ptr, minimums_ptr, n, inside_out, step, num_in, row_bytes, num_groups, BITS, GROUP_SIZE,
+            ZERO, FLOATS, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    return tile.to(DTYPE)
+
+
+def weight_arguments(weight: Tensor | CodedWeight) -> dict[str, Any]:
+    """Arguments with which a kernel passes a weight [out, in] to :func:`weight_tile`: floats, contiguous, or codes."""
+    if isinstance(weight, Tensor):
+        tables: dict[str, Any] = {"weight_ptr": weight, "scales_ptr": None, "minimums_ptr": None}
+        return {**tables, "row_bytes": 0, "num_groups": 0, "BITS": 0, "GROUP_SIZE": 0, "ZERO": 0, "FLOATS": 0}
+    kind = weight.kind
+    return {
+        **{"weight_ptr": weight.codes, "scales_ptr": weight.scales, "minimums_ptr": weight.minimums},
+        **{"row_bytes": weight.codes.shape[1], "num_groups": weight.scales.shape[1]},
+        **{"BITS": kind.bits, "GROUP_SIZE": kind.group, "ZERO": kind.zero, "FLOATS": _floats(kind)},
+    }
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _coded_product(
     out_ptr: tl.tensor, x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, minimums_ptr: tl.tensor,
@@ -112,7 +152,7 @@ def _coded_product(
     for step in range(split * share, tl.minimum((split + 1) * share, steps)):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         x = tl.load(x_rows + k[None, :], mask=(m < num_rows)[:, None] & (k < num_in)[None, :], other=0.0)
-        weight = coded_tile(
+        weight = _coded_tile(
             codes_ptr, scales_ptr, minimums_ptr, n, inside_out, step, num_in, row_bytes, num_groups, BITS, GROUP_SIZE,
             ZERO, FLOATS, BLOCK_N, BLOCK_K,
         )  # fmt: skip
@@ -135,7 +175,7 @@ def _decode(
     n = first + r
     if ids_ptr is not None:
         n = tl.load(ids_ptr + r, mask=inside, other=0)
-    weight = coded_tile(
+    weight = _coded_tile(
         codes_ptr, scales_ptr, minimums_ptr, n, inside, step, num_in, row_bytes, num_groups, BITS, GROUP_SIZE, ZERO,
         FLOATS, ROWS, COLUMNS,
     )  # fmt: skip

@@ -206,6 +206,8 @@ class TritonProgram:
         given = [values[value] for value in node.inputs]
         if node.op is ops.rotary_heads:
             return self._heads(node, given, step)
+        if node.op in (ops.experts, ops.latent_experts):
+            return self._experts(node, step, *given)
         kernel = _KERNELS.get(node.op)
         if kernel is not None:
             return kernel(self, node, *given)
@@ -258,9 +260,9 @@ class TritonProgram:
             dtype=node.out.dtype if scales else None,
         )
 
-    def _experts(self, node: Node, x: Tensor, *others: Tensor) -> Tensor:
+    def _experts(self, node: Node, step: StepTensors | None, x: Tensor, *others: Tensor) -> Tensor:
         """A layer of experts. The second value is the shared expert's result, or, for latent experts, what the router
-        reads."""
+        reads. Tokens that pad the step are written nowhere, and choose no expert."""
         given = dict(node.attributes)
         shared = given.pop("shared", None)
         routed = x
@@ -275,6 +277,7 @@ class TritonProgram:
             **given,
             num_multiprocessors=self._multiprocessors,
             batch_invariant=self._batch_invariant,
+            slots=step.slot_mapping[0] if step is not None and step.slot_mapping else None,
         )
 
     def _table(self, node: Node, positions: Tensor) -> Tensor:
@@ -360,4 +363,4 @@ _KERNELS: dict[Op[..., Any], Callable[..., Tensor]] = {
     ops.silu_and_mul: lambda program, node, x: silu_and_mul(x, **node.attributes),
     **dict.fromkeys(LINEARS, lambda program, node, x: program._linear(x, **node.attributes)),
 }
-"""Operation with a kernel -> function that launches it. The functions for attention also get the step."""
+"""Operation with a kernel -> function that launches it. The functions for attention and experts also get the step."""

@@ -5,6 +5,8 @@ The choice and the weights are those of :func:`chairlift.kernels.experts.route`:
 and the lower index among equal scores. NaN is above all numbers there, and so it is here; a row of NaN therefore
 chooses experts that exist.
 
+A row that only pads a step chooses no expert: its pairs have the index after the last expert, and belong to no tile.
+
 **Determinism.** A row's choice depends on that row only. Nothing depends on the host, so a captured launch serves any
 choice.
 """
@@ -80,8 +82,8 @@ def _within_groups(
 @triton.jit(do_not_specialize=["num_rows"])
 def _route(
     weights_ptr: tl.tensor, chosen_ptr: tl.tensor, parts_ptr: tl.tensor, bias_ptr: tl.tensor,
-    correction_ptr: tl.tensor, num_rows: tl.tensor, scale: tl.tensor, epsilon: tl.tensor, SCORING: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, NORMALISE: tl.constexpr, GROUPS: tl.constexpr,
+    correction_ptr: tl.tensor, slots_ptr: tl.tensor, num_rows: tl.tensor, scale: tl.tensor, epsilon: tl.tensor,
+    SCORING: tl.constexpr, TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, NORMALISE: tl.constexpr, GROUPS: tl.constexpr,
     GROUPS_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, KEPT: tl.constexpr, BEST_TWO: tl.constexpr,
     NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -92,6 +94,13 @@ def _route(
     index = group * SIZE + member
     inside = (group < GROUPS) & (member < SIZE)
     wait_for_inputs(PDL)
+    place = tl.arange(0, TOP_K_PAD)
+    if slots_ptr is not None:  # noqa: SIM102 - one is a constant, the other a tensor
+        if tl.load(slots_ptr + row) < 0:
+            tl.store(weights_ptr + row * TOP_K + place, tl.zeros([TOP_K_PAD], dtype=tl.float32), mask=place < TOP_K)
+            nobody = tl.full([TOP_K_PAD], GROUPS * SIZE, dtype=tl.int32)
+            tl.store(chosen_ptr + row * TOP_K + place, nobody, mask=place < TOP_K)
+            return
     logits = add_parts(parts_ptr, bias_ptr, row, index, inside, num_rows, GROUPS * SIZE, NUM_SPLITS)
     scores = logits
     if SCORING == 0:
@@ -104,7 +113,6 @@ def _route(
     ranks = tl.where(inside, _ranks(choice, index), _LOWEST)
     if GROUPS > 1:
         ranks = _within_groups(ranks, index, inside, GROUPS, GROUPS_PAD, KEPT, BEST_TWO)
-    place = tl.arange(0, TOP_K_PAD)
     chosen = tl.zeros([TOP_K_PAD], dtype=tl.int32)
     weights = tl.zeros([TOP_K_PAD], dtype=tl.float32)
     for i in range(TOP_K):
@@ -127,7 +135,11 @@ def _route(
 
 
 def route(
-    parts: Tensor, routing: Routing, correction: Tensor | None = None, bias: Tensor | None = None
+    parts: Tensor,
+    routing: Routing,
+    correction: Tensor | None = None,
+    bias: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weights (float32) and indices (int32) of the experts that each row chooses, both [T, k], best first.
 
@@ -136,6 +148,8 @@ def route(
         routing: how experts are chosen; see :func:`chairlift.kernels.experts.route`.
         correction: [E], added to the scores when experts are chosen, but not to the weights.
         bias: [E], added to the logits.
+        slots: int64 [T], negative in rows that only pad the step. Their indices are E and their weights 0. None: there
+            are no such rows.
 
     Raises:
         InvariantError: the number of experts differs from that of ``routing``.
@@ -152,7 +166,7 @@ def route(
     if num_rows:
         # Fused multiply-adds are disabled, because they would skip roundings that the definition does.
         _route[(num_rows,)](
-            weights, chosen, parts, bias, correction, num_rows, float(routing.scale), float(routing.epsilon),
+            weights, chosen, parts, bias, correction, slots, num_rows, float(routing.scale), float(routing.epsilon),
             SCORING=SCORINGS.index(routing.scoring), TOP_K=routing.top_k, TOP_K_PAD=power_of_2(routing.top_k),
             NORMALISE=routing.normalise, GROUPS=routing.groups, GROUPS_PAD=power_of_2(routing.groups), SIZE=size,
             SIZE_PAD=power_of_2(size), KEPT=routing.kept_groups, BEST_TWO=routing.group_score == "best_two",
@@ -211,8 +225,9 @@ def num_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
 
 
 def sort_pairs(chosen: Tensor, num_experts: int, block_m: int) -> SortedPairs:
-    """Sort the pairs of ``chosen`` (int32 [T, k], contiguous, below ``num_experts``) by expert, into tiles of
-    ``block_m`` pairs. The number of tiles depends on shapes only, so a captured launch serves any choice."""
+    """Sort the pairs of ``chosen`` (int32 [T, k], contiguous) by expert, into tiles of ``block_m`` pairs. Pairs with
+    the index ``num_experts`` are left out. The number of tiles depends on shapes only, so a captured launch serves any
+    choice."""
     num_pairs = chosen.numel()
     tiles = num_tiles(num_pairs, num_experts, block_m)
     order = torch.empty((tiles, block_m), dtype=torch.int32, device=chosen.device)

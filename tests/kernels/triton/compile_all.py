@@ -48,6 +48,10 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+CODES = (
+    *(GroupKind(4, 32), GroupKind(4, 128, True), GroupKind(8, 32)),
+    *(GroupKind(4, 32, e2m1=True), GroupKind(8, 128, e4m3=True)),
+)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -173,6 +177,21 @@ def of_experts() -> None:
     x, routed = torch.empty((3, 1024), dtype=torch.bfloat16), torch.empty((3, 2688), dtype=torch.bfloat16)
     router, routing = torch.empty((8, 2688), dtype=torch.bfloat16), Routing(num_experts=8, top_k=2, scoring="sigmoid")
     experts(x, routed, None, up, down, router, routing, gated=False, num_multiprocessors=132)
+    for dtype, kind in ((torch.float32, CODES[1]), *itertools.product((torch.bfloat16,), CODES)):
+        of_coded_experts(dtype, kind)
+
+
+def of_coded_experts(dtype: torch.dtype, kind: GroupKind) -> None:
+    """Experts in codes of gpt-oss-20b's shape, and rows that pad a step."""
+    count, width, cpu = 32, 2880, torch.device("cpu")
+    routing = Routing(num_experts=count, top_k=4, scoring="softmax_chosen")
+    gate_up, down = (CodedWeight(count * part * width, width, kind, dtype, cpu) for part in (2, 1))
+    biases = (torch.empty(len(gate_up), dtype=dtype), torch.empty(len(down), dtype=dtype))
+    router, bias = torch.empty((count, width), dtype=dtype), torch.empty(count, dtype=dtype)
+    for rows in (3, 100, 2000):
+        x, slots = torch.empty((rows, width), dtype=dtype), torch.empty(rows, dtype=torch.int64)
+        rest = (router, routing, None, None, bias, biases, (1.702, 7.0))
+        experts(x, x, None, gate_up, down, *rest, num_multiprocessors=132, slots=slots)
 
 
 def in_fp8() -> None:
@@ -188,10 +207,8 @@ def in_fp8() -> None:
 
 
 def in_codes() -> None:
-    kinds = [GroupKind(4, 32), GroupKind(4, 128, True), GroupKind(8, 32), GroupKind(4, 32, e2m1=True)]
-    kinds.append(GroupKind(8, 128, e4m3=True))
     ids = torch.zeros(3, dtype=torch.int32)
-    for dtype, kind in ((torch.float32, kinds[1]), *itertools.product((torch.bfloat16,), kinds)):
+    for dtype, kind in ((torch.float32, CODES[1]), *itertools.product((torch.bfloat16,), CODES)):
         for out, bias in ((896, None), (128 * 132 * 3, torch.empty(128 * 132 * 3, dtype=dtype))):
             weight, x = CodedWeight(out, 896, kind, dtype, torch.device("cpu")), torch.empty((3, 896), dtype=dtype)
             for rows, any_rows, gated in itertools.product((3, 33), (False, True), (False, True)):
@@ -258,6 +275,8 @@ def everything() -> None:
         state = DecodeState(4, 64, 2, 16, torch.device("cpu"))
         sample(logits, state.sampling, rows, rows, None)
         sample(logits, state.sampling, rows, rows, kept_ids(logits, state.sampling, rows))
+        many, places = torch.empty((64, 151_936), dtype=dtype), torch.zeros(64, dtype=torch.int32)
+        sample(many, state.sampling, places, places, None)
     state.note("tokens", np.arange(3), np.array([1, 2, 3]))
     state.flush()
     state.begin_step(state.inputs(2))

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
 from tests.models.tiny import tiny_hf_model
 
-__all__ = ["Pack", "model_pair", "packed_words", "parameters", "rewrite"]
+__all__ = ["Pack", "model_pair", "mxfp4_pair", "packed_words", "parameters", "rewrite"]
 
 Pack = Callable[[Tensor], tuple[Mapping[str, Tensor], Tensor]]
 """Function from a weight, float32 [out, in], to (tensors stored instead of ``weight``, dequantised weight)."""
@@ -52,12 +53,46 @@ def model_pair(
     return quantised, twin
 
 
+def mxfp4_pair(tmp_path: Path, **settings: Any) -> tuple[Path, Path]:
+    """Write a gpt-oss model whose experts are random numbers of MXFP4, and its twin with the floats that transformers
+    makes of them. Returns both directories."""
+    generator = torch.Generator().manual_seed(0)
+    floats = tiny_hf_model(tmp_path, "gpt_oss", **settings)
+    codes = tmp_path / "codes"
+    shutil.copytree(floats, codes)
+    packed: dict[str, Tensor] = {}
+
+    def quantize(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            count, size, rows = tensors.pop(name).shape
+            packed[f"{name}_blocks"] = torch.randint(
+                0, 256, (count, rows, size // 32, 16), generator=generator, dtype=torch.uint8
+            )
+            packed[f"{name}_scales"] = torch.randint(
+                122, 125, (count, rows, size // 32), generator=generator, dtype=torch.uint8
+            )
+        tensors.update(packed)
+
+    def dequantize(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            parts = packed[f"{name}_blocks"], packed[f"{name}_scales"]
+            tensors[name] = convert_moe_packed_tensors(*parts, dtype=torch.bfloat16)
+
+    rewrite(codes, quantize)
+    rewrite(floats, dequantize)
+    config = json.loads((codes / "config.json").read_text())
+    ignored = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ignored}
+    (codes / "config.json").write_text(json.dumps(config))
+    return codes, floats
+
+
 def rewrite(model_dir: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     """Read all tensors of a directory, apply ``change`` to them, and write them again."""
     path = model_dir / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_file({name: each.contiguous() for name, each in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def packed_words(codes: Tensor, bits: int) -> Tensor:

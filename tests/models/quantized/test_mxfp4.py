@@ -6,17 +6,13 @@ between; rows of one expert given to the next.
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from safetensors.torch import load_file
 
 from chairlift import LLM, SamplingParams
 from chairlift.errors import ModelLoadError
@@ -24,52 +20,19 @@ from chairlift.kernels.weights import PLAIN
 from chairlift.models.formats.checkpoint import hf_state_dict
 from tests.models.logprobs import PROMPTS, check_logprobs
 from tests.models.paged import packed_logits
+from tests.models.quantized.make import mxfp4_pair, rewrite
 from tests.models.test_families import close, load, prompt
-from tests.models.tiny import hf_logits, hf_model, tiny_hf_model
+from tests.models.tiny import hf_logits, hf_model
 from tests.native import needs_kernels
 
 WEIGHTS = "model.safetensors"
 NAME = "model.layers.1.mlp.experts.down_proj"
 
 
-def edit(model_dir: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(model_dir / WEIGHTS)
-    change(tensors)
-    save_file({name: each.contiguous() for name, each in tensors.items()}, model_dir / WEIGHTS, {"format": "pt"})
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model with experts in MXFP4, and the same with the floats that transformers makes of them."""
-    tmp_path, generator = tmp_path_factory.mktemp("mxfp4"), torch.Generator().manual_seed(0)
-    floats = tiny_hf_model(tmp_path, "gpt_oss", hidden_size=64, intermediate_size=96)
-    codes = tmp_path / "codes"
-    shutil.copytree(floats, codes)
-    packed: dict[str, Tensor] = {}
-
-    def quantize(tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-            count, size, rows = tensors.pop(name).shape
-            packed[f"{name}_blocks"] = torch.randint(
-                0, 256, (count, rows, size // 32, 16), generator=generator, dtype=torch.uint8
-            )
-            packed[f"{name}_scales"] = torch.randint(
-                122, 125, (count, rows, size // 32), generator=generator, dtype=torch.uint8
-            )
-        tensors.update(packed)
-
-    def dequantize(tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-            parts = packed[f"{name}_blocks"], packed[f"{name}_scales"]
-            tensors[name] = convert_moe_packed_tensors(*parts, dtype=torch.bfloat16)
-
-    edit(codes, quantize)
-    edit(floats, dequantize)
-    config = json.loads((codes / "config.json").read_text())
-    ignored = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ignored}
-    (codes / "config.json").write_text(json.dumps(config))
-    return codes, floats
+    return mxfp4_pair(tmp_path_factory.mktemp("mxfp4"), hidden_size=64, intermediate_size=96)
 
 
 def test_weights_are_those_of_transformers(models: tuple[Path, Path]) -> None:
@@ -154,14 +117,14 @@ def test_damaged_tensors_are_refused_by_name(
     change: Any, words: str, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     shutil.copytree(models[0], tmp_path / "model")
-    edit(tmp_path / "model", change)
+    rewrite(tmp_path / "model", change)
     with pytest.raises(ModelLoadError, match=words):
         load(tmp_path / "model")
 
 
 def test_an_exponent_that_is_no_number_replaces_nothing(models: tuple[Path, Path], tmp_path: Path) -> None:
     shutil.copytree(models[0], tmp_path / "model")
-    edit(tmp_path / "model", lambda tensors: tensors[f"{NAME}_scales"].fill_(255))
+    rewrite(tmp_path / "model", lambda tensors: tensors[f"{NAME}_scales"].fill_(255))
     llm = LLM(models[0], num_kv_blocks=60, skip_tokenizer_init=True)
     with pytest.raises(ModelLoadError, match="down_proj has NaN or infinity"):
         llm.update_weights(tmp_path / "model", version=1)
