@@ -14,9 +14,9 @@ from torch import Tensor
 
 from chairlift.kernels.recurrent import StatePart, panel_width
 
-__all__ = ["DeltaRule"]
+__all__ = ["L2_EPS", "DeltaRule"]
 
-_L2_EPS = 1e-6
+L2_EPS = 1e-6
 """Number added to the sum of squares of a q or k vector before the square root, so that the length is never 0. The
 value is Qwen3-Next's."""
 
@@ -132,4 +132,4 @@ class DeltaRule:
 
 
 def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).sum(dim=-1, keepdim=True) + _L2_EPS)
+    return x * torch.rsqrt(x.pow(2).sum(dim=-1, keepdim=True) + L2_EPS)

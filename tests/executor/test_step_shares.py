@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,11 +14,16 @@ from tests.kernels.triton import conftest  # before anything that imports the ke
 
 # isort: split
 from chairlift import LLM, SamplingParams
+from chairlift.base.step_batch import StepBatch
 from chairlift.executor.backends.triton import step_shares, triton_runner
 from chairlift.executor.backends.triton.step_shares import StepShares
+from chairlift.executor.kv_tensors import plan_kv_cache
 from chairlift.executor.local import LocalExecutor
+from chairlift.kernels.recurrent import StatePart
 from chairlift.kernels.triton import shared_prefixes
 from chairlift.kernels.triton.launch import AttentionLaunch, attention_launch
+from chairlift.models.context import LayerCache, LayerState
+from chairlift.models.model_files import read_config
 from tests.executor.test_triton_runner import OverwritingGraphs
 from tests.models.tiny import tiny_hf_model
 
@@ -173,6 +179,23 @@ def test_wrong_tasks_are_seen_in_the_answers(
 
     monkeypatch.setattr(StepShares, "find", faulty)
     assert serve(llm, EVERYONE) != apart
+
+
+def test_equal_blocks_of_states_are_no_shared_keys(model_dir: Path, always: None) -> None:
+    """Rows with a common beginning have the same snapshots in their tables."""
+    spec = (LayerCache(2, 16, None), LayerState((StatePart((4,)),)))
+    how = {"block_size": 4, "memory_bytes": 1 << 20, "num_blocks": None, "most_tokens": 400, "rows": 4}
+    plan = plan_kv_cache(spec, dtype=torch.float32, **how)  # type: ignore[arg-type]
+    network = read_config(model_dir)
+    shares = StepShares(plan, network, 2, torch.device("cpu"))
+    ints = np.ones(4, dtype=np.int32)
+    tables = np.ones((2, 4, 40), dtype=np.int32)
+    batch = StepBatch(ints, 99 * ints, np.arange(5, dtype=np.int32), 100 * ints, tables, np.zeros((2, 4), np.int64))
+    batch = dataclasses.replace(batch, slots=np.arange(4, dtype=np.int32))
+    sizes = {"head_dim": 16, "group": 2, "num_kv_heads": 2, "max_rows": 4, "num_multiprocessors": 2}
+    found = shares.find(batch, 4, small_launch(**sizes, decode_only=True))
+    assert found is not None and len(found) == 2
+    assert (found[0].members >= 0).any() and not (found[1].members >= 0).any()
 
 
 def test_sharing_that_saves_no_time_is_not_used(

@@ -19,6 +19,7 @@ __all__ = [
     "GEMM_ADD_BLOCK",
     "GEMM_BLOCK_M",
     "MAX_GROUP",
+    "MAX_STATE_TILE",
     "PAIR_BLOCK_K",
     "PAIR_BLOCK_N",
     "PAIR_WARPS",
@@ -32,11 +33,13 @@ __all__ = [
     "AttentionLaunch",
     "GemmLaunch",
     "attention_launch",
+    "conv_tile",
     "elementwise_warps",
     "experts_launch",
     "gemm_launch",
     "num_multiprocessors",
     "power_of_2",
+    "state_warps",
 ]
 
 PROGRAMS_PER_MULTIPROCESSOR = 3
@@ -86,6 +89,11 @@ PAIR_BLOCK_K = 256
 PAIR_WARPS = 4
 SORT_CHUNK = 512
 """Number of pairs of (row, expert) that a program of the kernel that sorts them by expert reads at a time."""
+MAX_STATE_TILE = 16_384
+"""Maximum number of elements of a panel of a recurrent state, which a program holds in registers: rows times columns,
+each rounded up to a power of 2."""
+_STATE_PER_WARP = 2048
+"""Number of elements of such a panel that a warp holds: 64 in each thread."""
 APPLY_BLOCK = 256
 """Number of rows or words that one program of a kernel for the decode state processes."""
 
@@ -207,6 +215,20 @@ def elementwise_warps(width: int) -> int:
     if width <= 8192:
         return 8
     return 16
+
+
+def conv_tile(channels: int, *, one_token: bool) -> tuple[int, int, int]:
+    """(tokens, channels, warps) of a program of the short convolution, which computes one tile after the other. With
+    ``one_token``, each row has one token."""
+    if one_token:
+        return 1, min(256, power_of_2(channels)), 2
+    return 16, min(64, power_of_2(channels)), 4
+
+
+def state_warps(rows: int, columns: int) -> int:
+    """Number of warps for a program that holds a panel [``rows``, ``columns``] of a recurrent state in registers; both
+    are powers of 2. It does not depend on the step, so neither does the order of sums."""
+    return max(1, rows * columns // _STATE_PER_WARP)
 
 
 def power_of_2(minimum: int) -> int:

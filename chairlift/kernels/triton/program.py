@@ -2,7 +2,8 @@
 
 The launches of a layer are: QKV matmul | norm, rotation and KV write | attention | output matmul | addition and norm |
 gate-up matmul | SwiGLU | down matmul | addition and norm. Attention with split keys has a second launch, and attention
-of rows that share keys has a launch before it. If the sum of a matmul is split, the next launch adds the parts. From 17
+of rows that share keys has a launch before it. A recurrent layer has one to three launches
+(:mod:`~chairlift.kernels.triton.recurrences`). If the sum of a matmul is split, the next launch adds the parts. From 17
 to 64 rows, the gate-up matmul computes SwiGLU. A layer of experts has launches of its own
 (:mod:`~chairlift.kernels.triton.experts`). Matmuls of few rows use :mod:`~chairlift.kernels.triton.linear_small`.
 Larger matmuls use torch's library, with activations in fp8 if the weight is fp8. A matmul with a weight in codes
@@ -25,7 +26,7 @@ from chairlift.errors import ConfigError, InvariantError
 from chairlift.kernels import ops
 from chairlift.kernels.coded import CodedWeight
 from chairlift.kernels.fp8 import Fp8Weight
-from chairlift.kernels.recording import Node, Op, Value, add, attention
+from chairlift.kernels.recording import Node, Op, Value, add, attention, recurrence
 from chairlift.kernels.triton.coded_linear import coded_linear, coded_parts, decoded_rows, library_linear
 from chairlift.kernels.triton.experts import experts
 from chairlift.kernels.triton.launch import GEMM_BLOCK_M, AttentionLaunch, GemmLaunch, gemm_launch
@@ -33,8 +34,10 @@ from chairlift.kernels.triton.linear_small import linear_parts, linear_small
 from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
 from chairlift.kernels.triton.operations import LINEARS
 from chairlift.kernels.triton.paged_attention import SharedTiles, paged_attention
+from chairlift.kernels.triton.recurrences import cell_launch
 from chairlift.kernels.triton.rope_cache import rope_and_cache, rotary_table
 from chairlift.kernels.triton.scaled import scaled_linear
+from chairlift.kernels.triton.states import StateRows
 
 __all__ = ["CODED_ROWS", "FUSIONS", "SMALL_ROWS", "PagedKV", "StepTensors", "TritonProgram"]
 
@@ -74,6 +77,8 @@ class StepTensors:
     """Per cache group, int64 [T], the slot where each token's K and V are written; -1: nothing is written."""
     shared: Sequence[SharedTiles] | None = None
     """Per cache group, the keys that rows of a decode step read together; None: each row reads its keys alone."""
+    row_offsets: Tensor | None = None
+    """int32 [N + 1], offsets of the rows in the flat batch if ``cu_seqlens`` is None. Only recurrent layers read it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,6 +90,9 @@ class PagedKV:
     :mod:`~chairlift.kernels.triton.kv8`."""
     layer_groups: Sequence[int]
     """Layer index -> index of its cache group."""
+    state_spans: Sequence[int | None] = ()
+    """Per cache group, the number of positions that a table entry covers, for groups of recurrent states; None for
+    other groups. A recurrent layer has the parts of its states in ``caches``, each [num_blocks, ...]."""
 
 
 class TritonProgram:
@@ -115,6 +123,10 @@ class TritonProgram:
         if batch_invariant and self.calls:
             raise ConfigError("batch_invariant is on, but PyTorch computes a part of this model; leave it off")
         tables = [node for node in nodes if node.op is ops.rotary_table]
+        self._cells = {
+            node.out: cell_launch(node.attributes["cell"], device) for node in nodes if node.op is recurrence
+        }
+        """Result of a recurrent layer -> function that launches its kernels."""
         self._frequencies = {node.out: node.attributes["frequencies"].to(device) for node in tables}
         attentions = [node for node in nodes if node.op is attention]
         self._layer_of = {node.inputs[0]: node.attributes["layer"] for node in attentions}
@@ -208,6 +220,8 @@ class TritonProgram:
             return self._heads(node, given, step)
         if node.op in (ops.experts, ops.latent_experts):
             return self._experts(node, step, *given)
+        if node.op is recurrence:
+            return self._recurrence(node, given, step)
         kernel = _KERNELS.get(node.op)
         if kernel is not None:
             return kernel(self, node, *given)
@@ -230,6 +244,20 @@ class TritonProgram:
             sinks=node.attributes["sinks"], scales=(scales[0], scales[1]) if scales else None,
         )  # fmt: skip
         return out.flatten(1)
+
+    def _recurrence(self, node: Node, given: Sequence[Tensor], step: StepTensors | None) -> Tensor:
+        """A recurrent layer. The states of the step's rows are read and updated."""
+        layer = node.attributes["layer"]
+        group = self._kv.layer_groups[layer]
+        span = self._kv.state_spans[group] if self._kv.state_spans else None
+        if step is None or span is None:
+            raise InvariantError(f"recurrent layer {layer} needs a step, and a cache group of states")
+        one_token = step.cu_seqlens is None
+        offsets = step.row_offsets if step.cu_seqlens is None else step.cu_seqlens
+        if offsets is None:
+            raise InvariantError(f"recurrent layer {layer} needs the offsets of the step's rows")
+        rows = StateRows(offsets, step.seq_lens, step.table_rows, step.block_tables[group], span, one_token)
+        return self._cells[node.out](given, self._kv.caches[layer], rows)
 
     def _heads(
         self, node: Node, given: Sequence[Tensor], step: StepTensors | None, bias: Tensor | None = None
@@ -354,6 +382,7 @@ def _by_kernel(x: Tensor, weight: Weight, bias: Tensor | None, launch: GemmLaunc
 _KERNELS: dict[Op[..., Any], Callable[..., Tensor]] = {
     add: lambda program, node, a, b: a + b,
     attention: TritonProgram._attention,
+    recurrence: TritonProgram._recurrence,
     ops.embedding: TritonProgram._embedding,
     ops.experts: TritonProgram._experts,
     ops.latent_experts: TritonProgram._experts,
@@ -363,4 +392,5 @@ _KERNELS: dict[Op[..., Any], Callable[..., Tensor]] = {
     ops.silu_and_mul: lambda program, node, x: silu_and_mul(x, **node.attributes),
     **dict.fromkeys(LINEARS, lambda program, node, x: program._linear(x, **node.attributes)),
 }
-"""Operation with a kernel -> function that launches it. The functions for attention and experts also get the step."""
+"""Operation with a kernel -> function that launches it. Those for attention, experts and recurrent layers also get the
+step."""

@@ -24,8 +24,12 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from chairlift.kernels.coded import CodedWeight
+from chairlift.kernels.delta_rule import DeltaRule
 from chairlift.kernels.grouped import GroupKind
+from chairlift.kernels.mamba2 import Mamba2, Mamba2Shape
+from chairlift.kernels.recurrent import Cell
 from chairlift.kernels.routing import Routing
+from chairlift.kernels.short_conv import ShortConv
 from chairlift.kernels.triton import dependent
 from chairlift.kernels.triton.coded_linear import coded_linear, decoded_rows
 from chairlift.kernels.triton.decode_state import DecodeState
@@ -34,9 +38,11 @@ from chairlift.kernels.triton.launch import MAX_GROUP, attention_launch, gemm_la
 from chairlift.kernels.triton.linear_small import linear_small
 from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
 from chairlift.kernels.triton.paged_attention import SharedTiles, paged_attention
+from chairlift.kernels.triton.recurrences import cell_launch
 from chairlift.kernels.triton.rope_cache import rope_and_cache, rotary_table
 from chairlift.kernels.triton.sampling import kept_ids, sample
 from chairlift.kernels.triton.scaled import quantize_rows
+from chairlift.kernels.triton.states import StateRows
 
 TYPES = {
     torch.float32: "*fp32",
@@ -218,6 +224,46 @@ def in_codes() -> None:
         decoded_rows(weight, dtype, ids=ids)
 
 
+def short_conv_cell(channels: int, taps: int, dtype: torch.dtype, **how: Any) -> ShortConv:
+    return ShortConv(torch.empty((channels, 1, taps), dtype=dtype), torch.empty(channels, dtype=dtype), **how)
+
+
+def delta_cell(keys: int, values: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> DeltaRule:
+    conv = torch.empty((2 * keys * key_dim + values * value_dim, 1, 4), dtype=dtype)
+    heads = (torch.empty(values), torch.empty(values), torch.empty(value_dim, dtype=dtype))
+    return DeltaRule(conv, *heads, 1e-6, keys, values, key_dim, value_dim)
+
+
+def mamba_cell(shape: Mamba2Shape, dtype: torch.dtype, *, norm: bool = True, factors: bool = False) -> Mamba2:
+    ranges = ((shape.inner, 0.5), (shape.channels - shape.inner, 2.0)) if factors else ()
+    conv = short_conv_cell(shape.channels, 4, dtype, silu=True, factors=ranges)
+    numbers = torch.empty(shape.heads)
+    return Mamba2(shape, conv, numbers, numbers, numbers, torch.empty(shape.inner, dtype=dtype) if norm else None)
+
+
+def recurrent() -> None:
+    """The shapes of LFM2, Qwen3-Next, Mamba-Codestral, Falcon-H1 and odd ones, in decode steps and prompts."""
+    codestral = Mamba2Shape(heads=128, head_dim=64, state_size=128, groups=8, norm_groups=8)
+    hybrid = Mamba2Shape(heads=24, head_dim=64, state_size=256, gate_factor=0.4, step_factor=0.4)
+    odd = Mamba2Shape(heads=6, head_dim=24, state_size=7, groups=2, time_limit=(0.1, 0.9), norm_first=True)
+    cells: list[tuple[Cell, torch.dtype, list[int]]] = []
+    for dtype in (torch.bfloat16, torch.float32):
+        cells.append((short_conv_cell(2048, 3, dtype, gated=True), dtype, [3 * 2048]))
+        for heads in ((16, 32, 128, 128), (2, 4, 12, 20)):
+            delta = delta_cell(*heads, dtype)
+            cells.append((delta, dtype, [delta.channels + heads[1] * heads[3], 2 * heads[1]]))
+        for shape in (codestral, odd):
+            cells.append((mamba_cell(shape, dtype), dtype, [shape.columns]))
+    cells.append((mamba_cell(hybrid, torch.bfloat16, norm=False, factors=True), torch.bfloat16, [hybrid.columns]))
+    for (cell, dtype, widths), one_token, span in itertools.product(cells, (True, False), (1024, 1 << 30)):
+        num_rows, num_tokens = (4, 4) if one_token else (4, 100)
+        starts, ids = torch.empty(num_rows + 1, dtype=torch.int32), torch.empty(num_rows, dtype=torch.int32)
+        rows = StateRows(starts, ids, ids, torch.empty((64, 64), dtype=torch.int32), span, one_token)
+        states = [torch.empty((2, *part.shape), dtype=part.dtype or dtype) for part in cell.parts]
+        given = [torch.empty((num_tokens, width), dtype=dtype) for width in widths]
+        cell_launch(cell, torch.device("cpu"))(given, states, rows)
+
+
 def everything() -> None:
     for decode in (True, False):
         for few in (True, False):
@@ -289,6 +335,7 @@ if __name__ == "__main__":
     JITFunction.run = lambda self, *args, **options: compiler(self, *args, **options)
     dependent._is_known = lambda device: compiler.target.arch >= 90  # type: ignore[assignment]
     everything()
+    recurrent()
     in_codes()
     if compiler.target.arch >= 89:  # with support of fp8
         in_fp8()

@@ -10,8 +10,9 @@ import pytest
 
 NAMES = {
     "_add_chosen", "_add_splits", "_attend", "_attend_shared", "_begin", "_choose", "_coded_product", "_combine",
-    "_decode", "_kept_ids", "_of_pairs", "_of_tiles", "_product", "_rms_norm", "_rope_and_cache", "_rotary_table",
-    "_route", "_settle", "_silu_and_mul", "_sort_pairs", "_store", "_write",
+    "_convolve", "_decode", "_delta_scan", "_gated_norm", "_kept_ids", "_mamba_scan", "_of_pairs", "_of_tiles",
+    "_product", "_rms_norm", "_rope_and_cache", "_rotary_table", "_route", "_settle", "_silu_and_mul", "_sort_pairs",
+    "_store", "_write",
 }  # fmt: skip
 
 
@@ -31,6 +32,9 @@ def test_every_kernel_compiles_without_a_gpu(capability: int) -> None:
     assert {line.split(": ")[1].split(" ")[0] for line in lines} == NAMES | in_fp8
     # A launch that asks for more fails when it is first needed.
     assert [line for line in lines if int(line.split(" B shared")[0].split(", ")[-1]) > SHARED[capability] << 10] == []
+    # A recurrent state stays in registers while a program computes the tokens of a row.
+    scans = [line for line in lines if line.split(": ")[1].startswith(("_delta_scan", "_mamba_scan"))]
+    assert scans and [line for line in scans if " 0 B stack" not in line] == []
     # The next keys, or weights, must be on their way while a tile of them is computed.
     loops = ("_attend", "_coded", "_of_tiles", "_product")
     idle = [line for line in lines if line.split(": ")[1].startswith(loops) and ", 0 copies" in line]

@@ -18,13 +18,15 @@ from chairlift.executor.image_bank import ImageBank
 from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.local import ModelRunner
 from chairlift.executor.pooled_runner import PooledExecutor
-from chairlift.kernels.triton.launch import MAX_GROUP
-from chairlift.kernels.triton.operations import OPERATIONS
+from chairlift.kernels.recurrent import panel_width
+from chairlift.kernels.triton.launch import MAX_GROUP, MAX_STATE_TILE, power_of_2
+from chairlift.kernels.triton.operations import CELLS, OPERATIONS
 from chairlift.kernels.weights import CODED, DEVICE_QUANTIZED, PLAIN, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.model import TransformersLM
 from chairlift.models.hf_config import NetworkConfig
+from chairlift.models.mixers import CellConfig, DeltaNetConfig, Mamba2Config, MixerConfig
 from chairlift.models.pooled_network import PooledNetwork
 
 __all__ = ["TritonBackend"]
@@ -68,7 +70,7 @@ class TritonBackend(Backend):
 
     @classmethod
     def operations(cls) -> Mapping[object, str]:
-        return dict.fromkeys(OPERATIONS, "kernel")
+        return dict.fromkeys((*OPERATIONS, *CELLS), "kernel")
 
     @classmethod
     def choose(cls, setting: str) -> Backend:
@@ -162,10 +164,32 @@ def _launch_error() -> str:
 
 def _why_not_model(network: NetworkConfig) -> str:
     """Reason why the kernels cannot run this model, with the remedy; empty if they can."""
+    for mixer in network.mixers:
+        if mixer is not None and (reason := _why_not_mixer(mixer)):
+            return f"{reason}; use kernels='torch', or device='cpu'"
+    if not network.attends:
+        return ""
     if network.head_dim % 2 or not 16 <= network.head_dim <= 256:
         return f"they need an even head size from 16 to 256, and this model's is {network.head_dim}"
-    if network.recurrent:
-        return "they have no recurrent layers, as this model needs; use kernels='torch', or device='cpu'"
     if (group := network.num_attention_heads // network.num_key_value_heads) > MAX_GROUP:
         return f"they need at most {MAX_GROUP} query heads for each KV head, and this model has {group}"
     return ""
+
+
+def _why_not_mixer(mixer: MixerConfig) -> str:
+    """Reason why the kernels cannot run a recurrent layer; empty if they can."""
+    if isinstance(mixer, CellConfig):
+        return f"they have no kernel for the recurrent layers of this model, {mixer.kind.upper()}"
+    if isinstance(mixer, Mamba2Config):
+        rows, columns = mixer.state_size, mixer.head_dim
+    elif isinstance(mixer, DeltaNetConfig):
+        rows, columns = mixer.key_dim, mixer.value_dim
+    else:
+        return ""
+    panel = panel_width(columns)
+    if power_of_2(rows) * power_of_2(panel) <= MAX_STATE_TILE:
+        return ""
+    return (
+        f"they hold {panel} columns of a head's recurrent state in registers, at most {MAX_STATE_TILE:,} numbers, and"
+        f" this model's have {rows} rows"
+    )

@@ -33,7 +33,11 @@ class StepShares:
 
     def __init__(self, plan: KVPlan, network: NetworkConfig, num_multiprocessors: int, device: torch.device) -> None:
         self._windows = [group.window for group in plan.groups]
-        self._num_layers = [plan.layer_groups.count(group) for group in range(len(plan.groups))]
+        self._has_keys = [group.state_span is None for group in plan.groups]
+        """Whether the blocks of each group hold K and V; the others hold recurrent states, which no rows share."""
+        self._num_layers = [
+            plan.layer_groups.count(group) if has_keys else 0 for group, has_keys in enumerate(self._has_keys)
+        ]
         self._block_size = plan.block_size
         self._head_dim = network.head_dim
         self._itemsize = plan.dtype.itemsize
@@ -62,6 +66,8 @@ class StepShares:
                 launch=launch,
                 group=self._group,
             )
+            if self._has_keys[group]
+            else None
             for group, window in enumerate(self._windows)
         ]
         if not any(found):

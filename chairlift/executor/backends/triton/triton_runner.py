@@ -112,7 +112,7 @@ class TritonModelRunner(TorchModelRunner):
         hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
         body = len(recorder.nodes)
         logits: Any = model.compute_logits(hidden)
-        self._hidden, kv = hidden, PagedKV(self._kv_caches, plan.layer_groups)
+        self._hidden, kv = hidden, PagedKV(self._kv_caches, plan.layer_groups, self._state_spans)
         self._batch_invariant = batch_invariant
         how = (kv, device, self._multiprocessors, batch_invariant)
         self._body = TritonProgram(recorder.nodes[:body], hidden, *how)
@@ -133,8 +133,8 @@ class TritonModelRunner(TorchModelRunner):
         """Whether decode rows may read the K and V of shared blocks together."""
         self._bodies: dict[int, tuple[StepBuffer, Graph[Tensor]]] = {}
         self._token_sizes = token_sizes(max_tokens)
-        # With offsets, decode rows use the same compiled attention kernel as chunks.
-        self._offsets = torch.arange(num_slots + 1, dtype=torch.int32, device=device) if batch_invariant else None
+        self._row_offsets = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
+        """Offsets of the rows of a decode step."""
         self._kept_logits = torch.empty(0, dtype=dtype, device=device)
         if batch_invariant and model.config.vocab_size % 4:
             self._prompt_rows = 1  # PyTorch's order of summation depends on the layout of rows
@@ -274,8 +274,11 @@ class TritonModelRunner(TorchModelRunner):
         state.begin_step(inputs)
         tables = state.block_tables
         mapping = inputs.slot_mapping.unbind()
-        offsets = None if self._offsets is None else self._offsets[: len(slots) + 1]
-        step = StepTensors(inputs.token_ids, inputs.positions, inputs.seq_lens, offsets, slots, tables, mapping, shared)
+        offsets = self._row_offsets[: len(slots) + 1]
+        # With offsets, decode rows use the same compiled attention kernel as chunks.
+        starts = offsets if self._batch_invariant else None
+        where = (slots, tables, mapping, shared, offsets)
+        step = StepTensors(inputs.token_ids, inputs.positions, inputs.seq_lens, starts, *where)
         hidden = self._run_body(step, launch)
         outputs = self._draw(hidden, hidden, slots, inputs.seq_lens, slots, truncates=truncates, keep=keep)
         if outputs.logits is None:
