@@ -275,12 +275,21 @@ class NetworkConfig:
         of bytes of one element."""
         heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
         heads += 2 * self.num_attention_heads * self.head_dim * self.output_gate
-        count = (heads + 3 * self.intermediate_size + 4 * self.hidden_size) * itemsize
+        mixing = max([heads * itemsize, *(self._mixer_bytes(each, itemsize) for each in self.mixers if each)])
+        count = mixing + (3 * self.intermediate_size + 4 * self.hidden_size) * itemsize
         if self.experts is not None:  # results of each chosen expert, and three times the inner width of one
             chosen = self.experts.routing.top_k * self.hidden_size
             inner = max(self.experts.intermediate_size, self.experts.shared_size)
             count += (4 * inner + 2 * chosen) * itemsize + 8 * inner + 4 * self.hidden_size
         return count
+
+    def _mixer_bytes(self, mixer: MixerConfig, itemsize: int) -> int:
+        """Bytes per token of the intermediate results of a recurrent layer: the results of its linear layers, and those
+        of its convolution and of its scan, which may be float32."""
+        before, after = mixer.products(self.hidden_size)
+        given = sum(outs for outs, _ in before)
+        inner = sum(ins for _, ins in after)
+        return (given + inner) * (itemsize + 4)
 
     @property
     def rotates_apart(self) -> bool:

@@ -25,6 +25,7 @@ from chairlift.kernels.weights import PLAIN
 from chairlift.models.formats.checkpoint import hf_state_dict
 from chairlift.models.hf_config import NetworkConfig, parse_config
 from chairlift.models.loader import load_model
+from chairlift.models.mixers import Mamba2Config
 from chairlift.models.model_files import read_config
 from chairlift.models.registry import FAMILIES
 from tests.models.logprobs import check_logprobs
@@ -167,6 +168,17 @@ def test_each_path_scans_in_every_shape_of_heads(isa: str, tmp_path: Path) -> No
         model_dir = tiny_hf_model(tmp_path, "mamba2", seed=seed, **sizes, state_size=state)
         notes = check_logprobs(model_dir, hf_model(model_dir), 1e-3, dtype="float32", kernels=isa)
         assert not any(note.startswith("the kernels lack") for note in notes), notes
+
+
+def test_the_memory_of_a_step_counts_the_results_of_recurrent_layers(tmp_path: Path) -> None:
+    """The first linear layer's, the convolution's and the scan's, beside the rows of the model's width."""
+    network = read_config(tiny_hf_model(tmp_path, "mamba2"))
+    mixer = network.mixers[0]
+    assert isinstance(mixer, Mamba2Config)
+    columns = mixer.inner + mixer.channels + mixer.heads
+    mixed = 4 * (mixer.channels + mixer.inner)
+    assert network.step_bytes(2) >= 2 * columns + mixed + 2 * mixer.inner + 8 * network.hidden_size
+    assert network.step_bytes(2) > dataclasses.replace(network, mixers=()).step_bytes(2)
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
