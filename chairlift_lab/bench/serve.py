@@ -92,6 +92,8 @@ async def measure(plan: Plan, watch: Watch) -> AsyncIterator[tuple[int, int, Ser
                 busy = other_load.share()
                 with watch(server.url, len(load.requests)) as progress:
                     run = dataclasses.replace(await run_load(server, fresh, progress), busy=busy)
+                if not run.interrupted:
+                    run = dataclasses.replace(run, collective_share=await server.collective_share())
                 yield index, number, run
                 if run.interrupted:
                     return

@@ -38,6 +38,8 @@ _VOCABULARIES: Final = (8000, 250)
 _RULER: Final = (8, 136)
 """Numbers of words in the two prompts that the client sends to measure how many tokens a word has."""
 _MAX_MESSAGE: Final = 300
+_SHARES: Final = re.compile(r"^chairlift:collective_share\{(.*)\} (\d\S*)", re.MULTILINE)
+"""Samples of the metric: (labels, value)."""
 _REFUSALS: Final = (400, 404, 405, 415, 422, 500, 501)
 """HTTP statuses with which servers reject requests with unknown fields."""
 
@@ -133,6 +135,20 @@ class Server(Target):
         finally:
             if outcome.status != "completed":
                 outcome.end = clock()
+
+    async def collective_share(self) -> float | None:
+        """Share of the last steps' time in which processes of the model waited for each other, as ``/metrics`` says;
+        the largest of the replicas. None if it says nothing."""
+        if not self.is_ours:
+            return None
+        try:
+            url = f"{self._root.rpartition('/')[0]}/metrics"
+            async with asyncio.timeout(self._timeout), self._session.get(url) as reply:
+                text = (await reply.content.read(_MAX_BYTES)).decode("utf-8", "replace")
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
+            return None
+        named = f'model_name="{self.model}"'
+        return max((float(value) for labels, value in _SHARES.findall(text) if named in labels), default=None)
 
     # -- properties of the server ----------------------------------------------------------------------------------
 

@@ -108,6 +108,7 @@ def _own(run: ServeRun, figures: Figures) -> dict[str, Any]:
         **_spelled("server_queue", figures.times["server_queue"]),
         "client": {**_spelled("lateness", figures.lateness), "cpu_share": run.cpu_share},
         "busy": run.busy,
+        "collective_share": run.collective_share,
         "doubts": list(figures.doubts(run)),
         "e2els": [round(each.e2el, 6) if each.status == "completed" else 0.0 for each in run.outcomes],
     }
@@ -154,6 +155,8 @@ def _run_facts(figures: Figures, slo: Mapping[str, float]) -> Iterator[tuple[str
     yield "at its peak", f"{requests:,} concurrent requests, {tokens:,.0f} output tokens in one second"
     if figures.preemption_rate is not None:
         yield "preempted", f"{figures.preemption_rate:.1%} of the requests"
+    if figures.collective_share is not None:
+        yield "processes", f"waited for each other for {figures.collective_share:.1%} of the time of the last steps"
     if figures.cpu_share is not None:
         late = "" if figures.lateness is None else f", {figures.lateness.p99:.1f} ms late at the 99th percentile"
         yield "client", f"{figures.cpu_share:.0%} of a processor{late}"

@@ -116,6 +116,8 @@ class Figures:
     """(kind of error, number of requests, example of a message); the most frequent kind comes first."""
     busy: float = 0.0
     """Share of this machine that other programs used, see :attr:`ServeRun.busy`."""
+    collective_share: float | None = None
+    """Share of time in which processes of a model waited for each other, see :attr:`ServeRun.collective_share`."""
 
     @property
     def throughput(self) -> RunSample:
@@ -205,6 +207,7 @@ def figures_of(run: ServeRun, slo: Mapping[str, float]) -> Figures:
         cpu_share=run.cpu_share,
         errors=[(kind, count, messages[kind]) for kind, count in kinds],
         busy=run.busy,
+        collective_share=run.collective_share,
     )
 
 

@@ -235,6 +235,9 @@ class ServeRun:
     busy: float = 0.0
     """Share of this machine that other programs used: during the run if the engine is in this process, otherwise just
     before it, and only in a comparison of servers."""
+    collective_share: float | None = None
+    """Share of the time of the server's last steps in which the processes of its model waited for each other, of the
+    replica in which they waited longest. None for a model on one process, and if the server does not report it."""
 
 
 def fit(requests: Sequence[TracedRequest], max_tokens: int | None) -> tuple[list[TracedRequest], int]:

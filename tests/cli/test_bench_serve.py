@@ -53,6 +53,31 @@ def test_one_run_is_reported_as_lines_json_and_page(chairlift: Run, server: Scri
     assert "Time to first token (TTFT)" in html
 
 
+@pytest.mark.parametrize("path", ["", "/v1"])
+def test_the_share_of_time_in_collectives_is_that_of_the_slowest_replica(
+    chairlift: Run, path: str, tmp_path: Path
+) -> None:
+    samples = [("tiny", 0, "0.02"), ("tiny", 1, "0.113"), ("other", 0, "0.5")]
+    lines = [f'chairlift:collective_share{{model_name="{name}",engine="{n}"}} {value}' for name, n, value in samples]
+    metrics = "\n".join(["# TYPE chairlift:collective_share gauge", *lines, ""])
+    out = tmp_path / "out.json"
+    with serving(ScriptedServer(name="tiny", owner="chairlift", metrics=metrics)) as server:
+        code, report, _ = chairlift("bench", "serve", *QUICK, "--url", f"{server.url}{path}", "--json", out)
+    assert code == 0
+    assert "processes      waited for each other for 11.3% of the time of the last steps" in report
+    assert json.loads(out.read_text())["chairlift"]["collective_share"] == 0.113
+
+
+@pytest.mark.parametrize("server", [{"owner": "a test"}, {}, {"metrics": ""}, {"name": "tiny2"}])
+def test_a_server_on_one_process_has_no_share_of_collectives(chairlift: Run, server: dict[str, str]) -> None:
+    sample = 'chairlift:collective_share{model_name="tiny",engine="0"} 0.5\n'
+    ours = {"owner": "chairlift", "name": "tiny", "metrics": sample if server else "chairlift:idle 0\n"}
+    with serving(ScriptedServer(**{**ours, **server})) as scripted:  # type: ignore[arg-type]
+        code, report, _ = chairlift("bench", "serve", *QUICK, "--url", scripted.url)
+    assert code == 0
+    assert "processes" not in "\n".join(report)
+
+
 def test_a_models_name_cannot_command_the_terminal(chairlift: Run, tmp_path: Path) -> None:
     page = tmp_path / "out.html"
     with serving(ScriptedServer(name="<b>\x1b[2J\u202e")) as server:

@@ -89,7 +89,8 @@ async def answer(exchange: Exchange) -> None:
 
 
 class ScriptedServer:
-    """A server that responds to /v1/models, and runs a script for every POST. ``exchanges`` are all POSTs so far."""
+    """A server that responds to /v1/models and, if it has ``metrics``, to /metrics, and runs a script for every POST.
+    ``exchanges`` are all POSTs so far."""
 
     def __init__(
         self,
@@ -99,6 +100,7 @@ class ScriptedServer:
         owner: str = "a test",
         room: int | None = 4096,
         key: str = "",
+        metrics: str = "",
     ) -> None:
         self.script = script
         self.url = ""
@@ -107,6 +109,7 @@ class ScriptedServer:
         self._card = {"id": name, "object": "model", "owned_by": owner}
         self._card |= {} if room is None else {"max_model_len": room}  # type: ignore[dict-item]
         self._key = key
+        self._metrics = metrics
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -161,6 +164,10 @@ class ScriptedServer:
         elif path == "/v1/models":
             exchange.head(kind="application/json")
             exchange.chunk(json.dumps({"data": [self._card]}).encode())
+            exchange.end()
+        elif path == "/metrics" and self._metrics:
+            exchange.head(kind="text/plain")
+            exchange.chunk(self._metrics.encode())
             exchange.end()
         elif method == "POST" and path in ("/v1/completions", "/v1/chat/completions"):
             self.exchanges.append(exchange)
