@@ -30,20 +30,20 @@ from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_network
 
-__all__ = ["main"]
+__all__ = ["load_rank", "main"]
 
 _log = logging.getLogger(__name__)
 
 
 def main() -> None:
     """Load, and serve until process 0 ends. The arguments of the command line are a folder to import from, the file
-    descriptor of the socket to process 0, and that of the shared memory."""
+    descriptor of the socket to process 0, that of the shared memory, and the id of process 0."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[2]))
     pipe = cast("IO[bytes]", sock.makefile("rwb"))
     try:
-        runner = _load(pipe, sock, int(sys.argv[3]))
+        runner = load_rank(pipe, sock, int(sys.argv[3]))
     except (ChairliftError, OSError, MemoryError) as error:
         _answer(pipe, {"error": f"{error}" or type(error).__name__})
         sys.exit(2)
@@ -60,8 +60,9 @@ def main() -> None:
         os._exit(3)
 
 
-def _load(pipe: IO[bytes], sock: socket.socket, file: int) -> RankRunner | None:
-    """The runner of this process; None if process 0 ended."""
+def load_rank(pipe: IO[bytes], sock: socket.socket, file: int) -> RankRunner | None:
+    """The runner of a process, with its part of the weights. ``pipe`` is a file over ``sock``, the socket to process 0;
+    ``file`` is the shared memory. None if process 0 ended. Raises ChairliftError, OSError and MemoryError."""
     about = read_frame(pipe)
     if about is None:
         return None
