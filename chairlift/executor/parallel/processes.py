@@ -2,7 +2,8 @@
 
 Process 0 is the one that has the engine. It and each other process hold the two ends of a socket. While a process
 loads, frames pass over it. Later it carries orders outside of steps, and shows that both live: when one ends, the
-other's waits end, too. So no process outlives process 0, however that ends.
+other's waits end, too. The kernel kills those that do not look, because they are stopped or hang. So no process
+outlives process 0, however that ends.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
@@ -44,7 +47,12 @@ __all__ = [
     "runner_settings",
 ]
 
-_PROGRAM: Final = "import sys; sys.path[:0] = sys.argv[1:2]; from chairlift.loading.rank_process import main; main()"
+_PROGRAM: Final = """import sys
+sys.path[:0] = sys.argv[1:2]
+from chairlift.base.parent import die_with_parent
+die_with_parent(int(sys.argv[4]))  # before the long imports
+from chairlift.loading.rank_process import main
+main()"""
 _ROOT: Final = str(Path(__file__).parents[3])
 _END_SECONDS: Final = 10.0
 
@@ -67,26 +75,30 @@ class RankProcesses:
         self._sockets: list[socket.socket] = []
         self._pipes: list[IO[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._end = weakref.finalize(self, _end_processes, self._processes, self._sockets, self._pipes, self.file)
+        ended = threading.Event()
+        self._end = weakref.finalize(
+            self, _end_processes, self._processes, self._sockets, self._pipes, self.file, ended
+        )
+        commands = [self._command(rank) for rank in range(1, self.size)]
+        started = Future[None]()
+        how = self._processes, commands, self.file, started, ended
+        threading.Thread(target=_start_processes, args=how, name="rank-parent", daemon=True).start()
+        try:
+            started.result()
+        except BaseException:
+            self._end()
+            raise
+        about = {"settings": config.to_flat(), "max_model_len": max_model_len, "size": self.size}
         for rank in range(1, self.size):
-            self._start(rank, {"settings": config.to_flat(), "max_model_len": max_model_len})
+            self._tell(rank, about | {"rank": rank, "processors": self.processors[rank], "threads": self.threads[rank]})
 
-    def _start(self, rank: int, about: dict[str, Any]) -> None:
+    def _command(self, rank: int) -> tuple[list[str], socket.socket]:
+        """The command line of a process, and its end of its socket."""
         ours, theirs = socket.socketpair()
         self._sockets.append(ours)
         self._pipes.append(cast("IO[bytes]", ours.makefile("rwb")))
-        command = [sys.executable, "-P", "-c", _PROGRAM, _ROOT, str(theirs.fileno()), str(self.file)]
-        with theirs:
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), self.file),
-                    start_new_session=True,  # signals of a terminal are for process 0, which ends the others
-                )
-            )
-        about |= {"rank": rank, "size": self.size}
-        self._tell(rank, about | {"processors": self.processors[rank], "threads": self.threads[rank]})
+        numbers = theirs.fileno(), self.file, os.getpid()
+        return [sys.executable, "-P", "-c", _PROGRAM, _ROOT, *map(str, numbers)], theirs
 
     @property
     def weight_bytes(self) -> int:
@@ -168,11 +180,39 @@ class RankProcesses:
         return answer
 
 
+def _start_processes(
+    processes: list[subprocess.Popen[bytes]],
+    commands: Sequence[tuple[list[str], socket.socket]],
+    file: int,
+    started: Future[None],
+    ended: threading.Event,
+) -> None:
+    """Start a process for each command, and add it to ``processes``. This is the main function of a thread, which stays
+    until the processes have ended: the kernel kills a process when the thread that started it ends."""
+    try:
+        for command, sock in commands:
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(sock.fileno(), file),
+                    start_new_session=True,  # signals of a terminal are for process 0, which ends the others
+                )
+            )
+        started.set_result(None)
+    except BaseException as error:
+        started.set_exception(error)
+    for _, sock in commands:
+        sock.close()
+    ended.wait()
+
+
 def _end_processes(
     processes: Sequence[subprocess.Popen[bytes]],
     sockets: Sequence[socket.socket],
     pipes: Sequence[IO[bytes]],
     file: int,
+    ended: threading.Event,
 ) -> None:
     for pipe in pipes:
         with contextlib.suppress(OSError):
@@ -186,6 +226,7 @@ def _end_processes(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    ended.set()
 
 
 def divide_processors(size: int, allowed: set[int], system: Path = Path("/sys/devices/system")) -> list[list[int]]:

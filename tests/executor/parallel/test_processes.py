@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +28,7 @@ from chairlift.executor.parallel import processes
 from chairlift.executor.parallel.parallel_runner import ParallelRunner
 from chairlift.executor.parallel.processes import divide_processors, on_processors, rank_threads
 from chairlift.llm import LLM
+from chairlift.metrics.stats import EngineStats
 from tests.kernels.cpu.models import tiny_model
 from tests.lora.adapters import random_adapter
 from tests.models.tiny import EXPERT_FAMILIES, tiny_hf_model
@@ -40,11 +45,9 @@ def tokens(outputs: list[RequestOutput]) -> list[Any]:
     return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
 
 
-def answers(model_dir: Path, size: int, **settings: Any) -> tuple[list[Any], Any]:
-    llm = LLM(str(model_dir), tensor_parallel_size=size, **SIZES, **settings)
-    found = tokens(llm.generate(PROMPTS, PARAMS))
-    found += tokens(llm.generate(PROMPTS, PARAMS))  # the prompts are in the prefix cache
-    return found, engine_of(llm).core.stats()
+def answers(model_dir: Path, size: int) -> tuple[list[Any], EngineStats]:
+    llm = LLM(str(model_dir), tensor_parallel_size=size, **(SIZES | {"threads": max(size, 2)}))
+    return tokens(llm.generate(PROMPTS, PARAMS)), engine_of(llm).core.stats()
 
 
 def engine_of(llm: LLM) -> Engine:
@@ -60,27 +63,15 @@ def runner_of(llm: LLM) -> ParallelRunner:
     return runner
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "swap": {"num_kv_blocks": 9, "swap_space_bytes": 1 << 20, "preemption_mode": "swap"},
-    "recompute": {"num_kv_blocks": 9, "swap_space_bytes": 0, "preemption_mode": "recompute"},
-    "offload": {"num_kv_blocks": 9, "swap_space_bytes": 1 << 20, "prefix_offload": True},
-    "drafts": {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'},
-    "int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
-    "processed": {"logprobs_mode": "processed_logprobs"},
-}
-
-
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_two_processes_give_the_tokens_of_one(settings: str, tmp_path: Path) -> None:
-    model_dir = tiny_model(tmp_path, "qwen3", dtype="bfloat16")
-    alone, before = answers(model_dir, 1, **SETTINGS[settings])
-    divided, after = answers(model_dir, 2, **SETTINGS[settings])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_several_processes_give_the_tokens_of_one(size: int, tmp_path: Path) -> None:
+    """``test_sizes.py`` has all settings and kinds of models."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    model_dir = tiny_model(tmp_path, "qwen3", dtype="bfloat16", **heads)
+    alone, before = answers(model_dir, 1)
+    divided, after = answers(model_dir, size)
     assert divided == alone
     assert before.collective_seconds == 0.0 < after.collective_seconds
-    if settings in ("swap", "recompute"):
-        assert before.num_preemptions > 0
-        assert after.num_preemptions > 0
 
 
 def go_on(llm: LLM, busy: bool) -> None:
@@ -123,6 +114,70 @@ def test_processes_end_with_the_engine(asked: bool, tmp_path: Path) -> None:
     assert [each.returncode for each in children] == [0]
 
 
+KEEPER = """import sys, threading
+from chairlift.llm import LLM
+llm = LLM(sys.argv[1], tensor_parallel_size=3, threads=3, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 20)
+print(*llm.engine.core.executor._runner.processes.pids, flush=True)
+threading.Event().wait()"""
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_no_process_outlives_a_killed_engine(continued: bool, tmp_path: Path) -> None:
+    """One of the two processes is stopped when the engine's process is killed, and stays so, or goes on."""
+    model_dir = tiny_model(tmp_path, "llama", num_attention_heads=6, num_key_value_heads=3)
+    keeper = subprocess.Popen([sys.executable, "-c", KEEPER, str(model_dir)], stdout=subprocess.PIPE)
+    assert keeper.stdout is not None
+    with keeper, contextlib.ExitStack() as stack:
+        pids = [int(pid) for pid in keeper.stdout.readline().split()]
+        assert len(pids) == 2
+        ends = select.poll()
+        for pid in pids:
+            ends.register(end := os.pidfd_open(pid), select.POLLIN)
+            stack.callback(os.close, end)
+        os.kill(pids[1], signal.SIGSTOP)
+        keeper.kill()
+        keeper.wait()
+        if continued:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[1], signal.SIGCONT)
+        assert gone(ends, 2), "a process outlived the engine's"
+
+
+def gone(ends: select.poll, count: int) -> bool:
+    """Wait until ``count`` processes have ended, for at most 30 seconds. Returns whether they have."""
+    end = time.monotonic() + 30
+    while (found := len(ends.poll(1000))) < count and time.monotonic() < end:
+        pass
+    return found == count
+
+
+def test_processes_outlive_the_thread_that_loaded_the_model(tmp_path: Path) -> None:
+    made: list[LLM] = []
+    model_dir = tiny_model(tmp_path, "llama")
+    loads = threading.Thread(target=lambda: made.append(LLM(str(model_dir), tensor_parallel_size=2, **SIZES)))
+    loads.start()
+    loads.join()
+    [llm] = made
+    ranks = runner_of(llm).processes
+    assert isinstance(ranks, processes.RankProcesses)
+    ends = select.poll()
+    ends.register(end := os.pidfd_open(ranks.pids[0]), select.POLLIN)
+    assert not ends.poll(200)  # the kernel would have killed it with the thread
+    os.close(end)
+    assert len(llm.generate(PROMPTS, PARAMS)) == len(PROMPTS)
+
+
+def test_a_process_that_cannot_be_started_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig.from_flat({"model": str(tmp_path), "tensor_parallel_size": 2, **SIZES})
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError):
+        processes.RankProcesses(config, 64)
+    for thread in threading.enumerate():
+        if thread.name == "rank-parent":
+            thread.join(30)
+            assert not thread.is_alive()
+
+
 def test_an_error_in_another_process_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_dir = tiny_model(tmp_path, "llama")
     config = EngineConfig.from_flat({"model": str(model_dir), "tensor_parallel_size": 2, **SIZES})
@@ -131,32 +186,6 @@ def test_an_error_in_another_process_is_told(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"in process 1 of tensor_parallel_size 2: .*config\.json"):
         ranks.wait_until_loaded()
     ranks.close()
-
-
-REFUSED: dict[str, dict[str, Any]] = {
-    "this model has 2 KV heads, and each process needs one; use at most 2": {"tensor_parallel_size": 3, "threads": 3},
-    "PyTorch's kernels run this model": {"kernels": "torch"},
-    "threads is 1, and each process needs one; set threads to 2": {"threads": 1},
-    "kv_store cannot be divided": {"kv_store": "/tmp/kv"},
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_be_divided_is_refused_by_name(words: str, tmp_path: Path) -> None:
-    settings = {"tensor_parallel_size": 2, **SIZES, **REFUSED[words]}
-    with pytest.raises(ConfigError, match=words):
-        LLM(str(tiny_model(tmp_path, "llama")), **settings)
-
-
-def test_other_systems_than_linux_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chairlift.executor.parallel.shares.sys", SimpleNamespace(platform="darwin"))
-    with pytest.raises(ConfigError, match="share a memory file as only Linux has it"):
-        LLM(str(tiny_model(tmp_path, "llama")), tensor_parallel_size=2, **SIZES)
-
-
-def test_hashlm_is_refused() -> None:
-    with pytest.raises(ConfigError, match="HashLM has no layers to divide"):
-        LLM("hashlm", tensor_parallel_size=2)
 
 
 def test_every_process_replaces_its_weights(tmp_path: Path) -> None:
