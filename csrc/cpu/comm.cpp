@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <time.h>
 
+#include <algorithm>
 #include <new>
 
 #include "isa/processor.h"
@@ -15,6 +16,9 @@ namespace {
 constexpr double kSpinning = 50e-6;
 constexpr int kPausesPerLook = 32;
 constexpr long kPauseNanoseconds = 100 * 1000 * 1000;
+// Maximum number of seconds that a rank counts as waited between two looks. After a longer time it was stopped itself or
+// had no processor, so it knows nothing about the others: a container was paused, for example.
+constexpr double kMostSeconds = 0.2;
 // Maximum number of seconds between two looks of rank 0 that count as looking all the time.
 constexpr double kLookSeconds = 2.0;
 
@@ -119,9 +123,13 @@ bool cl_comm::wait(Member& owner, std::atomic<uint32_t>& word, uint32_t value, d
     pause_processor();
   }
   owner.asleep.fetch_add(1);
+  double slept = 0.0, before = start;
   for (uint32_t seen = word.load(); !reached(seen, value) && !broken_; seen = word.load()) {
     shared_.members[rank_].beats.fetch_add(1, std::memory_order_relaxed);
-    if (shared_.broken.load() || somebody_ended() || (patience > 0.0 && seconds() - start > patience)) {
+    const double now = seconds();
+    slept += std::min(now - before, kMostSeconds);
+    before = now;
+    if (shared_.broken.load() || somebody_ended() || (patience > 0.0 && slept > patience)) {
       end();
       break;
     }

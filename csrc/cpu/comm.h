@@ -55,7 +55,8 @@ struct cl_comm {
   int64_t meetings() const { return meetings_; }
 
  private:
-  // Waits until `word`, a counter of `owner`, is at least `value`. Seconds of patience; 0: no limit.
+  // Waits until `word`, a counter of `owner`, is at least `value`. Seconds of patience, in which this rank was not
+  // stopped itself; 0: no limit.
   bool wait(Member& owner, std::atomic<uint32_t>& word, uint32_t value, double patience);
   void changed(std::atomic<uint32_t>& word);
   bool somebody_ended() const;

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 
 from tests.e2e.server_process import PATIENCE, ServerProcess, _command_line, _parent, alive
 from tests.native import needs_kernels
+from tests.preloaded import run
 
 pytestmark = [needs_kernels, pytest.mark.nightly]
 
@@ -57,7 +59,10 @@ def test_a_killed_process_is_replaced_with_the_engine() -> None:
         assert again[1]["choices"][0]["text"] == text
         assert server.engine() != engine
         assert "another process of tensor_parallel_size 2 ended" in server.log()
+        share = measured_share(server)
+        assert 0.0 < share < 1.0
         [newer] = others(server)
+        os.kill(newer, signal.SIGSTOP)
         os.kill(server.engine(), signal.SIGKILL)
         end = time.monotonic() + PATIENCE
         while alive(newer) and time.monotonic() < end:
@@ -65,7 +70,18 @@ def test_a_killed_process_is_replaced_with_the_engine() -> None:
         assert not alive(newer), "it outlived the engine's process"
 
 
+def measured_share(server: ServerProcess) -> float:
+    """The share of time in which processes waited for each other, as ``bench serve`` prints it."""
+    flags = ("--input-len", "16", "--output-len", "8", "--num-prompts", "4", "--num-warmups", "0")
+    done = run(["bench", "serve", "--url", f"http://127.0.0.1:{server.port}", *flags])
+    found = re.search(r"^processes +waited for each other for ([\d.]+)% of the time", done.stdout, re.MULTILINE)
+    assert found is not None, done.stdout
+    return float(found[1]) / 100
+
+
 FAULTS: dict[str, Any] = {**ASKED, "max_tokens": 60, "ignore_eos": True}
+TIMEOUT = 5
+"""Seconds after which a process hangs. Seconds in which the processes that wait have no processor do not count."""
 WHERE = ("idle", "first prompt", "decoding", "two streams")
 
 
@@ -111,7 +127,7 @@ def test_a_process_that_dies_or_hangs_anywhere_loses_what_one_engine_loses(seed:
             stream.read()
             assert stream.complete
             texts.append(stream.text)
-    flags = ("--threads", "3", "--tensor-parallel-size", "3", "--tensor-parallel-timeout", "2")
+    flags = ("--threads", "3", "--tensor-parallel-size", "3", "--tensor-parallel-timeout", str(TIMEOUT))
     with ServerProcess("bundled", *flags) as server:
         for where in rng.sample(WHERE, len(WHERE)):
             engine, victims = server.engine(), others(server)

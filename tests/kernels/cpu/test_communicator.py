@@ -115,6 +115,32 @@ def test_a_stopped_process_is_noticed_when_patience_ends(file: int) -> None:
     other.close()
 
 
+WAITER = """
+import sys
+from chairlift.kernels.cpu.communicator import Communicator
+comm = Communicator(int(sys.argv[1]), 1, 2, patience=1.0)
+print("waits", flush=True)
+comm.meet()
+print("met", flush=True)
+"""
+
+
+def test_time_in_which_the_waiting_process_is_stopped_does_not_count(file: int) -> None:
+    """As in a paused container: the others were paused, too."""
+    os.set_inheritable(file, True)
+    command = [sys.executable, "-c", WAITER, str(file)]
+    with subprocess.Popen(command, pass_fds=(file,), stdout=subprocess.PIPE, text=True) as waiter:
+        comm = Communicator(file, 0, 2)
+        assert waiter.stdout is not None
+        assert waiter.stdout.readline() == "waits\n"
+        waiter.send_signal(signal.SIGSTOP)
+        assert not threading.Event().wait(1.5)  # longer than its patience
+        waiter.send_signal(signal.SIGCONT)
+        assert not threading.Event().wait(0.3)  # it looks at the time, and waits again
+        comm.meet()
+        assert waiter.stdout.readline() == "met\n"
+
+
 def look_for(comm: Communicator, seconds: float) -> None:
     """Look all the time, as process 0 does between steps."""
     end = time.monotonic() + seconds
