@@ -26,6 +26,7 @@ from chairlift.kernels.grouped import GROUP, GroupKind
 from chairlift.kernels.triton.dependent import dependent_launch, wait_for_inputs
 from chairlift.kernels.triton.launch import GemmLaunch
 from chairlift.kernels.triton.linear_small import add_splits, output_columns, store_sums
+from chairlift.kernels.triton.low_rank import LowRankTerm, add_low_rank, term_arguments
 
 __all__ = ["coded_linear", "coded_parts", "decoded_rows", "library_linear", "weight_arguments", "weight_tile"]
 
@@ -135,10 +136,12 @@ def weight_arguments(weight: Tensor | CodedWeight) -> dict[str, Any]:
 @triton.jit(do_not_specialize=["num_rows"])
 def _coded_product(
     out_ptr: tl.tensor, x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, minimums_ptr: tl.tensor,
-    bias_ptr: tl.tensor, num_rows: tl.tensor, num_out: tl.tensor, num_in: tl.tensor, x_stride: tl.tensor,
-    row_bytes: tl.tensor, num_groups: tl.tensor, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, ZERO: tl.constexpr,
-    FLOATS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    GATED: tl.constexpr, PDL: tl.constexpr,
+    bias_ptr: tl.tensor, low_ptr: tl.tensor, term_slots_ptr: tl.tensor, b_ptr: tl.tensor, words_ptr: tl.tensor,
+    b_stride: tl.tensor, words_stride: tl.tensor, num_rows: tl.tensor, num_out: tl.tensor, num_in: tl.tensor,
+    x_stride: tl.tensor, row_bytes: tl.tensor, num_groups: tl.tensor, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    ZERO: tl.constexpr, FLOATS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, LOW_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Matmul kernel with a weight in codes. Its programs are those of ``linear_small``."""
     split = tl.program_id(2)
@@ -157,6 +160,11 @@ def _coded_product(
             ZERO, FLOATS, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         sums = tl.dot(x, tl.trans(weight.to(x.dtype)), sums, input_precision="ieee")
+    if low_ptr is not None:
+        sums = add_low_rank(
+            sums, low_ptr, term_slots_ptr, b_ptr, words_ptr, b_stride, words_stride, None, n, inside_out, m, split,
+            num_rows, num_out, PARTS, RANK, LOW_SPLITS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     store_sums(out_ptr, sums, bias_ptr, n, inside_out, m, split, num_rows, num_out, BLOCK_M, BLOCK_N, GATED)
 
 
@@ -185,7 +193,13 @@ def _decode(
 
 
 def coded_linear(
-    x: Tensor, weight: CodedWeight, bias: Tensor | None, *, launch: GemmLaunch, gated: bool = False
+    x: Tensor,
+    weight: CodedWeight,
+    bias: Tensor | None,
+    *,
+    launch: GemmLaunch,
+    gated: bool = False,
+    term: LowRankTerm | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias``, correct for any number of rows, and made for few.
 
@@ -198,16 +212,16 @@ def coded_linear(
         raise InvariantError(f"a gated layer has one gate for each output, so an even number of both; got {num_out}")
     out = torch.empty((num_rows, num_out // 2 if gated else num_out), dtype=x.dtype, device=x.device)
     if launch.num_splits == 1:
-        _launch_product(out, x, weight, bias, launch, gated)
+        _launch_product(out, x, weight, bias, launch, gated, term)
     elif num_rows:
-        add_splits(out, coded_parts(x, weight, launch=launch), bias, gated)
+        add_splits(out, coded_parts(x, weight, launch=launch, term=term), bias, gated)
     return out
 
 
-def coded_parts(x: Tensor, weight: CodedWeight, *, launch: GemmLaunch) -> Tensor:
+def coded_parts(x: Tensor, weight: CodedWeight, *, launch: GemmLaunch, term: LowRankTerm | None = None) -> Tensor:
     """The parts of the sums ``x @ weight.T``, float32 [``launch.num_splits``, M, N]; see :func:`coded_linear`."""
     parts = torch.empty((launch.num_splits, len(x), len(weight)), dtype=torch.float32, device=x.device)
-    _launch_product(parts, x, weight, None, launch, gated=False)
+    _launch_product(parts, x, weight, None, launch, gated=False, term=term)
     return parts
 
 
@@ -248,7 +262,13 @@ def _floats(kind: GroupKind) -> int:
 
 
 def _launch_product(
-    out: Tensor, x: Tensor, weight: CodedWeight, bias: Tensor | None, launch: GemmLaunch, gated: bool
+    out: Tensor,
+    x: Tensor,
+    weight: CodedWeight,
+    bias: Tensor | None,
+    launch: GemmLaunch,
+    gated: bool,
+    term: LowRankTerm | None,
 ) -> None:
     num_rows, num_in = x.shape
     num_out, splits, kind = len(weight), launch.num_splits, weight.kind
@@ -256,9 +276,10 @@ def _launch_product(
         raise InvariantError(f"x {list(x.shape)} and weight {list(weight.shape)} must share K and have contiguous rows")
     if num_rows:
         _coded_product[(-(-num_rows // launch.block_m), -(-num_out // launch.block_n), splits)](
-            out, x, weight.codes, weight.scales, weight.minimums, bias, num_rows, num_out, num_in, x.stride(0),
-            weight.codes.shape[1], weight.scales.shape[1], BITS=kind.bits, GROUP_SIZE=kind.group, ZERO=kind.zero,
-            FLOATS=_floats(kind), BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=max(launch.block_k, GROUP),
-            NUM_SPLITS=splits, GATED=gated, num_warps=launch.num_warps, num_stages=launch.num_stages,
+            out, x, weight.codes, weight.scales, weight.minimums, bias, num_rows=num_rows, num_out=num_out,
+            num_in=num_in, x_stride=x.stride(0), row_bytes=weight.codes.shape[1], num_groups=weight.scales.shape[1],
+            BITS=kind.bits, GROUP_SIZE=kind.group, ZERO=kind.zero, FLOATS=_floats(kind), BLOCK_M=launch.block_m,
+            BLOCK_N=launch.block_n, BLOCK_K=max(launch.block_k, GROUP), NUM_SPLITS=splits, GATED=gated,
+            **term_arguments(term), num_warps=launch.num_warps, num_stages=launch.num_stages,
             **dependent_launch(x.device),
         )  # fmt: skip

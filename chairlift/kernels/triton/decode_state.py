@@ -29,7 +29,7 @@ from chairlift.kernels.triton.sampling import SamplingSettings
 __all__ = ["DecodeInputs", "DecodeState"]
 
 _NAMES_64 = ("seeds", "top_p")
-_NAMES_32 = ("tokens", "num_computed", "slots", "top_k", "temperature", "log_min_p")
+_NAMES_32 = ("tokens", "num_computed", "slots", "adapters", "top_k", "temperature", "log_min_p")
 _DTYPES = {"seeds": torch.int64, "top_p": torch.float64, "temperature": torch.float32, "log_min_p": torch.float32}
 _NUMPY = {torch.int64: np.int64, torch.float64: np.float64, torch.float32: np.float32, torch.int32: np.int32}
 _UNKNOWN = -(2**31)
@@ -50,9 +50,9 @@ def _write(
 @triton.jit(do_not_specialize=["num_rows"])
 def _begin(
     token_ids_ptr: tl.tensor, positions_ptr: tl.tensor, seq_lens_ptr: tl.tensor, slot_mapping_ptr: tl.tensor,
-    slots_ptr: tl.tensor, tokens_ptr: tl.tensor, num_computed_ptr: tl.tensor, memory_ptr: tl.tensor,
-    table_starts_ptr: tl.tensor, num_rows: tl.tensor, TABLE_WIDTH: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    row_adapters_ptr: tl.tensor, slots_ptr: tl.tensor, tokens_ptr: tl.tensor, num_computed_ptr: tl.tensor,
+    adapters_ptr: tl.tensor, memory_ptr: tl.tensor, table_starts_ptr: tl.tensor, num_rows: tl.tensor,
+    TABLE_WIDTH: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Kernel that prepares the computation of one more token for each row. One program per block of rows."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -63,6 +63,7 @@ def _begin(
     tl.store(token_ids_ptr + i, tl.load(tokens_ptr + slot, mask=active, other=0), mask=inside)
     tl.store(positions_ptr + i, position, mask=inside)
     tl.store(seq_lens_ptr + i, tl.where(active, position + 1, 0), mask=inside)
+    tl.store(row_adapters_ptr + i, tl.load(adapters_ptr + slot, mask=active, other=-1), mask=inside)
     tl.store(num_computed_ptr + slot, position + 1, mask=active)
     block = position // BLOCK_SIZE
     held = active & (block < TABLE_WIDTH)
@@ -98,6 +99,8 @@ class DecodeInputs:
     slot_mapping: Tensor
     """int64 [groups, B], slot where each token's K and V are written; -1 in padding rows and past the end of a block
     table."""
+    adapters: Tensor
+    """int32 [B], slot of each row's adapter in the pool of adapters; -1 for none, and in padding rows."""
 
 
 class DecodeState:
@@ -114,6 +117,8 @@ class DecodeState:
     """int32 [S], the number of tokens of each slot whose K and V are in the cache."""
     slots: Tensor
     """int32 [S], the slot of each row in the decode batch; -1 after the last row."""
+    adapters: Tensor
+    """int32 [S], the place of each slot's adapter in the pool of adapters; -1 for none."""
     block_tables: list[Tensor]
     """Per cache group, the block tables of all slots, int32 [S, max_blocks]."""
     sampling: SamplingSettings
@@ -141,8 +146,9 @@ class DecodeState:
         fields = {name: self._view(name) for name in (*_NAMES_64, *_NAMES_32)}
         self.tokens = fields["tokens"]
         self.num_computed = fields["num_computed"]
-        self.slots = fields["slots"]
-        self.slots.fill_(-1)
+        self.slots, self.adapters = fields["slots"], fields["adapters"]
+        for field in (self.slots, self.adapters):
+            field.fill_(-1)
         self.block_tables = [self._view(f"table{group}").view(num_slots, -1) for group in range(num_groups)]
         self.sampling = SamplingSettings(*(fields[field.name] for field in dataclasses.fields(SamplingSettings)))
         table_starts = [starts[f"table{group}"] for group in range(num_groups)]
@@ -150,7 +156,8 @@ class DecodeState:
         self._mirror = np.zeros(length, dtype=np.int32)
         """The host's copy of the device memory, as it will be after all noted differences have been sent;
         :data:`_UNKNOWN` where only the device knows the value."""
-        self._mirror[starts["slots"] : starts["slots"] + num_slots] = -1
+        for name in ("slots", "adapters"):
+            self._mirror[starts[name] : starts[name] + num_slots] = -1
         self._noted: list[npt.NDArray[np.int64]] = []
         self._most = most_differences
         self._sent = torch.empty(2 * most_differences + 3, dtype=torch.int32, device=device)
@@ -160,15 +167,15 @@ class DecodeState:
     def inputs(self, num_rows: int) -> DecodeInputs:
         """Buffers for steps of ``num_rows`` rows, which :meth:`begin_step` fills. All are aligned, so that one compiled
         kernel works for all of them."""
-        flat = torch.zeros((3, -(-num_rows // 4) * 4), dtype=torch.int32, device=self._memory.device)[:, :num_rows]
+        flat = torch.zeros((4, -(-num_rows // 4) * 4), dtype=torch.int32, device=self._memory.device)[:, :num_rows]
         mapping = torch.full((len(self.block_tables), num_rows), -1, dtype=torch.int64, device=self._memory.device)
-        return DecodeInputs(flat[0], flat[1], flat[2], mapping)
+        return DecodeInputs(flat[0], flat[1], flat[2], mapping, flat[3])
 
     def note(self, name: str, places: npt.NDArray[np.integer[Any]], values: npt.NDArray[Any]) -> None:
         """Set the elements at indices ``places`` of ``name`` to ``values``. Values that did not change are not sent.
 
-        ``name`` is ``tokens``, ``num_computed``, ``slots`` or a field of :class:`SamplingSettings`. Seeds are given as
-        int64. Nothing is sent before :meth:`flush`.
+        ``name`` is ``tokens``, ``num_computed``, ``slots``, ``adapters`` or a field of :class:`SamplingSettings`. Seeds
+        are given as int64. Nothing is sent before :meth:`flush`.
 
         Raises: InvariantError: an index is out of range.
         """
@@ -213,8 +220,8 @@ class DecodeState:
         if num_rows > self.num_slots:
             raise InvariantError(f"a step of {num_rows} rows is larger than the {self.num_slots} slots")
         _begin[(-(-num_rows // APPLY_BLOCK),)](
-            inputs.token_ids, inputs.positions, inputs.seq_lens, inputs.slot_mapping, self.slots, self.tokens,
-            self.num_computed, self._memory, self._table_starts, num_rows,
+            inputs.token_ids, inputs.positions, inputs.seq_lens, inputs.slot_mapping, inputs.adapters, self.slots,
+            self.tokens, self.num_computed, self.adapters, self._memory, self._table_starts, num_rows,
             TABLE_WIDTH=self.block_tables[0].shape[1], NUM_GROUPS=len(self.block_tables),
             BLOCK_SIZE=self._block_size, BLOCK=APPLY_BLOCK,
         )  # fmt: skip

@@ -16,6 +16,7 @@ __all__ = [
     "APPLY_BLOCK",
     "CONCURRENT_CHUNKS",
     "DRAW_CHUNK",
+    "EXPAND_BLOCK",
     "GEMM_ADD_BLOCK",
     "GEMM_BLOCK_M",
     "MAX_GROUP",
@@ -32,6 +33,7 @@ __all__ = [
     "SORT_CHUNK",
     "AttentionLaunch",
     "GemmLaunch",
+    "ShrinkLaunch",
     "attention_launch",
     "conv_tile",
     "elementwise_warps",
@@ -39,6 +41,7 @@ __all__ = [
     "gemm_launch",
     "num_multiprocessors",
     "power_of_2",
+    "shrink_launch",
     "state_warps",
 ]
 
@@ -94,6 +97,9 @@ MAX_STATE_TILE = 16_384
 each rounded up to a power of 2."""
 _STATE_PER_WARP = 2048
 """Number of elements of such a panel that a warp holds: 64 in each thread."""
+EXPAND_BLOCK = 64
+"""Number of rows, and of outputs, in a tile of the kernel that adds adapters' terms to results of torch's library."""
+MAX_SHRINK_SPLITS = 4
 APPLY_BLOCK = 256
 """Number of rows or words that one program of a kernel for the decode state processes."""
 
@@ -121,6 +127,20 @@ class GemmLaunch:
     block_k: int
     num_splits: int
     """Number of programs that share the sum over the inputs for one tile of outputs."""
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShrinkLaunch:
+    """Launch configuration of the product of rows with the matrices A of their adapters."""
+
+    block_m: int
+    block_r: int
+    """Number of ranks in a tile. It divides the rank of the pool."""
+    block_k: int
+    num_splits: int
+    """Number of programs that share the sum over the inputs."""
     num_warps: int
     num_stages: int
 
@@ -199,6 +219,24 @@ def experts_launch(num_pairs: int, num_experts: int, *, itemsize: int = 2, any_r
     few = num_pairs <= GEMM_BLOCK_M * num_experts and not any_rows
     block_k = 128 if few and itemsize < 4 else 64
     return GemmLaunch(GEMM_BLOCK_M if few else ANY_ROWS_BLOCK, ANY_ROWS_BLOCK, block_k, 1, num_warps=4, num_stages=4)
+
+
+def shrink_launch(
+    num_rows: int, in_features: int, rank: int, *, any_rows: bool = False, itemsize: int = 2
+) -> ShrinkLaunch:
+    """Configuration of the product of ``num_rows`` rows of ``in_features`` numbers with matrices A of at most ``rank``
+    ranks for each part.
+
+    Tiles have 16 rows, so that few adapters meet in one, and more only for prompts. The number of rows matters for
+    nothing else, and for ``any_rows`` not at all. An adapter's ranks make few programs, so several share a sum. Not
+    measured.
+    """
+    many = num_rows > ANY_ROWS_BLOCK and not any_rows
+    block_r = 32 if rank % 32 == 0 else 16
+    block_k = min(128 if itemsize < 4 and not many else 64, max(16, power_of_2(in_features)))
+    steps = -(-in_features // block_k)
+    splits = 1 if many else max(1, min(MAX_SHRINK_SPLITS, steps // 2))
+    return ShrinkLaunch(ANY_ROWS_BLOCK if many else GEMM_BLOCK_M, block_r, block_k, splits, num_warps=4, num_stages=4)
 
 
 def num_multiprocessors(device: torch.device) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 from chairlift.errors import InvariantError
 from chairlift.kernels.triton.dependent import dependent_launch, wait_for_inputs
 from chairlift.kernels.triton.launch import GEMM_ADD_BLOCK, GemmLaunch
+from chairlift.kernels.triton.low_rank import LowRankTerm, add_low_rank, term_arguments
 from chairlift.kernels.triton.norms import add_parts, swiglu
 
 __all__ = ["add_splits", "linear_parts", "linear_small", "output_columns", "store_sums"]
@@ -60,12 +61,14 @@ def store_sums(
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
     out_ptr: tl.tensor, x_ptr: tl.tensor, weight_ptr: tl.tensor, scale_ptr: tl.tensor, bias_ptr: tl.tensor,
-    num_rows: tl.tensor, num_out: tl.tensor, num_in: tl.tensor, x_stride: tl.tensor, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    low_ptr: tl.tensor, term_slots_ptr: tl.tensor, b_ptr: tl.tensor, words_ptr: tl.tensor, b_stride: tl.tensor,
+    words_stride: tl.tensor, num_rows: tl.tensor, num_out: tl.tensor, num_in: tl.tensor, x_stride: tl.tensor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr, GATED: tl.constexpr,
+    PARTS: tl.constexpr, RANK: tl.constexpr, LOW_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Matmul kernel. One program per tile of rows, tile of outputs, and split. Programs for different rows of the same
     weights run next to each other, so that they find the weights in the L2 cache. With ``GATED``, half of the outputs
-    are gates, and SwiGLU is stored."""
+    are gates, and SwiGLU is stored. With ``low_ptr``, rows may have adapters."""
     split = tl.program_id(2)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n, inside_out = output_columns(num_out, BLOCK_N, GATED)
@@ -83,6 +86,11 @@ def _product(
         sums = tl.dot(x, tl.trans(weight.to(x.dtype)), sums, input_precision="ieee")
     if scale_ptr is not None:
         sums *= tl.load(scale_ptr + n, mask=inside_out, other=0.0)[None, :]
+    if low_ptr is not None:
+        sums = add_low_rank(
+            sums, low_ptr, term_slots_ptr, b_ptr, words_ptr, b_stride, words_stride, None, n, inside_out, m, split,
+            num_rows, num_out, PARTS, RANK, LOW_SPLITS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     store_sums(out_ptr, sums, bias_ptr, n, inside_out, m, split, num_rows, num_out, BLOCK_M, BLOCK_N, GATED)
 
 
@@ -115,6 +123,7 @@ def linear_small(
     launch: GemmLaunch,
     scales: Tensor | None = None,
     gated: bool = False,
+    term: LowRankTerm | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias``, correct for any number of rows, and fast for at most 64.
 
@@ -126,6 +135,7 @@ def linear_small(
         scales: float32 [N], factors of the rows of a weight in fp8.
         gated: The first half of the outputs are the gates of the second half. The result is SwiGLU, with the same bits
             as :func:`~chairlift.kernels.triton.norms.silu_and_mul` of the outputs.
+        term: What the adapters of the rows add before the bias is added; None if no row has one.
 
     Returns:
         [M, N], or with ``gated`` [M, N / 2], in x's dtype.
@@ -141,9 +151,9 @@ def linear_small(
     width = num_out // 2 if gated else num_out
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     if splits == 1:
-        _launch_product(out, x, weight, bias, launch, scales, gated)
+        _launch_product(out, x, weight, bias, launch, scales, gated, term)
     elif num_rows:
-        add_splits(out, linear_parts(x, weight, launch=launch, scales=scales), bias, gated)
+        add_splits(out, linear_parts(x, weight, launch=launch, scales=scales, term=term), bias, gated)
     return out
 
 
@@ -157,23 +167,38 @@ def add_splits(out: Tensor, parts: Tensor, bias: Tensor | None, gated: bool) -> 
     )  # fmt: skip
 
 
-def linear_parts(x: Tensor, weight: Tensor, *, launch: GemmLaunch, scales: Tensor | None = None) -> Tensor:
+def linear_parts(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    launch: GemmLaunch,
+    scales: Tensor | None = None,
+    term: LowRankTerm | None = None,
+) -> Tensor:
     """The parts of the sums ``x @ weight.T``, float32 [``launch.num_splits``, M, N]. :func:`linear_small` describes
     the arguments and errors."""
     parts = torch.empty((launch.num_splits, len(x), len(weight)), dtype=torch.float32, device=x.device)
-    _launch_product(parts, x, weight, None, launch, scales, gated=False)
+    _launch_product(parts, x, weight, None, launch, scales, gated=False, term=term)
     return parts
 
 
 def _launch_product(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, launch: GemmLaunch, scales: Tensor | None, gated: bool
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    launch: GemmLaunch,
+    scales: Tensor | None,
+    gated: bool,
+    term: LowRankTerm | None,
 ) -> None:
     (num_rows, num_in), num_out, splits = x.shape, weight.shape[0], launch.num_splits
     if weight.shape[1] != num_in or not weight.is_contiguous() or x.stride(1) != 1:
         raise InvariantError(f"x {list(x.shape)} and weight {list(weight.shape)} must share K and have contiguous rows")
     if num_rows:
         _product[(-(-num_rows // launch.block_m), -(-num_out // launch.block_n), splits)](
-            out, x, weight, scales, bias, num_rows, num_out, num_in, x.stride(0),
+            out, x, weight, scales, bias, num_rows=num_rows, num_out=num_out, num_in=num_in, x_stride=x.stride(0),
             BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, NUM_SPLITS=splits, GATED=gated,
-            num_warps=launch.num_warps, num_stages=launch.num_stages, **dependent_launch(x.device),
+            num_warps=launch.num_warps, num_stages=launch.num_stages, **term_arguments(term),
+            **dependent_launch(x.device),
         )  # fmt: skip

@@ -5,7 +5,8 @@ gate-up matmul | SwiGLU | down matmul | addition and norm. Attention with split 
 of rows that share keys has a launch before it. A recurrent layer has one to three launches
 (:mod:`~chairlift.kernels.triton.recurrences`). If the sum of a matmul is split, the next launch adds the parts. From 17
 to 64 rows, the gate-up matmul computes SwiGLU. A layer of experts has launches of its own
-(:mod:`~chairlift.kernels.triton.experts`). Matmuls of few rows use :mod:`~chairlift.kernels.triton.linear_small`.
+(:mod:`~chairlift.kernels.triton.experts`). If rows have adapters, each linear layer has a launch before it
+(:mod:`~chairlift.kernels.triton.low_rank`). Matmuls of few rows use :mod:`~chairlift.kernels.triton.linear_small`.
 Larger matmuls use torch's library, with activations in fp8 if the weight is fp8. A matmul with a weight in codes
 decodes it (:mod:`~chairlift.kernels.triton.coded_linear`), for many rows before the library's matmul. Functions passed
 to ``ops.call_out`` run unchanged, so they must not wait for the device.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +27,13 @@ from chairlift.errors import ConfigError, InvariantError
 from chairlift.kernels import ops
 from chairlift.kernels.coded import CodedWeight
 from chairlift.kernels.fp8 import Fp8Weight
+from chairlift.kernels.low_rank_pool import LowRankSite
 from chairlift.kernels.recording import Node, Op, Value, add, attention, recurrence
 from chairlift.kernels.triton.coded_linear import coded_linear, coded_parts, decoded_rows, library_linear
 from chairlift.kernels.triton.experts import experts
 from chairlift.kernels.triton.launch import GEMM_BLOCK_M, AttentionLaunch, GemmLaunch, gemm_launch
 from chairlift.kernels.triton.linear_small import linear_parts, linear_small
+from chairlift.kernels.triton.low_rank import LowRankTerm, expand, shrink
 from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
 from chairlift.kernels.triton.operations import LINEARS
 from chairlift.kernels.triton.paged_attention import SharedTiles, paged_attention
@@ -79,6 +82,8 @@ class StepTensors:
     """Per cache group, the keys that rows of a decode step read together; None: each row reads its keys alone."""
     row_offsets: Tensor | None = None
     """int32 [N + 1], offsets of the rows in the flat batch if ``cu_seqlens`` is None. Only recurrent layers read it."""
+    adapters: Tensor | None = None
+    """int32 [T], the slot of each token's adapter, -1 for none; None if no token has one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,14 +115,18 @@ class TritonProgram:
         device: torch.device,
         num_multiprocessors: int,
         batch_invariant: bool = False,
+        sites: Mapping[int, LowRankSite] | None = None,
     ) -> None:
         """With ``batch_invariant``, one kernel computes matmuls of any number of rows. Raises ConfigError if some
-        matmul cannot use that kernel."""
+        matmul cannot use that kernel. ``sites`` has the matrices of adapters by the ``id`` of the layer's weight."""
         self._nodes = nodes
         self._output = output
         self._kv = kv
         self._multiprocessors = num_multiprocessors
         self._batch_invariant = batch_invariant
+        self._sites = {} if sites is None else sites
+        self._adapters: Tensor | None = None
+        """int32 [T], the slot of each row's adapter in the run in progress; None if no row has one."""
         self.calls = list(dict.fromkeys(node.label for node in nodes if node.op not in _KERNELS))
         """Names of the operations without a Triton kernel, which PyTorch computes."""
         if batch_invariant and self.calls:
@@ -147,10 +156,15 @@ class TritonProgram:
 
     @torch.inference_mode()
     def run(
-        self, given: dict[Value, Tensor], step: StepTensors | None = None, launch: AttentionLaunch | None = None
+        self,
+        given: dict[Value, Tensor],
+        step: StepTensors | None = None,
+        launch: AttentionLaunch | None = None,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """``output`` [T, width], computed from the values in ``given``. ``step`` and ``launch`` are needed for
-        attention."""
+        attention. ``adapters`` has the rows' adapters, as :attr:`StepTensors.adapters`, if there is no step."""
+        self._adapters = adapters if step is None else step.adapters
         values = dict(given)
         i = 0
         while i < len(self._nodes):
@@ -336,10 +350,11 @@ class TritonProgram:
         launch = self._gemm_launch(x, weight)
         if launch is None or launch.num_splits == 1 or self._batch_invariant:
             return self._linear(x, weight, bias), None
+        term = self._term(x, weight)
         if isinstance(weight, CodedWeight):
-            return coded_parts(x, weight, launch=launch), bias
+            return coded_parts(x, weight, launch=launch, term=term), bias
         values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
-        return linear_parts(x, values, launch=launch, scales=scales), bias
+        return linear_parts(x, values, launch=launch, scales=scales, term=term), bias
 
     def _linear(self, x: Tensor, weight: Weight, bias: Tensor | None, *, gated: bool = False) -> Tensor:
         """A linear layer; with ``gated``, SwiGLU of its results.
@@ -348,13 +363,23 @@ class TritonProgram:
         shape 7 % slower on an H200.
         """
         launch = self._gemm_launch(x, weight)
+        term = self._term(x, weight)
         if launch is None:
             out = _by_library(x, weight, bias)
+            if term is not None:
+                expand(out, term, bias)
         else:
             inside = gated and launch.block_m > GEMM_BLOCK_M
-            out = _by_kernel(x, weight, bias, launch, inside)
+            out = _by_kernel(x, weight, bias, launch, inside, term)
             gated = gated and not inside
         return silu_and_mul(out) if gated else out
+
+    def _term(self, x: Tensor, weight: Weight) -> LowRankTerm | None:
+        """What the adapters of the rows ``x`` add to their products with ``weight``; None if they add nothing."""
+        site = self._sites.get(id(weight))
+        if self._adapters is None or site is None:
+            return None
+        return shrink(x, site, self._adapters, any_rows=self._batch_invariant)
 
     def _embedding(self, node: Node, ids: Tensor) -> Tensor:
         weight = node.attributes["weight"]
@@ -372,11 +397,13 @@ def _by_library(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return out
 
 
-def _by_kernel(x: Tensor, weight: Weight, bias: Tensor | None, launch: GemmLaunch, gated: bool) -> Tensor:
+def _by_kernel(
+    x: Tensor, weight: Weight, bias: Tensor | None, launch: GemmLaunch, gated: bool, term: LowRankTerm | None
+) -> Tensor:
     if isinstance(weight, CodedWeight):
-        return coded_linear(x, weight, bias, launch=launch, gated=gated)
+        return coded_linear(x, weight, bias, launch=launch, gated=gated, term=term)
     values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
-    return linear_small(x, values, bias, launch=launch, scales=scales, gated=gated)
+    return linear_small(x, values, bias, launch=launch, scales=scales, gated=gated, term=term)
 
 
 _KERNELS: dict[Op[..., Any], Callable[..., Tensor]] = {

@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 from chairlift.kernels.coded import CodedWeight
 from chairlift.kernels.delta_rule import DeltaRule
 from chairlift.kernels.grouped import GroupKind
+from chairlift.kernels.low_rank_pool import LowRankPool, PoolLayout, SiteShape
 from chairlift.kernels.mamba2 import Mamba2, Mamba2Shape
 from chairlift.kernels.recurrent import Cell
 from chairlift.kernels.routing import Routing
@@ -36,6 +37,7 @@ from chairlift.kernels.triton.decode_state import DecodeState
 from chairlift.kernels.triton.experts import experts
 from chairlift.kernels.triton.launch import MAX_GROUP, attention_launch, gemm_launch
 from chairlift.kernels.triton.linear_small import linear_small
+from chairlift.kernels.triton.low_rank import LowRankTerm, expand, shrink
 from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
 from chairlift.kernels.triton.paged_attention import SharedTiles, paged_attention
 from chairlift.kernels.triton.recurrences import cell_launch
@@ -264,6 +266,32 @@ def recurrent() -> None:
         cell_launch(cell, torch.device("cpu"))(given, states, rows)
 
 
+def term_of(x: torch.Tensor, out: int, parts: int, max_rank: int, any_rows: bool = False) -> LowRankTerm:
+    """Compile the product with matrices A, and return its result for a layer with ``out`` outputs."""
+    layout = PoolLayout({"layer": SiteShape(out, x.shape[1], parts)}, max_rank, x.dtype)
+    pool = LowRankPool(layout, 8, torch.device("cpu"))
+    return shrink(x, pool.sites["layer"], torch.empty(len(x), dtype=torch.int32), any_rows=any_rows)
+
+
+def of_adapters() -> None:
+    """Layers with adapters: QKV, output and down, gate and up, and an output head, with few and many rows."""
+    shapes = ((1152, 896, 3, False), (896, 4864, 1, False), (9728, 896, 2, True), (128 * 132 * 3, 896, 1, False))
+    for dtype, (out, inputs, parts, gated) in itertools.product((torch.bfloat16, torch.float32), shapes):
+        weight, bias = torch.empty((out, inputs), dtype=dtype), torch.empty(out, dtype=dtype)
+        for rows, any_rows, rank in ((3, False, 16), (33, False, 64), (3, True, 64)):
+            x = torch.empty((rows, inputs), dtype=dtype)
+            term = term_of(x, out, parts, rank, any_rows)
+            launch = gemm_launch(out, inputs, 132, num_rows=rows, any_rows=any_rows, itemsize=dtype.itemsize)
+            linear_small(x, weight, bias, launch=launch, gated=gated, term=term)
+        term = term_of(torch.empty((2000, inputs), dtype=dtype), out, parts, 64)
+        expand(torch.empty((2000, out), dtype=dtype), term, bias if gated else None)
+    kind, dtype = GroupKind(4, 128, True), torch.bfloat16
+    coded = CodedWeight(1152, 896, kind, dtype, torch.device("cpu"))
+    for rows in (3, 33):
+        x = torch.empty((rows, 896), dtype=dtype)
+        coded_linear(x, coded, None, launch=gemm_launch(1152, 896, 132, num_rows=rows), term=term_of(x, 1152, 3, 64))
+
+
 def everything() -> None:
     for decode in (True, False):
         for few in (True, False):
@@ -328,6 +356,7 @@ def everything() -> None:
     state.begin_step(state.inputs(2))
     state.store(rows, rows)
     of_experts()
+    of_adapters()
 
 
 if __name__ == "__main__":

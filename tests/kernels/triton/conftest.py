@@ -19,7 +19,7 @@ import torch
 ON_GPU = torch.cuda.is_available()
 KERNELS = (
     *("coded_linear", "decode_state", "experts", "kv8", "linear_small", "norms", "paged_attention", "rope_cache"),
-    *("recurrences", "routing", "sampling"),
+    *("low_rank", "recurrences", "routing", "sampling"),
 )
 LIBRARY = ("triton.language", "triton.language.core", "triton.language.standard", "triton.language.random")
 

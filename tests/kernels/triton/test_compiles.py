@@ -10,9 +10,9 @@ import pytest
 
 NAMES = {
     "_add_chosen", "_add_splits", "_attend", "_attend_shared", "_begin", "_choose", "_coded_product", "_combine",
-    "_convolve", "_decode", "_delta_scan", "_gated_norm", "_kept_ids", "_mamba_scan", "_of_pairs", "_of_tiles",
-    "_product", "_rms_norm", "_rope_and_cache", "_rotary_table", "_route", "_settle", "_silu_and_mul", "_sort_pairs",
-    "_store", "_write",
+    "_convolve", "_decode", "_delta_scan", "_expand", "_gated_norm", "_kept_ids", "_mamba_scan", "_of_pairs",
+    "_of_tiles", "_product", "_rms_norm", "_rope_and_cache", "_rotary_table", "_route", "_settle", "_shrink",
+    "_silu_and_mul", "_sort_pairs", "_store", "_write",
 }  # fmt: skip
 
 

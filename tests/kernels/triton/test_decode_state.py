@@ -185,12 +185,22 @@ def test_a_row_past_its_table_writes_nowhere(device: torch.device) -> None:
     assert inputs.slot_mapping.tolist() == [[-1, -1], [-1, -1]] and inputs.seq_lens.tolist() == [65, 0]
 
 
+def test_rows_have_the_adapters_of_their_slots(device: torch.device) -> None:
+    state = small(device)
+    state.note("slots", ints(0, 1), ints(2, 0))
+    state.note("adapters", ints(0, 2), ints(5, 0))
+    state.flush()
+    inputs = state.inputs(3)
+    state.begin_step(inputs)
+    assert inputs.adapters.tolist() == [0, 5, -1] and state.adapters.tolist() == [5, -1, 0]
+
+
 def test_places_outside_the_arrays_are_refused(device: torch.device) -> None:
     state = small(device)
     for name, places in [("tokens", (2, 3)), ("tokens", (-1,)), ("seeds", (3,)), ("top_p", (0, 9))]:
         with pytest.raises(InvariantError, match="are not all within 3 elements"):
             state.note(name, ints(*places), ints(*places))
     with pytest.raises(InvariantError, match="larger than the 3 slots"):
-        state.begin_step(DecodeInputs(*[torch.zeros(4, dtype=torch.int32, device=device)] * 4))
+        state.begin_step(DecodeInputs(*[torch.zeros(4, dtype=torch.int32, device=device)] * 5))
     with pytest.raises(InvariantError, match="2\\^31"):
         DecodeState(2**20, 2**12, 1, 16, torch.device("meta"))
