@@ -25,6 +25,7 @@ import torch
 from make_random_model import SHAPES, make
 
 from chairlift import LLM
+from chairlift.executor.backends.triton.triton_runner import DecodeKind
 from chairlift.kernels.triton import program
 from chairlift.kernels.triton.program import TritonProgram
 
@@ -65,12 +66,13 @@ class Steps:
         slots, width = np.arange(num_rows, dtype=np.int32), self._state.block_tables[0].shape[1]
         order = np.random.default_rng(0).permutation(num_rows * width).astype(np.int32)
         body, self._variants = runner._body, {}
+        kind = DecodeKind(num_rows, truncates=False, keep=False, adapted=False)
         fusions = program.FUSIONS
         try:
             for name, program.FUSIONS in VARIANTS.items():
                 how = body._kv, runner._device, body._multiprocessors, body._batch_invariant
                 runner._body, runner._decodes = TritonProgram(body._nodes, body._output, *how), {}
-                graph = runner._recorded(num_rows, truncates=False, keep=False)
+                graph = runner._recorded(kind)
                 self._variants[name] = runner._body, graph, runner._decodes  # which own the graph's input buffers
         finally:
             program.FUSIONS = fusions

@@ -260,11 +260,12 @@ def _describe(llm: LLM, network: NetworkConfig | TransformersConfig) -> str:
 
 
 def _coverage(network: NetworkConfig) -> Iterator[tuple[str, str]]:
-    """(label, line) of each group of operations of this model, and of each group of formats of weights, that the same
-    kernels compute."""
-    from chairlift.executor.coverage import rows_of_model, weight_rows
+    """(label, line) of each group of operations of this model, of formats of weights, and of kinds of adapters, that
+    the same kernels compute."""
+    from chairlift.executor.coverage import adapter_rows, rows_of_model, weight_rows
 
-    for label, rows in (("operations", rows_of_model(network)), ("formats", weight_rows())):
+    tables = ("operations", rows_of_model(network)), ("formats", weight_rows()), ("adapters", adapter_rows())
+    for label, rows in tables:
         groups: dict[tuple[str, str], list[str]] = {}
         for name, cpu, gpu, *_ in rows:
             groups.setdefault((cpu, gpu), []).append(name.replace("`", ""))

@@ -1,7 +1,7 @@
-"""One table of what runs where: for each operation and each format of weights, the kernels that compute it.
+"""One table of what runs where: for each operation, format of weights and kind of adapters, who computes it.
 
-Nothing is listed here twice. The backends are asked: which operations have kernels, which models they cannot run, and
-in which format they keep a weight.
+Nothing is listed here twice. The backends are asked: which operations have kernels, which models they cannot run, in
+which format they keep a weight, and which adapters they compute.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from chairlift.kernels.mamba2 import Mamba2
 from chairlift.kernels.recording import Node, Op, Recorder, add, attention, recurrence
 from chairlift.kernels.short_conv import ShortConv
 from chairlift.kernels.weights import MatrixShape
+from chairlift.lora.kinds import ALL_KINDS
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import NetworkConfig
 from chairlift.models.mixers import CellConfig, DeltaNetConfig, Mamba2Config, ShortConvConfig
 
-__all__ = ["Row", "markdown", "operation_rows", "rows_of_model", "weight_rows"]
+__all__ = ["Row", "adapter_rows", "markdown", "operation_rows", "rows_of_model", "weight_rows"]
 
 _BACKENDS: Final[tuple[type[Backend], ...]] = (NativeBackend, TritonBackend)
 _COLUMNS: Final = ("CPU", "GPU", "PyTorch")
@@ -141,6 +142,18 @@ def _kept(backend: type[Backend], shape: MatrixShape) -> str:
     return "kernel, codes" if used.kind_of(shape) == shape.kind else "as floats"
 
 
+def adapter_rows() -> list[Row]:
+    """A row for each kind of changes that an adapter may make."""
+    return [
+        (
+            kind,
+            *("kernel" if kind in each.abilities.adapters else "refused" for each in _BACKENDS),
+            _TORCH if kind in TorchBackend.abilities.adapters else "refused",
+        )
+        for kind in ALL_KINDS
+    ]
+
+
 def rows_of_model(network: NetworkConfig) -> list[Row]:
     """The rows of the operations that a model of this shape uses, in the order of their first use."""
     with torch.device("meta"):
@@ -170,8 +183,9 @@ def _used(node: Node) -> tuple[str, object]:
 
 
 def markdown() -> str:
-    """The two tables of docs/gpu.md."""
-    return _table("operation", operation_rows()) + "\n" + _table("weights", weight_rows())
+    """The three tables of docs/gpu.md."""
+    tables = (("operation", operation_rows()), ("weights", weight_rows()), ("adapters that change", adapter_rows()))
+    return "\n".join(_table(first, rows) for first, rows in tables)
 
 
 def _table(first: str, rows: Iterable[Sequence[str]]) -> str:

@@ -65,11 +65,6 @@ def choose_backend(config: EngineConfig, network: NetworkConfig, dtype: torch.dt
     """
     backend = _pick(config, network, dtype, device, BACKENDS)
     _refuse_for_weights(backend, config, dtype, device)
-    if config.lora.active and not backend.abilities.adapters:
-        raise ConfigError(
-            f"enable_lora is on, but {backend.kernel_words} cannot add adapters yet; leave it out, or take"
-            " kernels='torch'"
-        )
     if config.scheduler.speculation is not None and not backend.abilities.drafts:
         raise ConfigError(
             f"speculative_config is set, but {backend.kernel_words} verify no drafts yet; leave it out, or take"

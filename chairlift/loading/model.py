@@ -545,6 +545,7 @@ def _cache_memory(
     from chairlift.executor.backends.triton.step_graph import MAX_RECORDED_TOKENS
     from chairlift.executor.kv_tensors import DEFAULT_SHARE, available_memory, gpu_cache_memory
     from chairlift.kernels.triton.launch import ANY_ROWS_BLOCK, num_multiprocessors
+    from chairlift.models.hf_config import NetworkConfig
 
     if device.type == "cpu" or config.cache.num_kv_blocks is not None:
         return int(available_memory(device) * DEFAULT_SHARE)
@@ -560,6 +561,7 @@ def _cache_memory(
     )
     if backend is not None:
         step += backend.weight_format(config.model.quantization, config.model.dtype).scratch_bytes
+        step += backend.adapter_bytes(config, network, dtype) if isinstance(network, NetworkConfig) else 0
     torch.cuda.empty_cache()  # memory that loading used and released
     return gpu_cache_memory(*torch.cuda.mem_get_info(device), config.cache.gpu_memory_utilization, step)
 

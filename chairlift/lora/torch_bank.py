@@ -22,7 +22,7 @@ from chairlift.models.causal_lm import CausalLM
 from chairlift.models.layers.experts import MixtureOfExperts
 from chairlift.models.layers.linear import Linear
 
-__all__ = ["TorchAdapters"]
+__all__ = ["TorchAdapters", "own_of"]
 
 
 class TorchAdapters:
@@ -42,7 +42,7 @@ class TorchAdapters:
             layer = model.get_submodule(name)
             if isinstance(layer, Linear):
                 layer.adapted = self._layers[name] = _AdaptedLayer(self, layer)
-                self._own[name] = _own_of(layer, dtype)
+                self._own[name] = own_of(layer, dtype, device)
         self._embedding = model.model.embed_tokens.adapted = _AdaptedEmbedding(self)
         self._experts: list[_AdaptedExperts] = []
         for sites in self._sites.experts.values():
@@ -215,12 +215,14 @@ class _AdaptedExperts:
         return [(self.changes[adapter_id], at) for adapter_id, at in self.bank.tokens if adapter_id in self.changes]
 
 
-def _own_of(layer: Linear, dtype: torch.dtype) -> Own:
+def own_of(layer: Linear, dtype: torch.dtype, device: torch.device) -> Own:
+    """The weight and bias of a layer in any format on ``device``. ``dtype`` is that of its activations."""
+
     def weight() -> Tensor:
         with torch.inference_mode():
             if isinstance(layer.weight, Tensor):
                 return layer.weight.detach()
-            ones = torch.eye(layer.shape.in_features, dtype=dtype)
+            ones = torch.eye(layer.shape.in_features, dtype=dtype, device=device)
             return layer.format.linear(ones, layer.weight, None).t()
 
     return Own(

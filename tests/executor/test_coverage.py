@@ -69,7 +69,8 @@ def test_a_model_has_the_rows_of_its_operations(tmp_path: Path) -> None:
 
 def test_check_names_operations_by_who_computes_them(tmp_path: Path) -> None:
     lines = list(check._coverage(read_config(tiny_hf_model(tmp_path, "gpt2"))))
-    assert {label for label, _ in lines} == {"operations", "formats"}
+    assert {label for label, _ in lines} == {"operations", "formats", "adapters"}
+    assert any(line.startswith("CPU: kernel; GPU: kernel: low-rank") for label, line in lines if label == "adapters")
     shown = [line for label, line in lines if label == "operations"]
     assert any(line.startswith("CPU: kernel; GPU: PyTorch: ") and "layer_norm" in line for line in shown)
     assert any("refused" in line and "--quantization fp8" in line for _, line in lines)

@@ -149,7 +149,7 @@ def test_rows_that_fill_up_a_batch_write_nowhere(model_dir: Path, device: torch.
     llm = load(model_dir, device, max_num_batched_tokens=32)
     runner = runner_of(llm)
     assert answers(llm) == answers(load(model_dir, "cpu", "torch"))
-    assert (4, False, False) in runner._decodes  # three rows, and one that fills up
+    assert (4, False, False, False) in runner._decodes  # three rows, and one that fills up
     assert sorted(runner._state.slots.tolist()) == [-1, 0, 1, 2]
     for cache in runner._kv_caches[0]:
         assert not cache[0].any() and cache[1:].any()  # block 0 is nobody's
@@ -252,7 +252,7 @@ def test_steps_with_chunks_may_be_filled_up(model_dir: Path, device: torch.devic
     if not conftest.ON_GPU:
         runner.graphs = OverwritingGraphs()
     assert served(llm) == served(load(model_dir, "cpu", "torch", **sizes))
-    assert sorted(runner._bodies) == [4, 8, 32]
+    assert sorted(runner._bodies) == [(4, False), (8, False), (32, False)]
 
 
 AHEAD: list[tuple[list[int], dict[str, Any]]] = [

@@ -40,8 +40,8 @@ class Abilities:
     """Values of the setting ``quantization`` whose weights the kernels multiply with."""
     int8_kv: bool = False
     """K and V in 8 bits."""
-    adapters: bool = False
-    """LoRA adapters."""
+    adapters: tuple[str, ...] = ()
+    """Kinds of adapters; see :mod:`chairlift.lora.kinds`. An adapter of another kind is refused when it is read."""
     processed_logprobs: bool = False
     """Log-probabilities of the distribution from which tokens are drawn."""
     drafts: bool = False
@@ -132,6 +132,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def float_format(self, *, exact: bool) -> WeightFormat:
         """Format of weights that no setting quantises. ``exact``: integers of a checkpoint become floats."""
+
+    def adapter_bytes(self, config: EngineConfig, network: NetworkConfig, dtype: torch.dtype) -> int:
+        """Bytes on the device that are reserved for adapters, besides weights, KV cache and steps."""
+        return 0
 
     @abc.abstractmethod
     def num_threads(self, config: EngineConfig) -> int:

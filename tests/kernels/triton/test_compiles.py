@@ -36,7 +36,7 @@ def test_every_kernel_compiles_without_a_gpu(capability: int) -> None:
     scans = [line for line in lines if line.split(": ")[1].startswith(("_delta_scan", "_mamba_scan"))]
     assert scans and [line for line in scans if " 0 B stack" not in line] == []
     # The next keys, or weights, must be on their way while a tile of them is computed.
-    loops = ("_attend", "_coded", "_of_tiles", "_product")
+    loops = ("_attend", "_coded", "_of_tiles", "_product", "_shrink")
     idle = [line for line in lines if line.split(": ")[1].startswith(loops) and ", 0 copies" in line]
     chunks = "256, 256, 16"  # head size, padded, and size of a block: chunks with heads of 256
     wide = [f"8, 1, {chunks}, 64, 32, 1", f"2, 8, {chunks}, 4096, 72.13475204444816, 64, 32, 1"]

@@ -35,6 +35,7 @@ from chairlift.kernels.cpu.library import (
 from chairlift.kernels.cpu.lowering import CELLS, FUSED, OPERATIONS
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES
 from chairlift.kernels.weights import NATIVE, QUANTIZED, WeightFormat
+from chairlift.lora.kinds import ALL_KINDS
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.model import TransformersLM
@@ -46,7 +47,7 @@ __all__ = ["NativeBackend", "why_not_isa"]
 _ABILITIES: Final = Abilities(
     weights=frozenset({"int8", "int4", "stored"}),
     int8_kv=True,
-    adapters=True,
+    adapters=ALL_KINDS,
     processed_logprobs=True,
     drafts=True,
     draft_models=True,

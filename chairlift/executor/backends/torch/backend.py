@@ -15,6 +15,7 @@ from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.local import ModelRunner
 from chairlift.executor.pooled_runner import PooledExecutor, TorchPooledRunner
 from chairlift.kernels.weights import ONEDNN, WeightFormat
+from chairlift.lora.kinds import ALL_KINDS
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.model import TransformersLM
@@ -23,7 +24,7 @@ from chairlift.models.pooled_network import PooledNetwork
 
 __all__ = ["TorchBackend"]
 
-_ABILITIES: Final = Abilities(adapters=True, processed_logprobs=True, drafts=True, texts=True)
+_ABILITIES: Final = Abilities(adapters=ALL_KINDS, processed_logprobs=True, drafts=True, texts=True)
 
 
 class TorchBackend(Backend):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from chairlift.config import LoRAConfig
 from chairlift.errors import ModelLoadError
 from chairlift.executor.backends.torch.step_buffer import to_device
 from chairlift.executor.backends.torch.swap_space import make_swap_space
-from chairlift.executor.executor import OnProgress, PendingTokens, WeightSource
+from chairlift.executor.executor import AdapterMemory, OnProgress, PendingTokens, WeightSource
 from chairlift.executor.host_memory import HostBlocks
 from chairlift.executor.kv_tensors import KVPlan, make_kv_caches
 from chairlift.executor.sampling.apart import sample_rows
@@ -28,6 +29,18 @@ from chairlift.models.fallback.model import TransformersLM
 from chairlift.models.loader import replace_weights
 
 __all__ = ["TorchModelRunner"]
+
+
+class _Adapters(AdapterMemory, Protocol):
+    """Adapters in memory, and those of the rows that are computed next."""
+
+    def begin(self, adapters: npt.NDArray[np.int32] | None) -> None:
+        """Set the adapter number of each row (0: no adapter); None: no row has an adapter."""
+        ...
+
+    def weights_replaced(self) -> None:
+        """Compute again what depends on the model's weights, which were replaced."""
+        ...
 
 
 class TorchModelRunner:
@@ -60,7 +73,7 @@ class TorchModelRunner:
         self._swap_space = make_swap_space(self._kv_caches, plan)
         self.blocks = self._swap_space if isinstance(self._swap_space, HostBlocks) else None
         self._sampler = Sampler(logprobs_mode)
-        self.adapters: TorchAdapters | None = None
+        self.adapters: _Adapters | None = None
         """Computes the adapters' low-rank matrices; None if no adapters are served."""
         if lora is not None and isinstance(model, CausalLM):
             self.adapters = TorchAdapters(model, dtype, device, max_rank=lora.max_lora_rank)

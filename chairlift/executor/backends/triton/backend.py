@@ -22,6 +22,8 @@ from chairlift.kernels.recurrent import panel_width
 from chairlift.kernels.triton.launch import MAX_GROUP, MAX_STATE_TILE, power_of_2
 from chairlift.kernels.triton.operations import CELLS, OPERATIONS
 from chairlift.kernels.weights import CODED, DEVICE_QUANTIZED, PLAIN, WeightFormat
+from chairlift.lora.device_bank import POOL_KINDS, pool_layout
+from chairlift.lora.sites import sites_in
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.model import TransformersLM
@@ -38,7 +40,11 @@ _MIN_FP8_CAPABILITY: Final = (8, 9)
 """Lowest compute capability for fp8 matrix multiplication and conversion (Ada)."""
 
 _ABILITIES: Final = Abilities(
-    weights=frozenset({"fp8", "int8", "int4", "stored"}), int8_kv=True, batch_invariant=True, graphs=True
+    weights=frozenset({"fp8", "int8", "int4", "stored"}),
+    int8_kv=True,
+    adapters=POOL_KINDS,
+    batch_invariant=True,
+    graphs=True,
 )
 
 
@@ -96,6 +102,12 @@ class TritonBackend(Backend):
     def float_format(self, *, exact: bool) -> WeightFormat:
         return CODED
 
+    def adapter_bytes(self, config: EngineConfig, network: NetworkConfig, dtype: torch.dtype) -> int:
+        lora = config.lora.active
+        return (
+            0 if lora is None else lora.max_loras * pool_layout(sites_in(network), lora.max_lora_rank, dtype).slot_bytes
+        )
+
     def num_threads(self, config: EngineConfig) -> int:
         return torch.get_num_threads()
 
@@ -126,6 +138,7 @@ class TritonBackend(Backend):
             max_model_len=max_model_len,
             graphs=config.model.cuda_graphs,
             batch_invariant=config.model.batch_invariant,
+            lora=config.lora.active,
         )
 
     def make_pooled_executor(

@@ -14,7 +14,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from chairlift.base.step_batch import Masks, SampledTokens, StepBatch
+from chairlift.config import LoRAConfig
 from chairlift.executor.backends.torch.model_runner import TorchModelRunner
 from chairlift.executor.backends.torch.step_buffer import ReturnBuffers, StepBuffer
 from chairlift.executor.backends.triton.device_sampling import SlotSettings, failures
@@ -39,15 +40,31 @@ from chairlift.executor.kv_tensors import KVPlan
 from chairlift.kernels import recording
 from chairlift.kernels.triton.decode_state import DecodeInputs, DecodeState
 from chairlift.kernels.triton.launch import AttentionLaunch, attention_launch, num_multiprocessors
+from chairlift.kernels.triton.operations import LINEARS
 from chairlift.kernels.triton.paged_attention import SharedTiles
 from chairlift.kernels.triton.program import PagedKV, StepTensors, TritonProgram
 from chairlift.kernels.triton.sampling import SamplingSettings, kept_ids, sample
+from chairlift.lora.device_bank import DeviceAdapters
 from chairlift.models.causal_lm import CausalLM
 
-__all__ = ["TritonModelRunner"]
+__all__ = ["DecodeKind", "TritonModelRunner"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_Slots = npt.NDArray[np.int32]
+
+
+class DecodeKind(NamedTuple):
+    """A kind of decode steps: one graph serves all of them."""
+
+    size: int
+    """Number of rows, with padding."""
+    truncates: bool
+    """Whether min-p, top-k or top-p are applied."""
+    keep: bool
+    """Whether the logits are kept."""
+    adapted: bool
+    """Whether rows may have adapters."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +96,8 @@ class TritonModelRunner(TorchModelRunner):
     ``graphs`` is ``lazy`` (a size is recorded at its first use), ``start`` (all sizes are recorded in the constructor,
     except decode steps with min-p, top-k or top-p) or ``off``. The tokens are the same in all cases. With
     ``batch_invariant``, every operation has a single implementation for all batches, so that the bits of a request do
-    not depend on other requests. Raises ConfigError if an operation has no such implementation.
+    not depend on other requests. Raises ConfigError if an operation has no such implementation. With ``lora``, rows may
+    have adapters.
     """
 
     def __init__(
@@ -94,6 +112,7 @@ class TritonModelRunner(TorchModelRunner):
         max_model_len: int,
         graphs: str,
         batch_invariant: bool = False,
+        lora: LoRAConfig | None = None,
     ) -> None:
         super().__init__(model, plan, dtype, device)
         self.repeats = False  # the rows on the device may be those of the failed step
@@ -114,7 +133,13 @@ class TritonModelRunner(TorchModelRunner):
         logits: Any = model.compute_logits(hidden)
         self._hidden, kv = hidden, PagedKV(self._kv_caches, plan.layer_groups, self._state_spans)
         self._batch_invariant = batch_invariant
-        how = (kv, device, self._multiprocessors, batch_invariant)
+        self._pool: DeviceAdapters | None = None
+        if lora is not None:
+            multiplied = {id(node.attributes["weight"]) for node in recorder.nodes if node.op in LINEARS}
+            sizes = {"max_rank": lora.max_lora_rank, "capacity": lora.max_loras}
+            self._pool = self.adapters = DeviceAdapters(model, dtype, device, multiplied=multiplied, **sizes)
+        sites = None if self._pool is None else self._pool.sites
+        how = (kv, device, self._multiprocessors, batch_invariant, sites)
         self._body = TritonProgram(recorder.nodes[:body], hidden, *how)
         self._head = TritonProgram(recorder.nodes[body:], logits, *how)
         self.calls = list(dict.fromkeys((*self._body.calls, *self._head.calls)))
@@ -126,12 +151,13 @@ class TritonModelRunner(TorchModelRunner):
         self._buffer = StepBuffer(device)
         self._returns = ReturnBuffers((max(num_slots, max_tokens), 3), torch.int32, device)
         self.graphs: GraphMaker = CudaGraphs(device) if cuda and graphs != "off" else EagerSteps()
-        self._decodes: dict[tuple[int, bool, bool], tuple[DecodeInputs, Graph[_Outputs]]] = {}
+        self._decodes: dict[DecodeKind, tuple[DecodeInputs, Graph[_Outputs]]] = {}
         self._shares = StepShares(plan, model.config, self._multiprocessors, device)
-        self._shared_decodes: dict[tuple[int, bool, bool], tuple[DecodeInputs, Graph[_Outputs]]] = {}
+        self._shared_decodes: dict[DecodeKind, tuple[DecodeInputs, Graph[_Outputs]]] = {}
         self.reads_shared_once = self._shares.can_share(self._launch(num_slots, True))
         """Whether decode rows may read the K and V of shared blocks together."""
-        self._bodies: dict[int, tuple[StepBuffer, Graph[Tensor]]] = {}
+        self._bodies: dict[tuple[int, bool], tuple[StepBuffer, Graph[Tensor]]] = {}
+        """(Number of tokens, whether rows may have adapters) -> (buffer for the inputs, graph)."""
         self._token_sizes = token_sizes(max_tokens)
         self._row_offsets = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
         """Offsets of the rows of a decode step."""
@@ -139,10 +165,11 @@ class TritonModelRunner(TorchModelRunner):
         if batch_invariant and model.config.vocab_size % 4:
             self._prompt_rows = 1  # PyTorch's order of summation depends on the layout of rows
         if cuda and graphs == "start":
-            for size in reversed(self._token_sizes):
-                self._recorded_body(size)
-            for size in reversed(self._sizes):  # smaller graphs reuse memory of the larger ones
-                self._recorded(size, truncates=False, keep=False)
+            for adapted in (False,) if lora is None else (False, True):
+                for size in reversed(self._token_sizes):
+                    self._recorded_body(size, adapted)
+                for size in reversed(self._sizes):  # smaller graphs reuse memory of the larger ones
+                    self._recorded(DecodeKind(size, truncates=False, keep=False, adapted=adapted))
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> _Outputs:
@@ -161,12 +188,20 @@ class TritonModelRunner(TorchModelRunner):
             ):
                 self._state.note(field.name, changed_slots, values)
         truncates = bool(self._settings.truncates[slots].any())
+        adapters = None
+        if self._pool is not None and batch.adapters is not None:
+            adapters = self._pool.place(batch.adapters)
         if len(slots) == num_rows == len(batch.token_ids):
             keep = not self._settings.on_device[slots].all()
-            return self._decode(batch, padded_size(self._sizes, num_rows), truncates, bool(keep))
-        self._state.flush()
-        self._state.forget(slots)
-        return self._mixed(batch, truncates)
+            kind = DecodeKind(padded_size(self._sizes, num_rows), truncates, bool(keep), adapters is not None)
+            outputs = self._decode(batch, kind, adapters)
+        else:
+            self._state.flush()
+            self._state.forget(slots)
+            outputs = self._mixed(batch, truncates, adapters)
+        if self._pool is not None:
+            self._pool.queued()
+        return outputs
 
     @torch.inference_mode()
     def sample(self, hidden: _Outputs, batch: StepBatch, masks: Masks | None) -> SampledTokens | _Drawn:
@@ -202,6 +237,8 @@ class TritonModelRunner(TorchModelRunner):
         self, step: _Outputs, rest: list[int], batch: StepBatch, masks: Masks, tokens: SampledTokens
     ) -> None:
         histories = batch.histories
+        if self._pool is not None:
+            self._pool.begin(None if batch.adapters is None else batch.adapters[batch.sample_tokens])
         # A decode step has no logits here only if a mask was given. The mask was not known when the step was launched.
         whole = self._compute_logits(step.hidden[: len(batch.sample_rows)]) if step.logits is None else step.logits
         logits = whole.index_select(0, torch.tensor(rest, device=whole.device))
@@ -221,11 +258,12 @@ class TritonModelRunner(TorchModelRunner):
                     tokens.errors[i] = drawn.errors[j]
         tokens.logprobs = logprobs if any(entry is not None for entry in logprobs) else None
 
-    def _decode(self, batch: StepBatch, size: int, truncates: bool, keep: bool) -> _Outputs:
-        """Compute and sample one token of each row of ``batch``, padded to ``size`` rows. First the changes of the
-        state are sent to the device."""
+    def _decode(self, batch: StepBatch, kind: DecodeKind, adapters: _Slots | None) -> _Outputs:
+        """Compute and sample one token of each row of ``batch``, padded to the rows of ``kind``. First the changes of
+        the state are sent to the device. ``adapters`` [R]: slot of each row's adapter, if rows have some."""
+        size = kind.size
         found = self._shares.find(batch, size, self._launch(size, True))
-        step = self._recorded(size, truncates, keep, None if found is None else self._shares.send(size, found))
+        step = self._recorded(kind, None if found is None else self._shares.send(size, found))
         state = self._state
         known = batch.token_ids >= 0
         rows = np.full(size, -1, dtype=np.int32)
@@ -233,38 +271,37 @@ class TritonModelRunner(TorchModelRunner):
         state.note("tokens", batch.slots[known], batch.token_ids[known])
         state.note("num_computed", batch.slots, batch.positions)
         state.note("slots", np.arange(size), rows)
+        if adapters is not None:
+            state.note("adapters", batch.slots, adapters)
         state.flush()
         state.forget(batch.slots)  # after a failure in the middle it is unknown whether they advanced
         outputs = step.replay()
         state.advanced(batch.slots, batch.seq_lens)
         return outputs
 
-    def _recorded(
-        self, size: int, truncates: bool, keep: bool, shared: Sequence[SharedTiles] | None = None
-    ) -> Graph[_Outputs]:
-        """Graph of decode steps of ``size`` rows. ``shared``: what rows read together, which a replay reads from the
-        same memory."""
+    def _recorded(self, kind: DecodeKind, shared: Sequence[SharedTiles] | None = None) -> Graph[_Outputs]:
+        """Graph of decode steps of a kind. ``shared``: what rows read together, which a replay reads from the same
+        memory."""
         decodes = self._decodes if shared is None else self._shared_decodes
-        key = (size, truncates, keep)
-        if key not in decodes:
+        size = kind.size
+        if kind not in decodes:
             # Recording runs the step more than once. All rows of the recorded step are empty, so this changes no
             # request.
             self._state.note("slots", np.arange(size), np.full(size, -1))
             self._state.flush()
             inputs = self._state.inputs(size)
             launch = self._launch(size, True)
-            if keep and not len(self._kept_logits):  # all sizes share them, because only one runs at a time
+            if kind.keep and not len(self._kept_logits):  # all sizes share them, because only one runs at a time
                 self._kept_logits = self._kept_logits.new_empty((self._sizes[-1], self._model.config.vocab_size))
             step = TritonModelRunner._decode_step
-            decodes[key] = inputs, self._record(f"{size} rows", step, inputs, launch, truncates, keep, shared)
-        return decodes[key][1]
+            decodes[kind] = inputs, self._record(f"{size} rows", step, inputs, launch, kind, shared)
+        return decodes[kind][1]
 
     def _decode_step(
         self,
         inputs: DecodeInputs,
         launch: AttentionLaunch,
-        truncates: bool,
-        keep: bool,
+        kind: DecodeKind,
         shared: Sequence[SharedTiles] | None,
     ) -> _Outputs:
         """Decode step that a CUDA graph records. It reads its inputs from the state on the device, and writes the
@@ -277,28 +314,33 @@ class TritonModelRunner(TorchModelRunner):
         offsets = self._row_offsets[: len(slots) + 1]
         # With offsets, decode rows use the same compiled attention kernel as chunks.
         starts = offsets if self._batch_invariant else None
-        where = (slots, tables, mapping, shared, offsets)
+        adapters = inputs.adapters if kind.adapted else None
+        where = (slots, tables, mapping, shared, offsets, adapters)
         step = StepTensors(inputs.token_ids, inputs.positions, inputs.seq_lens, starts, *where)
         hidden = self._run_body(step, launch)
-        outputs = self._draw(hidden, hidden, slots, inputs.seq_lens, slots, truncates=truncates, keep=keep)
+        how = {"truncates": kind.truncates, "keep": kind.keep}
+        outputs = self._draw(hidden, hidden, slots, inputs.seq_lens, slots, adapters, **how)
         if outputs.logits is None:
             return outputs
         return dataclasses.replace(outputs, logits=self._kept_logits[: len(slots)].copy_(outputs.logits))
 
-    def _mixed(self, batch: StepBatch, truncates: bool) -> _Outputs:
-        """Compute a step that has prompt chunks. Its sampling is launched without a graph."""
+    def _mixed(self, batch: StepBatch, truncates: bool, adapters: _Slots | None) -> _Outputs:
+        """Compute a step that has prompt chunks. Its sampling is launched without a graph. ``adapters`` [T]: slot of
+        each token's adapter, if tokens have some."""
         late = np.flatnonzero(batch.token_ids < 0)
         owners = np.searchsorted(batch.cu_seqlens, late, side="right") - 1
         tokens = len(batch.token_ids)
         sizes = self._token_sizes
         size = padded_size(sizes, tokens) if tokens <= sizes[-1] else 0
-        buffer, body = self._recorded_body(size) if size else (self._buffer, None)
+        buffer, body = self._recorded_body(size, adapters is not None) if size else (self._buffer, None)
         last = batch.cu_seqlens[batch.sample_rows + 1] - 1 == batch.sample_tokens
         slots = batch.sample_slots
         lengths = batch.sample_lengths
         newest = np.where(last, slots, -1)  # for a row with several sample positions, the last one gives the next input
         rest: list[npt.NDArray[Any]] = [late, batch.slots[owners], batch.sample_tokens, slots, lengths, newest]
-        step, (places, sources, wanted, *sampling) = self._send(buffer, batch, size, rest)
+        if adapters is not None:
+            rest.append(adapters[batch.sample_tokens])
+        step, (places, sources, wanted, *sampling) = self._send(buffer, batch, size, rest, adapters)
         if len(late):
             step.token_ids.index_copy_(0, places, self._state.tokens.index_select(0, sources))
         hidden = self._run_body(step, self._launch(len(batch.slots), False)) if body is None else body.replay()
@@ -306,12 +348,14 @@ class TritonModelRunner(TorchModelRunner):
             return _Outputs(hidden, None, None)
         return self._draw(hidden, hidden.index_select(0, wanted), *sampling, truncates=truncates, keep=True)
 
-    def _recorded_body(self, size: int) -> tuple[StepBuffer, Graph[Tensor]]:
-        """(buffer for the inputs, graph that computes them) of steps of up to ``size`` tokens."""
+    def _recorded_body(self, size: int, adapted: bool) -> tuple[StepBuffer, Graph[Tensor]]:
+        """(buffer for the inputs, graph that computes them) of steps of up to ``size`` tokens, which may be
+        ``adapted``."""
         largest = self._token_sizes[-1]
         if not self._bodies and size != largest and isinstance(self.graphs, CudaGraphs):
-            self._recorded_body(largest)  # smaller graphs reuse its memory
-        if size not in self._bodies:
+            self._recorded_body(largest, adapted)  # smaller graphs reuse its memory
+        key = size, adapted
+        if key not in self._bodies:
             groups = len(self._state.block_tables)
             none = np.zeros(0, dtype=np.int32)
             tables = np.zeros((groups, 0, 0), dtype=np.int32)
@@ -320,10 +364,10 @@ class TritonModelRunner(TorchModelRunner):
             buffer = StepBuffer(self._device)
             largest_input = np.zeros(max(size, self._state.num_slots), dtype=np.int64)
             # Use the largest possible inputs, so that the buffer never has to move.
-            step, _ = self._send(buffer, nobody, size, [largest_input] * 6)
+            step, _ = self._send(buffer, nobody, size, [largest_input] * 7, none if adapted else None)
             launch = self._launch(self._state.num_slots, False)
-            self._bodies[size] = buffer, self._record(f"{size} tokens", TritonModelRunner._run_body, step, launch)
-        return self._bodies[size]
+            self._bodies[key] = buffer, self._record(f"{size} tokens", TritonModelRunner._run_body, step, launch)
+        return self._bodies[key]
 
     def _record(self, size: str, method: Callable[..., _T], *arguments: Any) -> Graph[_T]:
         """Record ``method`` with these ``arguments`` as a graph. If there is not enough memory for the graph, the
@@ -340,10 +384,10 @@ class TritonModelRunner(TorchModelRunner):
         return EagerSteps().record(step)
 
     def _send(
-        self, buffer: StepBuffer, batch: StepBatch, size: int, rest: list[npt.NDArray[Any]]
+        self, buffer: StepBuffer, batch: StepBatch, size: int, rest: list[npt.NDArray[Any]], adapters: _Slots | None
     ) -> tuple[StepTensors, list[Tensor]]:
-        """Copy the input of a step and the arrays ``rest`` to the device, and return both as tensors there. Unless
-        ``size`` is 0, the step is padded to ``size`` tokens or rows."""
+        """Copy the input of a step, with the slots of the tokens' ``adapters``, and the arrays ``rest`` to the device,
+        and return both as tensors there. Unless ``size`` is 0, the step is padded to ``size`` tokens or rows."""
         tokens, rows = (size, self._state.num_slots) if size else (len(batch.token_ids), len(batch.slots))
         arrays: list[tuple[npt.NDArray[Any], int, int]] = [
             (batch.token_ids, tokens, 0),
@@ -353,11 +397,15 @@ class TritonModelRunner(TorchModelRunner):
             (batch.slots, rows, 0),
             *((mapping, tokens, -1) for mapping in batch.slot_mapping),
         ]
+        if adapters is not None:
+            arrays.append((adapters, tokens, -1))
         filled = [np.append(array, np.full(length - len(array), fill, array.dtype)) for array, length, fill in arrays]
         token_ids, positions, seq_lens, cu_seqlens, slots, *others = buffer.send([*filled, *rest])
         tables = self._state.block_tables
         groups = len(batch.slot_mapping)
-        return StepTensors(token_ids, positions, seq_lens, cu_seqlens, slots, tables, others[:groups]), others[groups:]
+        mapping, own, rest_sent = others[:groups], others[groups : len(arrays) - 5], others[len(arrays) - 5 :]
+        where = (token_ids, positions, seq_lens, cu_seqlens, slots, tables, mapping)
+        return StepTensors(*where, adapters=own[0] if own else None), rest_sent
 
     def _run_body(self, step: StepTensors, launch: AttentionLaunch) -> Tensor:
         """Hidden states [T, D] of all tokens of ``step``."""
@@ -370,6 +418,7 @@ class TritonModelRunner(TorchModelRunner):
         slots: Tensor,
         lengths: Tensor,
         newest: Tensor,
+        adapters: Tensor | None = None,
         *,
         truncates: bool,
         keep: bool,
@@ -378,10 +427,11 @@ class TritonModelRunner(TorchModelRunner):
 
         ``slots`` (int32 [P]) has their slots (-1 for padding), ``lengths`` (int32 [P]) the positions of the new tokens.
         ``newest`` (int32 [P]) has
-        the slot that gets the token as its next input; -1 for none. Logits are returned only with ``keep``, because
+        the slot that gets the token as its next input; -1 for none. ``adapters`` (int32 [P]) has the places of their
+        adapters in the pool (-1 for none); None if no row has one. Logits are returned only with ``keep``, because
         each recorded graph would hold logits, which take gigabytes for all batch sizes.
         """
-        logits = self._compute_logits(sample_hidden)
+        logits = self._logits(sample_hidden, adapters)
         candidates = kept_ids(logits, self._state.sampling, slots) if truncates else None
         tokens, failing = sample(logits, self._state.sampling, slots, lengths, candidates)
         self._state.store(newest, tokens)
@@ -389,7 +439,11 @@ class TritonModelRunner(TorchModelRunner):
         return _Outputs(hidden, logits if keep else None, drawn)
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:
-        return self._head.run({self._hidden: hidden})
+        """Logits of rows whose adapters :meth:`DeviceAdapters.begin` has set."""
+        return self._logits(hidden, None if self._pool is None else self._pool.rows)
+
+    def _logits(self, hidden: Tensor, adapters: Tensor | None) -> Tensor:
+        return self._head.run({self._hidden: hidden}, None, None, adapters)
 
     def _launch(self, num_rows: int, decode_only: bool) -> AttentionLaunch:
         config = self._network
