@@ -117,6 +117,7 @@ class Request:
         "cache_salt",
         "due_at",
         "finish_reason",
+        "has_copies",
         "images",
         "is_guaranteed",
         "is_guided",
@@ -250,6 +251,8 @@ class Request:
         """Number of blocks with K and V that the last admission shared with running requests."""
         self.last_node: PrefixNode | None = None
         """The prefix-cache node of the last published block."""
+        self.has_copies = False
+        """Whether the request has computed a block that the prefix cache had already, of another request."""
         self.retention = self.service.retention
         """Rank of the request's blocks in the prefix cache after the request has left the batch: 0, 1 or 2. Blocks of a
         higher rank are evicted later."""

@@ -31,7 +31,7 @@ def test_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.full
 def test_worlds_hold_and_reach_what_they_are_for() -> None:
     seen = collections.Counter[str]()
-    for seed in range(12):
+    for seed in (*range(12), 1038):  # in the last one, requests compute a leased prompt at once
         seen += run_world(seed)
     names = ("answers", "flood", "jumps", "pauses", "returned", "kept", "leases", "spared", "shortened", "expired")
     assert all(seen[name] >= 3 for name in names), seen

@@ -299,6 +299,13 @@ class KVCacheManager:
         if request.block_ids and len(request.token_ids) > request.progress_mark:
             self.publish(request, len(request.token_ids) - 1)
 
+    def fill_holes(self, request: Request) -> None:
+        """Before a request releases its blocks: share its copies of blocks that others had published, and that were
+        evicted since."""
+        if request.has_copies and self.prefix_cache is not None:
+            self.tables.num_changes += 1
+            self.prefix_cache.fill_holes(request)
+
     def forget(self, request: Request) -> None:
         """Remove the blocks of a failed request from the prefix cache."""
         if self.prefix_cache is not None:

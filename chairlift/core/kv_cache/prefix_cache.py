@@ -206,6 +206,18 @@ class PrefixCache:
         request.last_node = node
         self._prune(node)
 
+    def fill_holes(self, request: Request) -> None:
+        """Share the request's copies of published blocks that others had published first, and that were evicted since.
+        Without them its later blocks could not be found."""
+        node = request.last_node
+        if request.num_published == NEVER or node is None or self._nodes.get(node.key) is not node:
+            return
+        index = request.num_published
+        while node.parent is not None:
+            index -= 1
+            self._attach(node, request, index)
+            node = node.parent
+
     def _child(self, node: PrefixNode, tokens: bytes) -> PrefixNode | None:
         """The node of a block with this content, which follows ``node``; made if there is none. None: its key is that
         of other content."""
@@ -323,6 +335,8 @@ class PrefixCache:
         for group, (pool, kind) in enumerate(zip(self._pools, self._kinds, strict=True)):
             entry = index if kind is None else kind.completed_by(index, self.block_size)
             block = NULL_BLOCK if entry is None else request.block_ids[group][entry]
+            if node.blocks[group] not in (None, block):
+                request.has_copies = True
             if node.blocks[group] is None and block != NULL_BLOCK and pool.nodes[block] is None:
                 node.blocks[group] = block
                 pool.attach(block, node)

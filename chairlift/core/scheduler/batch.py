@@ -369,6 +369,7 @@ class Batch:
         self.num_vacated += 1
         if request.finish_reason is not FinishReason.ERROR:
             self.kv.publish_confirmed(request)
+            self.kv.fill_holes(request)
         self.policy.left(request)
         self.num_computed_tokens -= request.num_computed_tokens
         request.short_of_blocks = False

@@ -204,6 +204,27 @@ def test_two_requests_that_computed_the_same_prompt_cache_it_once() -> None:
     kv.check_invariants([])
 
 
+def test_a_copy_takes_the_place_of_a_block_that_was_evicted() -> None:
+    """Two requests compute the same blocks at once, and the second goes on. When the blocks that the first published
+    are gone, those of the second are shared: without them nobody would find what follows."""
+    kv = manager(1 + 4 + 3)
+    longer = [*PROMPT[:12], 7, 8, 9, 10]
+    first, second = request("first", PROMPT[:12]), request("second", longer)
+    admit(kv, first, reserve=12)
+    admit(kv, second, reserve=16)
+    compute(kv, first, second)
+    assert second.has_copies and not first.has_copies
+    kv.tables.free(first, -1)
+    third = request("third", 12, max_tokens=1)
+    admit(kv, third, reserve=12)  # takes all that the first has left
+    kv.fill_holes(second)
+    kv.check_invariants([second, third])
+    kv.tables.free(second, -1)
+    kv.check_invariants([third])
+    kv.tables.free(third, -1)
+    assert hit(kv, [*longer, 11]) == 16
+
+
 def test_the_tree_is_empty_once_its_blocks_are_gone() -> None:
     """No node without a block may stay behind: the tree must not outgrow the cache."""
     kv = manager(num_blocks=5)
