@@ -37,7 +37,10 @@ from tests.e2e.fuzz_http import Ending, RawInput
 from tests.e2e.fuzz_json import ENDPOINTS, VALUES, Body, Raw, grid_size
 from tests.e2e.server_process import PATIENCE, ServerProcess
 
-pytestmark = pytest.mark.full
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.timeout(900),
+]  # hundreds of requests of one test take long on a busy machine
 
 GUARDED = str(Path(__file__).with_name("guarded"))
 MIB = 1 << 20
