@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,41 +13,15 @@ from chairlift.kernels.cpu.low_rank import EmbeddingTable, LowRankTable, MatrixS
 from chairlift.kernels.cpu.packing import KeptRows, PackedMatrix
 from chairlift.lora.adapter import Adapter
 from chairlift.lora.effects import Own, change_of, depends_on_weights, with_tied_rows
+from chairlift.lora.held import AdapterBank, Held, check_finite
 from chairlift.lora.reader import read_adapter
 from chairlift.lora.sites import HEAD, Sites, layer_of, member_of, sites_of
 from chairlift.models.causal_lm import CausalLM
 
-__all__ = ["Held", "NativeAdapters", "check_finite", "plain_own"]
+__all__ = ["NativeAdapters", "plain_own"]
 
 
-class Held(NamedTuple):
-    """An adapter as the methods ``put`` take it."""
-
-    digest: str
-    """Digest of the adapter's files."""
-    rank: int
-    """Largest rank of its matrices."""
-    nbytes: int
-    """Bytes of its matrices in memory."""
-    held: Any
-    source: Adapter | None = None
-    """The adapter as it was read, if a part of ``held`` depends on the model's weights."""
-    version: int = 0
-    """Number of times that the model's weights had been replaced when ``held`` was made."""
-
-
-def check_finite(adapter: Adapter, dtype: torch.dtype, path: Path) -> None:
-    """Raise ModelLoadError if a value of the adapter is too large for ``dtype``."""
-    for name, parts in adapter.layers.items():
-        for part in parts:
-            if not all(bool(each.to(dtype).isfinite().all()) for each in (part.a, part.b)):
-                raise ModelLoadError(
-                    f"{path}: numbers of {name} are too large for {str(dtype).removeprefix('torch.')}; serve the model"
-                    " with dtype='float32', or train the adapter again"
-                )
-
-
-class NativeAdapters:
+class NativeAdapters(AdapterBank):
     """Adapters for a model whose weights are packed for the native CPU kernels, and whose steps run as a step program.
     Create this object before the program is recorded.
 
@@ -55,18 +29,17 @@ class NativeAdapters:
     """
 
     def __init__(self, model: CausalLM, dtype: torch.dtype, *, max_rank: int, capacity: int, max_tokens: int) -> None:
+        super().__init__()
         self._sites = sites_of(model)
         self._model = model
         self._dtype = dtype
         self._max_rank = max_rank
-        self._version = 0
         self._matrices: dict[str, MatrixSite] = {}
         """Name of a matrix -> its column of the table, and its size."""
         self._own: dict[str, Own] = {}
         self._weights: dict[str, PackedMatrix] = {}
-        self._put: dict[int, Held] = {}
         for name in (*self._sites.layers, HEAD):
-            self._add(name, self._packed(name))
+            self._add_matrix(name, self._packed(name))
         for layer in self._sites.experts.values():
             self._add_experts(layer.names, layer.first, layer.down, layer.count)
         most = max(_most_parts(self._sites), 2 if self._sites.experts else 1)
@@ -78,7 +51,7 @@ class NativeAdapters:
             raise ConfigError(f"{name} is not in the layout of the native kernels; leave enable_lora out")
         return weight
 
-    def _add(self, name: str, weight: PackedMatrix) -> None:
+    def _add_matrix(self, name: str, weight: PackedMatrix) -> None:
         weight.site = len(self._matrices) + 1
         kept = weight.kept
         self._matrices[name] = MatrixSite(weight.site, weight.out_features, weight.k, weight.interleaved, kept)
@@ -125,25 +98,11 @@ class NativeAdapters:
         source = adapter if depends_on_weights(given, plain) else None
         return Held(adapter.digest, adapter.rank, packed.nbytes, packed, source, version)
 
-    def put(self, adapter_id: int, adapter: Held) -> None:
-        """Add an adapter under the number ``adapter_id``, which must be above 0. Steps may use it from now on."""
-        if adapter.source is not None and adapter.version != self._version:
-            adapter = self.hold(adapter.source)
-        self.table.put(adapter_id, adapter.held)
-        self._put[adapter_id] = adapter
+    def _add(self, adapter_id: int, held: Any) -> None:
+        self.table.put(adapter_id, held)
 
-    def drop(self, adapter_id: int) -> None:
-        """Remove the adapter with this number. No later step uses it."""
+    def _remove(self, adapter_id: int) -> None:
         self.table.drop(adapter_id)
-        del self._put[adapter_id]
-
-    def weights_replaced(self) -> None:
-        """Compute again what depends on the model's weights, which were replaced."""
-        self._version += 1
-        for adapter_id, adapter in list(self._put.items()):
-            if adapter.source is not None:
-                self.drop(adapter_id)
-                self.put(adapter_id, adapter)
 
 
 def plain_own(router: nn.Module) -> Own:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,8 @@ from torch import Tensor
 from chairlift.errors import ModelLoadError
 from chairlift.kernels.low_rank_pool import LowRankPool, LowRankSite, PackedSlot, PoolLayout, SiteShape
 from chairlift.lora.adapter import Adapter, EmbeddingChange, Replaced
-from chairlift.lora.bank import Held, check_finite
 from chairlift.lora.effects import Own, change_of, depends_on_weights
+from chairlift.lora.held import AdapterBank, Held, check_finite
 from chairlift.lora.kinds import LOW_RANK, VECTORS, kinds_of
 from chairlift.lora.pool_slots import CudaQueues, PoolSlots
 from chairlift.lora.reader import read_adapter
@@ -35,7 +35,7 @@ POOL_KINDS: Final = (LOW_RANK, VECTORS)
 _REMEDY = "serve it with kernels='torch', or merge it into the model"
 
 
-class DeviceAdapters:
+class DeviceAdapters(AdapterBank):
     """Adapters for a model on ``device``: ``capacity`` of them may be in the steps at a time, and no rank is larger
     than ``max_rank``.
 
@@ -53,13 +53,12 @@ class DeviceAdapters:
         capacity: int,
         multiplied: Collection[int],
     ) -> None:
+        super().__init__()
         self._sites = sites_of(model)
         self._model = model
         self._dtype = dtype
         self._device = device
         self._max_rank = max_rank
-        self._version = 0
-        self._put: dict[int, Held] = {}
         self._own: dict[str, Own] = {}
         weights: dict[str, int] = {}
         for name in (*self._sites.layers, HEAD):
@@ -99,7 +98,7 @@ class DeviceAdapters:
         adapter = read_adapter(path, self._sites, max_rank=self._max_rank, root=root)
         check_finite(adapter, self._dtype, path)
         try:
-            return self._hold(self._without_copies(adapter))
+            return self.hold(self._without_copies(adapter))
         except ModelLoadError as error:
             raise ModelLoadError(f"{path}: {error}; {_REMEDY}") from None
 
@@ -130,7 +129,7 @@ class DeviceAdapters:
     def _is_own(self, saved: Tensor, own: Tensor) -> bool:
         return torch.equal(saved.to(own.device, self._dtype), own.to(self._dtype))
 
-    def _hold(self, adapter: Adapter) -> Held:
+    def hold(self, adapter: Adapter) -> Held:
         version = self._version
         if others := [kind for kind in kinds_of(adapter, self._sites) if kind not in POOL_KINDS]:
             raise ModelLoadError(f"it changes {others[0]}, which the GPU's kernels do not")
@@ -142,26 +141,11 @@ class DeviceAdapters:
         source = adapter if depends_on_weights(adapter, ()) else None
         return Held(adapter.digest, adapter.rank, adapter.numbers * self._dtype.itemsize, packed, source, version)
 
-    def put(self, adapter_id: int, adapter: Held) -> None:
-        """Add an adapter under the number ``adapter_id``, which must be above 0. Steps may use it from now on. If a
-        slot is free, the adapter is copied at once, beside the steps."""
-        if adapter.source is not None and adapter.version != self._version:
-            adapter = self._hold(adapter.source)
-        self._put[adapter_id] = adapter
-        self._slots.load(adapter_id)
+    def _add(self, adapter_id: int, held: Any) -> None:
+        self._slots.load(adapter_id)  # if a slot is free, it is copied at once, beside the steps
 
-    def drop(self, adapter_id: int) -> None:
-        """Remove the adapter with this number. No later step uses it."""
+    def _remove(self, adapter_id: int) -> None:
         self._slots.drop(adapter_id)
-        del self._put[adapter_id]
-
-    def weights_replaced(self) -> None:
-        """Compute again what depends on the model's weights, which were replaced."""
-        self._version += 1
-        for adapter_id, adapter in list(self._put.items()):
-            if adapter.source is not None:
-                self.drop(adapter_id)
-                self.put(adapter_id, adapter)
 
     def _packed(self, adapter_id: int) -> PackedSlot:
         packed: PackedSlot = self._put[adapter_id].held

@@ -14,8 +14,9 @@ from torch.nn import functional
 from chairlift.kernels.cpu.low_rank import LowRankPart, MatrixChange
 from chairlift.kernels.experts import ExpertChange
 from chairlift.lora.adapter import Adapter, EmbeddingChange
-from chairlift.lora.bank import Held, check_finite, plain_own
+from chairlift.lora.bank import plain_own
 from chairlift.lora.effects import Own, change_of, depends_on_weights, with_tied_rows
+from chairlift.lora.held import AdapterBank, Held, check_finite
 from chairlift.lora.reader import read_adapter
 from chairlift.lora.sites import HEAD, ExpertSites, member_of, sites_of
 from chairlift.models.causal_lm import CausalLM
@@ -25,16 +26,15 @@ from chairlift.models.layers.linear import Linear
 __all__ = ["TorchAdapters", "own_of"]
 
 
-class TorchAdapters:
+class TorchAdapters(AdapterBank):
     """Adapters for a model that PyTorch runs. :meth:`begin` sets the adapter of each token before a step."""
 
     def __init__(self, model: CausalLM, dtype: torch.dtype, device: torch.device, *, max_rank: int) -> None:
+        super().__init__()
         self._sites = sites_of(model)
         self._model = model
         self._place: dict[str, Any] = {"dtype": dtype, "device": device}
         self._max_rank = max_rank
-        self._version = 0
-        self._put: dict[int, Held] = {}
         self._tokens: list[tuple[int, Tensor]] = []
         self._own: dict[str, Own] = {}
         self._layers: dict[str, _AdaptedLayer] = {}
@@ -71,9 +71,9 @@ class TorchAdapters:
         """Read the adapter in a directory, for :meth:`put`. Any thread may call this. Raises ModelLoadError."""
         adapter = read_adapter(path, self._sites, max_rank=self._max_rank, root=root)
         check_finite(adapter, self._place["dtype"], path)
-        return self._hold(adapter)
+        return self.hold(adapter)
 
-    def _hold(self, adapter: Adapter) -> Held:
+    def hold(self, adapter: Adapter) -> Held:
         version = self._version
         given = with_tied_rows(adapter, self._own[HEAD]) if self._sites.tied else adapter
         changes = {name: self._placed(change_of(given, name, self._own[name])) for name in given.names}
@@ -98,11 +98,8 @@ class TorchAdapters:
         ids = None if change.token_ids is None else change.token_ids.to(self._place["device"])
         return EmbeddingChange(table, ids, rows, a, b)
 
-    def put(self, adapter_id: int, adapter: Held) -> None:
-        """Add an adapter under the number ``adapter_id``, which must be above 0. Steps may use it from now on."""
-        if adapter.source is not None and adapter.version != self._version:
-            adapter = self._hold(adapter.source)
-        changes, embedding = adapter.held
+    def _add(self, adapter_id: int, held: Any) -> None:
+        changes, embedding = held
         for name, layer in self._layers.items():
             if name in changes:
                 layer.changes[adapter_id] = changes[name]
@@ -110,24 +107,13 @@ class TorchAdapters:
             experts.put(adapter_id, changes)
         if embedding is not None:
             self._embedding.changes[adapter_id] = embedding
-        self._put[adapter_id] = adapter
 
-    def drop(self, adapter_id: int) -> None:
-        """Remove the adapter with this number. No later step uses it."""
+    def _remove(self, adapter_id: int) -> None:
         for layer in self._layers.values():
             layer.changes.pop(adapter_id, None)
         for experts in self._experts:
             experts.changes.pop(adapter_id, None)
         self._embedding.changes.pop(adapter_id, None)
-        del self._put[adapter_id]
-
-    def weights_replaced(self) -> None:
-        """Compute again what depends on the model's weights, which were replaced."""
-        self._version += 1
-        for adapter_id, adapter in list(self._put.items()):
-            if adapter.source is not None:
-                self.drop(adapter_id)
-                self.put(adapter_id, adapter)
 
 
 class _AdaptedLayer:

@@ -9,7 +9,8 @@ from pathlib import Path
 from chairlift.errors import ModelLoadError
 from chairlift.executor.parallel.messages import Messages
 from chairlift.executor.parallel.orders import Orders
-from chairlift.lora.bank import Held, NativeAdapters
+from chairlift.lora.bank import NativeAdapters
+from chairlift.lora.held import Held
 
 __all__ = ["HeldByAll", "ParallelAdapters"]
 

@@ -26,7 +26,7 @@ from chairlift.executor.parallel.process_memory import ProcessMemory, memory_not
 from chairlift.kernels.cpu.communicator import Communicator
 from chairlift.kernels.cpu.library import ThreadPool
 from chairlift.kernels.cpu.packing import PackedMatrix
-from chairlift.lora.bank import Held
+from chairlift.lora.held import Held
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.loader import replace_weights
 
