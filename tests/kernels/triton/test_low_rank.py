@@ -327,10 +327,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     ),
     "parts share the ranks of the first": ("(PARTS * RANK) + PART * RANK + r", "(PARTS * RANK) + r"),
     "parts share the matrix of the first": ("a_stride + r[:, None]", "a_stride + (r % RANK)[:, None]"),
-    "the last rank is cut": (
-        "mask=has[:, None] & (r < rank)[None, :])",
-        "mask=has[:, None] & (r < rank - 1)[None, :])",
-    ),
+    "the last rank is cut": ("known = (r < rank)[None, :]", "known = (r < rank - 1)[None, :]"),
     "the last input is cut": ("inside = (k < num_in)", "inside = (k < num_in - 1)"),
     "every split adds the term": ("if split == 0:", "if split >= 0:"),
     "every split adds the offset": ("tl.where(split == 0, offset", "tl.where(split >= 0, offset"),
