@@ -202,10 +202,9 @@ def run_pieces(
     return torch.cat(results), [part[table[-1].tolist()] for part in kept]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.full) if case == "Mamba-2" else case for case in ONE_HEAD]
-)
+@pytest.mark.parametrize("case", ONE_HEAD)
 def test_a_row_has_the_same_bits_however_it_is_cut_and_whoever_is_there(
     case: str, dtype: torch.dtype, device: torch.device
 ) -> None:
