@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import torch
 from tests.kernels.triton import conftest  # before anything that imports the kernels, which it makes interpreted ones
 
 # isort: split
-from chairlift import LLM
+from chairlift import LLM, SamplingParams
+from chairlift.config import ONE_STATE
+from chairlift.executor.backends.triton import triton_runner
+from chairlift.kernels.triton.program import PagedKV
 from tests.equivalence.cases import Job, agree, check_text, make_llm, run, transformers_greedy
 from tests.equivalence.test_triton import SIZES, check_invariance, greedy, invariant_jobs, triton_llm
+from tests.executor.test_triton_runner import OverwritingGraphs
 from tests.models.tiny import hf_model, tiny_hf_model
 from tests.native import needs_kernels
 
@@ -70,6 +75,74 @@ def test_greedy_text_is_that_of_transformers_and_of_the_cpu(family: str, tmp_pat
     sizes = {**SIZES, "block_size": 16}
     cpu = tokens(make_llm(model_dir, jobs, **sizes), jobs)
     agree(cpu, answers, lambda i: check_text(model, jobs[i], answers[i]))
+
+
+SHARING = [
+    Job([*range(5, 14), *more], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=0))
+    for more in ([20, 21], [30, 31, 32])
+]
+"""Two requests that share nine tokens."""
+
+
+def in_turn(model_dir: Path, device: torch.device) -> tuple[list[list[int]], list[float], int]:
+    """(tokens, their log-probabilities, number of cached prompt tokens) of the jobs, one after the other."""
+    llm = triton_llm(model_dir, SHARING, device, **SNAPSHOTS)
+    outputs = [run(llm, [job])[0] for job in SHARING]
+    answers = [output.outputs[0] for output in outputs]
+    scores = [
+        entry[token].logprob
+        for answer in answers
+        for entry, token in zip(answer.logprobs or (), answer.token_ids, strict=True)
+    ]
+    return [answer.token_ids for answer in answers], scores, sum(output.num_cached_tokens for output in outputs)
+
+
+def forget_snapshots(patch: pytest.MonkeyPatch) -> None:
+    made = triton_runner.PagedKV
+
+    def without(*given: Any) -> PagedKV:
+        kv = made(*given)
+        return dataclasses.replace(kv, state_spans=[span and ONE_STATE for span in kv.state_spans])
+
+    patch.setattr(triton_runner, "PagedKV", without)
+
+
+@pytest.mark.planted("test_a_snapshot_in_the_prefix_cache_is_used")
+def test_missing_snapshots_are_noticed(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir = tiny(tmp_path, "mamba2")
+    _, expected, _ = in_turn(model_dir, device)
+    forget_snapshots(monkeypatch)
+    _, found, _ = in_turn(model_dir, device)
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) > 0.01
+
+
+def test_a_snapshot_in_the_prefix_cache_is_used(tmp_path: Path, device: torch.device) -> None:
+    model_dir = tiny(tmp_path, "mamba2")
+    answers, scores, cached = in_turn(model_dir, device)
+    assert cached == 8
+    llm = make_llm(model_dir, SHARING, kernels="torch", enable_prefix_caching=False, **SIZES)
+    for job, answer, own in zip(SHARING, answers, (scores[:3], scores[3:]), strict=True):
+        plain = run(llm, [job])[0].outputs[0]
+        assert answer == plain.token_ids
+        theirs = [entry[token].logprob for entry, token in zip(plain.logprobs or (), answer, strict=True)]
+        assert own == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_5_text", marks=pytest.mark.nightly)])
+def test_graphs_run_ahead_with_states(family: str, tmp_path: Path, device: torch.device) -> None:
+    """Recorded steps, one step ahead, with requests that are preempted and that end in the middle."""
+    model_dir = tiny(tmp_path, family)
+    jobs = greedy(4, 7, 5)
+    expected = tokens(make_llm(model_dir, jobs, kernels="torch", **SIZES), jobs)
+    llm = triton_llm(model_dir, jobs, device, tight=True, num_lookahead_steps=1, block_size=1, **SNAPSHOTS)
+    runner: Any = llm.engine.core.executor._runner  # type: ignore[attr-defined]
+    if not conftest.ON_GPU:
+        runner.graphs = OverwritingGraphs()
+    model = hf_model(model_dir)
+    answers = tokens(llm, jobs)
+    agree(expected, answers, lambda i: check_text(model, jobs[i], answers[i]))
+    assert runner.graphs.num_graphs > 1 and llm.engine.scheduler.num_preemptions > 0
 
 
 @pytest.mark.nightly
